@@ -1,0 +1,43 @@
+"""Visual-token pruning for vLLM: keep K of N visual tokens, decided by a frozen state.
+
+Knows nothing about vLLM at import: the plugin lives in ``vllm_autoprune.serving``.
+"""
+
+from vllm_autoprune import base_policies  # noqa: F401  (enters the base policies)
+from vllm_autoprune.errors import (
+    AutopruneError,
+    BudgetError,
+    ConfigError,
+    SelectionError,
+    StateError,
+    UnsupportedModelError,
+)
+from vllm_autoprune.tpdsl.check import safety_check
+from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.safety import Refined, SafetyRecord
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutopruneError",
+    "BudgetError",
+    "ConfigError",
+    "Grid",
+    "Instruction",
+    "PruningPolicy",
+    "PruningState",
+    "Refined",
+    "SafetyRecord",
+    "SelectionError",
+    "StateError",
+    "UnsupportedModelError",
+    "VisualTokens",
+    "load_state",
+    "materialize",
+    "refine",
+    "safety_check",
+]

@@ -1,0 +1,41 @@
+"""CDPruner: diversity conditioned on the instruction, by a determinantal point process.
+
+Knows nothing about where relevance comes from: a CLIP text tower or the language model's own
+embeddings fill the same record.
+
+Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
+paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles).
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, base_policy
+from vllm_autoprune.tpdsl.budget import split_over_tiles
+from vllm_autoprune.tpdsl.kernels import sharpen
+from vllm_autoprune.tpdsl.numerics import normalise
+from vllm_autoprune.tpdsl.scoring import relevance
+from vllm_autoprune.tpdsl.tiles import join_tiles
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+class CDPrunerParams(BasePolicyParams):
+    """Parameters of CDPruner."""
+
+    theta: float | None = Field(
+        None, ge=0.0, le=0.95, description="balance of relevance; null: as published, none"
+    )
+
+
+@base_policy(CDPrunerParams, needs=frozenset({"instruction"}))
+def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Tensor:
+    """Greedy MAP on L = diag(r) S diag(r), tile by tile; r is relevance over all tiles."""
+    instruction = tokens.require_instruction()
+    r = normalise(instruction.sign * relevance(instruction), offset=1e-6)
+    r = tokens.by_tile(sharpen(r, params.theta))
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = greedy_map(tokens.tile_cosine, r, shares[0])
+    return join_tiles(picks, tokens, shares)

@@ -1,0 +1,59 @@
+"""DivPrune: keep the tokens that are farthest from each other.
+
+Knows nothing about the instruction: one image keeps the same tokens for every question.
+
+Source: Alvar et al., "DivPrune" (CVPR 2025), and its published code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, base_policy
+from vllm_autoprune.tpdsl.budget import split_over_tiles
+from vllm_autoprune.tpdsl.tiles import join_tiles
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+class DivPruneParams(BasePolicyParams):
+    """Parameters of DivPrune."""
+
+    tile_scope: Literal["per_tile", "global"] = Field(
+        "per_tile", description="select within each tile, or over all tiles of an image"
+    )
+
+
+@base_policy(DivPruneParams)
+def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Tensor:
+    """Max-min cosine distance, begun at the token farthest from its nearest neighbour."""
+    if params.tile_scope == "global":
+        return _spread(tokens.features, budget)
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    return join_tiles(_spread(tokens.by_tile(tokens.features), shares[0]), tokens, shares)
+
+
+def _spread(features: Tensor, count: int) -> Tensor:
+    """``(B, N, D) -> (B, count)`` picks.
+
+    Everything stays in the features' dtype, as published: in half precision distances are
+    coarse, ties are common, and the first index wins them.
+    """
+    norm = features.norm(dim=-1, keepdim=True)
+    unit = features / norm.clamp_min(torch.finfo(features.dtype).tiny)
+    distance = 1 - unit @ unit.transpose(1, 2)
+    batch, size, _ = features.shape
+    # The smallest entry of a column is meant to be the token itself, so the second smallest is
+    # its nearest neighbour; the published code asks for exactly that and never masks itself.
+    second = distance.topk(min(2, size), dim=1, largest=False).values[:, -1]
+    first = second.argmax(dim=1, keepdim=True)
+    nearest = distance.gather(1, first[:, :, None].expand(-1, -1, size))[:, 0]
+    taken = torch.zeros(batch, size, dtype=torch.bool, device=features.device)
+    rest = farthest_points(
+        distance, count - 1, nearest=nearest, taken=taken.scatter(1, first, True)
+    )
+    return torch.cat([first, rest], dim=1)

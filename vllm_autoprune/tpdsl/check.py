@@ -1,0 +1,82 @@
+"""SafetyCheck: runs a policy on synthetic images and records whether it keeps its promises.
+
+Knows nothing about the model to be served, beyond the token counts it is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.safety import (
+    CHECKS,
+    VERDICTS,
+    DeterminismCall,
+    Expectation,
+    SafetyRecord,
+    Verdict,
+)
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+
+_WIDTH = 32
+
+
+def safety_check(policy: PruningPolicy, probes: Sequence[VisualTokens] | None = None) -> SafetyRecord:
+    """d_alpha^(K) = SafetyCheck(pi, K): the five verdicts over all probes (equation 7).
+
+    A policy that raises fails every verdict, with the reason as detail; nothing escapes.
+    """
+    seen: dict[str, Verdict] = {}
+    for tokens in probes if probes is not None else synthetic_probes(policy.budget):
+        for verdict in _look(policy, tokens):
+            if verdict.name not in seen or not verdict.ok:
+                seen[verdict.name] = verdict
+    return SafetyRecord(tuple(seen[name] for name in VERDICTS))
+
+
+def _look(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
+    calls = {call.atom: call for call in policy.state.safety}
+    repeat = calls.get("deterministic")
+    repeats = repeat.repeats if isinstance(repeat, DeterminismCall) else 2
+    budget = policy.tokens_kept(tokens.count)
+    want = Expectation(budget, min(policy.r_min, budget), policy.quota)
+    try:
+        runs = [refine(policy, tokens) for _ in range(repeats)]
+        found: list[Verdict] = []
+        for check in CHECKS:
+            found += check(calls.get(check.__name__), tokens, runs, want)
+        return tuple(found)
+    except Exception as error:  # a policy may fail in any way: that is what is being found out
+        return tuple(Verdict(name, False, f"{type(error).__name__}: {error}") for name in VERDICTS)
+
+
+def synthetic_probes(budget: int) -> list[VisualTokens]:
+    """Images that selectors find easy and hard: clustered, all alike, low rank, K just below N."""
+    side = max(4, math.ceil(math.sqrt(budget + 1)))
+    return [
+        _probe(Grid(side, side), seed=1, clusters=6),
+        _probe(Grid(side, side), seed=2, clusters=1, noise=0.0),
+        _probe(Grid(side, side, tiles=5), seed=3, clusters=3, noise=0.0),
+    ]
+
+
+def _probe(grid: Grid, *, seed: int, clusters: int, noise: float = 0.5) -> VisualTokens:
+    generator = torch.Generator().manual_seed(seed)
+    batch, count = 2, grid.tokens
+
+    def bell(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    owner = torch.randint(clusters, (batch, count), generator=generator)
+    features = bell(clusters, _WIDTH)[owner] + noise * bell(batch, count, _WIDTH)
+    patches = bell(clusters, 16)[owner] + noise * bell(batch, count, 16)
+    instruction = Instruction(
+        patches, bell(batch, 1, 16), torch.ones(batch, 1, dtype=torch.bool), sign=1
+    )
+    return VisualTokens(
+        features, grid, bell(batch, count).softmax(dim=1), instruction
+    )

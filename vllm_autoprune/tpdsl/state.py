@@ -1,0 +1,89 @@
+"""PruningState: a pruning policy as frozen, versioned data.
+
+Knows nothing about how a state is executed, and loading one runs no code and follows no link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+# The grammar below is made of what is registered, so the atoms must be declared by now.
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy
+from vllm_autoprune.tpdsl.budget import Budget
+from vllm_autoprune.tpdsl.constraints import Selector
+from vllm_autoprune.tpdsl.fusion import Fusion
+from vllm_autoprune.tpdsl.kernels import SimilarityKernel
+from vllm_autoprune.tpdsl.pools import Pool
+from vllm_autoprune.tpdsl.reassembly import Reassembly
+from vllm_autoprune.tpdsl.safety import SafetyCall
+from vllm_autoprune.tpdsl.scoring import Signal
+
+SCHEMA = "autoprune-state/1"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class Scoring(_Part):
+    """S: the signals, how they fuse into token quality g, and the similarity kernel."""
+
+    signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)]
+    kernel: SimilarityKernel
+    fusion: Fusion
+
+
+class Constraints(_Part):
+    """C: the candidate pool and the selector that exchanges within it."""
+
+    pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)]
+    selector: Selector
+
+
+class Provenance(_Part):
+    """Where a state comes from and what was measured on it; outside the digest."""
+
+    found_by: str = ""
+    evaluated_on: str = ""
+    scores: dict[str, JsonValue] = Field(default_factory=dict)
+    seed: int | None = None
+    notes: str = ""
+
+
+class PruningState(_Part):
+    """(pi_P, alpha) with alpha = (B, S, C, R): equation 4 of the paper."""
+
+    model_config = ConfigDict(serialize_by_alias=True, title="vllm-autoprune pruning state")
+
+    schema_version: Literal["autoprune-state/1"] = Field(alias="schema")
+    name: str = Field(min_length=1, max_length=128)
+    base_policy: AnyBasePolicy
+    budget: Budget
+    scoring: Scoring
+    constraints: Constraints
+    reassembly: Reassembly
+    safety: Annotated[tuple[SafetyCall, ...], Field(min_length=1, max_length=8, strict=False)]
+    provenance: Provenance = Provenance()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything that decides behaviour: not the name, not the provenance.
+
+        Defaults are written out first, so stating one does not change the digest.
+        """
+        body = self.model_dump(mode="json", exclude={"name", "provenance"})
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def dumps(self) -> str:
+        """The state as JSON text that loads back to an equal state."""
+        return self.model_dump_json(indent=2) + "\n"
+
+
+def known_base_policies() -> list[str]:
+    """Names a state may give as its base policy."""
+    return list(BASE_POLICIES)

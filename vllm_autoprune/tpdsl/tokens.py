@@ -1,0 +1,141 @@
+"""VisualTokens: the one input record that every atom and base policy reads.
+
+Knows nothing about models: who fills the record, and from where, is the caller's affair.
+
+Shapes: B images of equal N and K, T tiles an image, n = N / T tokens a tile, D feature width,
+C width of the space in which relevance is measured, M text segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.errors import SelectionError
+
+Need = Literal["cls_attention", "instruction"]
+"""An input that costs something to compute, so it is made only for states that read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width``, raster order."""
+
+    height: int
+    width: int
+    tiles: int = 1
+
+    @property
+    def per_tile(self) -> int:
+        """Tokens of one tile, n."""
+        return self.height * self.width
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one image, N."""
+        return self.per_tile * self.tiles
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What relevance is measured between: token embeddings and instruction embeddings.
+
+    patches ``(B, N, C)``; text ``(B, M, C)``, one row a text segment; segments ``(B, M)`` bool,
+    false where a row is padding; sign +1 or -1, the direction in which cosine means relevance
+    (-1 for OpenAI's CLIP as LLaVA uses it, +1 for a language model's embedding space).
+    """
+
+    patches: Tensor
+    text: Tensor
+    segments: Tensor
+    sign: int
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """B images of N visual tokens each, with the signals that a state may read.
+
+    features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
+    vision tower's attention, averaged over heads.
+    """
+
+    features: Tensor
+    grid: Grid
+    cls_attention: Tensor | None = None
+    instruction: Instruction | None = None
+
+    def __post_init__(self) -> None:
+        if self.features.dim() != 3:
+            raise SelectionError(
+                f"features must be (B, N, D), got shape {tuple(self.features.shape)}"
+            )
+        batch, tokens, _ = self.features.shape
+        if tokens != self.grid.tokens:
+            raise SelectionError(
+                f"features hold N = {tokens} tokens but the grid {self.grid.height} x "
+                f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
+            )
+        found = {"cls_attention": self.cls_attention}
+        if self.instruction is not None:
+            found["instruction.patches"] = self.instruction.patches
+        for name, tensor in found.items():
+            if tensor is not None and tensor.shape[:2] != (batch, tokens):
+                raise SelectionError(
+                    f"{name} must start with (B, N) = ({batch}, {tokens}), "
+                    f"got {tuple(tensor.shape)}"
+                )
+
+    @property
+    def batch(self) -> int:
+        """Number of images, B."""
+        return self.features.shape[0]
+
+    @property
+    def count(self) -> int:
+        """Tokens an image, N."""
+        return self.features.shape[1]
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """``(B, N, D)`` float32 directions: divided by the norm in the features' own dtype.
+
+        The division happens before the cast because the published policies do it so, and in
+        half precision the order changes which token wins. A zero row stays zero.
+        """
+        norm = self.features.norm(dim=-1, keepdim=True)
+        tiny = torch.finfo(self.features.dtype).tiny
+        return (self.features / norm.clamp_min(tiny)).float()
+
+    @cached_property
+    def tile_cosine(self) -> Tensor:
+        """``(B * T, n, n)`` cosines between the tokens of each tile."""
+        if self.grid.tiles == 1:
+            return self.cosine
+        unit = self.by_tile(self.unit)
+        return unit @ unit.transpose(1, 2)
+
+    @cached_property
+    def cosine(self) -> Tensor:
+        """``(B, N, N)`` cosines between all tokens of each image."""
+        return self.unit @ self.unit.transpose(1, 2)
+
+    def by_tile(self, values: Tensor) -> Tensor:
+        """``(B, N, ...)`` seen as ``(B * T, n, ...)``."""
+        return values.reshape(self.batch * self.grid.tiles, self.grid.per_tile, *values.shape[2:])
+
+    def by_image(self, values: Tensor) -> Tensor:
+        """``(B * T, n, ...)`` seen as ``(B, N, ...)``; undoes :meth:`by_tile`."""
+        return values.reshape(self.batch, self.count, *values.shape[2:])
+
+    def require_instruction(self) -> Instruction:
+        """The instruction record, or an error that says which input is missing."""
+        if self.instruction is None:
+            raise SelectionError(
+                "this policy reads the instruction, but VisualTokens.instruction is None: fill it "
+                "(policy.needs lists what a policy reads)"
+            )
+        return self.instruction
