@@ -1,0 +1,1 @@
+"""Benchmarks and demos that are not part of the installed package."""

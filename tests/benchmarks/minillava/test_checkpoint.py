@@ -1,0 +1,92 @@
+"""The committed checkpoint: names, size, one tower in both folders, and right answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoProcessor, AutoTokenizer, CLIPModel
+
+from benchmarks.minillava.evaluate import Model, evaluate, keep_all
+from benchmarks.minillava.scenes import PATCHES
+from benchmarks.minillava.split import CHECKPOINT, CLIP, LEARNT_KINDS, LLAVA, evaluation_split
+from benchmarks.minillava.towers import pixels
+from benchmarks.minillava.vocabulary import prompt
+
+
+def test_the_checkpoint_stays_below_15_megabytes() -> None:
+    assert sum(file.stat().st_size for file in CHECKPOINT.rglob("*") if file.is_file()) < 15e6
+
+
+def test_weights_bear_the_names_of_llava_hf() -> None:
+    tensors = load_file(LLAVA / "model.safetensors")
+    for name in (
+        "vision_tower.vision_model.embeddings.class_embedding",
+        "vision_tower.vision_model.pre_layrnorm.weight",
+        "vision_tower.vision_model.encoder.layers.4.mlp.fc2.bias",
+        "multi_modal_projector.linear_1.weight",
+        "multi_modal_projector.linear_2.bias",
+        "language_model.model.embed_tokens.weight",
+        "language_model.model.layers.3.self_attn.q_proj.weight",
+        "language_model.model.norm.weight",
+        "language_model.lm_head.weight",
+    ):
+        assert name in tensors
+    prefixes = ("vision_tower.vision_model.", "multi_modal_projector.", "language_model.")
+    assert all(name.startswith(prefixes) for name in tensors)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_both_folders_hold_the_same_vision_tower() -> None:
+    llava = load_file(LLAVA / "model.safetensors")
+    clip = load_file(CLIP / "model.safetensors")
+    shared = [name for name in clip if name.startswith("vision_model.")]
+
+    assert len(shared) > 80
+    assert all(torch.equal(clip[name], llava[f"vision_tower.{name}"]) for name in shared)
+
+
+def test_the_text_tower_states_its_sign_and_pools_on_the_end_token() -> None:
+    clip = CLIPModel.from_pretrained(CLIP)
+    tokenizer = AutoTokenizer.from_pretrained(CLIP)
+    ids = tokenizer("Is there a red square in the picture?").input_ids
+
+    assert clip.config.autoprune_relevance_sign == 1
+    assert clip.config.text_config.eos_token_id == tokenizer.eos_token_id == ids[-1]
+    assert tokenizer.eos_token_id not in ids[:-1]
+
+
+def test_processor_and_chat_template_make_the_prompt_that_training_used() -> None:
+    processor = AutoProcessor.from_pretrained(LLAVA)
+    example = evaluation_split(1)[0]
+    content = [{"type": "image"}, {"type": "text", "text": example.question}]
+    chat = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    inputs = processor(images=example.image, text=text, return_tensors="pt")
+
+    assert text == prompt(example.question)
+    assert int((inputs.input_ids == processor.image_token_id).sum()) == PATCHES
+    expected = pixels(example.image[None]).float()
+    assert torch.allclose(inputs.pixel_values.float(), expected, atol=0.02)
+
+
+def test_held_out_questions_are_answered_right_at_full_tokens() -> None:
+    examples = [item for item in evaluation_split(2) if item.kind in LEARNT_KINDS]
+    assert len(examples) == 24
+
+    found = evaluate(Model(CHECKPOINT), examples, [("full", keep_all, PATCHES)])
+
+    assert found["full"].accuracy >= 0.9
+
+
+@pytest.mark.slow
+def test_relevance_finds_the_evidence_at_eight_tokens() -> None:
+    from benchmarks.minillava.evaluate import keep_cdpruner, keep_random
+
+    examples = evaluation_split(20)
+    cases = [("aimed", keep_cdpruner, 8), ("blind", keep_random, 8)]
+
+    found = evaluate(Model(CHECKPOINT), examples, cases)
+
+    assert found["aimed"].accuracy >= 0.95
+    assert found["blind"].accuracy < 0.6
