@@ -5,6 +5,7 @@ Knows nothing about states, tensors or servers: it only gives failures a shape.
     AutopruneError
     ├── StateError               a state cannot be read, or says something that is not allowed
     ├── BudgetError              a budget that the state, the flag or the request cannot have
+    ├── RequestError             a request says something about pruning that is not understood
     ├── ConfigError              flags or settings that do not fit together
     ├── UnsupportedModelError    the served architecture has no plugin form
     └── SelectionError           tensors that do not fit the policy they are given to
@@ -32,7 +33,7 @@ class AutopruneError(Exception):
     """Base of every error this project raises on purpose."""
 
 
-class ProblemsError(AutopruneError, ValueError):
+class ProblemsError(AutopruneError):
     """An error that lists every problem found, not only the first."""
 
     def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
@@ -47,16 +48,23 @@ class ProblemsError(AutopruneError, ValueError):
         return type(self), (self.subject, self.problems)
 
 
-class StateError(ProblemsError):
+class StateError(ProblemsError, ValueError):
     """A state cannot be read or is not valid."""
 
 
-class BudgetError(ProblemsError):
+class BudgetError(ProblemsError, ValueError):
     """A budget K that the state, the flag or the request cannot have."""
 
 
+class RequestError(ProblemsError, ValueError):
+    """A request says something about pruning that is not understood; servers answer 400."""
+
+
 class ConfigError(ProblemsError):
-    """Flags or settings that contradict each other."""
+    """Flags or settings that do not fit together, or do not fit the model.
+
+    Not a ValueError: pydantic would bury it in a validation error of vLLM's own.
+    """
 
 
 class UnsupportedModelError(ProblemsError):

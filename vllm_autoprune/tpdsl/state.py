@@ -79,6 +79,12 @@ class PruningState(_Part):
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def without_exchange(self) -> PruningState:
+        """The same state with q_e = 0: its base policy alone."""
+        selector = self.constraints.selector.model_copy(update={"q_e": 0, "r_min": None})
+        constraints = self.constraints.model_copy(update={"selector": selector})
+        return self.model_copy(update={"constraints": constraints})
+
     def dumps(self) -> str:
         """The state as JSON text that loads back to an equal state."""
         return self.model_dump_json(indent=2) + "\n"

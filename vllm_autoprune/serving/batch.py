@@ -1,0 +1,87 @@
+"""From images with plans to rows for the language model, in as few selections as possible.
+
+Knows nothing about any one model: features come in, K rows an image go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.prune import FallbackMeter, prune
+from vllm_autoprune.serving.relevance import Relevance
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+
+
+def prune_images(
+    served: ServedState,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
+    grid: Grid,
+    relevance: Relevance | None,
+    meter: FallbackMeter,
+) -> list[Tensor]:
+    """``(K_i, D)`` rows of every image, in the order given.
+
+    Images of one budget are selected together; different budgets make one selection each. All
+    images share one grid.
+    """
+    rows: list[Tensor | None] = [None] * len(plans)
+    for budget in sorted({plan.budget for plan in plans}):
+        members = [i for i, plan in enumerate(plans) if plan.budget == budget]
+        policy = served.policy(budget)
+        if budget >= grid.tokens:
+            for i in members:
+                rows[i] = images[i].projected
+            continue
+        batch = [images[i] for i in members]
+        asked = [plans[i].instruction for i in members]
+        tokens = _tokens(policy, batch, asked, grid, relevance)
+        refined = prune(policy, tokens, meter)
+        for row, i in enumerate(members):
+            # Profiling is told the unpruned size, and has paid for the selection by now.
+            rows[i] = images[i].projected if plans[i].profile else refined.features[row]
+    done = [row for row in rows if row is not None]
+    _assert_sizes(plans, done, grid)
+    return done
+
+
+def _tokens(
+    policy: PruningPolicy,
+    images: Sequence[ImageFeatures],
+    asked: Sequence[tuple[int, ...]],
+    grid: Grid,
+    relevance: Relevance | None,
+) -> VisualTokens:
+    features = torch.stack([image.projected for image in images])
+    attention = [image.cls_attention for image in images]
+    patches = [image.patches for image in images]
+    instruction = None
+    if policy.reads_instruction and relevance is not None:
+        text, segments = relevance.instructions(asked)
+        own = [p for p in patches if p is not None]
+        instruction = Instruction(
+            torch.stack(own) if len(own) == len(images) else features,
+            text,
+            segments,
+            relevance.sign,
+        )
+    read = [a for a in attention if a is not None]
+    return VisualTokens(
+        features, grid, torch.stack(read) if len(read) == len(images) else None, instruction
+    )
+
+
+def _assert_sizes(plans: Sequence[ItemPlan], rows: Sequence[Tensor], grid: Grid) -> None:
+    # vLLM's runners slice what they get to the placeholder's length, so a row too many would
+    # be cut off in silence.
+    for plan, row in zip(plans, rows, strict=True):
+        wanted = grid.tokens if plan.profile else min(plan.budget, grid.tokens)
+        if row.shape[0] != wanted:
+            raise AssertionError(f"{row.shape[0]} rows for a placeholder of {wanted}")

@@ -1,0 +1,169 @@
+"""LLaVA-1.5, pruned: vision tower once per image, one selection a budget, K rows an image.
+
+Knows nothing about states or atoms; it fills their inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+from vllm_autoprune.serving.batch import prune_images
+from vllm_autoprune.serving.config import ServedState, served_state
+from vllm_autoprune.serving.features import ClsAttention, FeatureCache, ImageFeatures
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.prune import FallbackMeter
+from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
+from vllm_autoprune.tpdsl.tokens import Grid
+
+
+class LlavaVision:
+    """The vision side of a LLaVA model: features of each image, made once.
+
+    Kept out of the module tree: what it holds beyond the model's own modules (CLIP's text
+    tower, cached features) is no weight of the checkpoint, and vLLM's loader must not look for it.
+    """
+
+    def __init__(self, model: Any, served: ServedState, batch: int) -> None:
+        config = model.config.vision_config
+        side = config.image_size // config.patch_size
+        self.grid = Grid(side, side)
+        self.cache = FeatureCache(served.cache_bytes)
+        self.runs = 0
+        self._model = model
+        self._served = served
+        self._batch = batch
+        self._needs = served.policy().needs
+        layer = model.vision_tower.vision_model.encoder.layers[-1]
+        self._attention = (
+            ClsAttention(layer.self_attn) if "cls_attention" in self._needs else None
+        )
+        self._relevance: Relevance | None = None
+
+    def relevance(self) -> Relevance | None:
+        """Where relevance is measured, loaded at first use.
+
+        That is at the end of weight loading, or while profiling where weights are dummies; both
+        times vLLM counts its memory.
+        """
+        if self._relevance is None and "instruction" in self._needs:
+            device = next(self._model.vision_tower.parameters()).device
+            tower = self._served.tower
+            if tower is not None:
+                self._relevance = ClipTower(tower, device)
+            else:
+                embed = self._model.language_model.model.embed_tokens
+                self._relevance = InputEmbeddings(embed, device)
+        return self._relevance
+
+    def features(self, plans: list[ItemPlan], pixels: Tensor | list[Tensor]) -> list[ImageFeatures]:
+        """Features of every image: cached ones, and one pass for each image not seen yet."""
+        profile = any(plan.profile for plan in plans)
+        known: dict[tuple[int, int], ImageFeatures] = {}
+        missing: dict[tuple[int, int], Tensor] = {}
+        for plan, image in zip(plans, pixels, strict=True):
+            if plan.key in known or plan.key in missing:
+                continue
+            found = None if profile else self.cache.get(plan.key)
+            if found is None:
+                missing[plan.key] = image
+            else:
+                known[plan.key] = found
+        if profile:
+            # All dummies look alike; telling them apart would measure too little memory.
+            return self._encode(torch.stack(list(pixels)))
+        fresh = list(missing)
+        for start in range(0, len(fresh), self._batch):
+            keys = fresh[start : start + self._batch]
+            made = self._encode(torch.stack([missing[key] for key in keys]))
+            for key, image in zip(keys, made, strict=True):
+                known[key] = image
+                self.cache.put(key, image)
+        return [known[plan.key] for plan in plans]
+
+    def _encode(self, pixels: Tensor) -> list[ImageFeatures]:
+        """One pass of the vision tower over ``(B, 3, H, W)``."""
+        self.runs += 1
+        model, relevance = self._model, self.relevance()
+        hidden = model._image_pixels_to_features(model.vision_tower, pixels)
+        attention = None if self._attention is None else self._attention.take()
+        projected = model.multi_modal_projector(hidden)
+        patches = None if relevance is None else relevance.patches(hidden)
+        # Rows are copied: a view would keep the whole batch alive in the cache.
+        return [
+            ImageFeatures(
+                projected[i].clone(),
+                None if attention is None else attention[i].clone(),
+                None if patches is None else patches[i].clone(),
+            )
+            for i in range(len(pixels))
+        ]
+
+
+class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
+    """``LlavaForConditionalGeneration`` that keeps K of N visual tokens where a state is served.
+
+    Without a state on the model config it is the stock model.
+    """
+
+    _processor_factory = pruned_factories(LlavaForConditionalGeneration._processor_factory)
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        served = served_state(vllm_config.model_config)
+        self.autoprune: LlavaVision | None = None
+        if served is None:
+            return
+        self.autoprune_served = served
+        self.autoprune_meter = FallbackMeter()
+        tokens = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        # vLLM bounds a vision batch in placeholder tokens, of which a pruned image has few.
+        budget = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.autoprune = LlavaVision(self, served, max(1, budget // tokens**2))
+
+    def embed_multimodal(self, **kwargs: object) -> Any:
+        """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``)."""
+        rows = kwargs.pop(FIELD, None)
+        pixels = kwargs.get("pixel_values")
+        if self.autoprune is None or rows is None or pixels is None:
+            return super().embed_multimodal(**kwargs)
+        checked = self._parse_and_validate_image_input(**kwargs)
+        assert checked is not None and isinstance(rows, Tensor | list)
+        plans = [ItemPlan.decode(row) for row in rows]
+        profile = any(plan.profile for plan in plans)
+        reserved = self.autoprune.cache.reserve(pixels.device) if profile else None
+        images = self.autoprune.features(plans, checked["pixel_values"])
+        done = prune_images(
+            self.autoprune_served,
+            plans,
+            images,
+            self.autoprune.grid,
+            self.autoprune.relevance(),
+            self.autoprune_meter,
+        )
+        del reserved
+        return done
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As stock; the text tower's weights are read here too, so vLLM counts them."""
+        loaded = super().load_weights(weights)
+        if self.autoprune is not None:
+            self.autoprune.relevance()
+        return loaded
+
+    def get_mm_lora_token_counts(
+        self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int
+    ) -> tuple[int, int | None]:
+        """Tower and connector see all N tokens, whatever is kept afterwards."""
+        if self.autoprune is None:
+            return super().get_mm_lora_token_counts(
+                modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
+            )
+        tokens = self.autoprune.grid.tokens * math.ceil(num_mm_embeds / self.autoprune.grid.tokens)
+        return tokens, tokens

@@ -1,0 +1,54 @@
+"""ItemPlan: what the API server decides about one image and the worker carries out.
+
+Knows nothing about vLLM; it only turns a decision into a tensor and back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIELD = "autoprune_plan"
+"""Name of the multi-modal field that carries a plan to the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlan:
+    """One image: its budget, the identity of the image alone, and its instruction's token ids.
+
+    ``profile`` marks vLLM's memory profiling: the unpruned size is returned, after paying for
+    a selection as well.
+    """
+
+    budget: int
+    key: tuple[int, int]
+    instruction: tuple[int, ...] = ()
+    profile: bool = False
+
+    def encode(self) -> Tensor:
+        """As int64 ``(4 + number of ids,)``."""
+        return torch.tensor([self.budget, int(self.profile), *self.key, *self.instruction])
+
+    @staticmethod
+    def decode(row: Tensor) -> ItemPlan:
+        """Inverse of :meth:`encode`; the row must lie on the CPU."""
+        budget, profile, high, low, *ids = row.tolist()
+        return ItemPlan(budget, (high, low), tuple(ids), bool(profile))
+
+
+def image_key(identity: str) -> tuple[int, int]:
+    """128 bits of vLLM's own image hash, as two int64."""
+    digest = hashlib.sha256(identity.encode()).digest()
+    return (
+        int.from_bytes(digest[:8], "little", signed=True),
+        int.from_bytes(digest[8:16], "little", signed=True),
+    )
+
+
+def pruned_identity(identity: str, digest: str, budget: int, ids: tuple[int, ...] | None) -> str:
+    """Cache identity of image + state + K + instruction (None where the state reads none)."""
+    said = hashlib.sha256(f"{digest}|{budget}|{ids}".encode()).hexdigest()[:32]
+    return f"{identity}-ap-{said}"

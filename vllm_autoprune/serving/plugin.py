@@ -1,0 +1,65 @@
+"""Entry point of the plugin: adds the flags and listens for a state; inert without one.
+
+Knows nothing about models: those are registered once a state asks for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+DISABLE = "VLLM_AUTOPRUNE_DISABLE"
+"""Set to 1 to keep the plugin out of a process altogether."""
+
+
+def disabled() -> bool:
+    """True where the environment turns the plugin off."""
+    return os.environ.get(DISABLE, "").strip().lower() in ("1", "true", "yes")
+
+
+def register() -> None:
+    """Called by vLLM in every process, possibly more than once (``vllm.general_plugins``).
+
+    Two wrappers, neither of which does anything until a state is given: one adds the flags to
+    vLLM's parser, one takes our settings out of ``additional_config`` before vLLM hashes it.
+    """
+    if disabled():
+        return
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_autoprune.serving.cli import with_flags
+    from vllm_autoprune.serving.compat import wrap
+
+    wrap(EngineArgs, "add_cli_args", with_flags)
+    wrap(VllmConfig, "try_verify_and_update_config", _with_state)
+
+
+def _with_state(verify: Callable[[Any], None]) -> Callable[[Any], None]:
+    def verify_with_state(vllm_config: Any) -> None:
+        from vllm_autoprune.serving.config import adopt
+
+        adopt(vllm_config)
+        verify(vllm_config)
+
+    return verify_with_state
+
+
+def activate(architecture: str) -> None:
+    """Make this process serve an architecture pruned; called wherever a state arrives.
+
+    Idempotent. The classes put in place serve stock models unchanged, because each looks for a
+    state in its own model's config.
+    """
+    from vllm_autoprune.serving.compat import register_model, register_renderer
+    from vllm_autoprune.serving.models import BACKBONES
+
+    if architecture in _active:
+        return
+    _active.add(architecture)
+    register_model(architecture, BACKBONES[architecture].model)
+    register_renderer("hf", "vllm_autoprune.serving.renderer", "AutopruneHfRenderer")
+
+
+_active: set[str] = set()

@@ -1,0 +1,226 @@
+"""The processor: K placeholders, cache identity, and the plan that travels to the worker.
+
+Knows nothing about tensors of the model: all it decides follows from image size, state, request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from vllm.multimodal.inputs import MultiModalFieldConfig
+from vllm.multimodal.parse import ImageEmbeddingItems
+from vllm.multimodal.processing.processor import PromptUpdateDetails
+
+from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.serving.config import ServedState, served_state
+from vllm_autoprune.serving.instruction import instruction_of_prompt
+from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
+
+if TYPE_CHECKING:
+    from vllm.multimodal.processing import BaseMultiModalProcessor as _Stock
+else:
+    _Stock = object
+
+REQUEST_KEY = "autoprune"
+"""Our place within a request's ``mm_processor_kwargs``."""
+
+_PLAN = "_autoprune_plan"
+_PROFILE = "_autoprune_profile"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """Plans of a request's images and the cache identities of all its items."""
+
+    items: tuple[ItemPlan, ...]
+    hashes: Mapping[str, list[str]]
+
+
+def pruned_factories(stock: Any) -> Any:
+    """vLLM's ``_ProcessorFactories`` of a model, building the pruned form of its processor."""
+
+    def build(info: Any, dummy_inputs: Any) -> Any:
+        processor = stock.processor(info, dummy_inputs)
+        if served_state(info.ctx.model_config) is None:
+            return processor
+        kind = type(processor)
+        pruned = type(f"Autoprune{kind.__name__}", (PrunedProcessor, kind), {})
+        return pruned(info, dummy_inputs)
+
+    return replace(stock, processor=build)
+
+
+class PrunedProcessor(_Stock):
+    """Mixin before a stock multi-modal processor.
+
+    A plan is made once, in :meth:`apply`, and then goes through vLLM's own steps as one entry
+    of the processor arguments, which each override takes out before stock code sees them.
+    """
+
+    info: Any
+
+    @cached_property
+    def _served(self) -> ServedState:
+        served = served_state(self.info.ctx.model_config)
+        assert served is not None
+        return served
+
+    @cached_property
+    def _tokenize(self) -> Callable[[str], tuple[int, ...]]:
+        tower = self._served.tower
+        if tower is None:
+            tokenizer = self.info.get_tokenizer()
+            return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+        from transformers import AutoTokenizer
+
+        clip = AutoTokenizer.from_pretrained(tower.path)
+        # No truncation: long instructions become several segments, as CDPruner's code has it.
+        return lambda text: tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+
+    @cached_property
+    def _suffix(self) -> str:
+        """What the chat template puts after the last user turn; empty where there is none."""
+        mark = "\u2402"
+        try:
+            shown = self.info.get_tokenizer().apply_chat_template(
+                [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+            )
+        except (ValueError, TypeError, AttributeError):
+            return ""
+        return str(shown).rpartition(mark)[2]
+
+    # ---- vLLM's steps, in the order in which it calls them ----
+
+    def get_dummy_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Profiling inputs, marked so that they keep their unpruned size."""
+        inputs = super().get_dummy_inputs(*args, **kwargs)
+        return replace(inputs, hf_processor_mm_kwargs={_PROFILE: True})
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """As stock, with a plan; raises BudgetError or RequestError, which vLLM answers by 400."""
+        kwargs = dict(inputs.hf_processor_mm_kwargs)
+        asked, profile = kwargs.pop(REQUEST_KEY, None), kwargs.pop(_PROFILE, False)
+        plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
+        plan = self._planned(plain, asked, profile)
+        return super().apply(
+            replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan}), timing_ctx
+        )
+
+    def _get_mm_hashes(self, inputs: Any) -> Any:
+        plan = inputs.hf_processor_mm_kwargs[_PLAN]
+        return {modality: list(hashes) for modality, hashes in plan.hashes.items()}
+
+    def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Any:
+        kwargs = dict(super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached))
+        plan: RequestPlan = kwargs[_PLAN]
+        cached = mm_is_cached.get("image", [])
+        missing = tuple(p for p, hit in zip(plan.items, cached, strict=True) if not hit)
+        return {**kwargs, _PLAN: replace(plan, items=missing)}
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Any) -> Any:
+        plan, plain = _taken_out(hf_kwargs)
+        data = super()._apply_hf_processor_main(mm_items, plain)
+        if plan.items and _prunable(mm_items):
+            data[FIELD] = [item.encode() for item in plan.items]
+        return data
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
+        _, plain = _taken_out(hf_processor_mm_kwargs)
+        fields = dict(super()._get_mm_fields_config(hf_inputs, plain))
+        if FIELD in hf_inputs:
+            fields[FIELD] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+        return fields
+
+    def _get_mm_prompt_updates(
+        self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any
+    ) -> Any:
+        plan, plain = _taken_out(hf_processor_mm_kwargs)
+        updates = dict(super()._get_mm_prompt_updates(mm_items, plain, out_mm_kwargs))
+        if "image" in updates and _prunable(mm_items):
+            updates["image"] = [
+                [_shortened(update, item) for update in of_item]
+                for of_item, item in zip(updates["image"], plan.items, strict=True)
+            ]
+        return updates
+
+    # ---- planning ----
+
+    def _planned(self, inputs: Any, asked: object, profile: bool) -> RequestPlan:
+        hashes = super()._get_mm_hashes(inputs)
+        images = hashes.get("image", [])
+        if not images or not _prunable(inputs.mm_data_items):
+            return RequestPlan((), hashes)
+        budget, given = _request(asked)
+        policy = self._served.policy(budget)
+        if profile:
+            ids = self._tokenize("profile") if policy.reads_instruction else ()
+            plans = [ItemPlan(policy.budget, (0, 0), ids, profile=True) for _ in images]
+            return RequestPlan(tuple(plans), hashes)
+        reads = policy.reads_instruction
+        texts = self._instructions(inputs, given, len(images)) if reads else [""] * len(images)
+        told = {text: self._tokenize(text) if reads else () for text in set(texts)}
+        items, identities = [], []
+        for identity, text in zip(images, texts, strict=True):
+            ids = told[text]
+            items.append(ItemPlan(policy.budget, image_key(identity), ids))
+            identities.append(
+                pruned_identity(
+                    identity, self._served.state.digest, policy.budget, ids if reads else None
+                )
+            )
+        return RequestPlan(tuple(items), {**hashes, "image": identities})
+
+    def _instructions(self, inputs: Any, given: Sequence[str] | None, images: int) -> list[str]:
+        if given is not None and len(given) == images:
+            return list(given)
+        # No messages (a raw prompt), or messages of a form in which the images were not found.
+        text = instruction_of_prompt(
+            inputs.prompt,
+            self.info.get_hf_config().image_token_index,
+            self.info.get_tokenizer().decode,
+            self._suffix,
+        )
+        return [text] * images
+
+
+def _taken_out(kwargs: Mapping[str, object]) -> tuple[RequestPlan, dict[str, object]]:
+    plan = kwargs[_PLAN]
+    assert isinstance(plan, RequestPlan)
+    return plan, {key: value for key, value in kwargs.items() if key != _PLAN}
+
+
+def _prunable(mm_items: Any) -> bool:
+    """False for embeddings made elsewhere: they come without the signals that states read."""
+    return "image" in mm_items and not isinstance(mm_items["image"], ImageEmbeddingItems)
+
+
+def _shortened(update: Any, item: ItemPlan) -> Any:
+    """A resolved prompt update whose placeholder holds K of its N tokens."""
+    full = update.content.full
+    if item.profile or item.budget >= len(full):
+        return update
+    return replace(update, content=PromptUpdateDetails.from_seq(full[: item.budget]))
+
+
+def _request(asked: object) -> tuple[int | None, Sequence[str] | None]:
+    """Budget and instructions of a request's ``autoprune`` entry."""
+    where = f"mm_processor_kwargs/{REQUEST_KEY}"
+    if asked is None:
+        return None, None
+    if not isinstance(asked, Mapping):
+        problem = Problem(where, "not an object", 'give {"budget": K}')
+        raise RequestError("request", [problem])
+    unknown = [key for key in asked if key not in ("budget", "instructions")]
+    if unknown:
+        problems = [Problem(f"{where}/{key}", "unknown", "only budget is known") for key in unknown]
+        raise RequestError("request", problems)
+    given = asked.get("instructions")
+    if given is not None and not (
+        isinstance(given, Sequence) and all(isinstance(text, str) for text in given)
+    ):
+        problem = Problem(f"{where}/instructions", "not a list of text", "leave it out")
+        raise RequestError("request", [problem])
+    return asked.get("budget"), given

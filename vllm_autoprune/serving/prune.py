@@ -1,0 +1,97 @@
+"""Pruning at run time: a policy over a batch, that can fail but never stops the engine.
+
+Knows nothing about models or requests.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.reassembly import run_reassembly
+from vllm_autoprune.tpdsl.refine import keep_evenly, keep_reference, refine
+from vllm_autoprune.tpdsl.safety import FALLBACKS, Refined
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+logger = logging.getLogger("vllm.autoprune")
+
+
+class FallbackMeter:
+    """Counts fallbacks by reason and tells of each kind once; never waits for the device."""
+
+    def __init__(self) -> None:
+        self.raised: dict[str, int] = {}
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._told: set[str] = set()
+
+    def add(self, codes: Tensor) -> None:
+        """Count fallback codes ``(B,)``; the host looks at the counts of the call before."""
+        kinds = torch.arange(len(FALLBACKS), device=codes.device)
+        found = (codes[:, None] == kinds).sum(dim=0)
+        self._counts = found if self._counts is None else self._counts + found
+        if self._seen is not None:
+            self._tell(self._seen.tolist())
+        if self._seen is None:
+            pinned = codes.device.type == "cuda"
+            self._seen = torch.zeros(len(FALLBACKS), dtype=torch.int64, pin_memory=pinned)
+        self._seen.copy_(self._counts, non_blocking=True)
+
+    def error(self, error: Exception) -> None:
+        """Count an exception of the policy, and log the first of its type with its traceback."""
+        name = type(error).__name__
+        self.raised[name] = self.raised.get(name, 0) + 1
+        if self.raised[name] == 1:
+            logger.error("Pruning policy failed; keeping its base policy's tokens.", exc_info=error)
+
+    def counts(self) -> dict[str, int]:
+        """Images by fallback kind so far; waits for the device, so not for the hot path."""
+        seen = [0] * len(FALLBACKS) if self._counts is None else self._counts.tolist()
+        return dict(zip(FALLBACKS, seen, strict=True))
+
+    def _tell(self, seen: list[int]) -> None:
+        for kind, count in zip(FALLBACKS[1:], seen[1:], strict=True):
+            if count and kind not in self._told:
+                self._told.add(kind)
+                logger.warning("Scores were not finite: an image fell back to %s tokens.", kind)
+
+
+def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Refined:
+    """As :func:`vllm_autoprune.refine`, but an exception costs quality instead of the engine.
+
+    The policy, then its base policy's selection, then an even spread: the last reads nothing.
+    """
+    try:
+        refined = refine(policy, tokens)
+    except Exception as error:  # whatever a policy does, the engine has to live
+        meter.error(error)
+        try:
+            refined = keep_reference(policy, tokens)
+        except Exception as second:
+            meter.error(second)
+            refined = keep_evenly(policy.budget, tokens)
+    meter.add(refined.fallback)
+    return _agreed(policy, tokens, refined)
+
+
+def _agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Refined:
+    """All tensor-parallel ranks keep what rank 0 keeps.
+
+    Inputs are bit-equal on all ranks and so are the choices; but ranks that disagreed would
+    serve garbage without any error, and K indices are little to send.
+    """
+    from vllm.distributed import get_tp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return refined
+    if policy.budget >= tokens.count:
+        return refined
+    indices = get_tp_group().broadcast(refined.indices.contiguous(), src=0)
+    features = run_reassembly(policy.state.reassembly, tokens, indices)
+    features = features.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return Refined(
+        features, indices, refined.reference, refined.exchanged, refined.fallback, refined.quality
+    )
