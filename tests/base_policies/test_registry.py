@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_autoprune import VisualTokens
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, base_policy
+from vllm_autoprune.tpdsl.state import known_base_policies
+
+
+def test_the_base_policies_of_this_version() -> None:
+    assert known_base_policies() == ["cdpruner", "divprune"]
+    assert BASE_POLICIES["cdpruner"].needs == {"instruction"}
+    assert BASE_POLICIES["divprune"].needs == frozenset()
+
+
+@pytest.mark.parametrize("name", known_base_policies())
+def test_each_says_in_one_line_what_it_does_and_what_its_parameters_mean(name: str) -> None:
+    policy = BASE_POLICIES[name]
+    assert policy.doc.endswith(".") and "\n" not in policy.doc
+    params = policy.call.model_fields["params"].annotation
+    assert isinstance(params, type) and issubclass(params, BasePolicyParams)
+    assert all(field.description for field in params.model_fields.values())
+
+
+def test_a_name_is_taken_once() -> None:
+    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
+        """Another policy of the same name."""
+        return torch.zeros(tokens.batch, budget, dtype=torch.int64)
+
+    with pytest.raises(ValueError, match="'divprune' is declared twice"):
+        base_policy(BasePolicyParams)(divprune)

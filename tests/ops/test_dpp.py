@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp import greedy_map
+
+
+def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Tensor]:
+    """Cosines of random directions, and qualities between 0.2 and 1."""
+    source = torch.Generator().manual_seed(seed)
+    rows = torch.randn(batch, size, rank, generator=source)
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    return unit @ unit.transpose(1, 2), 0.2 + 0.8 * torch.rand(batch, size, generator=source)
+
+
+def by_determinant(
+    similarity: Tensor, quality: Tensor, count: int, start: list[int], allowed: list[int]
+) -> list[int]:
+    """Greedy MAP from the definition: every determinant is computed, in float64."""
+    matrix = quality[:, None].double() * similarity.double() * quality.double()
+    picks = list(start)
+    while len(picks) < count:
+        rest = [j for j in allowed if j not in picks]
+        gains = [float(torch.det(matrix[[*picks, j]][:, [*picks, j]])) for j in rest]
+        picks.append(rest[max(range(len(rest)), key=gains.__getitem__)])
+    return picks
+
+
+@given(seed=st.integers(0, 10_000), size=st.integers(2, 12), data=st.data())
+def test_picks_are_those_with_the_largest_determinant(
+    seed: int, size: int, data: st.DataObject
+) -> None:
+    similarity, quality = kernel(seed, 2, size)
+    count = data.draw(st.integers(1, size))
+    picks = greedy_map(similarity, quality, count)
+    assert picks.tolist() == [
+        by_determinant(s, q, count, [], list(range(size)))
+        for s, q in zip(similarity, quality, strict=True)
+    ]
+
+
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_anchors_come_first_and_the_rest_is_conditioned_on_them(
+    seed: int, data: st.DataObject
+) -> None:
+    similarity, quality = kernel(seed, 1, 10)
+    order = data.draw(st.permutations(range(10)))
+    forced = data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(forced, 7))
+    anchors, open_to = order[:forced], sorted(order[:8])
+    eligible = torch.zeros(1, 10, dtype=torch.bool)
+    eligible[0, open_to] = True
+    picks = greedy_map(
+        similarity, quality, count, anchors=torch.tensor([anchors]), eligible=eligible
+    )
+    expected = by_determinant(similarity[0], quality[0], count, anchors, open_to)
+    assert picks[0].tolist() == expected
+
+
+def test_an_anchor_need_not_be_eligible() -> None:
+    similarity, quality = torch.eye(4)[None], torch.tensor([[0.9, 0.8, 0.7, 0.6]])
+    eligible = torch.tensor([[False, True, False, True]])
+    picks = greedy_map(similarity, quality, 3, anchors=torch.tensor([[2]]), eligible=eligible)
+    assert picks.tolist() == [[2, 1, 3]]
+
+
+def test_by_hand() -> None:
+    # Token 1 repeats token 0, so after 0 its gain is nothing and the weak but new 2 comes next.
+    similarity = torch.tensor([[[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
+    assert greedy_map(similarity, torch.tensor([[0.9, 0.8, 0.1]]), 3).tolist() == [[0, 2, 1]]
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert greedy_map(torch.eye(5)[None], torch.ones(1, 5), 4).tolist() == [[0, 1, 2, 3]]
+
+
+def test_an_exhausted_kernel_is_filled_up_by_quality_among_the_eligible() -> None:
+    quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
+    eligible = torch.tensor([[True, True, True, True, False]])
+    picks = greedy_map(torch.ones(1, 5, 5), quality, 4, eligible=eligible)
+    assert picks.tolist() == [[2, 1, 3, 0]]
+
+
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_nan_repeats_no_index_and_stays_in_its_own_row(count: int) -> None:
+    similarity, quality = kernel(3, 3, 9)
+    clean = greedy_map(similarity, quality, count)
+    similarity[1], quality[2, 4] = torch.nan, torch.nan
+    picks = greedy_map(similarity, quality, count)
+    assert torch.equal(picks[0], clean[0])
+    assert all(row.unique().numel() == count for row in picks)
+
+
+def test_the_shape_of_the_answer() -> None:
+    picks = greedy_map(*kernel(4, 3, 9), 5)
+    assert picks.shape == (3, 5) and picks.dtype == torch.int64

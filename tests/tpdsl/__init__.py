@@ -1,0 +1,1 @@
+"""Tests of the language and its executor."""

@@ -1,0 +1,116 @@
+"""Small states and images that the tests are made from.
+
+Knows nothing about what is expected of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
+from vllm_autoprune.tpdsl.load import shipped_states
+
+Json = dict[str, Any]
+
+DELETE = object()
+"""As a new value in :func:`edited`: the field goes away."""
+
+
+def shipped(name: str = "autoprune") -> Json:
+    """A shipped state as the JSON object in its file."""
+    data: Json = json.loads(shipped_states()[name].read_text(encoding="utf-8"))
+    return data
+
+
+def edited(data: Json, changes: dict[str, object]) -> Json:
+    """A copy in which each JSON pointer holds its new value."""
+    data = copy.deepcopy(data)
+    for pointer, value in changes.items():
+        *path, last = pointer.removeprefix("/").split("/")
+        place: Any = data
+        for step in path:
+            place = place[int(step) if isinstance(place, list) else step]
+        key = int(last) if isinstance(place, list) else last
+        if value is DELETE:
+            del place[key]
+        else:
+            place[key] = value
+    return data
+
+
+def state(changes: dict[str, object] | None = None) -> PruningState:
+    """The shipped state with some fields changed."""
+    return load_state(json.dumps(edited(shipped(), changes or {})))
+
+
+def images(
+    seed: int = 0,
+    *,
+    batch: int = 2,
+    grid: Grid | None = None,
+    width: int = 16,
+    clusters: int = 6,
+    noise: float = 0.5,
+    segments: int = 2,
+    sign: int = -1,
+    dtype: torch.dtype = torch.float32,
+) -> VisualTokens:
+    """Images of clustered tokens with every input filled."""
+    grid = grid or Grid(6, 6)
+    count = grid.tokens
+    source = torch.Generator().manual_seed(seed)
+
+    def bell(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source)
+
+    owner = torch.randint(clusters, (batch, count), generator=source)
+    return VisualTokens(
+        features=(bell(clusters, width)[owner] + noise * bell(batch, count, width)).to(dtype),
+        grid=grid,
+        cls_attention=bell(batch, count).softmax(dim=1),
+        instruction=Instruction(
+            patches=bell(clusters, 8)[owner] + noise * bell(batch, count, 8),
+            text=bell(batch, segments, 8),
+            segments=torch.ones(batch, segments, dtype=torch.bool),
+            sign=sign,
+        ),
+    )
+
+
+def take(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
+    """Some images of a batch, in a given order."""
+    attention, instruction = tokens.cls_attention, tokens.instruction
+    return VisualTokens(
+        tokens.features[rows],
+        tokens.grid,
+        None if attention is None else attention[rows],
+        None
+        if instruction is None
+        else Instruction(
+            instruction.patches[rows],
+            instruction.text[rows],
+            instruction.segments[rows],
+            instruction.sign,
+        ),
+    )
+
+
+def plain(features: Tensor, grid: Grid | None = None) -> VisualTokens:
+    """Features ``(N, D)`` or ``(B, N, D)`` alone, by default as one row of tokens."""
+    features = features if features.dim() == 3 else features[None]
+    return VisualTokens(features, grid or Grid(1, features.shape[1]))
+
+
+def with_relevance(tokens: VisualTokens, relevance: Tensor, sign: int = 1) -> VisualTokens:
+    """The same images with an instruction whose cosine to each token is the one given."""
+    angle = relevance.float().clamp(-1, 1).arccos()
+    patches = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    text = torch.tensor([1.0, 0.0]).expand(tokens.batch, 1, 2)
+    used = torch.ones(tokens.batch, 1, dtype=torch.bool)
+    instruction = Instruction(patches, text, used, sign)
+    return VisualTokens(tokens.features, tokens.grid, tokens.cls_attention, instruction)
