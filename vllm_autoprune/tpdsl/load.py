@@ -46,12 +46,16 @@ def load_state(source: str | Path) -> PruningState:
 
 def _locate(source: str | Path) -> Path:
     path = Path(source)
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        _refuse_unreadable(source, error)
+    if is_file:
         return path
     shipped = shipped_states()
     if str(source) in shipped:
         return shipped[str(source)]
-    if path.is_dir():
+    if is_folder:
         _refuse(source, "is a folder", "name a JSON file")
     near = _nearest(str(source), list(shipped))
     _refuse(source, "no such file, and no shipped state of that name", near)
@@ -65,12 +69,16 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         _refuse(path, f"not UTF-8 text ({error.reason} at byte {error.start})", "save it as UTF-8")
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        _refuse(path, f"cannot be read ({reason})", "check the path and its permissions")
+        _refuse_unreadable(path, error)
 
 
 def _refuse(subject: str | Path, what: str, mend: str) -> NoReturn:
     raise StateError(f"state {subject}", [Problem("", what, mend)])
+
+
+def _refuse_unreadable(subject: str | Path, error: OSError) -> NoReturn:
+    reason = error.strerror or type(error).__name__
+    _refuse(subject, f"cannot be read ({reason})", "check the path and its permissions")
 
 
 class _Duplicate(ValueError):
