@@ -21,8 +21,6 @@ LEFT_OUT = {
     "torchaudio": "a CUDA build on PyPI, which fails on import beside a CPU torch; vLLM needs it "
     "for audio models only. Remove when PyPI carries a CPU build",
     "torchcodec": "as torchaudio; vLLM needs it for one of its video decoders only",
-    "triton": "1 GB for GPU kernels that xgrammar and vLLM do without on a CPU. Remove when "
-    "vLLM's CPU platform needs it",
 }
 
 
@@ -39,7 +37,7 @@ def wanted() -> list[str]:
 
 def resolve(requirements: list[str]) -> dict[str, str]:
     """Name and version of everything that pip would install, names normalised."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
     command += ["--ignore-installed", "--report", "-", *requirements]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     found = (item["metadata"] for item in report["install"])
@@ -51,13 +49,15 @@ def main() -> None:
     print(f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}", flush=True)
     versions = resolve(wanted())
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
-    kept = {name: version for name, version in versions.items() if name not in LEFT_OUT.keys() | cuda}
+    dropped = LEFT_OUT.keys() | cuda
     header = [
-        "# The CPU environment, exactly. Written by `make lock`; install with --no-deps, since some",
-        "# declared dependencies are left out on purpose:",
+        "# The CPU environment, exactly. Written by `make lock` (scripts/lock.py), not by hand.",
+        "# Install with --no-deps: some declared dependencies are left out on purpose.",
         *(f"#   {name}: {reason}." for name, reason in LEFT_OUT.items() if name in versions),
     ]
-    pins = [f"{name}=={version}" for name, version in sorted(kept.items())]
+    # Whichever build of torchvision the index has: 0.28.0 is met by 0.28.0+cpu too.
+    versions["torchvision"] = versions["torchvision"].split("+")[0]
+    pins = [f"{name}=={versions[name]}" for name in sorted(versions.keys() - dropped)]
     TARGET.write_text("\n".join(header + pins) + "\n")
     print(f"wrote {TARGET.relative_to(ROOT)}: {len(pins)} distributions")
 

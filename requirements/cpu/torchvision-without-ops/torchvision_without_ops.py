@@ -23,7 +23,6 @@ class _DeclareBeforeFirstUse:
         if fullname == _FIRST_USER:
             sys.meta_path.remove(self)
             _declare_missing()
-        return None
 
 
 def _declare_missing():

@@ -1,0 +1,62 @@
+# Every target sets up what it needs. An interpreter of your own, with vLLM in it already (CUDA):
+#     make test VENV=none PYTHON=/path/to/python
+
+VENV ?= .venv
+
+ifeq ($(VENV),none)
+PYTHON ?= python3
+PY := $(PYTHON)
+else
+# The first interpreter that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3 python3.12 python3.13,$(shell \
+    $(p) -c 'import sys; print("$(p)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+PY := $(VENV)/bin/python
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types format lock clean
+MAKEFLAGS += --no-print-directory
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+venv: ## set up the environment in .venv (about two minutes; nothing to do the second time)
+ifeq ($(VENV),none)
+	@echo "environment: $(PYTHON), as it is"
+	@$(PYTHON) -c 'import vllm_autoprune' 2>/dev/null || { \
+	    echo 'not installed there; run: $(PYTHON) -m pip install -e ".[dev,bench,search]"' >&2; exit 1; }
+else
+	@test -n "$(PYTHON)" || { \
+	    echo "Python 3.11 or newer is needed (apt-get install python3 python3-venv), or name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/setup_env.py $(VENV)
+endif
+
+demo: venv ## serve the embedded model and show what pruning does
+	@echo "demo: benchmarks.demo"
+	@$(PY) -m benchmarks.demo
+
+test: lint types ## everything that CI runs: lint, types, tests
+	@echo "tests: pytest"
+	@$(PY) -m pytest -q
+
+lint: venv ## style and format, checked
+	@echo "lint: ruff check, ruff format"
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --check --quiet . || { echo "not formatted: run make format" >&2; exit 1; }
+
+types: venv ## types, checked
+	@echo "types: mypy"
+	@$(PY) -m mypy
+
+format: venv ## mend style and format where a machine can
+	@echo "format: ruff"
+	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format .
+
+lock: venv ## resolve requirements/cpu.txt anew
+	@echo "lock: requirements/cpu.txt"
+	@$(PY) scripts/lock.py
+
+clean: ## remove the environment, builds and caches
+	@echo "clean: .venv, .build, dist, caches"
+	@rm -rf .venv .build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
