@@ -149,7 +149,9 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         field = str(context["discriminator"]).strip("'")
         allowed = [tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")]
         said = str(context["tag"])
-        return Problem(f"{where}/{field}", f"unknown {field} {said!r}", _nearest(said, allowed))
+        # Where a bare name stands for an atom, the name itself is what is wrong.
+        where += f"/{field}" if isinstance(value, dict) else ""
+        return Problem(where, f"unknown {field} {said!r}", _nearest(said, allowed))
     if kind == "union_tag_not_found":
         field = str(context["discriminator"]).strip("'")
         return Problem(where, f"has no {field!r}", f'add "{field}": "..."')
@@ -168,10 +170,11 @@ def _pointer(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonV
     """JSON pointer of a pydantic location, without the union tags that pydantic puts into it."""
     pointer, here = "", data
     for step in location:
-        if isinstance(here, dict) and step not in here and step in (
-            here.get("atom"),
-            here.get("name"),
-        ):
+        if not isinstance(here, dict | list):
+            break  # nothing is below a plain value: the step names a branch of a union
+        # The state itself is no union, so a field that is missing there may be called as it is.
+        tags = (here.get("atom"), here.get("name")) if pointer and isinstance(here, dict) else ()
+        if step in tags and step not in here:
             continue
         pointer += "/" + str(step).replace("~", "~0").replace("/", "~1")
         here = _step(here, step)
