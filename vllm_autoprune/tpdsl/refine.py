@@ -45,12 +45,7 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
         indices = raster(kept, policy.budget)
         return _result(policy, tokens, indices, reference, readable, readable, None)
 
-    signals = policy.state.scoring.signals
-    g = run_fusion(
-        policy.state.scoring.fusion,
-        [run_signal(call, tokens) for call in signals if call.weight > 0],
-        [call.weight for call in signals if call.weight > 0],
-    )
+    g = _quality(policy, tokens)
     scored = readable & g.isfinite().all(dim=1)
     g = torch.where(scored[:, None], g, torch.zeros_like(g))
     pool = build_pool(policy.state.constraints.pool, tokens, g, reference)
@@ -90,6 +85,15 @@ def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
         readable &= tokens.instruction.patches.isfinite().all(dim=2).all(dim=1)
         readable &= tokens.instruction.text.isfinite().all(dim=2).all(dim=1)
     return readable
+
+
+def _quality(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Token quality g ``(B, N)``; the same for every token where no signal has any weight."""
+    calls = [call for call in policy.state.scoring.signals if call.weight > 0]
+    if not calls:
+        return tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
+    signals = [run_signal(call, tokens) for call in calls]
+    return run_fusion(policy.state.scoring.fusion, signals, [call.weight for call in calls])
 
 
 def _result(
