@@ -83,7 +83,8 @@ def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     readable = tokens.features.isfinite().all(dim=2).all(dim=1)
     if tokens.instruction is not None and "instruction" in policy.base.needs:
         readable &= tokens.instruction.patches.isfinite().all(dim=2).all(dim=1)
-        readable &= tokens.instruction.text.isfinite().all(dim=2).all(dim=1)
+        said = tokens.instruction.text.isfinite().all(dim=2) | ~tokens.instruction.segments
+        readable &= said.all(dim=1)
     return readable
 
 
