@@ -67,7 +67,7 @@ def relevance(instruction: Instruction, reduce: Literal["mean", "max"] = "mean")
     An image whose instruction has no segment gets zeros: nothing is more relevant than the rest.
     """
     # float32 throughout: the published policies keep CLIP's projections in it.
-    patches = functional.normalize(instruction.patches.float(), dim=-1, eps=0.0)
+    patches = functional.normalize(instruction.patches.float(), dim=-1, eps=1e-30)
     text = functional.normalize(instruction.text.float(), dim=-1, eps=1e-30)
     cosines = patches @ text.transpose(1, 2)
     used = instruction.segments[:, None, :]
