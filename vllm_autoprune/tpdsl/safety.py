@@ -96,8 +96,9 @@ def preserve_budget(
         return (count, Verdict("valid_indices", False, "not looked at: the count is wrong"))
     inside = bool(((run.indices >= 0) & (run.indices < tokens.count)).all())
     ascending = bool((run.indices.diff(dim=1) > 0).all())
-    detail = f"in range: {inside}, unique and ascending: {ascending}"
-    ok = inside and ascending
+    distinct = bool((run.reference.sort(dim=1).values.diff(dim=1) > 0).all())
+    detail = f"in range: {inside}, unique and ascending: {ascending}, reference unique: {distinct}"
+    ok = inside and ascending and distinct
     if ok:
         member = mask_of(run.indices, tokens.count)
         kept = int(member.gather(1, run.reference).sum(dim=1).min())
