@@ -31,7 +31,7 @@ def safety_check(policy: PruningPolicy, probes: Sequence[VisualTokens] | None = 
     A policy that raises fails every verdict, with the reason as detail; nothing escapes.
     """
     seen: dict[str, Verdict] = {}
-    for tokens in probes if probes is not None else synthetic_probes(policy.budget):
+    for tokens in probes or synthetic_probes(policy.budget):
         for verdict in _look(policy, tokens):
             if verdict.name not in seen or not verdict.ok:
                 seen[verdict.name] = verdict
