@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.reassembly import run_reassembly
-from vllm_autoprune.tpdsl.refine import keep_evenly, keep_reference, refine
+from vllm_autoprune.tpdsl.refine import keep_evenly, keep_reference, reassemble, refine
 from vllm_autoprune.tpdsl.safety import FALLBACKS, Refined
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -90,8 +89,7 @@ def _agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Re
     if policy.budget >= tokens.count:
         return refined
     indices = get_tp_group().broadcast(refined.indices.contiguous(), src=0)
-    features = run_reassembly(policy.state.reassembly, tokens, indices)
-    features = features.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    features = reassemble(policy, tokens, indices, refined.fallback)
     return Refined(
         features, indices, refined.reference, refined.exchanged, refined.fallback, refined.quality
     )

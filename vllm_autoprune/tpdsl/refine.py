@@ -74,6 +74,19 @@ def keep_evenly(budget: int, tokens: VisualTokens) -> Refined:
     return _plain(tokens, spread, code=2)
 
 
+def reassemble(
+    policy: PruningPolicy, tokens: VisualTokens, indices: Tensor, fallback: Tensor
+) -> Tensor:
+    """Rows ``(B, K, D)`` of the kept tokens, finite; as they came where an image fell back.
+
+    What made an image fall back may be in a discarded token, which must not reach kept ones.
+    """
+    rows = run_reassembly(policy.state.reassembly, tokens, indices)
+    untouched = gather_rows(tokens.features, indices)
+    rows = torch.where((fallback == 0)[:, None, None], rows, untouched)
+    return rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def _present(tokens: VisualTokens) -> set[str]:
     return {name for name in ("instruction",) if tokens.instruction is not None}
 
@@ -106,11 +119,10 @@ def _result(
     scored: Tensor,
     g: Tensor | None,
 ) -> Refined:
-    features = run_reassembly(policy.state.reassembly, tokens, indices)
     kept = mask_of(indices, tokens.count).gather(1, reference).sum(dim=1)
     fallback = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
     return Refined(
-        features=features.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+        features=reassemble(policy, tokens, indices, fallback),
         indices=indices,
         reference=reference,
         exchanged=policy.budget - kept,
