@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.serving.prune import FallbackMeter, prune
+from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
 from vllm_autoprune.serving.relevance import Relevance
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
@@ -33,17 +33,21 @@ def prune_images(
     images share one grid.
     """
     rows: list[Tensor | None] = [None] * len(plans)
-    for budget in sorted({plan.budget for plan in plans}):
-        members = [i for i, plan in enumerate(plans) if plan.budget == budget]
-        policy = served.policy(budget)
+    for budget, keep in sorted({(plan.budget, plan.keep) for plan in plans}):
+        members = [i for i, p in enumerate(plans) if (p.budget, p.keep) == (budget, keep)]
         if budget >= grid.tokens:
             for i in members:
                 rows[i] = images[i].projected
             continue
         batch = [images[i] for i in members]
-        asked = [plans[i].instruction for i in members]
-        tokens = _tokens(policy, batch, asked, grid, relevance)
-        refined = prune(policy, tokens, meter)
+        if keep == "random":
+            features = torch.stack([image.projected for image in batch])
+            keys = [plans[i].key for i in members]
+            refined = keep_at_random(budget, VisualTokens(features, grid), keys)
+        else:
+            policy = served.policy(budget, keep)
+            asked = [plans[i].instruction for i in members]
+            refined = prune(policy, _tokens(policy, batch, asked, grid, relevance), meter)
         for row, i in enumerate(members):
             # Profiling is told the unpruned size, and has paid for the selection by now.
             rows[i] = images[i].projected if plans[i].profile else refined.features[row]

@@ -15,6 +15,7 @@ from vllm_autoprune.errors import AutopruneError, BudgetError, ConfigError, Prob
 from vllm_autoprune.serving.cli import KEY
 from vllm_autoprune.serving.compat import attach, attached, require_vllm, rust_frontend
 from vllm_autoprune.serving.models import BACKBONES, Backbone
+from vllm_autoprune.serving.plan import Keep
 from vllm_autoprune.serving.towers import TextTower, describe_tower
 from vllm_autoprune.tpdsl.check import safety_check
 from vllm_autoprune.tpdsl.load import load_state
@@ -38,9 +39,10 @@ class ServedState:
     tower: TextTower | None
     cache_bytes: int
 
-    def policy(self, budget: int | None = None) -> PruningPolicy:
+    def policy(self, budget: int | None = None, keep: Keep = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
-        return _policy(self.state, self.budget if budget is None else budget)
+        budget = self.budget if budget is None else budget
+        return _policy(self.state, budget, keep == "state")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As text, because parameter models are made from the registry and have no import path;
@@ -59,8 +61,8 @@ def _revive(
 
 
 @lru_cache(maxsize=1024)
-def _policy(state: PruningState, budget: int) -> PruningPolicy:
-    return materialize(state, budget)
+def _policy(state: PruningState, budget: int, exchange: bool) -> PruningPolicy:
+    return materialize(state if exchange else state.without_exchange(), budget)
 
 
 def served_state(model_config: Any) -> ServedState | None:
@@ -142,9 +144,7 @@ def _state(value: object, problems: list[Problem]) -> PruningState | None:
         return None
 
 
-def _budget(
-    value: object, state: PruningState | None, problems: list[Problem]
-) -> int | None:
+def _budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:
     flag, budget = "--autoprune-budget", None
     if value is not None:
         try:
@@ -217,8 +217,9 @@ def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningS
         mend = 'mend the state, or list "fallback_to_selection" under safety'
         problems.append(Problem("state#/safety", f"the safety check fails ({told})", mend))
         return state
-    logger.warning("State %r fails its safety check (%s): serving its base policy.",
-                   state.name, told)
+    logger.warning(
+        "State %r fails its safety check (%s): serving its base policy.", state.name, told
+    )
     return state.without_exchange()
 
 
@@ -226,8 +227,12 @@ def _announce(served: ServedState) -> None:
     policy = served.policy()
     logger.info(
         "Serving pruned: state %r (%s), base policy %s, K = %d, q_e = %d, r_min = %d.",
-        served.state.name, served.state.digest[:12], policy.base.name,
-        policy.budget, policy.quota, policy.r_min,
+        served.state.name,
+        served.state.digest[:12],
+        policy.base.name,
+        policy.budget,
+        policy.quota,
+        policy.r_min,
     )
     if policy.reads_instruction:
         logger.info("Relevance: %s", reason_of_relevance(served.tower))

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
+
+Keep = Literal["state", "reference", "random"]
+"""Who chooses: the state, its base policy alone, or a random keep. The latter two are controls,
+so that a running server can be measured against them on its own traffic."""
+
+KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +33,19 @@ class ItemPlan:
     budget: int
     key: tuple[int, int]
     instruction: tuple[int, ...] = ()
+    keep: Keep = "state"
     profile: bool = False
 
     def encode(self) -> Tensor:
-        """As int64 ``(4 + number of ids,)``."""
-        return torch.tensor([self.budget, int(self.profile), *self.key, *self.instruction])
+        """As int64 ``(5 + number of ids,)``."""
+        keep = KEEPS.index(self.keep)
+        return torch.tensor([self.budget, keep, int(self.profile), *self.key, *self.instruction])
 
     @staticmethod
     def decode(row: Tensor) -> ItemPlan:
         """Inverse of :meth:`encode`; the row must lie on the CPU."""
-        budget, profile, high, low, *ids = row.tolist()
-        return ItemPlan(budget, (high, low), tuple(ids), bool(profile))
+        budget, keep, profile, high, low, *ids = row.tolist()
+        return ItemPlan(budget, (high, low), tuple(ids), KEEPS[keep], bool(profile))
 
 
 def image_key(identity: str) -> tuple[int, int]:
@@ -48,7 +57,9 @@ def image_key(identity: str) -> tuple[int, int]:
     )
 
 
-def pruned_identity(identity: str, digest: str, budget: int, ids: tuple[int, ...] | None) -> str:
+def pruned_identity(
+    identity: str, digest: str, budget: int, keep: Keep, ids: tuple[int, ...] | None
+) -> str:
     """Cache identity of image + state + K + instruction (None where the state reads none)."""
-    said = hashlib.sha256(f"{digest}|{budget}|{ids}".encode()).hexdigest()[:32]
+    said = hashlib.sha256(f"{digest}|{budget}|{keep}|{ids}".encode()).hexdigest()[:32]
     return f"{identity}-ap-{said}"

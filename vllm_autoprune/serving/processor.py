@@ -14,18 +14,15 @@ from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ImageEmbeddingItems
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.instruction import instruction_of_prompt
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
+from vllm_autoprune.serving.request import REQUEST_KEY, read_request
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor as _Stock
 else:
     _Stock = object
-
-REQUEST_KEY = "autoprune"
-"""Our place within a request's ``mm_processor_kwargs``."""
 
 _PLAN = "_autoprune_plan"
 _PROFILE = "_autoprune_profile"
@@ -153,22 +150,27 @@ class PrunedProcessor(_Stock):
         images = hashes.get("image", [])
         if not images or not _prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        budget, given = _request(asked)
-        policy = self._served.policy(budget)
+        request = read_request(asked)
+        policy = self._served.policy(request.budget, request.keep)
+        reads = policy.reads_instruction and request.keep != "random"
         if profile:
-            ids = self._tokenize("profile") if policy.reads_instruction else ()
+            ids = self._tokenize("profile") if reads else ()
             plans = [ItemPlan(policy.budget, (0, 0), ids, profile=True) for _ in images]
             return RequestPlan(tuple(plans), hashes)
-        reads = policy.reads_instruction
+        given = request.instructions
         texts = self._instructions(inputs, given, len(images)) if reads else [""] * len(images)
         told = {text: self._tokenize(text) if reads else () for text in set(texts)}
         items, identities = [], []
         for identity, text in zip(images, texts, strict=True):
             ids = told[text]
-            items.append(ItemPlan(policy.budget, image_key(identity), ids))
+            items.append(ItemPlan(policy.budget, image_key(identity), ids, request.keep))
             identities.append(
                 pruned_identity(
-                    identity, self._served.state.digest, policy.budget, ids if reads else None
+                    identity,
+                    self._served.state.digest,
+                    policy.budget,
+                    request.keep,
+                    ids if reads else None,
                 )
             )
         return RequestPlan(tuple(items), {**hashes, "image": identities})
@@ -203,24 +205,3 @@ def _shortened(update: Any, item: ItemPlan) -> Any:
     if item.profile or item.budget >= len(full):
         return update
     return replace(update, content=PromptUpdateDetails.from_seq(full[: item.budget]))
-
-
-def _request(asked: object) -> tuple[int | None, Sequence[str] | None]:
-    """Budget and instructions of a request's ``autoprune`` entry."""
-    where = f"mm_processor_kwargs/{REQUEST_KEY}"
-    if asked is None:
-        return None, None
-    if not isinstance(asked, Mapping):
-        problem = Problem(where, "not an object", 'give {"budget": K}')
-        raise RequestError("request", [problem])
-    unknown = [key for key in asked if key not in ("budget", "instructions")]
-    if unknown:
-        problems = [Problem(f"{where}/{key}", "unknown", "only budget is known") for key in unknown]
-        raise RequestError("request", problems)
-    given = asked.get("instructions")
-    if given is not None and not (
-        isinstance(given, Sequence) and all(isinstance(text, str) for text in given)
-    ):
-        problem = Problem(f"{where}/instructions", "not a list of text", "leave it out")
-        raise RequestError("request", [problem])
-    return asked.get("budget"), given

@@ -6,6 +6,7 @@ Knows nothing about models or requests.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -74,6 +75,18 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
             refined = keep_evenly(policy.budget, tokens)
     meter.add(refined.fallback)
     return _agreed(policy, tokens, refined)
+
+
+def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[tuple[int, int]]) -> Refined:
+    """K random tokens an image, drawn from the image's identity: a control, not a policy.
+
+    The draw depends on nothing else, so it is the same on every rank and in every batch.
+    """
+    picks = []
+    for high, _ in keys:
+        generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
+        picks.append(torch.randperm(tokens.count, generator=generator)[:budget])
+    return keep_these(tokens, torch.stack(picks).to(tokens.features.device))
 
 
 def _agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Refined:

@@ -11,7 +11,7 @@ from vllm.renderers.hf import HfRenderer
 
 from vllm_autoprune.serving.config import served_state
 from vllm_autoprune.serving.instruction import instructions_of
-from vllm_autoprune.serving.processor import REQUEST_KEY
+from vllm_autoprune.serving.request import REQUEST_KEY
 
 _STASH = "_autoprune_instructions"
 

@@ -25,7 +25,9 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 _WIDTH = 32
 
 
-def safety_check(policy: PruningPolicy, probes: Sequence[VisualTokens] | None = None) -> SafetyRecord:
+def safety_check(
+    policy: PruningPolicy, probes: Sequence[VisualTokens] | None = None
+) -> SafetyRecord:
     """d_alpha^(K) = SafetyCheck(pi, K): the five verdicts over all probes (equation 7).
 
     A policy that raises fails every verdict, with the reason as detail; nothing escapes.
@@ -77,6 +79,4 @@ def _probe(grid: Grid, *, seed: int, clusters: int, noise: float = 0.5) -> Visua
     instruction = Instruction(
         patches, bell(batch, 1, 16), torch.ones(batch, 1, dtype=torch.bool), sign=1
     )
-    return VisualTokens(
-        features, grid, bell(batch, count).softmax(dim=1), instruction
-    )
+    return VisualTokens(features, grid, bell(batch, count).softmax(dim=1), instruction)

@@ -101,9 +101,7 @@ def _no_constant(text: str) -> float:
 def _parse(text: str, subject: str) -> PruningState:
     mend = "write one JSON object as `vllm_autoprune.PruningState` describes it"
     try:
-        data: JsonValue = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_constant
-        )
+        data: JsonValue = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         _refuse(subject, f"not JSON: {error.msg} at line {error.lineno} col {error.colno}", mend)
     except _Duplicate as error:

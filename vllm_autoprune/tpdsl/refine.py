@@ -63,7 +63,7 @@ def keep_reference(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
     if policy.budget >= tokens.count:
         return _everything(tokens)
     reference = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
-    return _plain(tokens, reference, code=1)
+    return keep_these(tokens, reference, fallback=1)
 
 
 def keep_evenly(budget: int, tokens: VisualTokens) -> Refined:
@@ -71,7 +71,7 @@ def keep_evenly(budget: int, tokens: VisualTokens) -> Refined:
     if budget >= tokens.count:
         return _everything(tokens)
     spread = evenly(tokens.batch, tokens.count, budget, tokens.features.device)
-    return _plain(tokens, spread, code=2)
+    return keep_these(tokens, spread, fallback=2)
 
 
 def reassemble(
@@ -131,7 +131,8 @@ def _result(
     )
 
 
-def _plain(tokens: VisualTokens, picks: Tensor, code: int) -> Refined:
+def keep_these(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> Refined:
+    """A given selection ``(B, K)`` in any order, features untouched but finite."""
     indices = raster(mask_of(picks, tokens.count), picks.shape[1])
     batch, device = tokens.batch, tokens.features.device
     return Refined(
@@ -139,7 +140,7 @@ def _plain(tokens: VisualTokens, picks: Tensor, code: int) -> Refined:
         indices=indices,
         reference=picks,
         exchanged=torch.zeros(batch, dtype=torch.int64, device=device),
-        fallback=torch.full((batch,), code, dtype=torch.uint8, device=device),
+        fallback=torch.full((batch,), fallback, dtype=torch.uint8, device=device),
         quality=None,
     )
 
@@ -148,6 +149,4 @@ def _everything(tokens: VisualTokens) -> Refined:
     device = tokens.features.device
     indices = torch.arange(tokens.count, device=device).expand(tokens.batch, -1)
     none = torch.zeros(tokens.batch, dtype=torch.int64, device=device)
-    return Refined(
-        tokens.features, indices, indices, none, none.to(torch.uint8), quality=None
-    )
+    return Refined(tokens.features, indices, indices, none, none.to(torch.uint8), quality=None)

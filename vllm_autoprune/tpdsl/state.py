@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -69,7 +70,11 @@ class PruningState(_Part):
     safety: Annotated[tuple[SafetyCall, ...], Field(min_length=1, max_length=8, strict=False)]
     provenance: Provenance = Provenance()
 
-    @property
+    def __hash__(self) -> int:
+        # The default would hash the fields, of which provenance holds dictionaries.
+        return hash(self.digest)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that decides behaviour: not the name, not the provenance.
 

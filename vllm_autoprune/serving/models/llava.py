@@ -41,9 +41,7 @@ class LlavaVision:
         self._batch = batch
         self._needs = served.policy().needs
         layer = model.vision_tower.vision_model.encoder.layers[-1]
-        self._attention = (
-            ClsAttention(layer.self_attn) if "cls_attention" in self._needs else None
-        )
+        self._attention = ClsAttention(layer.self_attn) if "cls_attention" in self._needs else None
         self._relevance: Relevance | None = None
 
     def relevance(self) -> Relevance | None:

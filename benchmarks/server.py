@@ -1,0 +1,149 @@
+"""A real `vllm serve` as a context manager: started, waited for, and never left behind.
+
+Knows nothing about what is asked of the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+"""What small models on a CPU need; a server on a GPU ignores it."""
+
+
+class ServerDied(RuntimeError):
+    """The server ended before it was ready; carries the end of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> str:
+        """Body of a GET request, such as ``/metrics``."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, body: Mapping[str, object]) -> tuple[int, dict[str, object]]:
+        """Status and JSON body of a POST request, on a connection of its own."""
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Connection": "close"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return answer.status, json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            text = error.read().decode()
+            return error.code, json.loads(text) if text.startswith("{") else {"error": text}
+
+    def logged(self) -> str:
+        """Everything the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(model: str | Path, port: int, flags: Sequence[str] = ()) -> list[str]:
+    """The command line of a small local server, run by this interpreter's vLLM."""
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    return [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+
+
+@contextlib.contextmanager
+def serve(
+    model: str | Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    patience: float = 300.0,
+) -> Iterator[Server]:
+    """Serve ``model`` until the block ends, however it ends.
+
+    The server gets a process group of its own, which is ended as a whole; on Linux it also ends
+    when this process is killed. Raises :class:`ServerDied` where it does not come up.
+    """
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        if log is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-server-"))
+            log = Path(folder) / "server.log"
+        out = stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            command(model, port, flags),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **CPU_ENVIRONMENT, **(env or {})},
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        stack.callback(_end, process)
+        server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
+        _await_health(server, patience)
+        yield server
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _await_health(server: Server, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            tail = "\n".join(server.logged().splitlines()[-40:])
+            raise ServerDied(f"vllm serve ended with {server.process.returncode}:\n{tail}")
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            server.get("/health")
+            return
+        time.sleep(0.25)
+    tail = "\n".join(server.logged().splitlines()[-40:])
+    raise ServerDied(f"vllm serve was not ready after {patience:.0f} s:\n{tail}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the whole process group: politely, then for good."""
+    for sent, wait in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline and _alive(process):
+            time.sleep(0.1)
+        if not _alive(process):
+            return
+
+
+def _alive(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
