@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_autoprune
+
+PACKAGE = Path(vllm_autoprune.__file__).parent
+
+# What a folder may import from the folders beside it: arrows point down only.
+MAY_IMPORT = {
+    "ops": set[str](),
+    "tpdsl": {"ops"},
+    "base_policies": {"tpdsl", "ops"},
+}
+HEAVY = ("vllm", "transformers")
+
+
+def modules(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_by(path: Path) -> set[str]:
+    """Every absolute module name in the import statements of a file, wherever they stand."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path.name}: a relative import"
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_arrows_point_down(folder: str) -> None:
+    allowed = {folder, "errors", *MAY_IMPORT[folder]}
+    wrong = {
+        f"{path.name}: {name}"
+        for path in modules(folder)
+        for name in imported_by(path)
+        if name.startswith("vllm_autoprune.") and name.split(".")[1] not in allowed
+    }
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_the_core_names_no_server(folder: str) -> None:
+    assert modules(folder)
+    for path in modules(folder):
+        assert not {name.split(".")[0] for name in imported_by(path)} & set(HEAVY), path.name
+
+
+def test_importing_the_core_loads_no_server() -> None:
+    names = ["vllm_autoprune", *(dotted(path) for folder in MAY_IMPORT for path in modules(folder))]
+    code = (
+        f"import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout.strip() == "[]"
