@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
+from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.load import shipped_states
 
 Json = dict[str, Any]
@@ -114,3 +115,8 @@ def with_relevance(tokens: VisualTokens, relevance: Tensor, sign: int = 1) -> Vi
     used = torch.ones(tokens.batch, 1, dtype=torch.bool)
     instruction = Instruction(patches, text, used, sign)
     return VisualTokens(tokens.features, tokens.grid, tokens.cls_attention, instruction)
+
+
+def call(name: str, **parameters: object) -> Any:
+    """An atom with these parameters and the defaults of the others."""
+    return ATOMS[name].call.model_validate({"atom": name, **parameters})

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.tpdsl.samples import call, images, plain, with_relevance
+from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
+from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.scoring import relevance, run_signal
+
+SIGNALS = ATOMS.names("scoring")
+E1, E2 = [1.0, 0.0], [0.0, 1.0]
+
+
+def score(name: str, tokens: VisualTokens, **parameters: object) -> Tensor:
+    return run_signal(call(name, **parameters), tokens)
+
+
+def rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("grid", [Grid(4, 6), Grid(3, 3, tiles=5), Grid(1, 1), Grid(1, 7)])
+def test_every_signal_is_one_finite_float32_a_token(
+    name: str, dtype: torch.dtype, grid: Grid
+) -> None:
+    tokens = images(1, grid=grid, dtype=dtype)
+    found = score(name, tokens)
+    assert found.shape == (2, grid.tokens) and found.dtype == torch.float32
+    assert bool(found.isfinite().all())
+    assert torch.equal(found, score(name, images(1, grid=grid, dtype=dtype)))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_nan_in_one_image_stays_there(name: str) -> None:
+    clean, tokens = images(2), images(2)
+    assert tokens.cls_attention is not None and tokens.instruction is not None
+    for values in (tokens.features, tokens.cls_attention, tokens.instruction.patches):
+        values[1, 3] = torch.nan
+    assert torch.equal(score(name, tokens)[0], score(name, clean)[0])
+
+
+class TestRelevance:
+    NAME = "instruction_guided_visual_relevance"
+
+    def instruction(self, sign: int = 1, used: tuple[bool, ...] = (True, True)) -> VisualTokens:
+        patches = torch.tensor([[[2.0, 0.0], [0.0, 0.5], [3.0, 4.0], [0.0, 0.0]]])
+        text = torch.tensor([[[7.0, 0.0], [0.0, 0.1]]])
+        given = Instruction(patches, text, torch.tensor([used]), sign)
+        return VisualTokens(torch.ones(1, 4, 3), Grid(1, 4), instruction=given)
+
+    def test_mean_over_segments_by_hand(self) -> None:
+        # Cosines with the two segments: (1, 0), (0, 1), (0.6, 0.8); a zero patch has none.
+        assert rounded(score(self.NAME, self.instruction())[0]) == [0.5, 0.5, 0.7, 0.0]
+
+    def test_max_over_segments_by_hand(self) -> None:
+        found = score(self.NAME, self.instruction(), reduce="max")
+        assert rounded(found[0]) == [1.0, 1.0, 0.8, 0.0]
+
+    @pytest.mark.parametrize("reduce", ["mean", "max"])
+    def test_padding_is_not_a_segment(self, reduce: str) -> None:
+        found = score(self.NAME, self.instruction(used=(True, False)), reduce=reduce)
+        assert rounded(found[0]) == [1.0, 0.0, 0.6, 0.0]
+
+    @pytest.mark.parametrize("reduce", ["mean", "max"])
+    def test_nothing_is_relevant_to_no_instruction(self, reduce: str) -> None:
+        found = score(self.NAME, self.instruction(used=(False, False)), reduce=reduce)
+        assert found.abs().tolist() == [[0, 0, 0, 0]]
+
+    @pytest.mark.parametrize(
+        ("sign", "tower", "factor"),
+        [("auto", 1, 1), ("auto", -1, -1), ("+", -1, 1), ("-", 1, -1), ("-", -1, -1)],
+    )
+    def test_the_sign_is_the_towers_unless_the_state_says_otherwise(
+        self, sign: str, tower: int, factor: int
+    ) -> None:
+        found = score(self.NAME, self.instruction(tower, (True, False)), sign=sign)
+        assert rounded(factor * found[0]) == [1.0, 0.0, 0.6, 0.0]
+
+    def test_max_is_taken_in_the_direction_of_relevance(self) -> None:
+        found = score(self.NAME, self.instruction(sign=-1), reduce="max")
+        assert rounded(found[0]) == [0.0, 0.0, -0.6, 0.0]
+
+    def test_length_of_an_embedding_does_not_count(self) -> None:
+        given = images(3).instruction
+        assert given is not None
+        longer = dataclasses.replace(given, patches=given.patches * 8, text=given.text / 4)
+        assert torch.equal(relevance(longer), relevance(given))
+
+    def test_a_missing_instruction_is_an_error_that_says_so(self) -> None:
+        with pytest.raises(SelectionError, match=r"VisualTokens\.instruction is None"):
+            score(self.NAME, plain(torch.eye(3)))
+
+
+class TestAttention:
+    NAME = "attention_proxy_saliency"
+
+    def attention(self, *values: float) -> VisualTokens:
+        return VisualTokens(
+            torch.ones(1, len(values), 2), Grid(1, len(values)), torch.tensor([values])
+        )
+
+    def test_the_row_of_cls_is_taken_as_it_is(self) -> None:
+        assert rounded(score(self.NAME, self.attention(0.1, 0.64, 0.26))[0]) == [0.1, 0.64, 0.26]
+
+    def test_temperature_flattens_by_hand(self) -> None:
+        found = score(self.NAME, self.attention(0.04, 0.64, 0.36), temperature=2.0)
+        assert rounded(found[0]) == [0.2, 0.8, 0.6]
+
+    def test_rounding_below_zero_does_not_make_nan(self) -> None:
+        found = score(self.NAME, self.attention(-1e-9, 0.5), temperature=2.0)
+        assert rounded(found[0]) == [0.0, 0.7071]
+
+    def test_without_attention_closeness_to_the_mean_token_by_hand(self) -> None:
+        tokens = plain(torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 2.0]]))
+        # The mean token points along (1, 1), so closeness is (x + y) / sqrt 2.
+        weights = [math.exp(value / math.sqrt(2)) for value in (2, 1, 3)]
+        expected = [round(weight / sum(weights), 4) for weight in weights]
+        assert rounded(score(self.NAME, tokens)[0]) == expected
+
+
+class TestCentrality:
+    NAME = "spatial_centrality_prior"
+
+    def test_by_hand(self) -> None:
+        # Rows at -0.5 and 0.5, columns at -2/3, 0, 2/3; 2 sigma^2 is 0.5 for the default.
+        found = score(self.NAME, plain(torch.ones(6, 2), Grid(2, 3)))[0]
+        corner, middle = math.exp(-(0.25 + 4 / 9) / 0.5), math.exp(-0.25 / 0.5)
+        expected = [round(v, 4) for v in (corner, middle, corner) * 2]
+        assert rounded(found) == expected
+
+    def test_sigma_widens_the_centre(self) -> None:
+        tokens = plain(torch.ones(25, 2), Grid(5, 5))
+        narrow, wide = score(self.NAME, tokens), score(self.NAME, tokens, sigma=2.0)
+        assert narrow[0, 12] == wide[0, 12] == 1.0
+        assert bool((wide > narrow).sum() == 24)
+
+    def test_every_tile_has_its_own_centre(self) -> None:
+        found = score(self.NAME, plain(torch.ones(27, 2), Grid(3, 3, tiles=3)))[0]
+        assert found.reshape(3, 9).argmax(dim=1).tolist() == [4, 4, 4]
+
+
+class TestRedundancy:
+    NAME = "redundancy_density_penalty"
+
+    def test_by_hand(self) -> None:
+        # Cosines: 0 with 1: 1, 0 with 2: 0, 0 with 3: -1, 2 with the others: 0.
+        tokens = plain(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]))
+        assert rounded(score(self.NAME, tokens, m=1)[0]) == [-1.0, -1.0, 0.0, 0.0]
+        assert rounded(score(self.NAME, tokens, m=2)[0]) == [-0.5, -0.5, 0.0, 0.5]
+
+    def test_m_beyond_the_tile_means_all_others(self) -> None:
+        tokens = plain(torch.tensor([E1, E1, E2]))
+        assert rounded(score(self.NAME, tokens, m=64)[0]) == [-0.5, -0.5, 0.0]
+
+    def test_tokens_of_other_tiles_do_not_count(self) -> None:
+        tokens = plain(torch.tensor([E1, E2, E1, E1]), Grid(1, 2, tiles=2))
+        assert rounded(score(self.NAME, tokens, m=1)[0]) == [0.0, 0.0, -1.0, -1.0]
+
+
+class TestContrast:
+    NAME = "local_contrast_saliency"
+
+    def test_by_hand_in_a_row(self) -> None:
+        tokens = plain(torch.tensor([E1, E1, E2, E2]), Grid(1, 4))
+        assert rounded(score(self.NAME, tokens)[0]) == [0.0, 0.5, 0.5, 0.0]
+
+    def test_by_hand_with_corners_as_neighbours(self) -> None:
+        tokens = plain(torch.tensor([E1, E1, E1, E2, E1, E1]), Grid(2, 3))
+        found = rounded(score(self.NAME, tokens)[0])
+        # Token 3, the odd one out, is a neighbour of 0, 1 and 4, not of 2 and 5.
+        assert found == [round(1 / 3, 4), 0.2, 0.0, 1.0, 0.2, 0.0]
+
+    @given(seed=st.integers(0, 1000), radius=st.integers(1, 3))
+    def test_it_is_the_mean_of_pairwise_cosines(self, seed: int, radius: int) -> None:
+        tokens = images(seed, batch=1, grid=Grid(4, 5, tiles=2))
+        found = score(self.NAME, tokens, radius=radius)[0].reshape(2, 20)
+        place = [(i // 5, i % 5) for i in range(20)]
+        for tile, cosine in enumerate(tokens.tile_cosine):
+            for i, (y, x) in enumerate(place):
+                near = [
+                    float(cosine[i, j])
+                    for j, (v, u) in enumerate(place)
+                    if j != i and max(abs(v - y), abs(u - x)) <= radius
+                ]
+                expected = 1 - sum(near) / len(near)
+                assert float(found[tile, i]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_relevance_survives_the_helper_that_other_tests_build_it_with() -> None:
+    wanted = torch.tensor([[0.9, -0.3, 0.0]])
+    found = score(
+        "instruction_guided_visual_relevance", with_relevance(plain(torch.eye(3)), wanted)
+    )
+    assert rounded(found[0]) == [0.9, -0.3, 0.0]
