@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm.autoprune")
 
 ATTRIBUTE = "autoprune"
 DEFAULT_CACHE_GB = 0.25
+CHECKED_BUDGET = 256
 _KNOWN = ("state", "budget", "text_tower", "feature_cache_gb")
 
 
@@ -208,7 +209,9 @@ def _backbone(vllm_config: Any, problems: list[Problem]) -> tuple[str, Backbone 
 
 def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
     """Algorithm 1, line 4: an invalid policy is replaced by its base policy, or refused."""
-    policy = materialize(state, budget)
+    # Start-up must not wait for a very large K: promises are kept or broken at a smaller one.
+    least = state.constraints.selector.r_min or 0
+    policy = materialize(state, min(budget, max(CHECKED_BUDGET, least)))
     record = safety_check(policy)
     if record.valid:
         return state

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.clip import CLIPAttention
 
 Key = tuple[int, int]
 
@@ -85,7 +89,7 @@ class ClsAttention:
     one whose output the model reads (``attentions[-2]`` of the full tower for LLaVA-1.5).
     """
 
-    def __init__(self, attention: torch.nn.Module) -> None:
+    def __init__(self, attention: CLIPAttention) -> None:
         self._attention = attention
         self._qkv: Tensor | None = None
         attention.qkv_proj.register_forward_hook(self._note)
@@ -107,4 +111,5 @@ class ClsAttention:
             from vllm.distributed import tensor_model_parallel_all_reduce
 
             total = tensor_model_parallel_all_reduce(total)
-        return total[:, 1:] / self._attention.num_heads
+        mean: Tensor = total[:, 1:] / self._attention.num_heads
+        return mean

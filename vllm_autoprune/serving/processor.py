@@ -161,11 +161,16 @@ class PrunedProcessor(_Stock):
         texts = self._instructions(inputs, given, len(images)) if reads else [""] * len(images)
         told = {text: self._tokenize(text) if reads else () for text in set(texts)}
         items, identities = [], []
-        for identity, text in zip(images, texts, strict=True):
-            ids = told[text]
-            items.append(ItemPlan(policy.budget, image_key(identity), ids, request.keep))
+        for i, (identity, text) in enumerate(zip(images, texts, strict=True)):
+            ids, tokens = told[text], self._unpruned(inputs.mm_data_items, i)
+            items.append(
+                ItemPlan(policy.tokens_kept(tokens), image_key(identity), ids, request.keep)
+            )
+            # Where everything is kept the image is what it is in stock vLLM, caches included.
             identities.append(
-                pruned_identity(
+                identity
+                if policy.budget >= tokens
+                else pruned_identity(
                     identity,
                     self._served.state.digest,
                     policy.budget,
@@ -174,6 +179,18 @@ class PrunedProcessor(_Stock):
                 )
             )
         return RequestPlan(tuple(items), {**hashes, "image": identities})
+
+    def _unpruned(self, mm_items: Any, index: int) -> int:
+        """N of an image, a pure function of its size."""
+        items = mm_items["image"]
+        if items.get(index) is None:  # named by its uuid alone, to be found in a cache
+            most: int = self.info.get_max_image_tokens()
+            return most
+        size = items.get_image_size(index)
+        tokens: int = self.info.get_num_image_tokens(
+            image_width=size.width, image_height=size.height
+        )
+        return tokens
 
     def _instructions(self, inputs: Any, given: Sequence[str] | None, images: int) -> list[str]:
         if given is not None and len(given) == images:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.refine import keep_evenly, keep_reference, reassemble, refine
+from vllm_autoprune.tpdsl.refine import (
+    keep_evenly,
+    keep_reference,
+    keep_these,
+    reassemble,
+    refine,
+)
 from vllm_autoprune.tpdsl.safety import FALLBACKS, Refined
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 

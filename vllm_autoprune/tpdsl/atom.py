@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
 from pydantic.annotated_handlers import GetJsonSchemaHandler
@@ -108,6 +108,12 @@ ATOMS = Registry()
 F = TypeVar("F", bound=Callable[..., object])
 
 
+def literal(name: str) -> type[str]:
+    """The type that admits one string, made at run time (a type checker cannot follow it)."""
+    admitted: type[str] = Literal[name]  # type: ignore[assignment]
+    return admitted
+
+
 def declare(
     name: str,
     group: Group,
@@ -124,7 +130,7 @@ def declare(
         "".join(part.capitalize() for part in name.replace("@", "_").split("_")),
         __base__=call,
         __doc__=text,
-        atom=(Literal[name], ...),
+        atom=(literal(name), ...),
     )
     ATOMS.add(Atom(name, group, bound, needs, paper, text, function))
     return bound
@@ -166,8 +172,7 @@ class OneOf:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         choices = {
-            name: cast(CoreSchema, handler.generate_schema(ATOMS[name].call))
-            for name in ATOMS.names(self.group)
+            name: handler.generate_schema(ATOMS[name].call) for name in ATOMS.names(self.group)
         }
         union = core_schema.tagged_union_schema(choices, discriminator="atom")
         if not self.bare:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
+from vllm_autoprune.tpdsl.atom import literal
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 
@@ -69,7 +70,7 @@ def base_policy(
             f"{name.capitalize()}BasePolicy",
             __base__=BasePolicyCall,
             __doc__=doc,
-            name=(Literal[name], ...),
+            name=(literal(name), ...),
             params=(params, params()),
         )
         BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function)
@@ -83,8 +84,7 @@ class _AnyBasePolicy:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         choices = {
-            name: cast(CoreSchema, handler.generate_schema(policy.call))
-            for name, policy in BASE_POLICIES.items()
+            name: handler.generate_schema(policy.call) for name, policy in BASE_POLICIES.items()
         }
         return core_schema.tagged_union_schema(choices, discriminator="name")
 

@@ -59,10 +59,11 @@ def _look(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
 def synthetic_probes(budget: int) -> list[VisualTokens]:
     """Images that selectors find easy and hard: clustered, all alike, low rank, K just below N."""
     side = max(4, math.ceil(math.sqrt(budget + 1)))
+    tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
     return [
         _probe(Grid(side, side), seed=1, clusters=6),
         _probe(Grid(side, side), seed=2, clusters=1, noise=0.0),
-        _probe(Grid(side, side, tiles=5), seed=3, clusters=3, noise=0.0),
+        _probe(Grid(tile, tile, tiles=5), seed=3, clusters=3, noise=0.0),
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -83,6 +84,14 @@ class PruningState(_Part):
         body = self.model_dump(mode="json", exclude={"name", "provenance"})
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def model_copy(
+        self, *, update: Mapping[str, object] | None = None, deep: bool = False
+    ) -> PruningState:
+        """As pydantic's, but a changed copy works out its own digest."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("digest", None)
+        return copied
 
     def without_exchange(self) -> PruningState:
         """The same state with q_e = 0: its base policy alone."""

@@ -108,7 +108,8 @@ class VisualTokens:
         """
         norm = self.features.norm(dim=-1, keepdim=True)
         tiny = torch.finfo(self.features.dtype).tiny
-        return (self.features / norm.clamp_min(tiny)).float()
+        unit: Tensor = self.features / norm.clamp_min(tiny)
+        return unit.float()
 
     @cached_property
     def tile_cosine(self) -> Tensor:

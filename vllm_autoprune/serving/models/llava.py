@@ -133,6 +133,7 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
             return super().embed_multimodal(**kwargs)
         checked = self._parse_and_validate_image_input(**kwargs)
         assert checked is not None and isinstance(rows, Tensor | list)
+        assert isinstance(pixels, Tensor)
         plans = [ItemPlan.decode(row) for row in rows]
         profile = any(plan.profile for plan in plans)
         reserved = self.autoprune.cache.reserve(pixels.device) if profile else None

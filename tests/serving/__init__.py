@@ -1,0 +1,1 @@
+"""Tests of the plugin, from settings to running vLLM servers."""

@@ -1,0 +1,135 @@
+"""An engine inside this process, for tests that have to look into it.
+
+Knows nothing about what is tested. Used by scenarios, each of which runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.minillava.split import Example, evaluation_split
+from tests.serving.paths import CLIP, LLAVA
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import RequestOutput
+
+    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
+
+STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine said, and what it cost."""
+
+    text: str
+    logprob: float
+    prompt_tokens: int
+    cached: int
+
+    def plain(self) -> dict[str, object]:
+        """As JSON."""
+        return dataclasses.asdict(self)
+
+
+def examples(scenes: int = 4) -> list[Example]:
+    """Questions of the held-out split that are asked about single objects."""
+    return [e for e in evaluation_split(scenes=scenes) if e.kind in ("digit", "colour", "shape")]
+
+
+def picture(image: Tensor) -> Image.Image:
+    """An example's image as chat clients send it."""
+    return Image.fromarray(image.permute(1, 2, 0).numpy())
+
+
+def start(settings: Mapping[str, object] | None = STATE, **overrides: object) -> LLM:
+    """An engine on mini-LLaVA, with a state unless ``settings`` is None."""
+    from vllm import LLM
+
+    options: dict[str, object] = {
+        "model": str(LLAVA),
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "block_size": 32,
+        "limit_mm_per_prompt": {"image": 128},
+        **overrides,
+    }
+    if settings is not None:
+        options["additional_config"] = {"autoprune": dict(settings)}
+    return LLM(**options)  # type: ignore[arg-type]
+
+
+def model_of(llm: LLM) -> AutopruneLlavaForConditionalGeneration:
+    """The model object; needs the engine in this process."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model: AutopruneLlavaForConditionalGeneration = worker.model_runner.model
+    return model
+
+
+def vision_runs(llm: LLM) -> int:
+    """How often the vision tower has run on requests."""
+    vision = model_of(llm).autoprune
+    assert vision is not None
+    return vision.runs
+
+
+def chat(llm: LLM, conversations: Sequence[Sequence[object]], tokens: int = 4) -> list[Answer]:
+    """Answers to chat conversations, all submitted at once."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
+    outputs = llm.chat(list(conversations), sampling, use_tqdm=False)  # type: ignore[arg-type]
+    return [_answer(output) for output in outputs]
+
+
+def generate(llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4) -> list[Answer]:
+    """Answers to raw prompts, all submitted at once."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
+    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)  # type: ignore[arg-type]
+    return [_answer(output) for output in outputs]
+
+
+def turn(text: str, *images: Tensor | Image.Image) -> dict[str, object]:
+    """A user turn: images first, then the text."""
+    shown = [i if isinstance(i, Image.Image) else picture(i) for i in images]
+    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in shown]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def ask(llm: LLM, example: Example) -> Answer:
+    """The answer to one example."""
+    return chat(llm, [[turn(example.question, example.image)]])[0]
+
+
+def prompt(
+    example: Example, budget: int | None = None, instruction: str | None = None
+) -> dict[str, object]:
+    """An example as a raw prompt, with a budget of its own."""
+    asked: dict[str, object] = {} if budget is None else {"budget": budget}
+    if instruction is not None:
+        asked["instructions"] = [instruction]
+    return {
+        "prompt": f"USER: <image>\n{example.question} ASSISTANT:",
+        "multi_modal_data": {"image": picture(example.image)},
+        "mm_processor_kwargs": {"autoprune": asked},
+    }
+
+
+def _answer(output: RequestOutput) -> Answer:
+    said = output.outputs[0]
+    return Answer(
+        text=said.text.strip(),
+        logprob=float(said.cumulative_logprob or 0.0),
+        prompt_tokens=len(output.prompt_token_ids or []),
+        cached=output.num_cached_tokens or 0,
+    )

@@ -1,0 +1,16 @@
+"""Which checkpoint the engine tests serve.
+
+Knows nothing about the tests. ``MINILLAVA=DIR`` serves another training of the same tasks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from benchmarks.minillava.split import CHECKPOINT
+
+ROOT = Path(os.environ.get("MINILLAVA", CHECKPOINT))
+LLAVA, CLIP = ROOT / "llava", ROOT / "clip"
+TOKENS = 144
+"""Visual tokens of one image, N."""
