@@ -106,7 +106,8 @@ def wanted_stamp(path: Path) -> dict[str, str]:
     installed = [settings["build-system"], settings["project"], settings["tool"]["hatch"]]
     project = hashlib.sha256(json.dumps([installed, str(ROOT)], sort_keys=True).encode())
     return {
-        "interpreter": f"{sys.version} {sys.base_prefix} {path}",
+        # Not the patch version, nor whose: two shells that find different ones share a tree.
+        "interpreter": f"{sys.version_info.major}.{sys.version_info.minor} {path}",
         "packages": packages.hexdigest(),
         "project": project.hexdigest(),
     }
