@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tpdsl.samples import call, images, plain
+from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.numerics import mask_of
+from vllm_autoprune.tpdsl.pools import build_pool
+
+QUALITY = call("quality_pool_builder")
+
+
+def positions(mask: torch.Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in mask]
+
+
+def test_quality_takes_the_best_outside_the_reference() -> None:
+    g = torch.tensor([[0.9, 0.8, 0.1, 0.7, 0.6, 0.2]])
+    pool = build_pool([QUALITY], plain(torch.eye(6)), g, torch.tensor([[0, 4]]))
+    assert positions(pool) == [[1, 3]]
+
+
+def test_diversity_takes_the_farthest_from_the_reference_and_from_each_other() -> None:
+    angles = torch.tensor([0.0, 5.0, 90.0, 95.0, 180.0, 185.0]).deg2rad()
+    tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1))
+    pool = build_pool(
+        [call("diversity_pool_builder", pool_ratio=2.0)],
+        tokens,
+        torch.zeros(1, 6),
+        torch.tensor([[0]]),
+    )
+    # 180 degrees is farthest from 0; then 90 and 95 are, by 5 degrees, ahead of 185 and 5.
+    assert positions(pool) == [[2, 4]]
+
+
+def test_a_later_builder_sees_only_what_the_one_before_it_left() -> None:
+    g = torch.tensor([[0.0, 0.9, 0.8, 0.7, 0.1, 0.2]])
+    tokens = plain(torch.tensor([[1.0, 0.0]] * 3 + [[1.0, 1.0], [-1.0, 0.0], [-1.0, 0.1]]))
+    reference = torch.tensor([[0]])
+    quality = call("quality_pool_builder", pool_ratio=3.0)
+    diversity = call("diversity_pool_builder", pool_ratio=1.0)
+    assert positions(build_pool([quality], tokens, g, reference)) == [[1, 2, 3]]
+    # Token 4 is farthest of all, but the pool of good tokens does not hold it.
+    assert positions(build_pool([quality, diversity], tokens, g, reference)) == [[3]]
+    assert positions(build_pool([diversity], tokens, g, reference)) == [[4]]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "size"), [(0.25, 2), (0.5, 3), (1.0, 6), (1.5, 9), (2.0, 12), (8.0, 30)]
+)
+@pytest.mark.parametrize("name", ATOMS.names("candidate_pool"))
+def test_the_pool_is_a_multiple_of_the_budget_as_far_as_there_are_tokens(
+    name: str, ratio: float, size: int
+) -> None:
+    tokens, reference = images(1), torch.arange(6).expand(2, -1)
+    pool = build_pool([call(name, pool_ratio=ratio)], tokens, torch.rand(2, 36), reference)
+    assert pool.sum(dim=1).tolist() == [size, size]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    names=st.lists(st.sampled_from(ATOMS.names("candidate_pool")), min_size=1, max_size=3),
+    ratio=st.sampled_from([0.25, 0.5, 1.0, 8.0]),
+    k=st.integers(1, 35),
+)
+def test_a_pool_narrows_and_never_holds_a_reference_token(
+    seed: int, names: list[str], ratio: float, k: int
+) -> None:
+    tokens = images(seed)
+    source = torch.Generator().manual_seed(seed)
+    g = torch.rand(2, 36, generator=source)
+    reference = torch.rand(2, 36, generator=source).argsort(dim=1)[:, :k]
+    wider = ~mask_of(reference, 36)
+    calls = [call(name, pool_ratio=ratio) for name in names]
+    for count in range(1, len(calls) + 1):
+        pool = build_pool(calls[:count], tokens, g, reference)
+        assert not (pool & ~wider).any() and pool.any(dim=1).all()
+        wider = pool
+
+
+@pytest.mark.parametrize("name", ATOMS.names("candidate_pool"))
+def test_nan_in_one_image_stays_there_and_keeps_the_reference_out(name: str) -> None:
+    clean, tokens = images(2), images(2)
+    tokens.features[1, 3] = torch.nan
+    g, reference = torch.rand(2, 36), torch.arange(6).expand(2, -1)
+    pool = build_pool([call(name)], tokens, g, reference)
+    assert torch.equal(pool[0], build_pool([call(name)], clean, g, reference)[0])
+    assert not pool[:, :6].any()
