@@ -120,17 +120,17 @@ def _tokens(signals: Signals, sign: int) -> VisualTokens:
 
 def keep_cdpruner(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
     """CDPruner with the sign that the tower's description states."""
-    return cdpruner(CDPrunerParams(), _tokens(signals, signals.sign), count)
+    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, signals.sign), count)
 
 
 def keep_flipped(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
     """CDPruner with the wrong sign, to show that the sign matters."""
-    return cdpruner(CDPrunerParams(), _tokens(signals, -signals.sign), count)
+    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, -signals.sign), count)
 
 
 def keep_farthest(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
     """Farthest points among the projected features (DivPrune); blind to the question."""
-    return divprune(DivPruneParams(), _tokens(signals, signals.sign), count)
+    return divprune(DivPruneParams(tile_scope="per_tile"), _tokens(signals, signals.sign), count)
 
 
 def keep_oracle(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:

@@ -25,7 +25,8 @@ from benchmarks.minillava.vocabulary import (
     IMAGE_TOKEN,
     PAD,
     UNKNOWN,
-)  # fmt: skip
+    token_id,
+)
 
 Json = dict[str, object]
 
@@ -96,7 +97,7 @@ def _llava_config(clip: CLIPModel, model: LlamaForCausalLM, tokenizer: Tokenizer
         "model_type": "llava",
         "dtype": "bfloat16",
         "image_seq_length": PATCHES,
-        "image_token_index": tokenizer.token_to_id(IMAGE_TOKEN),
+        "image_token_index": token_id(tokenizer, IMAGE_TOKEN),
         "multimodal_projector_bias": True,
         "projector_hidden_act": "gelu",
         "tie_word_embeddings": False,
@@ -125,7 +126,7 @@ def export(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write(folder, "config.json", _llava_config(clip, model, language_tokenizer))
     ids = {
-        f"{name}_token_id": language_tokenizer.token_to_id(token)
+        f"{name}_token_id": token_id(language_tokenizer, token)
         for name, token in (("bos", BEGIN), ("eos", END), ("pad", PAD))
     }
     _write(folder, "generation_config.json", {"do_sample": False, "max_new_tokens": 8, **ids})

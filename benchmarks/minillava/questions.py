@@ -110,11 +110,11 @@ def ask_pair(
     if kind == "position":
         row, column = thing.cell // 4, thing.cell % 4
         vertical = rng.random() < 0.5
-        right, wrong = ("left", "right") if column < 2 else ("right", "left")
+        true, false = ("left", "right") if column < 2 else ("right", "left")
         if vertical:
-            right, wrong = ("upper", "lower") if row < 2 else ("lower", "upper")
-        yes = Question(kind, _word(rng, kind, name=name, side=right), "yes", seen, name)
-        return yes, Question(kind, _word(rng, kind, name=name, side=wrong), "no", seen, name)
+            true, false = ("upper", "lower") if row < 2 else ("lower", "upper")
+        yes = Question(kind, _word(rng, kind, name=name, side=true), "yes", seen, name)
+        return yes, Question(kind, _word(rng, kind, name=name, side=false), "no", seen, name)
     raise ValueError(f"{kind!r} is not asked in pairs; pairs are existence, reading, position")
 
 

@@ -17,7 +17,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from benchmarks.minillava.questions import caption, pointing_text
 from benchmarks.minillava.scenes import COLOURS, IMAGE, PATCH, PATCHES, SHAPES, SceneBatch, draw
-from benchmarks.minillava.vocabulary import CLIP_BEGIN, CLIP_END, CLIP_LENGTH
+from benchmarks.minillava.vocabulary import CLIP_BEGIN, CLIP_END, CLIP_LENGTH, token_id
 
 WIDTH = 128
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -35,7 +35,7 @@ def clip_config(tokenizer: Tokenizer) -> CLIPConfig:
         "num_attention_heads": 4,
         "projection_dim": WIDTH,
     }
-    end = tokenizer.token_to_id(CLIP_END)
+    end = token_id(tokenizer, CLIP_END)
     config = CLIPConfig(
         projection_dim=WIDTH,
         vision_config={
@@ -44,7 +44,7 @@ def clip_config(tokenizer: Tokenizer) -> CLIPConfig:
         text_config={
             **shared, "num_hidden_layers": 2, "vocab_size": tokenizer.get_vocab_size(),
             "max_position_embeddings": CLIP_LENGTH, "eos_token_id": end, "pad_token_id": end,
-            "bos_token_id": tokenizer.token_to_id(CLIP_BEGIN),
+            "bos_token_id": token_id(tokenizer, CLIP_BEGIN),
         },
         attn_implementation="eager",
     )  # fmt: skip
@@ -100,7 +100,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
     rows = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     longest = max(map(len, rows))
     assert longest <= CLIP_LENGTH
-    end = tokenizer.token_to_id(CLIP_END)
+    end = token_id(tokenizer, CLIP_END)
     return torch.tensor([row + [end] * (longest - len(row)) for row in rows])
 
 

@@ -26,6 +26,14 @@ def prompt(question: str) -> str:
     return BEFORE_IMAGE + IMAGE_TOKEN + AFTER_IMAGE.format(question=question)
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that the tokenizer is known to have."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(f"the tokenizer has no token {token!r}")
+    return found
+
+
 def _answers() -> list[str]:
     return [f" {word}" for word in (*COLOURS, *SHAPES, "yes", "no", *map(str, range(10)))]
 
@@ -62,7 +70,7 @@ def clip_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator(every_text() + _answers() * 50, trainer)
     # Added last, so that the end token's id is the largest, as in OpenAI's CLIP.
     tokenizer.add_special_tokens([AddedToken(CLIP_BEGIN), AddedToken(CLIP_END)])
-    begin, end = tokenizer.token_to_id(CLIP_BEGIN), tokenizer.token_to_id(CLIP_END)
+    begin, end = token_id(tokenizer, CLIP_BEGIN), token_id(tokenizer, CLIP_END)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{CLIP_BEGIN} $A {CLIP_END}",
         pair=f"{CLIP_BEGIN} $A {CLIP_END} $B:1 {CLIP_END}:1",

@@ -13,6 +13,7 @@ from benchmarks.minillava.vocabulary import (
     clip_tokenizer,
     language_tokenizer,
     prompt,
+    token_id,
 )
 
 
@@ -38,7 +39,7 @@ def test_every_answer_is_one_token(words: Tokenizer) -> None:
 
 
 def test_every_question_fits_the_text_tower_and_ends_where_it_pools(eyes: Tokenizer) -> None:
-    end = eyes.token_to_id(CLIP_END)
+    end = token_id(eyes, CLIP_END)
     assert end != 2  # transformers reads 2 as a legacy description and pools elsewhere
     for text in every_text():
         ids = eyes.encode(text).ids
