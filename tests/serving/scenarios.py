@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
     return function
 
 
-@lru_cache(maxsize=None)
+@cache
 def run(name: str, **environment: str) -> Report:
     """The report of a scenario, run once a test session and environment."""
     done = subprocess.run(
@@ -54,7 +54,7 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
     }
     return {**os.environ, **engine, **extra}
 
@@ -156,11 +156,11 @@ def batches() -> Report:
     kept_alone = {str(plan): rows for plan, rows in seen.kept.items()}
     _forget(llm)
     seen.vision_batches.clear()
-    scenes = [picture(e.image).rotate(3 * i) for i, e in enumerate(examples(12)) for _ in (0,)]
+    scenes = [picture(e.image).rotate(7 * i) for i, e in enumerate(examples(4)[:20])]
     many = [
         {
             "prompt": "USER: " + "<image>" * 20 + f"\nHow many? {i} ASSISTANT:",
-            "multi_modal_data": {"image": [s.rotate(i) for s in (scenes * 2)[:20]]},
+            "multi_modal_data": {"image": [scene.rotate(i) for scene in scenes]},
             "mm_processor_kwargs": {"autoprune": {"budget": 2}},
         }
         for i in range(5)
@@ -224,10 +224,19 @@ def _prefilled(settings: Mapping[str, object] | None = None, **options: object) 
 def hostile() -> Report:
     """Requests that must not stop the engine, and whether it still answers after each."""
     import torch
-
-    from tests.serving.engine import ask, examples, generate, model_of, prompt, start, turn
-    from tests.serving.engine import chat as chat_
     from PIL import Image
+
+    from tests.serving.engine import (
+        ask,
+        examples,
+        generate,
+        model_of,
+        picture,
+        prompt,
+        start,
+        turn,
+    )
+    from tests.serving.engine import chat as chat_
 
     llm = start({**_state(), "budget": 8})
     model = model_of(llm)
@@ -244,12 +253,14 @@ def hostile() -> Report:
     survived("one_pixel")
     report["empty"] = chat_(llm, [[turn("", other.image)]])[0].plain()
     survived("empty")
-    long = " ".join(["word"] * 10_000)
+    long = " ".join(["red"] * 10_000)
     report["long"] = generate(llm, [prompt(other, instruction=long)])[0].plain()
     survived("long")
     for name, value in (("nan", float("nan")), ("inf", float("inf"))):
         broken = _breaking(model.multi_modal_projector, value)
-        report[name] = chat_(llm, [[turn(f"{name}?", other.image)]])[0].plain()
+        # An image not seen before, whose features are not cached yet.
+        unseen = picture(other.image).rotate(len(name) + 90 * (name == "inf"))
+        report[name] = chat_(llm, [[turn(f"{name}?", unseen)]])[0].plain()
         broken.remove()
         survived(name)
     report["fallbacks"] = model.autoprune_meter.counts()
@@ -304,7 +315,7 @@ def blind_state() -> Report:
     own["name"] = "divprune"
     llm = start({"state": own, "budget": 32})
     before = vision_runs(llm)
-    asked = [e for e in examples(1)]
+    asked = examples(1)
     return {
         "answers": [ask(llm, e).plain() for e in asked],
         "vision_runs": vision_runs(llm) - before,

@@ -35,7 +35,7 @@ def watch(tower: nn.Module | None = None) -> Watch:
     current: list[ItemPlan] = []
 
     def images(served: object, plans: Sequence[ItemPlan], *rest: object) -> list[Tensor]:
-        current[:] = [p for p in plans]
+        current[:] = plans
         seen.budgets.append([plan.budget for plan in plans])
         return refine_batch(served, plans, *rest)  # type: ignore[arg-type]
 

@@ -62,7 +62,7 @@ class FallbackMeter:
         for kind, count in zip(FALLBACKS[1:], seen[1:], strict=True):
             if count and kind not in self._told:
                 self._told.add(kind)
-                logger.warning("Scores were not finite: an image fell back to %s tokens.", kind)
+                logger.warning("An image fell back to %s tokens; more are only counted.", kind)
 
 
 def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Refined:

@@ -1,0 +1,35 @@
+"""Invariant 5: nothing that a request holds stops the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serving.scenarios import run
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = ("one_pixel", "empty", "long", "nan", "inf", "raised")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_engine_answers_and_lives_on(name: str) -> None:
+    report = run("hostile")
+    assert isinstance(report[name]["text"], str)
+    assert report["after"][name] == report["sane"]
+
+
+def test_fallbacks_are_counted_by_reason() -> None:
+    report = run("hostile")
+    # NaN and Inf in an image's features leave nothing to select by: an even spread.
+    assert report["fallbacks"]["uniform"] == 2
+    assert report["errors"] == {"RuntimeError": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("zero", "K = 0"), ("text", "budget"), ("unknown", "buget"), ("list", "autoprune")],
+)
+def test_a_bad_request_is_refused_with_its_reason(name: str, said: str) -> None:
+    report = run("hostile")
+    assert said in report[name]
+    assert report["after"]["refused"] == report["sane"]
