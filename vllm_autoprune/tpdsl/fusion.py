@@ -30,8 +30,11 @@ def weighted_product_fusion(
     call: ProductFusion, signals: Sequence[Tensor], weights: Sequence[float]
 ) -> Tensor:
     """Product of the signals, each raised to its weight (equation 11 of the paper)."""
-    logs = [w * s.clamp_min(call.eps).log() for s, w in zip(signals, weights, strict=True)]
-    return torch.stack(logs).sum(dim=0).exp()
+    # One after the other: a sum over a stacked axis rounds differently in a batch and alone.
+    total = torch.zeros_like(signals[0])
+    for signal, weight in zip(signals, weights, strict=True):
+        total = total + weight * signal.clamp_min(call.eps).log()
+    return total.exp()
 
 
 def run_fusion(call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -137,7 +137,9 @@ def local_contrast_saliency(call: Contrast, tokens: VisualTokens) -> Tensor:
     ones = torch.ones(1, 1, grid.height, grid.width, device=planes.device)
     size = functional.avg_pool2d(ones, window, 1, radius, divisor_override=1)
     neighbours = (size - 1).clamp_min(1)
-    cosine = ((total - planes) * planes).sum(dim=1, keepdim=True) / neighbours
+    # A pool's memory layout depends on the batch size, and the order of a sum on the layout.
+    products = ((total - planes) * planes).permute(0, 2, 3, 1).contiguous()
+    cosine = products.sum(dim=-1) / neighbours[:, 0]
     return tokens.by_image((1 - cosine).flatten(1))
 
 
