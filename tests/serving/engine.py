@@ -64,7 +64,7 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
     }
     if settings is not None:
         options["additional_config"] = {"autoprune": dict(settings)}
-    return LLM(**options)  # type: ignore[arg-type]
+    return LLM(**options)
 
 
 def model_of(llm: LLM) -> AutopruneLlavaForConditionalGeneration:
@@ -86,7 +86,7 @@ def chat(llm: LLM, conversations: Sequence[Sequence[object]], tokens: int = 4) -
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
-    outputs = llm.chat(list(conversations), sampling, use_tqdm=False)  # type: ignore[arg-type]
+    outputs = llm.chat(list(conversations), sampling, use_tqdm=False)
     return [_answer(output) for output in outputs]
 
 
@@ -95,7 +95,7 @@ def generate(llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4)
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
-    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)  # type: ignore[arg-type]
+    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)
     return [_answer(output) for output in outputs]
 
 

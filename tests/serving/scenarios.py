@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 Report = Any
 """Plain JSON; each scenario's docstring says what is in it."""
@@ -30,13 +31,20 @@ def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
     return function
 
 
-@cache
 def run(name: str, **environment: str) -> Report:
     """The report of a scenario, run once a test session and environment."""
+    report, failure = _outcome(name, tuple(sorted(environment.items())))
+    assert failure is None, failure
+    return report
+
+
+@cache
+def _outcome(name: str, environment: tuple[tuple[str, str], ...]) -> tuple[Report, str | None]:
+    # A failure is remembered too: every test of the scenario would wait for it again.
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.scenarios", name],
         cwd=Path(__file__).resolve().parents[2],
-        env=_environment(environment),
+        env=_environment(dict(environment)),
         capture_output=True,
         text=True,
         timeout=400,
@@ -44,9 +52,9 @@ def run(name: str, **environment: str) -> Report:
     )
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(_MARK):
-            return json.loads(line.removeprefix(_MARK))
+            return json.loads(line.removeprefix(_MARK)), None
     tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-    raise AssertionError(f"scenario {name} ended with {done.returncode}:\n{tail}")
+    return None, f"scenario {name} ended with {done.returncode}:\n{tail}"
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -112,18 +120,17 @@ def instruction_left_out() -> Report:
     """Negative control: what :func:`interleaved` would be without the instruction's identity."""
     from tests.serving.engine import ask, examples, start
     from vllm_autoprune.serving import processor
-
-    whole = processor.pruned_identity
+    from vllm_autoprune.serving.plan import pruned_identity
 
     def without(identity: str, digest: str, budget: int, keep: Any, ids: Any) -> str:
-        return whole(identity, digest, budget, keep, None)
+        return pruned_identity(identity, digest, budget, keep, None)
 
     llm = start({**_state(), "budget": 4})
     asked = examples(6)
     right = [ask(llm, e).plain() for e in asked]
     llm.reset_prefix_cache()
-    processor.pruned_identity = without
-    wrong = [ask(llm, e).plain() for e in asked]
+    with patch.object(processor, "pruned_identity", without):
+        wrong = [ask(llm, e).plain() for e in asked]
     return {"right": right, "wrong": wrong, "answers": [e.answer for e in asked]}
 
 
@@ -266,14 +273,11 @@ def hostile() -> Report:
     report["fallbacks"] = model.autoprune_meter.counts()
     from vllm_autoprune.tpdsl import refine as executor
 
-    whole = executor.run_fusion
-
     def raising(*args: object) -> torch.Tensor:
         raise RuntimeError("made to fail")
 
-    executor.run_fusion = raising
-    report["raised"] = chat_(llm, [[turn("raise?", other.image)]])[0].plain()
-    executor.run_fusion = whole
+    with patch.object(executor, "run_fusion", raising):
+        report["raised"] = chat_(llm, [[turn("raise?", other.image)]])[0].plain()
     report["errors"] = model.autoprune_meter.raised
     survived("raised")
     for name, asked in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ class Watch:
 def watch(tower: nn.Module | None = None) -> Watch:
     """Note from now on; ``tower`` is the vision tower whose batches are to be noted."""
     seen = Watch()
-    refine_batch, pick, agree = batch.prune_images, batch.prune, prune._agreed
+    refine_batch, pick, agree = batch.prune_images, prune.prune, prune._agreed
     current: list[ItemPlan] = []
 
     def images(served: object, plans: Sequence[ItemPlan], *rest: object) -> list[Tensor]:
@@ -53,9 +54,9 @@ def watch(tower: nn.Module | None = None) -> Watch:
 
     from vllm_autoprune.serving.models import llava
 
-    llava.prune_images = images  # type: ignore[assignment]
-    batch.prune = one
-    prune._agreed = agreed
+    patch.object(llava, "prune_images", images).start()
+    patch.object(batch, "prune", one).start()
+    patch.object(prune, "_agreed", agreed).start()
     if tower is not None:
         tower.register_forward_pre_hook(
             lambda module, args: seen.vision_batches.append(args[0].shape[0])

@@ -1,0 +1,44 @@
+"""Servers shared by all tests of a session: starting one costs more than asking it everything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.server import Server, serve
+from tests.serving.paths import CLIP, LLAVA
+
+COMMON = (
+    *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),
+    "--enable-prompt-tokens-details",
+)
+PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
+
+
+@pytest.fixture(scope="session")
+def stock() -> Iterator[Server]:
+    """The plugin installed, no state given."""
+    with serve(LLAVA, *COMMON) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pruned() -> Iterator[Server]:
+    """The shipped state at its own K = 32; requests may ask for other budgets."""
+    with serve(LLAVA, *COMMON, *PRUNED, "--trust-request-mm-kwargs") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def two_front_ends() -> Iterator[Server]:
+    """Two API servers before one engine, K = 16 by flag; requests are not trusted."""
+    flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--api-server-count", "2")
+    with serve(LLAVA, *flags, "--enable-log-requests") as server:
+        # Health is answered by whichever process is up first.
+        deadline = time.monotonic() + 60
+        while server.logged().count("Application startup complete") < 2:
+            assert time.monotonic() < deadline, "the second front end did not start"
+            time.sleep(0.2)
+        yield server

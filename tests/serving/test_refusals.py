@@ -1,0 +1,53 @@
+"""A server that cannot serve as asked refuses before weights, with one message and all reasons."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import CPU_ENVIRONMENT, command, free_port
+from tests.serving.paths import LLAVA
+
+pytestmark = pytest.mark.engine
+
+
+def refused(*flags: str) -> str:
+    done = subprocess.run(
+        command(LLAVA, free_port(), ("--enforce-eager", *flags)),
+        env={**os.environ, **CPU_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    assert "Loading safetensors" not in said
+    return said
+
+
+def test_every_problem_at_once_with_its_pointer(tmp_path: Path) -> None:
+    state = json.loads((Path(__file__).parents[2] / "policies" / "autoprune.json").read_text())
+    state["scoring"]["signals"][3]["m"] = 0
+    state["constraints"]["selector"]["atom"] = "reference_residual_exchange_selecto"
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(state))
+    said = refused(
+        "--autoprune-state", str(file), "--autoprune-budget", "0",
+        "--autoprune-text-tower", str(tmp_path), "--autoprune-feature-cache-gb", "much",
+    )  # fmt: skip
+    assert f"{file}#/scoring/signals/3/m" in said
+    assert f"{file}#/constraints/selector/atom" in said
+    assert "did you mean 'reference_residual_exchange_selector'" in said
+    for flag in ("budget", "text-tower", "feature-cache-gb"):
+        assert f"- --autoprune-{flag}" in said
+
+
+def test_a_budget_without_a_state() -> None:
+    said = refused("--autoprune-budget", "16")
+    assert "--autoprune-state: no state is given" in said
