@@ -1,0 +1,65 @@
+"""The rows of the table: who chooses the tokens, how many are kept, and in which order to ask.
+
+Knows nothing about servers or answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Keep = Literal["full", "random", "reference", "state"]
+
+NAMES: dict[Keep, str] = {
+    "full": "full",
+    "random": "random keep",
+    "reference": "base policy",
+    "state": "shipped state",
+}
+BUDGETS: tuple[int, ...] = (32, 16, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to serve an image: all of its tokens, or ``budget`` of them."""
+
+    keep: Keep
+    budget: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short and unique, such as ``reference 8``."""
+        return self.keep if self.budget is None else f"{self.keep} {self.budget}"
+
+    @property
+    def extra_body(self) -> dict[str, object]:
+        """What a request says about pruning; nothing where the server is stock."""
+        if self.keep == "full":
+            return {}
+        return {"mm_processor_kwargs": {"autoprune": {"budget": self.budget, "keep": self.keep}}}
+
+
+FULL = Configuration("full")
+PRUNED: tuple[Configuration, ...] = tuple(
+    Configuration(keep, budget) for budget in BUDGETS for keep in ("random", "reference", "state")
+)
+
+
+def everything_kept(tokens: int) -> Configuration:
+    """The control: the pruned server keeps all ``tokens``, which has to equal the stock one."""
+    return Configuration("state", tokens)
+
+
+def interleaved(
+    configurations: Sequence[Configuration], rounds: int
+) -> Iterator[tuple[int, Configuration]]:
+    """Every configuration once a round, each round starting one further.
+
+    Noise that lasts longer than a request then meets all configurations alike, and none of them
+    always follows the same other one at the start of a round.
+    """
+    for number in range(rounds):
+        start = number % len(configurations)
+        for configuration in (*configurations[start:], *configurations[:start]):
+            yield number, configuration

@@ -1,0 +1,139 @@
+"""Draws a scene once for each way to choose its tokens: kept patches bright, the rest dimmed.
+
+Knows nothing about models: what is kept and what was answered is handed to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
+
+Colour = tuple[int, int, int]
+
+PATCH = 14
+SCALE = 3
+GAP = 28
+PAPER: Colour = (255, 255, 255)
+TEXT: Colour = (32, 36, 44)
+QUIET: Colour = (104, 110, 122)
+KEPT: Colour = (255, 255, 255)
+EVIDENCE: Colour = (255, 196, 0)
+RIGHT: Colour = (21, 128, 61)
+WRONG: Colour = (190, 30, 45)
+
+_RESERVED = (PAPER, TEXT, QUIET, EVIDENCE, RIGHT, WRONG)
+_TITLE, _LABEL, _ANSWER, _LEGEND = 40, 30, 30, 26
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One copy of the scene: a title, what is kept (None: everything), and the answer."""
+
+    title: str
+    detail: str
+    kept: tuple[int, ...] | None
+    answer: str
+    right: bool
+
+
+def draw(
+    image: Image.Image, question: str, panels: Sequence[Panel], evidence: Sequence[int]
+) -> Image.Image:
+    """The picture: the question, and the panels side by side with their answers."""
+    side = image.width * SCALE
+    top, below = GAP + _TITLE + 26 + _LABEL + 14, 18 + _ANSWER + 26 + _LABEL + GAP
+    width = GAP + len(panels) * (side + GAP)
+    sheet = Image.new("RGB", (width, top + side + below), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    pen.text((GAP, GAP - 6), f"“{question}”", TEXT, _font(_TITLE))
+    for number, panel in enumerate(panels):
+        left = GAP + number * (side + GAP)
+        _label(pen, left, top - 14 - _LABEL, panel)
+        sheet.paste(scene(image, panel.kept, evidence), (left, top))
+        _answer(pen, left, top + side + 16, panel)
+    _legend(pen, GAP, top + side + 18 + _ANSWER + 26)
+    return sheet
+
+
+def scene(image: Image.Image, kept: Iterable[int] | None, evidence: Sequence[int]) -> Image.Image:
+    """One panel's image, enlarged and marked."""
+    big = image.resize((image.width * SCALE, image.height * SCALE), Image.Resampling.NEAREST)
+    columns = image.width // PATCH
+    if kept is None:
+        shown, chosen = big.copy(), set[int]()
+    else:
+        grey = ImageEnhance.Color(big).enhance(0.3)
+        shown, chosen = ImageEnhance.Brightness(grey).enhance(0.42), set(kept)
+    for patch in chosen:
+        box = patch_box(patch, columns)
+        shown.paste(big.crop(box), box[:2])
+    pen = ImageDraw.Draw(shown)
+    _outline(pen, evidence, columns)
+    for patch in chosen:
+        left, top, right, bottom = patch_box(patch, columns)
+        pen.rectangle((left, top, right - 1, bottom - 1), outline=KEPT, width=3)
+    return shown
+
+
+def patch_box(patch: int, columns: int) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a raster patch in the enlarged scene."""
+    row, column = divmod(patch, columns)
+    size = PATCH * SCALE
+    return column * size, row * size, (column + 1) * size, (row + 1) * size
+
+
+def save(sheet: Image.Image, path: Path) -> None:
+    """As PNG with a palette: noise in the scenes makes true colour three times the size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    few = sheet.quantize(256 - len(_RESERVED), dither=Image.Dither.NONE)
+    palette = Image.new("P", (1, 1))
+    reserved = [part for colour in _RESERVED for part in colour]
+    palette.putpalette((few.getpalette() or []) + reserved)
+    sheet.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def _outline(pen: ImageDraw.ImageDraw, patches: Sequence[int], columns: int) -> None:
+    """The border of a set of patches, without the lines between them."""
+    held = set(patches)
+    for patch in held:
+        left, top, right, bottom = patch_box(patch, columns)
+        column = patch % columns
+        edges = {
+            (left, top, right, top): patch - columns,
+            (left, bottom, right, bottom): patch + columns,
+            (left, top, left, bottom): patch - 1 if column else -1,
+            (right, top, right, bottom): patch + 1 if column < columns - 1 else -1,
+        }
+        for line, neighbour in edges.items():
+            if neighbour not in held:
+                pen.line(line, fill=EVIDENCE, width=7)
+
+
+def _label(pen: ImageDraw.ImageDraw, left: int, top: int, panel: Panel) -> None:
+    pen.text((left, top), panel.title, TEXT, _font(_LABEL))
+    start = left + pen.textlength(panel.title, _font(_LABEL)) + 14
+    pen.text((start, top), panel.detail, QUIET, _font(_LABEL))
+
+
+def _answer(pen: ImageDraw.ImageDraw, left: int, top: int, panel: Panel) -> None:
+    pen.text((left, top), "answer: ", QUIET, _font(_ANSWER))
+    start = left + pen.textlength("answer: ", _font(_ANSWER))
+    colour = RIGHT if panel.right else WRONG
+    pen.text((start, top), panel.answer or "(nothing)", colour, _font(_ANSWER), stroke_width=0.5)
+
+
+def _legend(pen: ImageDraw.ImageDraw, left: int, top: int) -> None:
+    size, step = 34, 12
+    for colour, words in ((KEPT, "kept patch"), (EVIDENCE, "patches that hold the answer")):
+        pen.rectangle((left, top, left + size, top + size), fill=TEXT)
+        pen.rectangle((left + 6, top + 6, left + size - 6, top + size - 6), QUIET, colour, 4)
+        left += size + step
+        pen.text((left, top + 1), words, QUIET, _font(_LEGEND))
+        left += int(pen.textlength(words, _font(_LEGEND))) + 3 * step
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

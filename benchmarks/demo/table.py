@@ -1,0 +1,85 @@
+"""The table, for a terminal and as Markdown, and the sentences that belong under it.
+
+Knows nothing about how the figures came about.
+"""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from benchmarks.demo.configurations import NAMES
+from benchmarks.demo.results import Results, Row, Spread
+
+COLUMNS = (
+    "K", "tokens chosen by", "accuracy %", "accuracy+ %",
+    "prompt tokens", "KV bytes", "TTFT ms", "request ms",
+)  # fmt: skip
+
+
+def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
+    """The columns of one row, as text."""
+    budget = row.configuration.budget
+    return (
+        str(visual_tokens if budget is None else budget),
+        NAMES[row.configuration.keep],
+        f"{100 * row.accuracy:.1f} ± {100 * row.half_width:.1f}",
+        f"{100 * row.accuracy_plus:.1f}",
+        f"{row.prompt_tokens:.1f}",
+        f"{row.kv_bytes:,.0f}",
+        times(row.ttft),
+        times(row.total),
+    )
+
+
+def times(spread: Spread) -> str:
+    """Median and quartiles."""
+    return f"{spread.median:.1f} ({spread.low:.1f}–{spread.high:.1f})"
+
+
+def markdown(results: Results) -> str:
+    """The table and its notes as Markdown."""
+    lines = [_line(COLUMNS), _line(["--:", ":--", *["--:"] * (len(COLUMNS) - 2)])]
+    lines += [_line(cells(row, results.visual_tokens)) for row in results.rows]
+    return (
+        "\n".join([*lines, "", results.verdict(), "", *(f"- {n}" for n in notes(results))]) + "\n"
+    )
+
+
+def terminal(results: Results) -> Table:
+    """The table for `rich`, with a rule between budgets."""
+    table = Table(title="mini-LLaVA, stock and pruned", title_justify="left", pad_edge=False)
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
+    budget = results.rows[0].configuration.budget
+    for row in results.rows:
+        if row.configuration.budget != budget:
+            table.add_section()
+            budget = row.configuration.budget
+        random = row.configuration.keep == "random"
+        table.add_row(*cells(row, results.visual_tokens), style="dim" if random else None)
+    return table
+
+
+def notes(results: Results) -> tuple[str, ...]:
+    """How to read the table, and what not to read into it."""
+    sample, control = results.full.ttft.count, results.control
+    return (
+        f"{results.questions} questions on {results.scenes} scenes, the same in every row. "
+        "± is half of the 95 % interval. accuracy+ counts a yes/no pair only where both are "
+        "right.",
+        f"KV bytes = {results.kv_formula}. Prompt tokens as the server counts them, mean over "
+        "the questions.",
+        f"Times: median (quartiles) of {sample} streamed requests a row, one at a time, each of "
+        "the same length, configurations in turn, on images not asked about before. Prefix "
+        "caching and the plugin's feature cache are off, so no request profits from another.",
+        f"Control: told to keep all {results.visual_tokens} tokens, the pruned server gave "
+        f"{control.same_answers} of {control.asked} answers exactly as the stock one, "
+        f"TTFT {times(control.ttft)} ms, request {times(control.total)} ms.",
+        "This model is tiny: a request is mostly HTTP, image decoding and scheduling, so times "
+        "say little about a real model. What carries over is the number of tokens, and with it "
+        "prefill work and KV memory.",
+    )
+
+
+def _line(values: list[str] | tuple[str, ...]) -> str:
+    return "| " + " | ".join(values) + " |"
