@@ -129,7 +129,15 @@ def _await_health(server: Server, patience: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the whole process group: politely, then for good."""
+    """End the whole process group: politely, then for good; a further Ctrl-C has to wait."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        _end_group(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     for sent, wait in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sent)
