@@ -1,0 +1,60 @@
+"""The command: exit status, tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.serving.support import SUPPORT, as_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_shipped_state_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(f) for f in sorted((ROOT / "policies").glob("*.json"))]
+    assert files
+    assert main(["validate", *files, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [r["source"] for r in results] == files
+    assert all(len(r["verdicts"]) == 5 for r in results)
+
+
+def test_a_bad_state_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text('{"schema": "autoprune-state/1", "name": "x"}')
+    assert main(["validate", str(file), "autoprune"]) == 1
+    said = capsys.readouterr().out
+    assert "/budget: required but missing" in said
+    assert "autoprune: valid, K = 32" in said
+
+
+def test_a_budget_is_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "autoprune", "--budget", "0"]) == 1
+    assert "K = 0" in capsys.readouterr().out
+
+
+def test_schema_and_atoms_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert "constraints" in json.loads(capsys.readouterr().out)["properties"]
+    assert main(["atoms", "--json"]) == 0
+    atoms = json.loads(capsys.readouterr().out)
+    budgets = [a["name"] for a in atoms if a["group"] == "budget_control"]
+    assert len(budgets) == 10
+    assert main(["atoms"]) == 0
+    assert "local_contrast_saliency" in capsys.readouterr().out
+
+
+def test_a_wrong_call_exits_with_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["valdate"])
+    assert caught.value.code == 2
+
+
+def test_the_readme_shows_the_support_table() -> None:
+    """Mend with: vllm-autoprune support."""
+    assert as_markdown() in (ROOT / "README.md").read_text()
+    assert main(["support", "--json"]) == 0
+    assert {row.status for row in SUPPORT} <= {"yes", "refused", "no", "untested"}
