@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 KEY = "autoprune"
 """Our place within vLLM's ``additional_config``."""
@@ -50,19 +53,21 @@ class _Setting(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
         key = self.dest.removeprefix("autoprune_")
         _merge(namespace, {KEY: {key: values, "from_flags": True}})
 
 
-def _merge(namespace: argparse.Namespace, extra: Mapping[str, Any]) -> None:
+def _merge(namespace: argparse.Namespace, extra: Mapping[str, object]) -> None:
     # The default dict belongs to the parser and is shared between parses: never changed here.
     merged = dict(vars(namespace).get("additional_config") or {})
     for key, value in extra.items():
-        ours = key == KEY and isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = {**merged[key], **value} if ours else value
+        before = merged.get(key)
+        if key == KEY and isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = {**before, **value}
+        merged[key] = value
     namespace.additional_config = merged
 
 
@@ -75,7 +80,7 @@ def _merging(action: argparse.Action) -> None:
             self,
             parser: argparse.ArgumentParser,
             namespace: argparse.Namespace,
-            values: Any,
+            values: str | Sequence[object] | None,
             option_string: str | None = None,
         ) -> None:
             before = vars(namespace).get("additional_config")
@@ -87,10 +92,14 @@ def _merging(action: argparse.Action) -> None:
     action.__class__ = Merging
 
 
-def with_flags(add_cli_args: Callable[..., Any]) -> Callable[..., Any]:
+def with_flags(
+    add_cli_args: Callable[..., FlexibleArgumentParser],
+) -> Callable[..., FlexibleArgumentParser]:
     """Wrap ``EngineArgs.add_cli_args`` so that the parser knows our flags."""
 
-    def add_with_flags(parser: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_with_flags(
+        parser: FlexibleArgumentParser, *args: object, **kwargs: object
+    ) -> FlexibleArgumentParser:
         parser = add_cli_args(parser, *args, **kwargs)
         group = parser.add_argument_group(
             "AutoPrune", "Keep K of N visual tokens before prefill (vllm-autoprune)."

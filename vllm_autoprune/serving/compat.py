@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from packaging.version import Version
 
@@ -18,7 +18,10 @@ from vllm_autoprune.errors import ConfigError, Problem
 LOWEST, BELOW = Version("0.32"), Version("0.34")
 """The hooks below were read in these releases; another one needs a look at each of them."""
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+F = TypeVar("F", bound=Callable[..., object])
 
 _MARK = "_vllm_autoprune_shim"
 
@@ -96,7 +99,7 @@ def rust_frontend() -> bool:
     return os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
 
 
-def attached(model_config: Any, name: str) -> Any:
+def attached(model_config: ModelConfig, name: str) -> object:
     """Our attribute on vLLM's ModelConfig, None where this model is served without a state.
 
     Why: of everything that reaches processors and workers, only an attribute of the model
@@ -106,6 +109,6 @@ def attached(model_config: Any, name: str) -> Any:
     return getattr(model_config, name, None)
 
 
-def attach(model_config: Any, name: str, value: object) -> None:
+def attach(model_config: ModelConfig, name: str, value: object) -> None:
     """Set what :func:`attached` reads."""
     setattr(model_config, name, value)

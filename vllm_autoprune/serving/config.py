@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import AutopruneError, BudgetError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.cli import KEY
@@ -19,8 +19,12 @@ from vllm_autoprune.serving.plan import Keep
 from vllm_autoprune.serving.towers import TextTower, describe_tower
 from vllm_autoprune.tpdsl.check import safety_check
 from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, inputs_read, materialize
 from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -45,7 +49,12 @@ class ServedState:
         budget = self.budget if budget is None else budget
         return _policy(self.state, budget, keep == "state")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inputs that any budget a request may ask for can read: quotas grow with K."""
+        return inputs_read(self.state, exchange=self.state.constraints.selector.q_e > 0)
+
+    def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path;
         # and because a process that receives a state must start to serve it.
         arguments = (self.state.dumps(), self.budget, self.tower, self.cache_bytes)
@@ -66,14 +75,14 @@ def _policy(state: PruningState, budget: int, exchange: bool) -> PruningPolicy:
     return materialize(state if exchange else state.without_exchange(), budget)
 
 
-def served_state(model_config: Any) -> ServedState | None:
+def served_state(model_config: ModelConfig) -> ServedState | None:
     """The state that this model is served with; None where it is served stock."""
     found = attached(model_config, ATTRIBUTE)
     assert found is None or isinstance(found, ServedState)
     return found
 
 
-def adopt(vllm_config: Any) -> None:
+def adopt(vllm_config: VllmConfig) -> None:
     """Move our settings from ``additional_config`` to the model config, resolved and checked.
 
     Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
@@ -101,7 +110,7 @@ def adopt(vllm_config: Any) -> None:
     _announce(served)
 
 
-def resolve(settings: object, vllm_config: Any) -> ServedState:
+def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
     """Check every setting against the state and the model; raises ConfigError listing all."""
     if not isinstance(settings, Mapping):
         problem = Problem(f"additional_config/{KEY}", "not an object", 'give {"state": ...}')
@@ -192,7 +201,7 @@ def _cache_bytes(value: object, problems: list[Problem]) -> int:
     return int(size * (1 << 30))
 
 
-def _backbone(vllm_config: Any, problems: list[Problem]) -> tuple[str, Backbone | None]:
+def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
     model = vllm_config.model_config
     architecture = str(model.architecture)
     if rust_frontend():

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DISABLE = "VLLM_AUTOPRUNE_DISABLE"
 """Set to 1 to keep the plugin out of a process altogether."""
@@ -36,8 +39,8 @@ def register() -> None:
     wrap(VllmConfig, "try_verify_and_update_config", _with_state)
 
 
-def _with_state(verify: Callable[[Any], None]) -> Callable[[Any], None]:
-    def verify_with_state(vllm_config: Any) -> None:
+def _with_state(verify: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
+    def verify_with_state(vllm_config: VllmConfig) -> None:
         from vllm_autoprune.serving.config import adopt
 
         adopt(vllm_config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ImageEmbeddingItems
@@ -20,12 +20,31 @@ from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_ident
 from vllm_autoprune.serving.request import REQUEST_KEY, read_request
 
 if TYPE_CHECKING:
+    from transformers import BatchFeature
+    from vllm.inputs import MultiModalHashes, MultiModalInput
+    from vllm.model_executor.models.llava import BaseLlavaProcessingInfo
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+    from vllm.multimodal.parse import MultiModalDataItems
+    from vllm.multimodal.processing import (
+        BaseDummyInputsBuilder,
+        BaseProcessingInfo,
+        ProcessorInputs,
+        TimingContext,
+    )
     from vllm.multimodal.processing import BaseMultiModalProcessor as _Stock
+    from vllm.multimodal.processing.processor import (
+        MultiModalPromptUpdates,
+        ResolvedPromptUpdate,
+    )
+    from vllm.multimodal.registry import _ProcessorFactories
+
 else:
     _Stock = object
 
 _PLAN = "_autoprune_plan"
 _PROFILE = "_autoprune_profile"
+_PROFILING = object()
+"""Compared by identity, so that no request can say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +55,10 @@ class RequestPlan:
     hashes: Mapping[str, list[str]]
 
 
-def pruned_factories(stock: Any) -> Any:
+def pruned_factories(stock: _ProcessorFactories) -> _ProcessorFactories:
     """vLLM's ``_ProcessorFactories`` of a model, building the pruned form of its processor."""
 
-    def build(info: Any, dummy_inputs: Any) -> Any:
+    def build(info: BaseProcessingInfo, dummy_inputs: BaseDummyInputsBuilder) -> _Stock:
         processor = stock.processor(info, dummy_inputs)
         if served_state(info.ctx.model_config) is None:
             return processor
@@ -57,7 +76,7 @@ class PrunedProcessor(_Stock):
     of the processor arguments, which each override takes out before stock code sees them.
     """
 
-    info: Any
+    info: BaseLlavaProcessingInfo
 
     @cached_property
     def _served(self) -> ServedState:
@@ -91,40 +110,47 @@ class PrunedProcessor(_Stock):
 
     # ---- vLLM's steps, in the order in which it calls them ----
 
-    def get_dummy_inputs(self, *args: Any, **kwargs: Any) -> Any:
+    def get_dummy_inputs(self, *args: object, **kwargs: object) -> ProcessorInputs:
         """Profiling inputs, marked so that they keep their unpruned size."""
         inputs = super().get_dummy_inputs(*args, **kwargs)
-        return replace(inputs, hf_processor_mm_kwargs={_PROFILE: True})
+        return replace(inputs, hf_processor_mm_kwargs={_PROFILE: _PROFILING})
 
-    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+    def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
         """As stock, with a plan; raises BudgetError or RequestError, which vLLM answers by 400."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
-        asked, profile = kwargs.pop(REQUEST_KEY, None), kwargs.pop(_PROFILE, False)
+        asked = kwargs.pop(REQUEST_KEY, None)
+        profile = kwargs.pop(_PROFILE, None) is _PROFILING
         plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
         plan = self._planned(plain, asked, profile)
         return super().apply(
             replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan}), timing_ctx
         )
 
-    def _get_mm_hashes(self, inputs: Any) -> Any:
+    def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:
         plan = inputs.hf_processor_mm_kwargs[_PLAN]
         return {modality: list(hashes) for modality, hashes in plan.hashes.items()}
 
-    def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Any:
+    def _get_cache_missing_processor_kwargs(
+        self, inputs: ProcessorInputs, mm_is_cached: Mapping[str, list[bool]]
+    ) -> Mapping[str, object]:
         kwargs = dict(super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached))
         plan: RequestPlan = kwargs[_PLAN]
         cached = mm_is_cached.get("image", [])
         missing = tuple(p for p, hit in zip(plan.items, cached, strict=True) if not hit)
         return {**kwargs, _PLAN: replace(plan, items=missing)}
 
-    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Any) -> Any:
+    def _apply_hf_processor_main(
+        self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
         plan, plain = _taken_out(hf_kwargs)
         data = super()._apply_hf_processor_main(mm_items, plain)
         if plan.items and _prunable(mm_items):
             data[FIELD] = [item.encode() for item in plan.items]
         return data
 
-    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
         _, plain = _taken_out(hf_processor_mm_kwargs)
         fields = dict(super()._get_mm_fields_config(hf_inputs, plain))
         if FIELD in hf_inputs:
@@ -132,8 +158,11 @@ class PrunedProcessor(_Stock):
         return fields
 
     def _get_mm_prompt_updates(
-        self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any
-    ) -> Any:
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> MultiModalPromptUpdates:
         plan, plain = _taken_out(hf_processor_mm_kwargs)
         updates = dict(super()._get_mm_prompt_updates(mm_items, plain, out_mm_kwargs))
         if "image" in updates and _prunable(mm_items):
@@ -145,7 +174,7 @@ class PrunedProcessor(_Stock):
 
     # ---- planning ----
 
-    def _planned(self, inputs: Any, asked: object, profile: bool) -> RequestPlan:
+    def _planned(self, inputs: ProcessorInputs, asked: object, profile: bool) -> RequestPlan:
         hashes = super()._get_mm_hashes(inputs)
         images = hashes.get("image", [])
         if not images or not _prunable(inputs.mm_data_items):
@@ -180,7 +209,7 @@ class PrunedProcessor(_Stock):
             )
         return RequestPlan(tuple(items), {**hashes, "image": identities})
 
-    def _unpruned(self, mm_items: Any, index: int) -> int:
+    def _unpruned(self, mm_items: MultiModalDataItems, index: int) -> int:
         """N of an image, a pure function of its size."""
         items = mm_items["image"]
         if items.get(index) is None:  # named by its uuid alone, to be found in a cache
@@ -192,7 +221,9 @@ class PrunedProcessor(_Stock):
         )
         return tokens
 
-    def _instructions(self, inputs: Any, given: Sequence[str] | None, images: int) -> list[str]:
+    def _instructions(
+        self, inputs: ProcessorInputs, given: Sequence[str] | None, images: int
+    ) -> list[str]:
         if given is not None and len(given) == images:
             return list(given)
         # No messages (a raw prompt), or messages of a form in which the images were not found.
@@ -211,12 +242,12 @@ def _taken_out(kwargs: Mapping[str, object]) -> tuple[RequestPlan, dict[str, obj
     return plan, {key: value for key, value in kwargs.items() if key != _PLAN}
 
 
-def _prunable(mm_items: Any) -> bool:
+def _prunable(mm_items: MultiModalDataItems) -> bool:
     """False for embeddings made elsewhere: they come without the signals that states read."""
     return "image" in mm_items and not isinstance(mm_items["image"], ImageEmbeddingItems)
 
 
-def _shortened(update: Any, item: ItemPlan) -> Any:
+def _shortened(update: ResolvedPromptUpdate, item: ItemPlan) -> ResolvedPromptUpdate:
     """A resolved prompt update whose placeholder holds K of its N tokens."""
     full = update.content.full
     if item.profile or item.budget >= len(full):

@@ -5,13 +5,19 @@ Knows nothing about what is done with it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from vllm.renderers.hf import HfRenderer
 
 from vllm_autoprune.serving.config import served_state
 from vllm_autoprune.serving.instruction import instructions_of
 from vllm_autoprune.serving.request import REQUEST_KEY
+
+if TYPE_CHECKING:
+    from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam, ConversationMessage
+    from vllm.renderers.inputs import DictPrompt
+    from vllm.renderers.params import ChatParams
 
 _STASH = "_autoprune_instructions"
 
@@ -23,30 +29,38 @@ class AutopruneHfRenderer(HfRenderer):
     (``_apply_prompt_extras`` overwrites them), so the instruction waits in the prompt between.
     """
 
-    def render_messages(self, messages: Any, params: Any) -> Any:
+    def render_messages(
+        self, messages: list[ChatCompletionMessageParam], params: ChatParams
+    ) -> tuple[list[ConversationMessage], DictPrompt]:
         """As stock, with the instructions noted (``BaseRenderer.render_messages``)."""
         conversation, prompt = super().render_messages(messages, params)
         return conversation, self._noted(messages, prompt)
 
-    async def render_messages_async(self, messages: Any, params: Any) -> Any:
+    async def render_messages_async(
+        self, messages: list[ChatCompletionMessageParam], params: ChatParams
+    ) -> tuple[list[ConversationMessage], DictPrompt]:
         """As stock, with the instructions noted."""
         conversation, prompt = await super().render_messages_async(messages, params)
         return conversation, self._noted(messages, prompt)
 
-    def _noted(self, messages: Any, prompt: Any) -> Any:
+    def _noted(self, messages: list[ChatCompletionMessageParam], prompt: DictPrompt) -> DictPrompt:
         if served_state(self.model_config) is not None and prompt.get("multi_modal_data"):
             prompt[_STASH] = instructions_of(messages)
         return prompt
 
-    def _process_tokens(self, prompt: Any, **kwargs: Any) -> Any:
+    def _process_tokens(
+        self, prompt: TokensPrompt, **kwargs: bool
+    ) -> TokensInput | MultiModalInput:
         return super()._process_tokens(_handed_over(prompt), **kwargs)
 
-    async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
+    async def _process_tokens_async(
+        self, prompt: TokensPrompt, **kwargs: bool
+    ) -> TokensInput | MultiModalInput:
         return await super()._process_tokens_async(_handed_over(prompt), **kwargs)
 
 
-def _handed_over(prompt: Any) -> Any:
-    instructions = prompt.pop(_STASH, None)
+def _handed_over(prompt: TokensPrompt) -> TokensPrompt:
+    instructions = cast("dict[str, object]", prompt).pop(_STASH, None)
     if instructions is None:
         return prompt
     given = dict(prompt.get("mm_processor_kwargs") or {})

@@ -39,12 +39,7 @@ class PruningPolicy:
     @property
     def needs(self) -> frozenset[Need]:
         """Inputs that cost something and that this policy reads."""
-        found = set(self.base.needs)
-        if self.refines:
-            for call in self.state.scoring.signals:
-                if call.weight > 0:
-                    found |= ATOMS.of(call).needs
-        return frozenset(found)
+        return inputs_read(self.state, exchange=self.refines)
 
     @property
     def reads_instruction(self) -> bool:
@@ -59,6 +54,16 @@ class PruningPolicy:
     def tokens_kept(self, tokens: int) -> int:
         """K of an image of N tokens: known before any model runs."""
         return min(self.budget, tokens)
+
+
+def inputs_read(state: PruningState, *, exchange: bool) -> frozenset[Need]:
+    """Inputs that cost something and that a state reads, with or without its exchange."""
+    found = set(BASE_POLICIES[state.base_policy.name].needs)
+    if exchange:
+        for call in state.scoring.signals:
+            if call.weight > 0:
+                found |= ATOMS.of(call).needs
+    return frozenset(found)
 
 
 def materialize(state: PruningState, budget: int | None = None) -> PruningPolicy:

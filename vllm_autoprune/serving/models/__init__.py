@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.towers import FLAG, TextTower
+
+if TYPE_CHECKING:
+    from transformers import LlavaConfig, PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +22,11 @@ class Backbone:
 
     name: str
     model: str
-    problems: Callable[[Any], Sequence[Problem]]
-    tower_problems: Callable[[Any, TextTower], Sequence[Problem]]
+    problems: Callable[[PreTrainedConfig], Sequence[Problem]]
+    tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]]
 
 
-def _llava_problems(config: Any) -> Sequence[Problem]:
+def _llava_problems(config: LlavaConfig) -> Sequence[Problem]:
     problems = []
     kind = config.vision_config.model_type
     if kind != "clip_vision_model":
@@ -38,7 +41,7 @@ def _llava_problems(config: Any) -> Sequence[Problem]:
     return problems
 
 
-def _llava_tower_problems(config: Any, tower: TextTower) -> Sequence[Problem]:
+def _llava_tower_problems(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
     width = config.vision_config.hidden_size
     if tower.vision_width == width:
         return ()

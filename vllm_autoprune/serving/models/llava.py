@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from vllm_autoprune.serving.prune import FallbackMeter
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 from vllm_autoprune.tpdsl.tokens import Grid
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
 
 class LlavaVision:
     """The vision side of a LLaVA model: features of each image, made once.
@@ -30,7 +35,9 @@ class LlavaVision:
     tower, cached features) is no weight of the checkpoint, and vLLM's loader must not look for it.
     """
 
-    def __init__(self, model: Any, served: ServedState, batch: int) -> None:
+    def __init__(
+        self, model: LlavaForConditionalGeneration, served: ServedState, batch: int
+    ) -> None:
         config = model.config.vision_config
         side = config.image_size // config.patch_size
         self.grid = Grid(side, side)
@@ -39,7 +46,7 @@ class LlavaVision:
         self._model = model
         self._served = served
         self._batch = batch
-        self._needs = served.policy().needs
+        self._needs = served.needs
         layer = model.vision_tower.vision_model.encoder.layers[-1]
         self._attention = ClsAttention(layer.self_attn) if "cls_attention" in self._needs else None
         self._relevance: Relevance | None = None
@@ -112,7 +119,7 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
 
     _processor_factory = pruned_factories(LlavaForConditionalGeneration._processor_factory)
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         served = served_state(vllm_config.model_config)
         self.autoprune: LlavaVision | None = None
@@ -125,7 +132,7 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
         budget = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune = LlavaVision(self, served, max(1, budget // tokens**2))
 
-    def embed_multimodal(self, **kwargs: object) -> Any:
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``)."""
         rows = kwargs.pop(FIELD, None)
         pixels = kwargs.get("pixel_values")
@@ -157,7 +164,7 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
         return loaded
 
     def get_mm_lora_token_counts(
-        self, *, modality: str, mm_kwargs: Any, num_mm_embeds: int
+        self, *, modality: str, mm_kwargs: MultiModalKwargsItem | None, num_mm_embeds: int
     ) -> tuple[int, int | None]:
         """Tower and connector see all N tokens, whatever is kept afterwards."""
         if self.autoprune is None:
