@@ -45,7 +45,9 @@ def kv_layout(checkpoint: Path, dtype: str = "bfloat16") -> KvLayout:
     return KvLayout(
         layers=_size(text, "num_hidden_layers"),
         kv_heads=_size(text, "num_key_value_heads", heads),
-        head_dim=_size(text, "head_dim", _size(text, "hidden_size") // heads),
+        head_dim=_size(text, "head_dim")
+        if "head_dim" in text
+        else _size(text, "hidden_size") // heads,
         dtype_bytes=_DTYPE_BYTES[dtype],
     )
 

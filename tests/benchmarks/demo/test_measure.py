@@ -1,0 +1,175 @@
+"""From questions to a table, with a fake server in the place of both real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from benchmarks.demo.configurations import (
+    BUDGETS,
+    FULL,
+    PRUNED,
+    Configuration,
+    everything_kept,
+)
+from benchmarks.demo.cost import KvLayout
+from benchmarks.demo.example import choose
+from benchmarks.demo.measure import Measured, Questions, ask_everything, questions
+from benchmarks.demo.progress import LineProgress
+from benchmarks.demo.results import Results, control, half_width, row
+from benchmarks.demo.table import COLUMNS, markdown, terminal
+from benchmarks.minillava.split import LEARNT_KINDS
+from tests.benchmarks.demo.fake_server import (
+    Body,
+    fake_server,
+    image_of,
+    pruning,
+    question_of,
+)
+
+LAYOUT = KvLayout(layers=4, kv_heads=6, head_dim=32, dtype_bytes=2)
+KEPT = everything_kept(144)
+
+
+@pytest.fixture(scope="module")
+def asked() -> Questions:
+    return questions(scenes=2, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def measured(asked: Questions) -> Measured:
+    """All right, but a random keep of 8 or fewer tokens answers nothing right."""
+    right = {
+        (item.identity, example.question): example.answer
+        for item, example in zip(asked.asked, asked.examples, strict=True)
+    }
+
+    def say(body: Body) -> str:
+        said = pruning(body)
+        blind = said.get("keep") == "random" and said["budget"] <= 8
+        return "none" if blind else right.get((image_of(body), question_of(body)), "1 2")
+
+    async def both(url: str) -> Measured:
+        progress = LineProgress(Console(file=io.StringIO()))
+        stock = await ask_everything(url, "stock", asked, (FULL,), (FULL,), progress)
+        some = (*PRUNED, KEPT)
+        pruned = await ask_everything(url, "pruned", asked, PRUNED, some, progress)
+        return Measured(stock.answers | pruned.answers, stock.timings | pruned.timings)
+
+    with fake_server(say) as server:
+        found = asyncio.run(both(server.url))
+    streamed = [body for body in server.seen if body.get("stream")]
+    assert len(streamed) == 2 * 14
+    assert len(server.seen) - len(streamed) == 13 * len(asked.asked)
+    # The same questions in every configuration, whichever finished first.
+    by_configuration: dict[str, list[str]] = {}
+    for body in server.seen:
+        if not body.get("stream"):
+            by_configuration.setdefault(json.dumps(pruning(body)), []).append(question_of(body))
+    assert len({tuple(sorted(texts)) for texts in by_configuration.values()}) == 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(asked: Questions, measured: Measured) -> Results:
+    rows = [
+        row(c, asked.examples, measured.answers[c], measured.timings[c], LAYOUT)
+        for c in (FULL, *PRUNED)
+    ]
+    return Results(
+        rows=tuple(rows),
+        control=control(measured.timings[FULL], measured.timings[KEPT]),
+        questions=len(asked.examples),
+        scenes=2,
+        visual_tokens=144,
+        kv_formula=LAYOUT.formula,
+        environment={"vllm": "0"},
+    )
+
+
+def test_only_learnt_kinds_are_asked_and_timed_images_are_others(asked: Questions) -> None:
+    assert {example.kind for example in asked.examples} == set(LEARNT_KINDS)
+    assert len(asked.asked) == len(asked.examples) == 24
+    assert [item.identity for item in asked.timed] == ["timed-0", "timed-1"]
+    sent = json.loads(json.dumps([item.messages for item in (*asked.asked, *asked.timed)]))
+    assert len({message["content"][0]["image_url"]["url"] for (message,) in sent}) == 2 + 2
+
+
+def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
+    assert results.full.accuracy == results.full.accuracy_plus == 1.0
+    assert results.full.prompt_tokens == 164 and results.full.kv_bytes == 164 * 3072
+    for budget in BUDGETS:
+        for keep in ("random", "reference", "state"):
+            found = results.row(keep, budget)
+            blind = keep == "random" and budget <= 8
+            assert found.accuracy == found.accuracy_plus == (0.0 if blind else 1.0)
+            assert found.prompt_tokens == 20 + budget
+            assert found.kv_bytes == (20 + budget) * 3072
+            assert found.ttft.low <= found.ttft.median <= found.ttft.high
+            assert found.ttft.median < found.total.median
+            assert found.ttft.count == 2
+
+
+def test_the_control_compares_answers_with_the_stock_server(results: Results) -> None:
+    assert (results.control.same_answers, results.control.asked) == (2, 2)
+
+
+def test_the_verdict_names_the_three_shares(results: Results) -> None:
+    assert results.verdict() == (
+        "At K = 8 of 144 visual tokens: base policy 100.0 %, shipped state 100.0 %, "
+        "random keep 0.0 % (full: 100.0 %), with 5.9 times fewer prompt tokens and KV bytes."
+    )
+
+
+def test_markdown_has_a_line_for_every_row(results: Results) -> None:
+    lines = markdown(results).splitlines()
+
+    assert lines[0] == "| " + " | ".join(COLUMNS) + " |"
+    assert lines[1] == "| --: | :-- | --: | --: | --: | --: | --: | --: |"
+    assert lines[2].startswith("| 144 | full | 100.0 ± 6.9 | 100.0 | 164.0 | 503,808 | ")
+    assert lines[9].startswith("| 8 | random keep | 0.0 ± 6.9 | 0.0 | 28.0 | 86,016 | ")
+    assert lines[14].startswith("| 4 | shipped state | ") and lines[15] == ""
+    assert lines[16] == results.verdict()
+    assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[:15])
+    assert any("24 questions on 2 scenes" in line for line in lines)
+
+
+def test_the_terminal_table_has_the_same_rows(results: Results) -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(terminal(results))
+
+    text = console.export_text()
+    assert terminal(results).row_count == 13
+    assert all(name in text for name in (*COLUMNS, "shipped state", "100.0 ± 6.9"))
+
+
+def test_results_are_plain_data(results: Results) -> None:
+    told = json.loads(json.dumps(results.as_json()))
+
+    assert told["rows"][0]["configuration"] == {"keep": "full", "budget": None}
+    assert told["verdict"] == results.verdict()
+
+
+def test_the_picture_shows_a_question_that_only_a_random_keep_fails(
+    asked: Questions, measured: Measured
+) -> None:
+    number = choose(asked.examples, measured)
+
+    assert asked.examples[number].kind in ("digit", "colour", "shape")
+    assert measured.answer(Configuration("random", 8), number) == "none"
+    assert measured.answer(Configuration("state", 8), number) == asked.examples[number].answer
+
+
+def test_half_widths_are_wider_where_scenes_share_a_fate(asked: Questions) -> None:
+    examples = asked.examples
+    spread_out = [e.answer if i % 2 else "none" for i, e in enumerate(examples)]
+    by_scene = [e.answer if e.image_id else "none" for e in examples]
+
+    # Wilson for 12 of 24: 1.96 sqrt(0.25 / 24 + 1.96^2 / (4 * 24^2)) / (1 + 1.96^2 / 24)
+    assert half_width(examples, spread_out) == pytest.approx(0.1858, abs=1e-4)
+    # Scenes of 0 and 1: 1.96 x sqrt(0.5) / sqrt(2)
+    assert half_width(examples, by_scene) == pytest.approx(0.98)
