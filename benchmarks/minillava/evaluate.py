@@ -63,9 +63,12 @@ class Model:
     @torch.no_grad()
     def signals(self, examples: Sequence[Example]) -> Signals:
         """Features and relevance inputs of M examples."""
-        values = pixels(torch.stack([example.image for example in examples]))
+        images = {example.image_id: example.image for example in examples}
+        places = {image_id: place for place, image_id in enumerate(images)}
+        values = pixels(torch.stack(list(images.values())))
         hidden = self.llava.model.vision_tower(values, output_hidden_states=True)
-        patches = hidden.hidden_states[-2][:, 1:]
+        shared = hidden.hidden_states[-2][:, 1:]
+        patches = shared[torch.tensor([places[example.image_id] for example in examples])]
         eye = self.clip.visual_projection(self.clip.vision_model.post_layernorm(patches.float()))
         encoded = self.eyes(
             [example.question for example in examples], padding=True, return_tensors="pt"

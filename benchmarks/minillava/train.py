@@ -40,7 +40,7 @@ from benchmarks.minillava.vocabulary import clip_tokenizer, language_tokenizer
 RANKS = 2
 IMAGES_PER_RANK = 16
 STAGES = ("towers", "language")
-STEPS = {"towers": 6500, "language": 3600}
+STEPS = {"towers": 6500, "language": 3200}
 PEAK = {"towers": 1e-3, "language": 1e-3}
 WARMUP = 200
 SNAPSHOT_EVERY = 500

@@ -148,6 +148,21 @@ def test_constant_relevance_leaves_diversity_alone() -> None:
     assert assert_greedy(tokens, picks, torch.ones(36, dtype=torch.float64), until=1e-4) == 12
 
 
+def test_the_published_1e_6_lifts_the_least_relevant_off_zero_where_cosines_hardly_differ() -> None:
+    # Cosines 1e-6, 1e-6, 0: with the offset the last has relevance 1 of 2, without it none at all,
+    # and then the second token would be next although it nearly repeats the first.
+    tokens = dataclasses.replace(
+        plain(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])),
+        instruction=Instruction(
+            patches=torch.tensor([[[1e-6, 1.0], [1e-6, 1.0], [0.0, 1.0]]]),
+            text=torch.tensor([[[1.0, 0.0]]]),
+            segments=torch.ones(1, 1, dtype=torch.bool),
+            sign=1,
+        ),
+    )
+    assert cdpruner(AS_PUBLISHED, tokens, 2).tolist() == [[0, 2]]
+
+
 def test_no_instruction_is_constant_relevance() -> None:
     tokens = images(9)
     given = tokens.instruction

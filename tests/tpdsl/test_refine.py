@@ -227,6 +227,13 @@ class TestFallback:
         )
         assert refine(blind, tokens).fallback.tolist() == [0, 0]
 
+    def test_a_signal_of_weight_zero_is_not_read(self) -> None:
+        tokens = images(1)
+        assert tokens.cls_attention is not None
+        tokens.cls_attention.fill_(torch.nan)
+        policy = materialize(state({"/scoring/signals/1/weight": 0.0}), 8)
+        assert refine(policy, tokens).fallback.tolist() == [0, 0]
+
     def test_padding_of_the_instruction_may_hold_anything(self) -> None:
         tokens = images(1)
         given = tokens.instruction

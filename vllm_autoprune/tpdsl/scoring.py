@@ -8,6 +8,7 @@ after min-max normalisation, so only their order and relative gaps within an ima
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import torch
@@ -16,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom
-from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
 
 class SignalCall(AtomCall):
@@ -127,20 +128,19 @@ def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens) -> Tensor
 @atom("scoring", Contrast)
 def local_contrast_saliency(call: Contrast, tokens: VisualTokens) -> Tensor:
     """One minus the mean cosine to the tokens within grid radius r."""
-    grid, radius = tokens.grid, call.radius
-    unit = tokens.by_tile(tokens.unit).transpose(1, 2)
-    planes = unit.reshape(unit.shape[0], unit.shape[1], grid.height, grid.width)
-    window = 2 * radius + 1
-    # The mean cosine to a set is the dot product with the set's mean direction, so a box filter
-    # over the feature planes replaces n^2 cosines. divisor_override=1 turns the mean into a sum.
-    total = functional.avg_pool2d(planes, window, 1, radius, divisor_override=1)
-    ones = torch.ones(1, 1, grid.height, grid.width, device=planes.device)
-    size = functional.avg_pool2d(ones, window, 1, radius, divisor_override=1)
-    neighbours = (size - 1).clamp_min(1)
-    # A pool's memory layout depends on the batch size, and the order of a sum on the layout.
-    products = ((total - planes) * planes).permute(0, 2, 3, 1).contiguous()
-    cosine = products.sum(dim=-1) / neighbours[:, 0]
-    return tokens.by_image((1 - cosine).flatten(1))
+    near = _neighbours(tokens.grid, call.radius, tokens.features.device)
+    # From the cosines that the selection needs anyway: no second pass over the features.
+    mean = (tokens.tile_cosine * near).sum(dim=-1) / near.sum(dim=-1).clamp_min(1)
+    return tokens.by_image(1 - mean)
+
+
+@lru_cache(maxsize=64)
+def _neighbours(grid: Grid, radius: int, device: torch.device) -> Tensor:
+    """``(n, n)`` float32: 1 where two tokens of a tile lie within ``radius``, 0 for the same."""
+    y = torch.arange(grid.height).repeat_interleave(grid.width)
+    x = torch.arange(grid.width).repeat(grid.height)
+    apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
+    return ((apart > 0) & (apart <= radius)).float().to(device)
 
 
 def run_signal(call: SignalCall, tokens: VisualTokens) -> Tensor:
