@@ -8,7 +8,6 @@ after min-max normalisation, so only their order and relative gaps within an ima
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Annotated, Literal
 
 import torch
@@ -134,13 +133,12 @@ def local_contrast_saliency(call: Contrast, tokens: VisualTokens) -> Tensor:
     return tokens.by_image(1 - mean)
 
 
-@lru_cache(maxsize=64)
 def _neighbours(grid: Grid, radius: int, device: torch.device) -> Tensor:
     """``(n, n)`` float32: 1 where two tokens of a tile lie within ``radius``, 0 for the same."""
-    y = torch.arange(grid.height).repeat_interleave(grid.width)
-    x = torch.arange(grid.width).repeat(grid.height)
+    y = torch.arange(grid.height, device=device).repeat_interleave(grid.width)
+    x = torch.arange(grid.width, device=device).repeat(grid.height)
     apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-    return ((apart > 0) & (apart <= radius)).float().to(device)
+    return ((apart > 0) & (apart <= radius)).float()
 
 
 def run_signal(call: SignalCall, tokens: VisualTokens) -> Tensor:
