@@ -121,19 +121,21 @@ class TestVerdicts:
         replace_outcome(monkeypatch, lambda _: {"indices": torch.tensor([row, row])})
         assert failed(safety_check(materialize(state(), 4))) == ["valid_indices"]
 
-    def test_valid_indices_means_enough_of_the_reference_too(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("r_min", "said"), [(None, 6), (1, 1)])
+    def test_valid_indices_means_no_more_exchanges_than_the_quota(
+        self, monkeypatch: pytest.MonkeyPatch, r_min: int | None, said: int
     ) -> None:
         def swap_three(found: Refined) -> dict[str, Tensor]:
-            row = found.indices[0].tolist()
-            others = [i for i in range(16) if i not in found.reference[0].tolist()][:3]
-            swapped = torch.tensor([sorted([*others, *[i for i in row if i not in others][:5]])])
-            return {"indices": swapped, "reference": found.reference}
+            reference = found.reference[0].tolist()
+            others = [i for i in range(36) if i not in reference][:3]
+            return {"indices": torch.tensor([sorted([*others, *reference[:5]])])}
 
         replace_outcome(monkeypatch, swap_three)
-        record = safety_check(materialize(state(), 8), [images(1, batch=1)])
+        policy = materialize(state({"/constraints/selector/r_min": r_min}), 8)
+        assert policy.quota == 2
+        record = safety_check(policy, [images(1, batch=1)])
         assert failed(record) == ["valid_indices"]
-        assert "of at least 6" in details(record)["valid_indices"]
+        assert details(record)["valid_indices"].endswith(f"kept: 5 of at least {said}")
 
     def test_finite_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def nothing(call: object, tokens: VisualTokens) -> Tensor:
