@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the end comes at once, or after the server that runs has been ended.
+"""Ctrl-C, SIGTERM, a closed terminal: the end comes at once, or after that of a running server.
 
 Knows nothing about how a server is ended.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LINE = "demo: stopped, no server is left running"
 
 
@@ -21,7 +21,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stopper:
-    """Installed as the handler of both signals for the rest of the process."""
+    """Installed as the handler of these signals for the rest of the process."""
 
     def __init__(self) -> None:
         self.signum = 0

@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks.demo.__main__ import main, parser
 from benchmarks.demo.failure import one_line
+from benchmarks.demo.stop import SIGNALS
 from benchmarks.server import ServerDied
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """`main` takes the signals over, for good in a process of its own."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.getsignal(each) for each in SIGNALS}
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
