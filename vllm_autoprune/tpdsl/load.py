@@ -140,6 +140,15 @@ def _deeper(location: tuple[int | str, ...], details: Sequence[ErrorDetails]) ->
     return any(d["loc"][:size] == location and len(d["loc"]) > size for d in details)
 
 
+_PLAIN = {
+    "tuple_type": "should be a list",
+    "model_type": "should be an object",
+    "model_attributes_type": 'should be an object such as {"atom": "..."}',
+    "dataclass_type": "should be an object",
+}
+"""JSON's words for what pydantic says in Python's."""
+
+
 def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     kind, context = detail["type"], detail.get("ctx", {})
     where, value = _pointer(detail["loc"], data)
@@ -160,7 +169,7 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         of = f" of {parent['atom']!r}" if isinstance(parent, dict) and "atom" in parent else ""
         return Problem(where, f"not a known field{of}", "remove it or correct its name")
     shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
-    message = detail["msg"]
+    message = _PLAIN.get(kind, detail["msg"])
     return Problem(where, f"{shown} is refused", message[:1].lower() + message[1:])
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.tpdsl.constraints import run_selector
 from vllm_autoprune.tpdsl.fusion import run_fusion
 from vllm_autoprune.tpdsl.kernels import run_kernel
@@ -30,11 +29,10 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
     finite its reference selection is kept, or an even spread where the base policy has nothing
     finite to read either; :attr:`Refined.fallback` says so, per image, without a host sync.
     """
-    missing = policy.needs - _present(tokens)
-    if "instruction" in missing:
-        raise SelectionError(f"policy {policy.state.name!r} reads {sorted(missing)}: fill it")
     if policy.budget >= tokens.count:
         return _everything(tokens)
+    if policy.reads_instruction:
+        tokens.require_instruction()
 
     reference = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
     readable = _readable(policy, tokens)
@@ -85,10 +83,6 @@ def reassemble(
     untouched = gather_rows(tokens.features, indices)
     rows = torch.where((fallback == 0)[:, None, None], rows, untouched)
     return rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _present(tokens: VisualTokens) -> set[str]:
-    return {name for name in ("instruction",) if tokens.instruction is not None}
 
 
 def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:

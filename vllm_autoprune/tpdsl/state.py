@@ -71,6 +71,10 @@ class PruningState(_Part):
     safety: Annotated[tuple[SafetyCall, ...], Field(min_length=1, max_length=8, strict=False)]
     provenance: Provenance = Provenance()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Through text: the models of atoms are made at run time and have no import path.
+        return type(self).model_validate_json, (self.dumps(),)
+
     def __hash__(self) -> int:
         # The default would hash the fields, of which provenance holds dictionaries.
         return hash(self.digest)
