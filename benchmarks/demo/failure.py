@@ -5,9 +5,10 @@ Knows nothing about where it is printed.
 
 from __future__ import annotations
 
-from openai import APIConnectionError, APIError
+import re
+from pathlib import Path
 
-from benchmarks.server import ServerDied
+from openai import APIConnectionError, APIError
 
 
 class DemoError(Exception):
@@ -18,8 +19,6 @@ def one_line(error: BaseException) -> str:
     """What went wrong, without a traceback."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, ServerDied):
-        return f"the server did not start: {_telling(str(error))} (its log lies under --out)"
     if isinstance(error, APIConnectionError):
         return "the server went away in the middle of a question; its log lies under --out"
     if isinstance(error, APIError):
@@ -29,8 +28,20 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _telling(log: str) -> str:
-    """The last line of a log that names an error, or its last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "vllm-autoprune:" in line]
-    return (errors or lines or ["no output"])[-1]
+def not_started(log: Path) -> DemoError:
+    """Why a server did not start, as its log has it."""
+    text = log.read_text(errors="replace")
+    return DemoError(f"the server did not start: {root_cause(text)} (log: {log})")
+
+
+def root_cause(log: str) -> str:
+    """What the plugin objects to, else the first error that a log names, else its last line.
+
+    Processes pass an error on, so the first one is the cause and the last one the least telling.
+    """
+    _, found, refusal = log.partition("\nvllm-autoprune: ")
+    if found:
+        return " ".join(refusal.split())
+    first = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
+    lines = log.split("\n")
+    return first[1] if first else next((x for x in reversed(lines) if x.strip()), "no output")

@@ -23,10 +23,11 @@ from benchmarks.demo.configurations import (
     interleaved,
 )
 from benchmarks.demo.cost import kv_layout, visual_tokens
+from benchmarks.demo.failure import not_started
 from benchmarks.demo.progress import Progress
 from benchmarks.demo.results import Results, control, row
 from benchmarks.minillava.split import LEARNT_KINDS, Example, evaluation_split
-from benchmarks.server import serve
+from benchmarks.server import ServerDied, serve
 
 COMMON_FLAGS = (
     "--served-model-name", SERVED_NAME, "--dtype", "bfloat16", "--max-model-len", "1024",
@@ -139,7 +140,10 @@ def _serve_and_ask(
     log = setting.out / f"{name}.log"
     with contextlib.ExitStack() as stack:
         with progress.stage(f"{name} server: start"):
-            server = stack.enter_context(serve(setting.model, *COMMON_FLAGS, *flags, log=log))
+            try:
+                server = stack.enter_context(serve(setting.model, *COMMON_FLAGS, *flags, log=log))
+            except ServerDied:
+                raise not_started(log) from None
         return asyncio.run(ask_everything(server.url, name, asked, scored, timed, progress))
 
 

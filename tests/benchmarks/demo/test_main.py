@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.demo.__main__ import main, parser
-from benchmarks.demo.failure import one_line
+from benchmarks.demo.failure import not_started, one_line, root_cause
 from benchmarks.demo.stop import SIGNALS
-from benchmarks.server import ServerDied
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +44,26 @@ def test_numbers_out_of_range_are_refused(
     assert "is not a whole number from" in capsys.readouterr().err
 
 
-def test_a_server_that_did_not_start_is_told_by_its_last_error() -> None:
-    log = "INFO loading\nvllm-autoprune: cannot serve pruned: no such state\nINFO bye"
+def test_a_refused_state_is_told_as_the_plugin_says_it(tmp_path: Path) -> None:
+    log = tmp_path / "pruned.log"
+    log.write_text("INFO x\n\nvllm-autoprune: cannot serve: 1 problem(s)\n  - --state: bad -> mend")
 
-    told = one_line(ServerDied(f"vllm serve ended with 1:\n{log}"))
-
-    assert told == (
-        "the server did not start: vllm-autoprune: cannot serve pruned: no such state "
-        "(its log lies under --out)"
+    assert one_line(not_started(log)) == (
+        f"the server did not start: cannot serve: 1 problem(s) - --state: bad -> mend (log: {log})"
     )
+
+
+def test_a_server_that_did_not_start_is_told_by_its_first_error() -> None:
+    log = (
+        "INFO loading\n"
+        "(Worker pid=7) ERROR 11-21 11:28:09 [executor.py:953] Traceback (most recent call last):\n"
+        "(Worker pid=7) ERROR 11-21 11:28:09 [executor.py:953] NameError: name 'x'\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+
+    assert root_cause(log) == "NameError: name 'x'"
+    assert root_cause("INFO loading\nKilled\n") == "Killed"
+    assert root_cause("") == "no output"
 
 
 def test_any_other_failure_names_its_type() -> None:

@@ -85,7 +85,8 @@ def test_the_sheet_has_a_column_for_each_panel(tmp_path: Path) -> None:
     assert sheet.width == GAP + 2 * (SIDE + GAP)
     assert SIDE < sheet.height < SIDE + 400
     save(sheet, tmp_path / "new" / "kept.png")
-    saved = Image.open(tmp_path / "new" / "kept.png")
+    with Image.open(tmp_path / "new" / "kept.png") as saved:
+        saved.load()
     assert saved.size == sheet.size and saved.mode == "P"
     colours = saved.convert("RGB").getcolors()
     assert colours is not None and EVIDENCE in {colour for _, colour in colours}

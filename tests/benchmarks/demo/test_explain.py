@@ -1,0 +1,93 @@
+"""Offline explanations of the committed checkpoint: what is kept, and what is said."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.demo.ask import Answer
+from benchmarks.demo.configurations import FULL, PRUNED, Configuration, everything_kept
+from benchmarks.demo.example import SHOWN, draw_example
+from benchmarks.demo.explain import Explainer
+from benchmarks.demo.measure import Measured, Setting, questions
+from benchmarks.minillava.evaluate import Model, keep_cdpruner
+from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, evaluation_split, png
+
+EXAMPLES = [e for e in evaluation_split(2) if e.kind == "digit"]
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer(LLAVA, CLIP, "autoprune")
+
+
+def image(example: Example) -> Image.Image:
+    return Image.open(io.BytesIO(png(example.image)))
+
+
+def kept(explainer: Explainer, example: Example, configuration: Configuration) -> tuple[int, ...]:
+    return explainer.explain(image(example), example.question, "asked-0", configuration).kept
+
+
+@pytest.mark.parametrize("configuration", PRUNED, ids=lambda c: c.label)
+def test_exactly_k_patches_are_kept_in_raster_order(
+    explainer: Explainer, configuration: Configuration
+) -> None:
+    found = kept(explainer, EXAMPLES[0], configuration)
+
+    assert len(found) == configuration.budget
+    assert list(found) == sorted(set(found)) and set(found) <= set(range(144))
+
+
+def test_the_base_policy_keeps_what_an_evaluation_by_hand_keeps(explainer: Explainer) -> None:
+    model = Model(CHECKPOINT)
+    expected = keep_cdpruner(EXAMPLES, model.signals(EXAMPLES), 8)
+
+    found = [kept(explainer, example, Configuration("reference", 8)) for example in EXAMPLES]
+
+    assert found == [tuple(sorted(row)) for row in expected.tolist()]
+
+
+def test_the_state_exchanges_at_most_two_of_its_base_policy(explainer: Explainer) -> None:
+    for example in EXAMPLES:
+        base = set(kept(explainer, example, Configuration("reference", 8)))
+        assert len(base & set(kept(explainer, example, Configuration("state", 8)))) >= 6
+
+
+def test_a_random_keep_depends_on_the_identity_of_the_image_alone(explainer: Explainer) -> None:
+    k8 = Configuration("random", 8)
+    first, second = EXAMPLES[:2]
+    assert first.image_id == second.image_id and first.question != second.question
+
+    assert kept(explainer, first, k8) == kept(explainer, second, k8)
+    other = explainer.explain(image(first), first.question, "asked-1", k8)
+    assert other.kept != kept(explainer, first, k8)
+
+
+def test_everything_kept_answers_right_and_as_the_full_image_does(explainer: Explainer) -> None:
+    for example in EXAMPLES:
+        asked = (image(example), example.question, "asked-0")
+        full = explainer.explain(*asked, FULL)
+        control = explainer.explain(*asked, everything_kept(144))
+        assert full.answer == control.answer == example.answer
+        assert full.kept == control.kept == tuple(range(144))
+
+
+def test_the_example_is_drawn_and_its_answers_compared(tmp_path: Path) -> None:
+    asked = questions(scenes=1, rounds=1)
+    right = [Answer(f" {example.answer}", 28) for example in asked.examples]
+    answers = dict.fromkeys(SHOWN, right) | {SHOWN[1]: [Answer("none", 28)] * len(right)}
+    setting = Setting(LLAVA, CLIP, "autoprune", 1, 1, tmp_path)
+
+    drawn = draw_example(setting, asked, Measured(answers, {}))
+
+    with Image.open(tmp_path / "kept.png") as sheet:
+        assert sheet.width > 2000
+    assert drawn.served["full"] == drawn.offline["full"] == drawn.expected
+    assert drawn.served["random 8"] == "none" != drawn.offline["random 8"]
+    assert not drawn.agrees
+    json.dumps(drawn.__dict__)
