@@ -70,6 +70,11 @@ class FeatureCache:
             _, dropped = self._entries.popitem(last=False)
             self.held -= dropped.nbytes
 
+    def clear(self) -> None:
+        """Forget every image: other weights would see them otherwise."""
+        self._entries.clear()
+        self.held = 0
+
     def reserve(self, device: torch.device) -> Tensor | None:
         """A buffer of the bound's size, to be held while vLLM profiles a device's memory.
 

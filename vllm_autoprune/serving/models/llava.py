@@ -157,9 +157,14 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
         return done
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """As stock; the text tower's weights are read here too, so vLLM counts them."""
+        """As stock; the text tower's weights are read here too, so vLLM counts them.
+
+        A running engine may be given new weights (``reload_weights``): features of the old ones
+        are dropped.
+        """
         loaded = super().load_weights(weights)
         if self.autoprune is not None:
+            self.autoprune.cache.clear()
             self.autoprune.relevance()
         return loaded
 
