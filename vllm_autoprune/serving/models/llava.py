@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+from vllm.model_executor.models.utils import StageMissingLayer
 
 from vllm_autoprune.serving.batch import prune_images
 from vllm_autoprune.serving.config import ServedState, served_state
@@ -123,7 +124,8 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         served = served_state(vllm_config.model_config)
         self.autoprune: LlavaVision | None = None
-        if served is None:
+        # `--limit-mm-per-prompt '{"image": 0}'` leaves the tower's weights out.
+        if served is None or isinstance(self.vision_tower, StageMissingLayer):
             return
         self.autoprune_served = served
         self.autoprune_meter = FallbackMeter()
