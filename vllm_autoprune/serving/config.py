@@ -213,6 +213,11 @@ def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Ba
         problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
         return architecture, None
     problems += backbone.problems(model.hf_config)
+    lora = vllm_config.lora_config
+    if lora is not None and lora.enable_tower_connector_lora:
+        # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
+        what = "the vision tower would differ between requests"
+        problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
     return architecture, backbone
 
 
