@@ -49,15 +49,23 @@ def describe_tower(path: str) -> TextTower:
     if not isinstance(config, CLIPConfig):
         raise refuse(f"is a {config.model_type!r} model", "give a CLIP model with both towers")
     try:
-        AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})", mend) from None
+    known = set(tokenizer.get_vocab().values())
+    # Where the files are missing, transformers makes a tokenizer up that knows no word.
+    if known <= set(tokenizer.all_special_ids):
+        raise refuse("has no tokenizer (only start and end tokens were found)", mend)
+    if max(known) >= config.text_config.vocab_size:
+        size = config.text_config.vocab_size
+        what = f"its tokenizer makes token {max(known)}, but its text tower knows {size} tokens"
+        raise refuse(what, "give the tokenizer that belongs to the checkpoint")
     stated = config.to_dict().get(SIGN_KEY)
-    if stated not in (None, 1, -1):
+    if stated is not None and (isinstance(stated, bool) or stated not in (1, -1)):
         raise refuse(f"states {SIGN_KEY} = {stated!r}", "write 1 or -1")
     return TextTower(
         path=path,
-        sign=-1 if stated is None else stated,
+        sign=-1 if stated is None else int(stated),
         reason=(
             "its config states no direction and OpenAI's CLIP is inverted on these patches"
             if stated is None
