@@ -95,7 +95,7 @@ class ClipTower:
     def _pooled(self, rows: Sequence[Ids]) -> Tensor:
         # The tower is causal and pools at the end token, so padding behind the longest row
         # would change nothing but the time it takes.
-        length = max(len(row) for row in rows)
+        length = max(1, *map(len, rows))  # some tokenizers make nothing of an empty instruction
         ids = torch.zeros(len(rows), length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
