@@ -64,7 +64,8 @@ def _handed_over(prompt: TokensPrompt) -> TokensPrompt:
     if instructions is None:
         return prompt
     given = dict(prompt.get("mm_processor_kwargs") or {})
-    asked = given.get(REQUEST_KEY, {})
+    asked = given.get(REQUEST_KEY)
+    asked = {} if asked is None else asked
     if isinstance(asked, dict):  # anything else is refused by the processor, with a reason
         given[REQUEST_KEY] = {**asked, "instructions": instructions}
     prompt["mm_processor_kwargs"] = given
