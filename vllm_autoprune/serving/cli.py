@@ -86,8 +86,10 @@ def _merging(action: argparse.Action) -> None:
             before = vars(namespace).get("additional_config")
             super().__call__(parser, namespace, values, option_string)
             given = namespace.additional_config
+            if not isinstance(given, Mapping):
+                raise argparse.ArgumentError(self, f"not a JSON object: {given!r}")
             namespace.additional_config = before
-            _merge(namespace, given if isinstance(given, Mapping) else {})
+            _merge(namespace, given)
 
     action.__class__ = Merging
 
