@@ -1,0 +1,69 @@
+"""What the unit tests share: no registry of this process is changed, and one tiny CLIP."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.unit import samples
+from vllm_autoprune.serving import compat, plugin
+
+
+@dataclass
+class Registered:
+    """What was registered with vLLM while a test ran."""
+
+    models: list[tuple[str, str]] = field(default_factory=list)
+    renderers: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
+    """Registrations are noted instead of made: other tests of this process need stock vLLM."""
+    noted = Registered()
+    monkeypatch.setattr(plugin, "_active", set())
+    monkeypatch.setattr(compat, "register_model", lambda *said: noted.models.append(said))
+    monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    return noted
+
+
+@pytest.fixture
+def logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """What the plugin says; the logger above it, vLLM's own, hands no record on."""
+    logger = logging.getLogger("vllm.autoprune")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, logger.name)
+    return caplog
+
+
+@dataclass(frozen=True)
+class TinyClip:
+    """A random CLIP model and the folder it was saved to."""
+
+    model: Any
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
+    """A CLIP with both towers, a tokenizer and random weights."""
+    from transformers import CLIPModel
+
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    model = CLIPModel(samples.clip_config()).eval()
+    for weight in model.parameters():
+        # Their own initialisation leaves layer norms at 1 and 0, which hides a missing one.
+        torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder)
+    samples.add_tokenizer(folder)
+    return TinyClip(model, folder)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.serving.unit.conftest import Registered
+from tests.serving.unit.samples import hf_config, image, served
+from vllm_autoprune.serving import plugin
+from vllm_autoprune.serving.features import FeatureCache
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.plan import ItemPlan
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_every_backbone_is_where_its_record_says(architecture: str) -> None:
+    """Its class is a form of the stock class, with a processor of its own."""
+    from vllm.model_executor.models import registry
+
+    module, _, name = BACKBONES[architecture].model.partition(":")
+    found = vars(importlib.import_module(module))[name]
+    stock = registry._VLLM_MODELS[architecture]
+    base = vars(importlib.import_module(f"vllm.model_executor.models.{stock[0]}"))[stock[1]]
+    assert issubclass(found, base)
+    assert found is not base
+    assert found._processor_factory is not base._processor_factory
+    assert found._processor_factory.info is base._processor_factory.info
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_a_model_without_problems_has_none(architecture: str) -> None:
+    assert list(BACKBONES[architecture].problems(hf_config())) == []
+
+
+def test_activation_registers_the_class_and_the_renderer_once(registered: Registered) -> None:
+    for _ in range(3):
+        plugin.activate("LlavaForConditionalGeneration")
+    record = BACKBONES["LlavaForConditionalGeneration"]
+    assert registered.models == [("LlavaForConditionalGeneration", record.model)]
+    assert registered.renderers == [
+        ("hf", "vllm_autoprune.serving.renderer", "AutopruneHfRenderer")
+    ]
+
+
+@pytest.mark.compat
+def test_the_renderer_is_where_activation_says(registered: Registered) -> None:
+    from vllm.renderers.hf import HfRenderer
+
+    plugin.activate("LlavaForConditionalGeneration")
+    ((_, module, name),) = registered.renderers
+    assert issubclass(vars(importlib.import_module(module))[name], HfRenderer)
+
+
+def _vision(cache_bytes: int, batch: int = 2) -> tuple[Any, list[list[float]]]:
+    """The vision side over a tower that only notes which images it was shown."""
+    from vllm_autoprune.serving.models.llava import LlavaVision
+
+    state = served(
+        {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0},
+        cache_bytes=cache_bytes,
+    )
+    layer = SimpleNamespace(self_attn=None)
+    tower = SimpleNamespace(
+        vision_model=SimpleNamespace(encoder=SimpleNamespace(layers=[layer])),
+    )
+    shown: list[list[float]] = []
+
+    def encode(_: object, pixels: Tensor) -> Tensor:
+        shown.append(pixels[:, 0, 0, 0].tolist())
+        return pixels[:, 0].flatten(1)[..., None]
+
+    model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(image_size=6, patch_size=1)),
+        vision_tower=tower,
+        _image_pixels_to_features=encode,
+        multi_modal_projector=nn.Identity(),
+    )
+    return LlavaVision(model, state, batch), shown
+
+
+def _pixels(*values: float) -> Tensor:
+    return torch.stack([torch.full((3, 6, 6), value) for value in values])
+
+
+def _plans(*keys: int, profile: bool = False) -> list[ItemPlan]:
+    return [ItemPlan(8, (key, key), profile=profile) for key in keys]
+
+
+def test_each_image_is_encoded_once_and_then_remembered() -> None:
+    vision, shown = _vision(cache_bytes=1 << 20)
+    first = vision.features(_plans(1, 2, 1), _pixels(1, 2, 1))
+    assert shown == [[1.0, 2.0]]
+    assert [f.projected[0, 0].item() for f in first] == [1, 2, 1]
+    again = vision.features(_plans(2, 3), _pixels(2, 3))
+    assert shown[1:] == [[3.0]]
+    assert [f.projected[0, 0].item() for f in again] == [2, 3]
+
+
+def test_vision_batches_are_bounded() -> None:
+    vision, shown = _vision(cache_bytes=0, batch=2)
+    found = vision.features(_plans(*range(5)), _pixels(*range(5)))
+    assert shown == [[0.0, 1.0], [2.0, 3.0], [4.0]]
+    assert [f.projected[0, 0].item() for f in found] == [0, 1, 2, 3, 4]
+
+
+def test_cached_rows_do_not_hold_their_batch() -> None:
+    vision, _ = _vision(cache_bytes=1 << 20)
+    for found in vision.features(_plans(1, 2), _pixels(1, 2)):
+        assert found.projected.untyped_storage().nbytes() == found.nbytes
+
+
+def test_profiling_encodes_every_dummy_although_they_look_alike() -> None:
+    vision, shown = _vision(cache_bytes=1 << 20)
+    assert len(vision.features(_plans(0, 0, 0, profile=True), _pixels(0, 0, 0))) == 3
+    assert shown == [[0.0, 0.0, 0.0]]
+    assert len(vision.cache) == 0
+
+
+def test_images_of_one_shape_may_come_as_a_list() -> None:
+    vision, shown = _vision(cache_bytes=0)
+    vision.features(_plans(1, 2), list(_pixels(1, 2)))
+    assert shown == [[1.0, 2.0]]
+
+
+@pytest.mark.compat
+def test_new_weights_drop_the_features_of_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reloads weights into a running engine without building the model anew."""
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "load_weights", lambda *_: {"w"})
+    model = AutopruneLlavaForConditionalGeneration.__new__(AutopruneLlavaForConditionalGeneration)
+    nn.Module.__init__(model)
+    cache = FeatureCache(1 << 20)
+    cache.put((1, 1), image(0, 4))
+    vision = SimpleNamespace(cache=cache, relevance=lambda: None)
+    model.__dict__["autoprune"] = vision
+    assert model.load_weights([]) == {"w"}
+    assert cache.get((1, 1)) is None
+
+
+@pytest.mark.compat
+def test_a_server_that_takes_no_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--limit-mm-per-prompt '{"image": 0}'` leaves the tower out; text is served as ever."""
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
+
+    def stock(self: nn.Module, **_: object) -> None:
+        nn.Module.__init__(self)
+        self.vision_tower = StageMissingLayer("image_tower", nn.Linear(1, 1))
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "__init__", stock)
+    monkeypatch.setattr(LlavaForConditionalGeneration, "load_weights", lambda *_: set())
+    config = SimpleNamespace(model_config=SimpleNamespace(autoprune=served()))
+    model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
+    assert model.autoprune is None
+    assert model.load_weights([]) == set()
