@@ -5,7 +5,6 @@ Knows nothing about states or atoms; it fills their inputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,6 @@ from vllm_autoprune.tpdsl.tokens import Grid
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.models.interfaces import MultiModalEmbeddings
-    from vllm.multimodal.inputs import MultiModalKwargsItem
 
 
 class LlavaVision:
@@ -169,14 +167,3 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
             self.autoprune.cache.clear()
             self.autoprune.relevance()
         return loaded
-
-    def get_mm_lora_token_counts(
-        self, *, modality: str, mm_kwargs: MultiModalKwargsItem | None, num_mm_embeds: int
-    ) -> tuple[int, int | None]:
-        """Tower and connector see all N tokens, whatever is kept afterwards."""
-        if self.autoprune is None:
-            return super().get_mm_lora_token_counts(
-                modality=modality, mm_kwargs=mm_kwargs, num_mm_embeds=num_mm_embeds
-            )
-        tokens = self.autoprune.grid.tokens * math.ceil(num_mm_embeds / self.autoprune.grid.tokens)
-        return tokens, tokens
