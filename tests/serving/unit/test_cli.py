@@ -124,6 +124,19 @@ def test_one_parse_leaves_nothing_for_the_next(parsed: Callable[..., Config]) ->
     assert parsed(*THEIRS) == {"theirs": {"x": 1}}
 
 
+def test_a_default_of_the_parser_is_added_to_and_never_changed(
+    parser: Any, parsed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = {"theirs": {"x": 1}}
+    (action,) = [a for a in parser._actions if a.dest == "additional_config"]
+    monkeypatch.setattr(action, "default", default)
+    for budget in ("16", "64"):
+        words = ("--autoprune-budget", budget, "--autoprune-state", "autoprune")
+        assert parsed(*words) == {**default, **ours(state="autoprune", budget=budget)}
+        assert default == {"theirs": {"x": 1}}
+    assert parsed() is default
+
+
 @pytest.mark.parametrize("said", ["[1]", "3", "text"])
 def test_an_additional_config_that_is_no_object_is_refused_and_not_dropped(
     parsed: Callable[..., Config], said: str, capsys: pytest.CaptureFixture[str]
