@@ -14,7 +14,7 @@ from benchmarks.demo.stop import Stopper
 
 # Whatever is slow to import is imported in `main`, when Ctrl-C is already looked after.
 
-ROUNDS = 20
+ROUNDS = 40
 SCENES = 25
 
 

@@ -76,7 +76,7 @@ def draw_example(setting: Setting, questions: Questions, measured: Measured) -> 
         for item in found
     ]
     path = setting.out / "kept.png"
-    picture.save(picture.draw(image, example.question, panels, example.evidence), path)
+    picture.draw(image, example.question, panels, example.evidence).save(path, optimize=True)
     return Drawn(
         path=_shown(path),
         question=example.question,

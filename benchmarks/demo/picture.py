@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
@@ -24,8 +23,7 @@ EVIDENCE: Colour = (255, 196, 0)
 RIGHT: Colour = (21, 128, 61)
 WRONG: Colour = (190, 30, 45)
 
-_RESERVED = (PAPER, TEXT, QUIET, EVIDENCE, RIGHT, WRONG)
-_TITLE, _LABEL, _ANSWER, _LEGEND = 40, 30, 30, 26
+_TITLE, _LABEL, _ANSWER, _LEGEND = 46, 35, 35, 30
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,17 @@ def draw(
 ) -> Image.Image:
     """The picture: the question, and the panels side by side with their answers."""
     side = image.width * SCALE
-    top, below = GAP + _TITLE + 26 + _LABEL + 14, 18 + _ANSWER + 26 + _LABEL + GAP
+    top, below = GAP + _TITLE + 28 + _LABEL + 16, 18 + _ANSWER + 28 + _LEGEND + GAP
     width = GAP + len(panels) * (side + GAP)
     sheet = Image.new("RGB", (width, top + side + below), PAPER)
     pen = ImageDraw.Draw(sheet)
     pen.text((GAP, GAP - 6), f"“{question}”", TEXT, _font(_TITLE))
     for number, panel in enumerate(panels):
         left = GAP + number * (side + GAP)
-        _label(pen, left, top - 14 - _LABEL, panel)
+        _label(pen, left, top - 16 - _LABEL, panel)
         sheet.paste(scene(image, panel.kept, evidence), (left, top))
         _answer(pen, left, top + side + 16, panel)
-    _legend(pen, GAP, top + side + 18 + _ANSWER + 26)
+    _legend(pen, GAP, top + side + 18 + _ANSWER + 28)
     return sheet
 
 
@@ -83,16 +81,6 @@ def patch_box(patch: int, columns: int) -> tuple[int, int, int, int]:
     row, column = divmod(patch, columns)
     size = PATCH * SCALE
     return column * size, row * size, (column + 1) * size, (row + 1) * size
-
-
-def save(sheet: Image.Image, path: Path) -> None:
-    """As PNG with a palette: noise in the scenes makes true colour three times the size."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    few = sheet.quantize(256 - len(_RESERVED), dither=Image.Dither.NONE)
-    palette = Image.new("P", (1, 1))
-    reserved = [part for colour in _RESERVED for part in colour]
-    palette.putpalette((few.getpalette() or []) + reserved)
-    sheet.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _outline(pen: ImageDraw.ImageDraw, patches: Sequence[int], columns: int) -> None:
@@ -126,7 +114,7 @@ def _answer(pen: ImageDraw.ImageDraw, left: int, top: int, panel: Panel) -> None
 
 
 def _legend(pen: ImageDraw.ImageDraw, left: int, top: int) -> None:
-    size, step = 34, 12
+    size, step = 36, 12
     for colour, words in ((KEPT, "kept patch"), (EVIDENCE, "patches that hold the answer")):
         pen.rectangle((left, top, left + size, top + size), fill=TEXT)
         pen.rectangle((left + 6, top + 6, left + size - 6, top + size - 6), QUIET, colour, 4)
