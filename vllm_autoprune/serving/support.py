@@ -35,8 +35,11 @@ SUPPORT: tuple[Support, ...] = (
     Support("Rust front end", "refused", "it bypasses Python processors"),
     Support("vLLM 0.32 on CPU, model runner V1", "yes", "what the tests run on"),
     Support("vLLM 0.33; GPUs; model runner V2; CUDA graphs", "untested", "nobody has run it yet"),
+    Support("LoRA on the vision tower or projector", "refused", "features are kept by image"),
     Support(
-        "Pipeline parallelism, LoRA, speculative decoding", "untested", "nobody has run it yet"
+        "Pipeline parallelism, LoRA on the language model, speculative decoding",
+        "untested",
+        "nobody has run it yet",
     ),
 )
 
