@@ -1,0 +1,183 @@
+"""Model folders of LLaVA-1.5-7B's true widths, without its weights.
+
+Knows nothing about servers. The language model's depth is an option; everything else is as in
+llava-hf/llava-1.5-7b-hf and openai/clip-vit-large-patch14-336.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+Json = dict[str, object]
+
+TOKENS, WIDTH, CLIP_WIDTH = 576, 4096, 768
+"""N, D, and the width of CLIP's joint space."""
+
+VOCABULARY, IMAGE_TOKEN, PAD = 32064, 32000, 32001
+CLIP_VOCABULARY = 49408
+SIDE, PATCH = 336, 14
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}{{ '<image>\\n' }}{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}{{ ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+_VISION: Json = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "projection_dim": CLIP_WIDTH,
+}
+_IMAGE_PROCESSOR: Json = {
+    "image_processor_type": "CLIPImageProcessor",
+    "do_resize": True,
+    "size": {"shortest_edge": SIDE},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": {"height": SIDE, "width": SIDE},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": list(_MEAN),
+    "image_std": list(_STD),
+    "do_convert_rgb": True,
+}
+
+
+def write_llava(folder: Path, layers: int) -> Path:
+    """A LLaVA-1.5 folder for ``--load-format dummy``; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text: Json = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": 11008,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": PAD,
+    }
+    config: Json = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "dtype": "bfloat16",
+        "image_seq_length": TOKENS,
+        "image_token_index": IMAGE_TOKEN,
+        "pad_token_id": PAD,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "tie_word_embeddings": False,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "text_config": text,
+        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+    }
+    _write(folder, "config.json", config)
+    _write(folder, "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    _write(folder, "preprocessor_config.json", _IMAGE_PROCESSOR)
+    processor: Json = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "num_additional_image_tokens": 1,
+        "patch_size": PATCH,
+        "vision_feature_select_strategy": "default",
+        "image_processor": _IMAGE_PROCESSOR,
+    }
+    _write(folder, "processor_config.json", processor)
+    special = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>", PAD: "<pad>"}
+    known = {3: "USER", 4: "ASSISTANT", 5: ":"}
+    tokenizer = _tokenizer(VOCABULARY, special, known)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described: Json = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "processor_class": "LlavaProcessor",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "extra_special_tokens": {"image_token": "<image>"},
+        "model_max_length": 4096,
+    }
+    _write(folder, "tokenizer_config.json", described)
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    return folder
+
+
+def write_clip(folder: Path) -> Path:
+    """CLIP-L/14-336 with random weights and its text tower at full size; returns the folder.
+
+    Its vision tower has one layer: of it only the last normalisation and the projection are read.
+    """
+    import torch
+    from transformers import CLIPConfig, CLIPModel
+
+    if (folder / "model.safetensors").is_file():
+        return folder
+    end = CLIP_VOCABULARY - 1
+    text: Json = {
+        "hidden_size": CLIP_WIDTH,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 77,
+        "vocab_size": CLIP_VOCABULARY,
+        "projection_dim": CLIP_WIDTH,
+        "bos_token_id": end - 1,
+        "eos_token_id": end,
+        "pad_token_id": end,
+    }
+    torch.manual_seed(0)
+    vision: Json = {**_VISION, "num_hidden_layers": 1}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=CLIP_WIDTH)
+    model = CLIPModel(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    begin, finish = "<|startoftext|>", "<|endoftext|>"
+    tokenizer = _tokenizer(CLIP_VOCABULARY, {0: "<unk>", end - 1: begin, end: finish}, {})
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A {finish}", special_tokens=[(begin, end - 1), (finish, end)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described: Json = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": finish,
+        "pad_token": finish,
+        "unk_token": "<unk>",
+        "model_max_length": 77,
+    }
+    _write(folder, "tokenizer_config.json", described)
+    return folder
+
+
+def _tokenizer(size: int, special: dict[int, str], known: dict[int, str]) -> Tokenizer:
+    """One token a word, ``w0``, ``w1`` and so on; every id has a text, as dummies say anything."""
+    fixed = {**special, **known}
+    free = (i for i in range(size) if i not in fixed)
+    vocabulary = {text: i for i, text in fixed.items()}
+    vocabulary |= {f"w{number}": i for number, i in enumerate(free)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(list(special.values()))
+    return tokenizer
+
+
+def _write(folder: Path, name: str, content: Json) -> None:
+    (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

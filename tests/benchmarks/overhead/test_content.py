@@ -1,0 +1,43 @@
+"""Pictures, words and bodies: unique, repeatable, and in wire form."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.overhead.content import body, image_url, picture, words
+
+
+def test_a_picture_follows_from_its_seed() -> None:
+    assert np.array_equal(picture(1, 64, 48), picture(1, 64, 48))
+    assert not np.array_equal(picture(1, 64, 48), picture(2, 64, 48))
+
+
+def test_the_url_holds_the_picture() -> None:
+    data = image_url(3, 64, 48).partition("base64,")[2]
+
+    opened = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert opened.format == "PNG" and np.array_equal(opened, picture(3, 64, 48))
+
+
+def test_texts_differ_in_their_first_two_words() -> None:
+    heads = {tuple(words(8, number).split()[:2]) for number in range(3000)}
+
+    assert len(heads) == 3000
+    assert len(words(88, 7).split()) == 88
+
+
+def test_a_body_asks_for_exactly_that_many_tokens() -> None:
+    asked = json.loads(body("m", "why?", "data:x", tokens=3, budget=64))
+
+    assert asked["max_tokens"] == 3 and asked["ignore_eos"]
+    assert [part["type"] for part in asked["messages"][0]["content"]] == ["image_url", "text"]
+    assert asked["mm_processor_kwargs"] == {"autoprune": {"budget": 64}}
+
+
+def test_a_text_request_says_nothing_about_pruning() -> None:
+    assert "mm_processor_kwargs" not in json.loads(body("m", "why?"))
