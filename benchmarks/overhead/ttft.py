@@ -30,7 +30,9 @@ KINDS: Mapping[Kind, str] = {
 BUDGET, QUESTION = 64, 24
 """K, and words in a question, each of which is one token."""
 
-CROWD = 16
+CROWD, SEEN = 16, 4
+"""Requests sent together, and images that are asked about again and again."""
+
 UNPRUNED = 576
 
 
@@ -66,24 +68,22 @@ class Run:
 
 
 def rounds(quick: bool) -> Iterator[tuple[int, Kind]]:
-    """What is sent, in order: ABBA at each concurrency, and now and then the other kinds."""
-    for concurrency, pairs, others in ((1, 8, 2), (CROWD, 3, 0)) if quick else (
-        (1, 24, 4), (CROWD, 8, 0),
-    ):  # fmt: skip
-        for number in range(pairs):
-            order: tuple[Kind, Kind] = ("text", "seen") if number % 2 == 0 else ("seen", "text")
+    """What is sent, in order: ABBA at each concurrency, and a few requests of the other kinds."""
+    pairs = {1: 4, CROWD: 1} if quick else {1: 16, CROWD: 4}
+    for concurrency, number in pairs.items():
+        for i in range(number):
+            order: tuple[Kind, Kind] = ("text", "seen") if i % 2 == 0 else ("seen", "text")
             yield from ((concurrency, kind) for kind in order)
-            if number < others:
-                yield from ((concurrency, kind) for kind in ("new", "full"))
+    yield from ((1, kind) for kind in ("new", "full"))
 
 
 class Writer:
-    """Bodies of each kind, none of them ever twice; CROWD images are seen before the clock."""
+    """Bodies of each kind, none of them ever twice; SEEN images are seen before the clock."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._questions = count(1)
-        self._images = count(CROWD)
+        self._images = count(SEEN)
 
     def bodies(self, kind: Kind, number: int) -> list[bytes]:
         """``number`` requests to be sent together."""
@@ -93,7 +93,7 @@ class Writer:
         question = next(self._questions)
         if kind == "text":
             return body(self._model, words(BUDGET + QUESTION, question))
-        url = image_url(position if kind == "seen" else next(self._images))
+        url = image_url(position % SEEN if kind == "seen" else next(self._images))
         budget = UNPRUNED if kind == "full" else None
         return body(self._model, words(QUESTION, question), url, budget=budget)
 
@@ -120,14 +120,12 @@ def measure(setting: Setting, llava: Path, tower: Path | None) -> Run:
 def _ask(server: Server, quick: bool, name: str) -> tuple[Arms, int]:
     writer, arms = Writer(server.model), Arms()
     progress(f"ttft {name}: warm up")
-    # One by one first: a crowd's batches differ, one image at a time each has been seen for sure.
-    for _ in range(2):
-        together(server.url, writer.bodies("text", 1))
-    for one in writer.bodies("seen", CROWD):
+    # One by one first, so that every image has been seen for sure; then shapes and allocators.
+    for one in writer.bodies("seen", SEEN):
         together(server.url, [one])
+    together(server.url, writer.bodies("seen", CROWD))
     for kind in ("text", "seen"):
-        for concurrency in (CROWD, 1):
-            together(server.url, writer.bodies(kind, concurrency))
+        together(server.url, writer.bodies(kind, 1))
     for concurrency, kind in rounds(quick):
         bodies = writer.bodies(kind, concurrency)
         before = stages(server.get("/metrics"))

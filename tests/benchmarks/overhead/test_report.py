@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_kinds_alternate_and_pair_up(quick: bool) -> None:
         both = [k for c, k in sent if c == concurrency and k in ("text", "seen")]
         pairs = list(zip(both[::2], both[1::2], strict=True))
         assert {frozenset(pair) for pair in pairs} == {frozenset(("text", "seen"))}
-        assert pairs[0] == pairs[1][::-1] == pairs[2]
+        assert all(pair == other[::-1] for pair, other in pairwise(pairs))
 
 
 def test_no_body_is_ever_sent_twice() -> None:
