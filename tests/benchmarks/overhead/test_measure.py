@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.overhead.measure import RequestFailed, metric, stages, timed, together
 
+CROWD = 8
 METRICS = """# HELP vllm:request_queue_time_seconds x
 vllm:request_queue_time_seconds_sum{engine="0",model_name="a b"} 1.5
 vllm:request_queue_time_seconds_count{engine="0"} 3.0
@@ -23,14 +24,16 @@ vllm:request_prefill_time_seconds_sum{engine="1"} 0.5
 class Scripted(BaseHTTPRequestHandler):
     """Names the role at once, says a word after WAIT, another after as much again, then usage."""
 
-    WAIT = 0.15
-    silent = False
+    WAIT = 0.05
+    arrived = threading.Barrier(CROWD, timeout=60)
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if asked.get("wrong"):
             self.send_error(400, "wrong")
             return
+        if asked.get("crowd"):
+            self.arrived.wait()
         self.send_response(200)
         self.end_headers()
         self._chunk({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
@@ -62,17 +65,17 @@ def url() -> Iterator[str]:
 def test_the_first_text_is_stamped_and_not_the_role(url: str) -> None:
     stamps = timed(url, b"{}")
 
-    assert stamps.ttft == pytest.approx(Scripted.WAIT, abs=0.1)
-    assert stamps.total - stamps.ttft == pytest.approx(Scripted.WAIT, abs=0.1)
+    # Lower bounds alone: a busy machine may make everything late, nothing early.
+    assert Scripted.WAIT <= stamps.ttft < stamps.total
+    assert stamps.total >= 2 * Scripted.WAIT
     assert (stamps.prompt_tokens, stamps.cached_tokens) == (93, 4)
 
 
 def test_requests_sent_together_run_together(url: str) -> None:
-    begun = time.perf_counter()
-    found = together(url, [b"{}"] * 8)
+    # Each answer waits until all requests have come; one at a time none would ever be answered.
+    found = together(url, [b'{"crowd": 1}'] * CROWD)
 
-    assert len(found) == 8
-    assert time.perf_counter() - begun < 8 * Scripted.WAIT
+    assert len(found) == CROWD
 
 
 def test_a_refused_request_fails(url: str) -> None:
