@@ -70,6 +70,7 @@ def body(
         "temperature": 0,
         "max_tokens": tokens,
         "ignore_eos": True,
+        "skip_special_tokens": False,  # the first token may be one, and is to be seen
     }
     if stream:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
