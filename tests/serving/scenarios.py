@@ -188,7 +188,7 @@ def batches() -> Report:
         "budgets_at_once": max(len(set(b)) for b in mixed),
         "twenty": [a.plain() for a in twenty],
         "vision_batches": seen.vision_batches,
-        "bound": model.autoprune._batch if model.autoprune else 0,
+        "bound": model.autoprune_batch,
         "turn_one": first.plain(),
         "turn_two": chat(llm, [later])[0].plain(),
     }

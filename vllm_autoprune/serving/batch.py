@@ -16,6 +16,7 @@ from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
 from vllm_autoprune.serving.relevance import Relevance
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.refine import keep_evenly
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
 
@@ -47,7 +48,14 @@ def prune_images(
         else:
             policy = served.policy(budget, keep)
             asked = [plans[i].instruction for i in members]
-            refined = prune(policy, _tokens(policy, batch, asked, grid, relevance), meter)
+            try:
+                tokens = _tokens(policy, batch, asked, grid, relevance)
+            except Exception as error:  # as in prune(): the engine has to live
+                meter.error(error)
+                plain = VisualTokens(torch.stack([image.projected for image in batch]), grid)
+                refined = keep_evenly(budget, plain)
+            else:
+                refined = prune(policy, tokens, meter)
         for row, i in enumerate(members):
             # Profiling is told the unpruned size, and has paid for the selection by now.
             rows[i] = images[i].projected if plans[i].profile else refined.features[row]

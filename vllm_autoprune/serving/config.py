@@ -50,6 +50,12 @@ class ServedState:
         return _policy(self.state, budget, keep == "state")
 
     @property
+    def identity(self) -> str:
+        """What decides which tokens are kept, beside image, K and instruction."""
+        tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
+        return self.state.digest + tower
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Inputs that any budget a request may ask for can read: quotas grow with K."""
         return inputs_read(self.state, exchange=self.state.constraints.selector.q_e > 0)

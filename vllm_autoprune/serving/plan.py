@@ -58,8 +58,8 @@ def image_key(identity: str) -> tuple[int, int]:
 
 
 def pruned_identity(
-    identity: str, digest: str, budget: int, keep: Keep, ids: tuple[int, ...] | None
+    identity: str, served: str, budget: int, keep: Keep, ids: tuple[int, ...] | None
 ) -> str:
     """Cache identity of image + state + K + instruction (None where the state reads none)."""
-    said = hashlib.sha256(f"{digest}|{budget}|{keep}|{ids}".encode()).hexdigest()[:32]
+    said = hashlib.sha256(f"{served}|{budget}|{keep}|{ids}".encode()).hexdigest()[:32]
     return f"{identity}-ap-{said}"

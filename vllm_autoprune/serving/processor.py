@@ -88,8 +88,16 @@ class PrunedProcessor(_Stock):
     def _tokenize(self) -> Callable[[str], tuple[int, ...]]:
         tower = self._served.tower
         if tower is None:
-            tokenizer = self.info.get_tokenizer()
-            return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+            tokenizer, image = (
+                self.info.get_tokenizer(),
+                self.info.get_hf_config().image_token_index,
+            )
+            # A literal image token has no meaning here, and in some models no embedding.
+            return lambda text: tuple(
+                token
+                for token in tokenizer.encode(text, add_special_tokens=False)
+                if token != image
+            )
         from transformers import AutoTokenizer
 
         clip = AutoTokenizer.from_pretrained(tower.path)
@@ -201,7 +209,7 @@ class PrunedProcessor(_Stock):
                 if policy.budget >= tokens
                 else pruned_identity(
                     identity,
-                    self._served.state.digest,
+                    self._served.identity,
                     policy.budget,
                     request.keep,
                     ids if reads else None,

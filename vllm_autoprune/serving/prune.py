@@ -107,8 +107,10 @@ def _agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Re
         return refined
     if policy.budget >= tokens.count:
         return refined
-    indices = get_tp_group().broadcast(refined.indices.contiguous(), src=0)
-    features = reassemble(policy, tokens, indices, refined.fallback)
+    chosen = torch.cat([refined.indices, refined.fallback[:, None].to(torch.int64)], dim=1)
+    chosen = get_tp_group().broadcast(chosen, src=0)
+    indices, fallback = chosen[:, :-1].contiguous(), chosen[:, -1].to(torch.uint8)
+    features = reassemble(policy, tokens, indices, fallback)
     return Refined(
-        features, indices, refined.reference, refined.exchanged, refined.fallback, refined.quality
+        features, indices, refined.reference, refined.exchanged, fallback, refined.quality
     )

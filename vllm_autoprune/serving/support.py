@@ -36,6 +36,7 @@ SUPPORT: tuple[Support, ...] = (
     Support("vLLM 0.32 on CPU, model runner V1", "yes", "what the tests run on"),
     Support("vLLM 0.33; GPUs; model runner V2; CUDA graphs", "untested", "nobody has run it yet"),
     Support("LoRA on the vision tower or projector", "refused", "features are kept by image"),
+    Support("Sleep mode with a text tower", "untested", "its weights are not vLLM's to reload"),
     Support(
         "Pipeline parallelism, LoRA on the language model, speculative decoding",
         "untested",

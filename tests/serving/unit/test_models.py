@@ -56,7 +56,7 @@ def test_the_renderer_is_where_activation_says(registered: Registered) -> None:
     assert issubclass(vars(importlib.import_module(module))[name], HfRenderer)
 
 
-def _vision(cache_bytes: int, batch: int = 2) -> tuple[Any, list[list[float]]]:
+def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
     """The vision side over a tower that only notes which images it was shown."""
     from vllm_autoprune.serving.models.llava import LlavaVision
 
@@ -80,7 +80,7 @@ def _vision(cache_bytes: int, batch: int = 2) -> tuple[Any, list[list[float]]]:
         _image_pixels_to_features=encode,
         multi_modal_projector=nn.Identity(),
     )
-    return LlavaVision(model, state, batch), shown
+    return LlavaVision(model, state), shown
 
 
 def _pixels(*values: float) -> Tensor:
@@ -99,13 +99,6 @@ def test_each_image_is_encoded_once_and_then_remembered() -> None:
     again = vision.features(_plans(2, 3), _pixels(2, 3))
     assert shown[1:] == [[3.0]]
     assert [f.projected[0, 0].item() for f in again] == [2, 3]
-
-
-def test_vision_batches_are_bounded() -> None:
-    vision, shown = _vision(cache_bytes=0, batch=2)
-    found = vision.features(_plans(*range(5)), _pixels(*range(5)))
-    assert shown == [[0.0, 1.0], [2.0, 3.0], [4.0]]
-    assert [f.projected[0, 0].item() for f in found] == [0, 1, 2, 3, 4]
 
 
 def test_cached_rows_do_not_hold_their_batch() -> None:

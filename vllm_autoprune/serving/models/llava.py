@@ -34,9 +34,7 @@ class LlavaVision:
     tower, cached features) is no weight of the checkpoint, and vLLM's loader must not look for it.
     """
 
-    def __init__(
-        self, model: LlavaForConditionalGeneration, served: ServedState, batch: int
-    ) -> None:
+    def __init__(self, model: LlavaForConditionalGeneration, served: ServedState) -> None:
         config = model.config.vision_config
         side = config.image_size // config.patch_size
         self.grid = Grid(side, side)
@@ -44,7 +42,6 @@ class LlavaVision:
         self.runs = 0
         self._model = model
         self._served = served
-        self._batch = batch
         self._needs = served.needs
         layer = model.vision_tower.vision_model.encoder.layers[-1]
         self._attention = ClsAttention(layer.self_attn) if "cls_attention" in self._needs else None
@@ -82,11 +79,9 @@ class LlavaVision:
         if profile:
             # All dummies look alike; telling them apart would measure too little memory.
             return self._encode(torch.stack(list(pixels)))
-        fresh = list(missing)
-        for start in range(0, len(fresh), self._batch):
-            keys = fresh[start : start + self._batch]
-            made = self._encode(torch.stack([missing[key] for key in keys]))
-            for key, image in zip(keys, made, strict=True):
+        if missing:
+            made = self._encode(torch.stack(list(missing.values())))
+            for key, image in zip(missing, made, strict=True):
                 known[key] = image
                 self.cache.put(key, image)
         return [known[plan.key] for plan in plans]
@@ -127,10 +122,9 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
             return
         self.autoprune_served = served
         self.autoprune_meter = FallbackMeter()
-        tokens = self.config.vision_config.image_size // self.config.vision_config.patch_size
-        # vLLM bounds a vision batch in placeholder tokens, of which a pruned image has few.
+        self.autoprune = LlavaVision(self, served)
         budget = vllm_config.scheduler_config.max_num_encoder_input_tokens
-        self.autoprune = LlavaVision(self, served, max(1, budget // tokens**2))
+        self.autoprune_batch = max(1, budget // self.autoprune.grid.tokens)
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``)."""
@@ -144,15 +138,20 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
         plans = [ItemPlan.decode(row) for row in rows]
         profile = any(plan.profile for plan in plans)
         reserved = self.autoprune.cache.reserve(pixels.device) if profile else None
-        images = self.autoprune.features(plans, checked["pixel_values"])
-        done = prune_images(
-            self.autoprune_served,
-            plans,
-            images,
-            self.autoprune.grid,
-            self.autoprune.relevance(),
-            self.autoprune_meter,
-        )
+        done: list[Tensor] = []
+        # vLLM counts a pruned image as K tokens, so a step may hold far more images than
+        # profiling saw: features and selections are made for as many at a time as it did see.
+        bound = len(plans) if profile else self.autoprune_batch
+        for start in range(0, len(plans), bound):
+            some = slice(start, start + bound)
+            done += prune_images(
+                self.autoprune_served,
+                plans[some],
+                self.autoprune.features(plans[some], checked["pixel_values"][some]),
+                self.autoprune.grid,
+                self.autoprune.relevance(),
+                self.autoprune_meter,
+            )
         del reserved
         return done
 
