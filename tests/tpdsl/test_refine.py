@@ -382,7 +382,7 @@ class TestExchange:
 class TestInputs:
     def test_a_missing_instruction_is_an_error(self) -> None:
         tokens = plain(torch.randn(2, 20, 4))
-        with pytest.raises(SelectionError, match="reads the instruction.*fill it"):
+        with pytest.raises(SelectionError, match=r"reads the instruction.*fill it"):
             refine(policy_of(), tokens)
 
     def test_missing_attention_is_estimated_from_the_features(self) -> None:

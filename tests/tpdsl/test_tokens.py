@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.tpdsl.samples import images, plain
-from vllm_autoprune import Grid, SelectionError, VisualTokens
+from vllm_autoprune import (
+    Grid,
+    SelectionError,
+    VisualTokens,
+    load_state,
+    materialize,
+    refine,
+)
 
 
 def test_a_grid_counts_its_tokens() -> None:
@@ -67,3 +74,18 @@ def test_tiles_and_images_are_two_views_of_the_same_rows() -> None:
 def test_the_record_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         images().grid = Grid(1, 1)  # type: ignore[misc]
+
+
+def test_cosines_made_before_are_used_and_change_nothing() -> None:
+    policy = materialize(load_state("autoprune"), 8)
+    tokens = images(batch=3)
+    made = tokens.cosine.clone()
+    known = dataclasses.replace(tokens, known_cosine=made)
+    assert known.cosine is made
+    assert torch.equal(refine(policy, known).indices, refine(policy, tokens).indices)
+
+
+def test_cosines_of_another_shape_are_refused() -> None:
+    tokens = images()
+    with pytest.raises(SelectionError, match="known_cosine"):
+        dataclasses.replace(tokens, known_cosine=torch.zeros(1, 4, 4))

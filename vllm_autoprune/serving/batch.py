@@ -72,22 +72,25 @@ def _tokens(
     relevance: Relevance | None,
 ) -> VisualTokens:
     features = torch.stack([image.projected for image in images])
-    attention = [image.cls_attention for image in images]
-    patches = [image.patches for image in images]
+    attention = _stacked([image.cls_attention for image in images])
+    patches = _stacked([image.patches for image in images])
+    cosine = _stacked([image.cosine for image in images])
     instruction = None
     if policy.reads_instruction and relevance is not None:
         text, segments = relevance.instructions(asked)
-        own = [p for p in patches if p is not None]
         instruction = Instruction(
-            torch.stack(own) if len(own) == len(images) else features,
+            features if patches is None else patches,
             text,
             segments,
             relevance.sign,
         )
-    read = [a for a in attention if a is not None]
-    return VisualTokens(
-        features, grid, torch.stack(read) if len(read) == len(images) else None, instruction
-    )
+    return VisualTokens(features, grid, attention, instruction, cosine)
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """One tensor of what every image has; None where it was not made."""
+    made = [part for part in parts if part is not None]
+    return torch.stack(made) if len(made) == len(parts) else None
 
 
 def _assert_sizes(plans: Sequence[ItemPlan], rows: Sequence[Tensor], grid: Grid) -> None:

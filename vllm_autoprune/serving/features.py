@@ -23,17 +23,19 @@ class ImageFeatures:
     """One image after the vision tower.
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
-    where relevance is measured, only where the state reads them.
+    where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
+    between the projected tokens.
     """
 
     projected: Tensor
     cls_attention: Tensor | None
     patches: Tensor | None
+    cosine: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        parts = (self.projected, self.cls_attention, self.patches)
+        parts = (self.projected, self.cls_attention, self.patches, self.cosine)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 

@@ -5,7 +5,8 @@ Knows nothing about how relevance is used, nor which tokens are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from vllm_autoprune.serving.towers import TextTower
 
 Ids = tuple[int, ...]
+
+KNOWN_TEXTS = 1024
+"""Pooled instructions that are kept, the oldest dropped first."""
 
 
 class Relevance(Protocol):
@@ -71,6 +75,7 @@ class ClipTower:
         self.sign = tower.sign
         self._segment = tower.segment
         self._device = device
+        self._known: OrderedDict[Ids, Tensor] = OrderedDict()
         clip = CLIPModel.from_pretrained(tower.path, dtype=torch.float32)
         self._text = nn.ModuleDict({"model": clip.text_model, "projection": clip.text_projection})
         self._vision = nn.Sequential(clip.vision_model.post_layernorm, clip.visual_projection)
@@ -84,13 +89,26 @@ class ClipTower:
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """One row for each segment; all segments of a batch go through the tower at once."""
-        rows = [segments(row, self._segment) for row in ids]
-        pooled = self._pooled([segment for row in rows for segment in row])
-        parts = pooled.split([len(row) for row in rows])
-        text = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-        counts = torch.tensor([len(row) for row in rows], device=self._device)
+        fresh = [row for row in dict.fromkeys(ids) if row not in self._known]
+        cut = [segments(row, self._segment) for row in fresh]
+        made: dict[Ids, Tensor] = {}
+        if cut:
+            pooled = self._pooled([segment for row in cut for segment in row])
+            made = dict(zip(fresh, pooled.split([len(row) for row in cut]), strict=True))
+        parts = [self._known[row] if row in self._known else made[row] for row in ids]
+        self._remember(made)
+        text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        counts = torch.tensor([len(part) for part in parts], device=self._device)
         used = torch.arange(text.shape[1], device=self._device)[None] < counts[:, None]
         return text, used
+
+    def _remember(self, made: Mapping[Ids, Tensor]) -> None:
+        # Services ask the same question of many images; a pooled text is a few kilobytes.
+        for row, pooled in made.items():
+            if len(pooled) == 1:
+                self._known[row] = pooled.clone()
+        while len(self._known) > KNOWN_TEXTS:
+            self._known.popitem(last=False)
 
     def _pooled(self, rows: Sequence[Ids]) -> Tensor:
         # The tower is causal and pools at the end token, so padding behind the longest row

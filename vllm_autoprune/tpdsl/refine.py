@@ -87,9 +87,11 @@ def reassemble(
 
 def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     """``(B,)``: everything that the base policy reads is finite."""
-    readable = tokens.features.isfinite().all(dim=2).all(dim=1)
+    # A token's length is finite only where all of it is: one pass over the features, not three.
+    readable = tokens.norm.isfinite().flatten(1).all(dim=1)
     if tokens.instruction is not None and "instruction" in policy.base.needs:
-        readable &= tokens.instruction.patches.isfinite().all(dim=2).all(dim=1)
+        if tokens.instruction.patches is not tokens.features:
+            readable &= tokens.instruction.patches.norm(dim=-1).isfinite().all(dim=1)
         said = tokens.instruction.text.isfinite().all(dim=2) | ~tokens.instruction.segments
         readable &= said.all(dim=1)
     return readable

@@ -60,13 +60,15 @@ class VisualTokens:
     """B images of N visual tokens each, with the signals that a state may read.
 
     features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
-    vision tower's attention, averaged over heads.
+    vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is :attr:`cosine`
+    where it was made before: it depends on the image alone, and costs half of a selection.
     """
 
     features: Tensor
     grid: Grid
     cls_attention: Tensor | None = None
     instruction: Instruction | None = None
+    known_cosine: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3:
@@ -80,6 +82,8 @@ class VisualTokens:
                 f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
             )
         found = {"cls_attention": self.cls_attention}
+        if self.known_cosine is not None:
+            found["known_cosine"] = self.known_cosine
         if self.instruction is not None:
             found["instruction.patches"] = self.instruction.patches
         for name, tensor in found.items():
@@ -100,15 +104,20 @@ class VisualTokens:
         return self.features.shape[1]
 
     @cached_property
+    def norm(self) -> Tensor:
+        """``(B, N, 1)`` length of each token, in the features' own dtype."""
+        norm: Tensor = self.features.norm(dim=-1, keepdim=True)
+        return norm
+
+    @cached_property
     def unit(self) -> Tensor:
         """``(B, N, D)`` float32 directions: divided by the norm in the features' own dtype.
 
         The division happens before the cast because the published policies do it so, and in
         half precision the order changes which token wins. A zero row stays zero.
         """
-        norm = self.features.norm(dim=-1, keepdim=True)
         tiny = torch.finfo(self.features.dtype).tiny
-        unit: Tensor = self.features / norm.clamp_min(tiny)
+        unit: Tensor = self.features / self.norm.clamp_min(tiny)
         return unit.float()
 
     @cached_property
@@ -122,6 +131,8 @@ class VisualTokens:
     @cached_property
     def cosine(self) -> Tensor:
         """``(B, N, N)`` cosines between all tokens of each image."""
+        if self.known_cosine is not None:
+            return self.known_cosine
         return self.unit @ self.unit.transpose(1, 2)
 
     def by_tile(self, values: Tensor) -> Tensor:

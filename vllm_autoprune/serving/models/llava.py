@@ -20,7 +20,7 @@ from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.processor import pruned_factories
 from vllm_autoprune.serving.prune import FallbackMeter
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
-from vllm_autoprune.tpdsl.tokens import Grid
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -100,6 +100,7 @@ class LlavaVision:
                 projected[i].clone(),
                 None if attention is None else attention[i].clone(),
                 None if patches is None else patches[i].clone(),
+                VisualTokens(projected[i : i + 1], self.grid).cosine[0],
             )
             for i in range(len(pixels))
         ]
