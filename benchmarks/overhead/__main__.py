@@ -18,7 +18,7 @@ from benchmarks.minillava.split import CLIP, LLAVA
 from benchmarks.overhead.report import ORDER, Section, markdown, write
 from benchmarks.overhead.setting import Setting
 
-LAYERS = 8
+LAYERS = 16
 
 
 def parser() -> argparse.ArgumentParser:
