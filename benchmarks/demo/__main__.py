@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from benchmarks.demo.show import demo
 
-        demo(options, stopper.guard)
+        demo(options, stopper)
     except BaseException as error:
         # Whatever was interrupted may have raised something else on the way out.
         if stopper.signum:

@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from benchmarks.demo.cost import kv_layout, visual_tokens
 from benchmarks.demo.failure import not_started
 from benchmarks.demo.progress import Progress
 from benchmarks.demo.results import Results, control, row
+from benchmarks.demo.stop import Stopper
 from benchmarks.minillava.split import LEARNT_KINDS, Example, evaluation_split
 from benchmarks.server import ServerDied, serve
 
@@ -34,9 +35,6 @@ COMMON_FLAGS = (
     "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
 )  # fmt: skip
 """Of both servers. Prefix caching is off: a hit would be taken for a fast prefill."""
-
-Guard = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes sure that what is started within is ended when the demo is stopped."""
 
 _ASKED, _TIMED = "asked", "timed"
 
@@ -97,20 +95,19 @@ def questions(scenes: int, rounds: int) -> Questions:
 
 
 def measure(
-    setting: Setting, progress: Progress, guard: Guard
+    setting: Setting, progress: Progress, stopper: Stopper
 ) -> tuple[Results, Questions, Measured]:
-    """Both servers, one after the other, each within ``guard()``."""
+    """Both servers, one after the other; none is left behind when the demo is stopped."""
     setting.out.mkdir(parents=True, exist_ok=True)
     tokens, layout = visual_tokens(setting.model), kv_layout(setting.model)
     with progress.stage("draw scenes"):
         asked = questions(setting.scenes, setting.rounds)
     kept = everything_kept(tokens)
-    with guard():
-        stock = _serve_and_ask(setting, "stock", (), asked, (FULL,), (FULL,), progress)
-    with guard():
-        pruned = _serve_and_ask(
-            setting, "pruned", setting.pruning_flags, asked, PRUNED, (*PRUNED, kept), progress
-        )
+    with stopper.guard():
+        stock = _serve_and_ask(setting, "stock", (), asked, (FULL,), (FULL,), progress, stopper)
+    with stopper.guard():
+        flags, timed = setting.pruning_flags, (*PRUNED, kept)
+        pruned = _serve_and_ask(setting, "pruned", flags, asked, PRUNED, timed, progress, stopper)
     measured = Measured(stock.answers | pruned.answers, stock.timings | pruned.timings)
     rows = tuple(
         row(c, asked.examples, measured.answers[c], measured.timings[c], layout)
@@ -136,6 +133,7 @@ def _serve_and_ask(
     scored: Sequence[Configuration],
     timed: Sequence[Configuration],
     progress: Progress,
+    stopper: Stopper,
 ) -> Measured:
     log = setting.out / f"{name}.log"
     with contextlib.ExitStack() as stack:
@@ -144,7 +142,8 @@ def _serve_and_ask(
                 server = stack.enter_context(serve(setting.model, *COMMON_FLAGS, *flags, log=log))
             except ServerDied:
                 raise not_started(log) from None
-        return asyncio.run(ask_everything(server.url, name, asked, scored, timed, progress))
+        asking = ask_everything(server.url, name, asked, scored, timed, progress)
+        return asyncio.run(stopper.cancellable(asking))
 
 
 async def ask_everything(

@@ -16,15 +16,16 @@ from rich.padding import Padding
 
 from benchmarks.demo.example import Drawn, draw_example
 from benchmarks.demo.failure import DemoError
-from benchmarks.demo.measure import Guard, Setting, measure
+from benchmarks.demo.measure import Setting, measure
 from benchmarks.demo.progress import progress_on
 from benchmarks.demo.results import Results
+from benchmarks.demo.stop import Stopper
 from benchmarks.demo.table import markdown, notes, terminal
 from benchmarks.minillava.split import CLIP, LLAVA
 
 
-def demo(options: argparse.Namespace, guard: Guard) -> None:
-    """The whole demo; servers run within ``guard()``."""
+def demo(options: argparse.Namespace, stopper: Stopper) -> None:
+    """The whole demo."""
     start = time.monotonic()
     # Spinning helpers of the client would take the cores from the server that is measured.
     torch.set_num_threads(1)
@@ -40,7 +41,7 @@ def demo(options: argparse.Namespace, guard: Guard) -> None:
         if not (checkpoint / "model.safetensors").is_file():
             raise DemoError(f"{checkpoint} holds no checkpoint (model.safetensors)")
     progress = progress_on(Console(stderr=True))
-    results, questions, measured = measure(setting, progress, guard)
+    results, questions, measured = measure(setting, progress, stopper)
     with progress.stage("picture"):
         drawn = draw_example(setting, questions, measured)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)
