@@ -105,7 +105,12 @@ def serve(
         )
         stack.callback(_end, process)
         server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
-        _await_health(server, patience)
+        try:
+            _await_health(server, patience)
+        except BaseException:
+            # vLLM does not hear SIGTERM while it starts, and has nothing to finish yet.
+            _end(process, grace=2.0)
+            raise
         yield server
 
 
@@ -128,17 +133,17 @@ def _await_health(server: Server, patience: float) -> None:
     raise ServerDied(f"vllm serve was not ready after {patience:.0f} s:\n{tail}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
     """End the whole process group: politely, then for good; a further Ctrl-C has to wait."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        _end_group(process)
+        _end_group(process, grace)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    for sent, wait in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
+def _end_group(process: subprocess.Popen[bytes], grace: float) -> None:
+    for sent, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sent)
         deadline = time.monotonic() + wait
