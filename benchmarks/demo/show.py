@@ -65,7 +65,9 @@ def _as_json(results: Results, drawn: Drawn) -> str:
 def _tell(results: Results, drawn: Drawn) -> None:
     console = Console()
     if console.is_terminal:
-        console.print(terminal(results), Padding(f"[bold]{results.verdict()}[/]", (1, 0)))
+        console.print(
+            "", terminal(results, console.width), Padding(f"[bold]{results.verdict()}[/]", (1, 0))
+        )
         for note in notes(results):
             console.print(Padding(f"• {note}", (0, 0, 0, 2)), style="dim", highlight=False)
     else:

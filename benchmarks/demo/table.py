@@ -5,6 +5,7 @@ Knows nothing about how the figures came about.
 
 from __future__ import annotations
 
+from rich.box import HORIZONTALS
 from rich.table import Table
 
 from benchmarks.demo.configurations import NAMES
@@ -14,11 +15,13 @@ COLUMNS = (
     "K", "tokens chosen by", "accuracy %", "accuracy+ %",
     "prompt tokens", "KV bytes", "TTFT ms", "request ms",
 )  # fmt: skip
+_WIDE = 116
 
 
-def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
+def cells(row: Row, visual_tokens: int, quartiles: bool = True) -> tuple[str, ...]:
     """The columns of one row, as text."""
     budget = row.configuration.budget
+    took = [times(s) if quartiles else f"{s.median:.1f}" for s in (row.ttft, row.total)]
     return (
         str(visual_tokens if budget is None else budget),
         NAMES[row.configuration.keep],
@@ -26,8 +29,7 @@ def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
         f"{100 * row.accuracy_plus:.1f}",
         f"{row.prompt_tokens:.1f}",
         f"{row.kv_bytes:,.0f}",
-        times(row.ttft),
-        times(row.total),
+        *took,
     )
 
 
@@ -45,18 +47,20 @@ def markdown(results: Results) -> str:
     )
 
 
-def terminal(results: Results) -> Table:
-    """The table for `rich`, with a rule between budgets."""
-    table = Table(title="mini-LLaVA, stock and pruned", title_justify="left", pad_edge=False)
+def terminal(results: Results, width: int) -> Table:
+    """The table for `rich`, with a rule between budgets; only medians where it gets narrow."""
+    wide = width >= _WIDE
+    table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
+        header = name if wide else name.replace(" ", "\n", 1)
+        table.add_column(header, justify="left" if number == 1 else "right", no_wrap=True)
     budget = results.rows[0].configuration.budget
     for row in results.rows:
         if row.configuration.budget != budget:
             table.add_section()
             budget = row.configuration.budget
-        random = row.configuration.keep == "random"
-        table.add_row(*cells(row, results.visual_tokens), style="dim" if random else None)
+        style = "dim" if row.configuration.keep == "random" else None
+        table.add_row(*cells(row, results.visual_tokens, quartiles=wide), style=style)
     return table
 
 

@@ -138,13 +138,17 @@ def test_markdown_has_a_line_for_every_row(results: Results) -> None:
     assert any("24 questions on 2 scenes" in line for line in lines)
 
 
-def test_the_terminal_table_has_the_same_rows(results: Results) -> None:
-    console = Console(file=io.StringIO(), width=160, record=True)
-    console.print(terminal(results))
+@pytest.mark.parametrize("width", [80, 116])
+def test_nothing_is_cut_off_on_the_terminal(results: Results, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    table = terminal(results, width)
+    console.print(table)
 
     text = console.export_text()
-    assert terminal(results).row_count == 13
-    assert all(name in text for name in (*COLUMNS, "shipped state", "100.0 ± 6.9"))
+    assert table.row_count == 13 and "…" not in text
+    assert all(word in text for name in COLUMNS for word in name.split())
+    assert "shipped state" in text and "100.0 ± 6.9" in text
+    assert ("–" in text) == (width == 116)  # quartiles only where there is room
 
 
 def test_results_are_plain_data(results: Results) -> None:
