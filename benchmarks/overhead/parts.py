@@ -10,6 +10,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -88,8 +89,11 @@ def _worker(clip: Path) -> Mapping[str, Work]:
     def select(instruction: Instruction) -> object:
         return refine(policy, VisualTokens(features, Grid(SIDE, SIDE), attention, instruction))
 
+    # Never the same words twice: the tower remembers pooled texts.
+    fresh = count(1)
+
     return {
-        "worker: text tower": lambda: tower.instructions([ids]),
+        "worker: text tower": lambda: tower.instructions([(*ids[:-1], next(fresh), ids[-1])]),
         "worker: selection, relevance by the text tower": lambda: select(
             Instruction(patches, text, used, -1)
         ),
