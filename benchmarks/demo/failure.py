@@ -10,6 +10,8 @@ from pathlib import Path
 
 from openai import APIConnectionError, APIError
 
+from vllm_autoprune import AutopruneError
+
 
 class DemoError(Exception):
     """Something that the caller can mend; the message says what."""
@@ -25,6 +27,8 @@ def one_line(error: BaseException) -> str:
         return f"the server refused a question: {error.message}"
     if isinstance(error, DemoError):
         return str(error)
+    if isinstance(error, AutopruneError):
+        return " ".join(str(error).split())
     return f"{type(error).__name__}: {error}"
 
 

@@ -22,6 +22,7 @@ from benchmarks.demo.results import Results
 from benchmarks.demo.stop import Stopper
 from benchmarks.demo.table import markdown, notes, terminal
 from benchmarks.minillava.split import CLIP, LLAVA
+from vllm_autoprune import load_state
 
 
 def demo(options: argparse.Namespace, stopper: Stopper) -> None:
@@ -40,6 +41,7 @@ def demo(options: argparse.Namespace, stopper: Stopper) -> None:
     for checkpoint in (setting.model, setting.text_tower):
         if not (checkpoint / "model.safetensors").is_file():
             raise DemoError(f"{checkpoint} holds no checkpoint (model.safetensors)")
+    load_state(setting.state)  # a state that cannot be served fails here, not after a minute
     progress = progress_on(Console(stderr=True))
     results, questions, measured = measure(setting, progress, stopper)
     with progress.stage("picture"):

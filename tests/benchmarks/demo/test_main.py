@@ -33,6 +33,26 @@ def test_a_folder_without_a_checkpoint_is_told_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_state_that_does_not_load_is_told_before_a_server_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    asked = [
+        "--model",
+        str(tmp_path),
+        "--text-tower",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+
+    assert main([*asked, "--state", "nosuch"]) == 1
+
+    told = capsys.readouterr().err
+    assert told.startswith("demo: ") and "nosuch" in told and told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("wrong", [["--scenes", "0"], ["--scenes", "x"], ["--rounds", "1"]])
 def test_numbers_out_of_range_are_refused(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
