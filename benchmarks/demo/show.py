@@ -77,7 +77,7 @@ def _tell(results: Results, drawn: Drawn) -> None:
     checked = "as served" if drawn.agrees else f"served otherwise: {drawn.served}"
     console.print(
         f"\npicture: {drawn.path} (answers {checked}; patches recomputed with transformers, whose "
-        f"rounding may\nkeep another of the least relevant ones); {results.seconds:.0f} s in all",
+        f"rounding may\nkeep a few others); {results.seconds:.0f} s in all",
         highlight=False,
         markup=False,
         soft_wrap=True,
