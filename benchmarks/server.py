@@ -86,7 +86,8 @@ def serve(
     """Serve ``model`` until the block ends, however it ends.
 
     The server gets a process group of its own, which is ended as a whole; on Linux it is
-    also told to end when this process is killed, which vLLM ignores while it starts. Raises :class:`ServerDied` where it does not come up.
+    also told to end when this process is killed, which vLLM ignores while it starts.
+    Raises :class:`ServerDied` where it does not come up.
     """
     port = free_port()
     with contextlib.ExitStack() as stack:
