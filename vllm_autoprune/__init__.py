@@ -16,8 +16,9 @@ from vllm_autoprune.errors import (
 from vllm_autoprune.tpdsl.check import safety_check
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.outcome import Refined
 from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.safety import Refined, SafetyRecord
+from vllm_autoprune.tpdsl.safety import SafetyRecord
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 

@@ -123,17 +123,18 @@ def _tokens(signals: Signals, sign: int) -> VisualTokens:
 
 def keep_cdpruner(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
     """CDPruner with the sign that the tower's description states."""
-    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, signals.sign), count)
+    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, signals.sign), count).picks
 
 
 def keep_flipped(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
     """CDPruner with the wrong sign, to show that the sign matters."""
-    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, -signals.sign), count)
+    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, -signals.sign), count).picks
 
 
 def keep_farthest(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
     """Farthest points among the projected features (DivPrune); blind to the question."""
-    return divprune(DivPruneParams(tile_scope="per_tile"), _tokens(signals, signals.sign), count)
+    tokens = _tokens(signals, signals.sign)
+    return divprune(DivPruneParams(tile_scope="per_tile"), tokens, count).picks
 
 
 def keep_oracle(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:

@@ -9,10 +9,18 @@ from torch import Tensor
 from tests.golden.case import Case, load, names
 from tests.tpdsl.samples import images, plain, take, with_relevance
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.base_policies.cdpruner import CDPrunerParams, cdpruner
+from vllm_autoprune.base_policies import cdpruner as under_test
+from vllm_autoprune.base_policies.cdpruner import CDPrunerParams
 from vllm_autoprune.tpdsl.budget import split_over_tiles
 
 AS_PUBLISHED = CDPrunerParams(theta=None)
+
+
+def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Tensor:
+    """The picks: CDPruner merges nothing."""
+    found = under_test.cdpruner(params, tokens, budget)
+    assert found.merged is None and found.extra is None
+    return found.picks
 
 
 def relevance_of(tokens: VisualTokens) -> Tensor:

@@ -6,11 +6,19 @@ from torch import Tensor
 
 from tests.golden.case import load, names
 from tests.tpdsl.samples import images, plain, take
-from vllm_autoprune import Grid
-from vllm_autoprune.base_policies.divprune import DivPruneParams, divprune
+from vllm_autoprune import Grid, VisualTokens
+from vllm_autoprune.base_policies import divprune as under_test
+from vllm_autoprune.base_policies.divprune import DivPruneParams
 
 PER_TILE = DivPruneParams(tile_scope="per_tile")
 GLOBAL = DivPruneParams(tile_scope="global")
+
+
+def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Tensor:
+    """The picks: DivPrune merges nothing."""
+    found = under_test.divprune(params, tokens, budget)
+    assert found.merged is None and found.extra is None
+    return found.picks
 
 
 def published(features: Tensor, k: int) -> list[int]:

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from vllm_autoprune import VisualTokens
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, base_policy
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    BasePolicyParams,
+    Reference,
+    base_policy,
+)
 from vllm_autoprune.tpdsl.state import known_base_policies
 
 
@@ -25,9 +29,9 @@ def test_each_says_in_one_line_what_it_does_and_what_its_parameters_mean(name: s
 
 
 def test_a_name_is_taken_once() -> None:
-    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
+    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
         """Another policy of the same name."""
-        return torch.zeros(tokens.batch, budget, dtype=torch.int64)
+        return Reference(torch.zeros(tokens.batch, budget, dtype=torch.int64))
 
     with pytest.raises(ValueError, match="'divprune' is declared twice"):
         base_policy(BasePolicyParams)(divprune)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm_autoprune.serving import batch, prune
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.safety import Refined
+from vllm_autoprune.tpdsl.outcome import Chosen, Refined
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -48,9 +48,9 @@ def watch(tower: nn.Module | None = None) -> Watch:
             seen.kept[plan] = row
         return refined
 
-    def agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Refined:
-        seen.before_broadcast.append(refined.indices.tolist())
-        return agree(policy, tokens, refined)
+    def agreed(chosen: Chosen) -> Chosen:
+        seen.before_broadcast.append(chosen.indices.tolist())
+        return agree(chosen)
 
     from vllm_autoprune.serving.models import llava
 

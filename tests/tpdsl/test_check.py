@@ -21,7 +21,7 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.tpdsl import check
 from vllm_autoprune.tpdsl.atom import ATOMS
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Reference
 from vllm_autoprune.tpdsl.check import synthetic_probes
 from vllm_autoprune.tpdsl.load import shipped_states
 from vllm_autoprune.tpdsl.safety import VERDICTS
@@ -42,7 +42,10 @@ def details(record: SafetyRecord) -> dict[str, str]:
 def replace_base(
     monkeypatch: pytest.MonkeyPatch, select: Callable[[object, VisualTokens, int], Tensor]
 ) -> None:
-    broken = dataclasses.replace(BASE_POLICIES["cdpruner"], function=select)
+    def selects(params: object, tokens: VisualTokens, budget: int) -> Reference:
+        return Reference(select(params, tokens, budget))
+
+    broken = dataclasses.replace(BASE_POLICIES["cdpruner"], function=selects)
     monkeypatch.setitem(BASE_POLICIES, "cdpruner", broken)
 
 
@@ -111,7 +114,9 @@ class TestVerdicts:
         )
         record = safety_check(materialize(state(), 4))
         assert failed(record) == ["exact_count", "valid_indices"]
-        assert details(record)["exact_count"] == f"indices (2, {count}), K = 4"
+        assert details(record)["exact_count"] == (
+            f"2 images of {count} tokens and 0 further rows, K = 4"
+        )
         assert details(record)["valid_indices"] == "not looked at: the count is wrong"
 
     @pytest.mark.parametrize(
@@ -193,7 +198,7 @@ class TestVerdicts:
         assert failed(safety_check(materialize(thrice, 4), [images(1)])) == ["determinism"]
 
     def test_a_state_cannot_leave_a_check_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        replace_outcome(monkeypatch, lambda found: {"indices": found.indices.flip(1)})
+        replace_outcome(monkeypatch, lambda found: {"indices": found.indices[:, :1].expand(-1, 4)})
         lax = materialize(state({"/safety": ["fallback_to_selection"]}), 4)
         assert failed(safety_check(lax)) == ["valid_indices"]
 
@@ -213,7 +218,8 @@ class TestBrokenBasePolicies:
 
     def test_too_few_picks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replace_base(monkeypatch, lambda *_: torch.arange(3).expand(2, -1))
-        assert failed(safety_check(materialize(state(), 4))) == list(VERDICTS)
+        record = safety_check(materialize(state(), 4))
+        assert failed(record) == ["exact_count", "valid_indices", "shapes"]
 
     def test_picks_out_of_range(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replace_base(monkeypatch, lambda *_: torch.arange(10**6, 10**6 + 4).expand(2, -1))

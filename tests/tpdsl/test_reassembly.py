@@ -2,15 +2,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.tpdsl.samples import call, images, plain
-from vllm_autoprune.tpdsl.reassembly import gather_rows, run_reassembly
+from vllm_autoprune.tpdsl import reassembly
+from vllm_autoprune.tpdsl.atom import AtomCall
+from vllm_autoprune.tpdsl.base_policy import Reference
+from vllm_autoprune.tpdsl.outcome import Chosen
+from vllm_autoprune.tpdsl.reassembly import gather_rows
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 KEPT = torch.tensor([[0, 3]])
 # Tokens 1 and 2 point as 0 does and token 4 as 3 does; 5 is as near to one as to the other.
 TOKENS = plain(
     torch.tensor([[4.0, 0.0], [2.0, 0.0], [8.0, 2.0], [0.0, 4.0], [2.0, 10.0], [3.0, 3.0]])
 )
+
+
+def run_reassembly(atom: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
+    """Rows of these tokens, as if nothing had been merged into them."""
+    whole = torch.zeros(tokens.batch, dtype=torch.uint8)
+    return reassembly.run_reassembly(atom, tokens, Chosen(indices, Reference(indices), whole))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

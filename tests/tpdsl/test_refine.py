@@ -119,7 +119,7 @@ def test_every_policy_keeps_its_promises(
         assert torch.equal(found.features, gather_rows(tokens.features, found.indices))
     assert torch.equal(
         found.reference,
-        policy.base.select(policy.state.base_policy.params, tokens, budget),
+        policy.base.select(policy.state.base_policy.params, tokens, budget).picks,
     )
     again = refine(policy, images(seed, grid=grid, dtype=dtype, clusters=clusters, noise=noise))
     assert same(found, again, (slice(None), slice(None)))

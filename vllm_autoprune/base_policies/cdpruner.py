@@ -10,10 +10,9 @@ paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles
 from __future__ import annotations
 
 from pydantic import Field
-from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, base_policy
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
 from vllm_autoprune.tpdsl.budget import split_over_tiles
 from vllm_autoprune.tpdsl.kernels import sharpen
 from vllm_autoprune.tpdsl.numerics import normalise
@@ -31,11 +30,11 @@ class CDPrunerParams(BasePolicyParams):
 
 
 @base_policy(CDPrunerParams, needs=frozenset({"instruction"}))
-def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Tensor:
+def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Reference:
     """Greedy MAP on L = diag(r) S diag(r), tile by tile; r is relevance over all tiles."""
     instruction = tokens.require_instruction()
     r = normalise(instruction.sign * relevance(instruction), offset=1e-6)
     r = tokens.by_tile(sharpen(r, params.theta))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = greedy_map(tokens.tile_cosine, r, shares[0])
-    return join_tiles(picks, tokens, shares)
+    return Reference(join_tiles(picks, tokens, shares))

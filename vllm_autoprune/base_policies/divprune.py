@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, base_policy
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
 from vllm_autoprune.tpdsl.budget import split_over_tiles
 from vllm_autoprune.tpdsl.tiles import join_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -29,12 +29,13 @@ class DivPruneParams(BasePolicyParams):
 
 
 @base_policy(DivPruneParams)
-def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Tensor:
+def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Reference:
     """Max-min cosine distance, begun at the token farthest from its nearest neighbour."""
     if params.tile_scope == "global":
-        return _spread(tokens.features, budget)
+        return Reference(_spread(tokens.features, budget))
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    return join_tiles(_spread(tokens.by_tile(tokens.features), shares[0]), tokens, shares)
+    picks = _spread(tokens.by_tile(tokens.features), shares[0])
+    return Reference(join_tiles(picks, tokens, shares))
 
 
 def _spread(features: Tensor, count: int) -> Tensor:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.outcome import FALLBACKS, Chosen, Refined
 from vllm_autoprune.tpdsl.refine import (
+    assemble,
+    choose,
+    everything,
     keep_evenly,
     keep_reference,
     keep_these,
-    reassemble,
-    refine,
 )
-from vllm_autoprune.tpdsl.safety import FALLBACKS, Refined
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 logger = logging.getLogger("vllm.autoprune")
@@ -71,7 +73,10 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
     The policy, then its base policy's selection, then an even spread: the last reads nothing.
     """
     try:
-        refined = refine(policy, tokens)
+        if policy.budget >= tokens.count:
+            refined = everything(tokens)
+        else:
+            refined = assemble(policy, tokens, _agreed(choose(policy, tokens)))
     except Exception as error:  # whatever a policy does, the engine has to live
         meter.error(error)
         try:
@@ -80,7 +85,7 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
             meter.error(second)
             refined = keep_evenly(policy.budget, tokens)
     meter.add(refined.fallback)
-    return _agreed(policy, tokens, refined)
+    return refined
 
 
 def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[tuple[int, int]]) -> Refined:
@@ -95,7 +100,7 @@ def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[tuple[int, 
     return keep_these(tokens, torch.stack(picks).to(tokens.features.device))
 
 
-def _agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Refined:
+def _agreed(chosen: Chosen) -> Chosen:
     """All tensor-parallel ranks keep what rank 0 keeps.
 
     Inputs are bit-equal on all ranks and so are the choices; but ranks that disagreed would
@@ -104,13 +109,8 @@ def _agreed(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> Re
     from vllm.distributed import get_tp_group, model_parallel_is_initialized
 
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return refined
-    if policy.budget >= tokens.count:
-        return refined
-    chosen = torch.cat([refined.indices, refined.fallback[:, None].to(torch.int64)], dim=1)
-    chosen = get_tp_group().broadcast(chosen, src=0)
-    indices, fallback = chosen[:, :-1].contiguous(), chosen[:, -1].to(torch.uint8)
-    features = reassemble(policy, tokens, indices, fallback)
-    return Refined(
-        features, indices, refined.reference, refined.exchanged, fallback, refined.quality
-    )
+        return chosen
+    told = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
+    told = get_tp_group().broadcast(told, src=0)
+    indices, fallback = told[:, :-1].contiguous(), told[:, -1].to(torch.uint8)
+    return replace(chosen, indices=indices, fallback=fallback)

@@ -34,8 +34,47 @@ class BasePolicyCall(BaseModel):
 
 P = TypeVar("P", bound=BasePolicyParams)
 
-Select = Callable[[P, VisualTokens, int], Tensor]
-"""(params, tokens, K) -> the reference selection in pick order, ``(B, K)`` int64, unique rows."""
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Reference selection T_P of B images: K = P + E rows, each image the same P and E.
+
+    picks ``(B, P)`` int64 in pick order, unique in each row; merged ``(B, P, D)`` are the picks'
+    rows where the policy merges others into them, None where they stay as they are; extra
+    ``(B, E, D)`` are rows that stand for no single token (a mean of the rest, say): they come
+    last and are never exchanged.
+    """
+
+    picks: Tensor
+    merged: Tensor | None = None
+    extra: Tensor | None = None
+
+    def rows(self, tokens: VisualTokens) -> Tensor:
+        """``(B, N, D)``: every token's row, a pick's with what was merged into it."""
+        if self.merged is None:
+            return tokens.features
+        where = self.picks[:, :, None].expand_as(self.merged)
+        return tokens.features.scatter(1, where, self.merged.to(tokens.features.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """What a method's published code returns: its own count and order of rows, image by image.
+
+    indices: ``(n_i,)`` int64 each, -1 for a row that stands for no single token; features:
+    ``(n_i, Dv)`` each, at the level where the method works (before the projector for merging
+    methods), or None where it only selects.
+    """
+
+    indices: tuple[Tensor, ...]
+    features: tuple[Tensor, ...] | None = None
+
+
+Select = Callable[[P, VisualTokens, int], Reference]
+"""(params, tokens, K) -> exactly K rows an image; needs K < N."""
+
+RunNative = Callable[[P, VisualTokens, int], Native]
+"""(params, tokens, K) -> what the published code makes of it, which need not be K rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +85,33 @@ class BasePolicy:
     call: type[BasePolicyCall]
     needs: frozenset[Need]
     doc: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Reference]
+    published: Callable[..., Native] | None = None
 
-    def select(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
-        """The reference selection T_P, ``(B, K)`` in pick order; needs K <= N."""
+    def select(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+        """The reference selection T_P, exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
+
+    def native(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Native:
+        """What the method's published code returns, where that differs from exactly K rows."""
+        if self.published is not None:
+            return self.published(params, tokens, budget)
+        return Native(tuple(self.select(params, tokens, budget).picks))
 
 
 BASE_POLICIES: dict[str, BasePolicy] = {}
 
 
 def base_policy(
-    params: type[P], *, needs: frozenset[Need] = frozenset()
+    params: type[P],
+    *,
+    needs: frozenset[Need] = frozenset(),
+    native: RunNative[P] | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
-    """Enter the decorated function as the base policy of its own name."""
+    """Enter the decorated function as the base policy of its own name.
+
+    ``native`` is the method as published, where it returns something else than K picks.
+    """
 
     def enter(function: Select[P]) -> Select[P]:
         name = function.__name__
@@ -73,7 +125,7 @@ def base_policy(
             name=(literal(name), ...),
             params=(params, params()),
         )
-        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function)
+        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native)
         return function
 
     return enter

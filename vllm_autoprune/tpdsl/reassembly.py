@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.numerics import mask_of
+from vllm_autoprune.tpdsl.outcome import Chosen
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -33,9 +34,10 @@ def gather_rows(features: Tensor, indices: Tensor) -> Tensor:
 
 
 @atom("reassembly", ResidualReassembly)
-def mean_residual(call: ResidualReassembly, tokens: VisualTokens, indices: Tensor) -> Tensor:
+def mean_residual(call: ResidualReassembly, tokens: VisualTokens, chosen: Chosen) -> Tensor:
     """Add to each kept token the mean residual of the discarded tokens nearest to it."""
-    anchors = gather_rows(tokens.features, indices)
+    indices = chosen.indices
+    anchors = gather_rows(chosen.reference.rows(tokens), indices)
     if call.strength == 0.0:
         return anchors
     kept = mask_of(indices, tokens.count)
@@ -49,8 +51,8 @@ def mean_residual(call: ResidualReassembly, tokens: VisualTokens, indices: Tenso
     return (anchors.float() + call.strength * residual).to(anchors.dtype)
 
 
-def run_reassembly(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
-    """Features ``(B, K, D)`` of the kept tokens, in the order of ``indices``."""
-    features = ATOMS.of(call).function(call, tokens, indices)
+def run_reassembly(call: AtomCall, tokens: VisualTokens, chosen: Chosen) -> Tensor:
+    """Rows ``(B, P, D)`` of the kept tokens, in the order of ``chosen.indices``."""
+    features = ATOMS.of(call).function(call, tokens, chosen)
     assert isinstance(features, Tensor)
     return features

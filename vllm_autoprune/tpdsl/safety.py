@@ -11,36 +11,15 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from vllm_autoprune.tpdsl.atom import AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.numerics import mask_of
+from vllm_autoprune.tpdsl.outcome import Refined
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 SafetyCall = Annotated[AtomCall, OneOf("safety_checks", bare=True)]
 
 VERDICTS = ("exact_count", "valid_indices", "finite_scores", "shapes", "determinism")
-
-
-@dataclass(frozen=True, slots=True)
-class Refined:
-    """What a policy makes of B images.
-
-    features ``(B, K, D)``; indices ``(B, K)`` ascending; reference ``(B, K)`` in pick order;
-    exchanged ``(B,)`` replaced reference tokens; fallback ``(B,)`` uint8, see :data:`FALLBACKS`;
-    quality ``(B, N)`` g, or None where the state never scores.
-    """
-
-    features: Tensor
-    indices: Tensor
-    reference: Tensor
-    exchanged: Tensor
-    fallback: Tensor
-    quality: Tensor | None
-
-
-FALLBACKS = ("none", "reference", "uniform")
-"""Meaning of :attr:`Refined.fallback`: the state held, its scores failed, its base failed too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +68,20 @@ def preserve_budget(
 ) -> tuple[Verdict, ...]:
     """Exactly K unique in-range indices, at least r_min of the reference, at most q_e swaps."""
     run = runs[0]
-    shape = tuple(run.indices.shape)
-    counted = shape == (tokens.batch, want.budget)
-    count = Verdict("exact_count", counted, f"indices {shape}, K = {want.budget}")
+    images, picked = run.indices.shape
+    counted = (images, picked + run.extra) == (tokens.batch, want.budget) and picked > 0
+    told = f"{images} images of {picked} tokens and {run.extra} further rows, K = {want.budget}"
+    count = Verdict("exact_count", counted, told)
     if not counted:
         return (count, Verdict("valid_indices", False, "not looked at: the count is wrong"))
     inside = bool(((run.indices >= 0) & (run.indices < tokens.count)).all())
-    ascending = bool((run.indices.diff(dim=1) > 0).all())
+    unique = bool((run.indices.sort(dim=1).values.diff(dim=1) > 0).all())
     distinct = bool((run.reference.sort(dim=1).values.diff(dim=1) > 0).all())
-    detail = f"in range: {inside}, unique and ascending: {ascending}, reference unique: {distinct}"
-    ok = inside and ascending and distinct
+    detail = f"in range: {inside}, unique: {unique}, reference unique: {distinct}"
+    ok = inside and unique and distinct
     if ok:
         member = mask_of(run.indices, tokens.count)
-        kept = int(member.gather(1, run.reference).sum(dim=1).min())
+        kept = int(member.gather(1, run.reference).sum(dim=1).min()) + run.extra
         detail += f", reference tokens kept: {kept} of at least {want.r_min}"
         ok = kept >= want.r_min and want.budget - kept <= want.quota
     return (count, Verdict("valid_indices", ok, detail))

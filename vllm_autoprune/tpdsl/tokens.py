@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.tpdsl.language import LanguagePrefix
+from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
 
-Need = Literal["cls_attention", "instruction"]
-"""An input that costs something to compute, so it is made only for states that read it."""
+Need = Literal["cls_attention", "instruction", "tower", "next_layer", "language"]
+"""An input that costs something to compute, so it is made only for states that read it.
+
+``tower`` is :attr:`VisualTokens.tower`, ``next_layer`` its field of that name as well.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class VisualTokens:
     features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
     vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is :attr:`cosine`
     where it was made before: it depends on the image alone, and costs half of a selection.
+    tower and language are what some base policies read beyond the projected tokens.
     """
 
     features: Tensor
@@ -69,6 +75,8 @@ class VisualTokens:
     cls_attention: Tensor | None = None
     instruction: Instruction | None = None
     known_cosine: Tensor | None = None
+    tower: TowerStates | None = None
+    language: LanguagePrefix | None = None
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3:
@@ -81,11 +89,12 @@ class VisualTokens:
                 f"features hold N = {tokens} tokens but the grid {self.grid.height} x "
                 f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
             )
-        found = {"cls_attention": self.cls_attention}
-        if self.known_cosine is not None:
-            found["known_cosine"] = self.known_cosine
+        found = {"cls_attention": self.cls_attention, "known_cosine": self.known_cosine}
         if self.instruction is not None:
             found["instruction.patches"] = self.instruction.patches
+        if self.tower is not None:
+            found["tower.patches"] = self.tower.patches
+            found["tower.keys"] = self.tower.keys
         for name, tensor in found.items():
             if tensor is not None and tensor.shape[:2] != (batch, tokens):
                 raise SelectionError(
@@ -146,8 +155,37 @@ class VisualTokens:
     def require_instruction(self) -> Instruction:
         """The instruction record, or an error that says which input is missing."""
         if self.instruction is None:
-            raise SelectionError(
-                "this policy reads the instruction, but VisualTokens.instruction is None: fill it "
-                "(policy.needs lists what a policy reads)"
-            )
+            raise _missing("the instruction", "instruction")
         return self.instruction
+
+    def require_cls_attention(self) -> Tensor:
+        """``(B, N)`` attention that [CLS] pays, or an error that says it is missing."""
+        if self.cls_attention is None:
+            raise _missing("the attention of [CLS]", "cls_attention")
+        return self.cls_attention
+
+    def require_tower(self) -> TowerStates:
+        """The vision tower's states, or an error that says they are missing."""
+        if self.tower is None:
+            raise _missing("the vision tower's states", "tower")
+        return self.tower
+
+    def require_next_layer(self) -> NextLayer:
+        """The layer after the one that the model reads, or an error that says it is missing."""
+        following = self.require_tower().next_layer
+        if following is None:
+            raise _missing("the vision tower's next layer", "tower.next_layer")
+        return following
+
+    def require_language(self) -> LanguagePrefix:
+        """The language model's first layers, or an error that says they are missing."""
+        if self.language is None:
+            raise _missing("the language model's first layers", "language")
+        return self.language
+
+
+def _missing(what: str, field: str) -> SelectionError:
+    return SelectionError(
+        f"this policy reads {what}, but VisualTokens.{field} is None: fill it "
+        "(policy.needs lists what a policy reads)"
+    )

@@ -16,7 +16,7 @@ from vllm_autoprune.serving.features import ImageFeatures
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, prune
 from vllm_autoprune.serving.relevance import Ids
-from vllm_autoprune.tpdsl.safety import Refined
+from vllm_autoprune.tpdsl.outcome import Refined
 
 GRID = Grid(6, 6)
 N = GRID.tokens
@@ -188,7 +188,7 @@ def test_a_policy_that_raises_still_answers_for_every_image(
     def broken(*_: object) -> Refined:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("vllm_autoprune.serving.prune.refine", broken)
+    monkeypatch.setattr("vllm_autoprune.serving.prune.choose", broken)
     meter = FallbackMeter()
     shown = images(2)
     rows = prune_images(served(), [plan(8), plan(4)], shown, GRID, Space(), meter)

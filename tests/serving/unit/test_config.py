@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.serving.unit.conftest import Registered, TinyClip
 from tests.serving.unit.samples import LLAVA, describe, served, vllm_config
@@ -22,7 +21,7 @@ from vllm_autoprune.serving import compat
 from vllm_autoprune.serving import config as config_module
 from vllm_autoprune.serving.config import ServedState, adopt, resolve, served_state
 from vllm_autoprune.serving.towers import SIGN_KEY, TextTower
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Reference
 from vllm_autoprune.tpdsl.load import shipped_states
 
 MISSING = "atom-that-is-not"
@@ -307,9 +306,9 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A base policy that gives one token twice, which no state can mend."""
     sound = BASE_POLICIES["divprune"]
 
-    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
-        found = sound.select(params, tokens, budget)
-        return torch.cat([found[:, :1], found[:, :-1]], dim=1)
+    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+        found = sound.select(params, tokens, budget).picks
+        return Reference(torch.cat([found[:, :1], found[:, :-1]], dim=1))
 
     monkeypatch.setitem(BASE_POLICIES, "divprune", dataclasses.replace(sound, function=repeats))
 
