@@ -19,11 +19,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where (JSON pointer or flag), what, and the way to mend it."""
+    """One thing that is wrong: where (JSON pointer or flag), what, and the way to mend it.
+
+    ``kind`` is for programs, not for people: problems of a state name the rule that it breaks.
+    """
 
     where: str
     what: str
     mend: str
+    kind: str = ""
 
     def __str__(self) -> str:
         return f"{self.where or '/'}: {self.what} -> {self.mend}"

@@ -9,11 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 # The grammar below is made of what is registered, so the atoms must be declared by now.
+from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy
 from vllm_autoprune.tpdsl.budget import Budget
 from vllm_autoprune.tpdsl.constraints import Selector
@@ -26,6 +28,41 @@ from vllm_autoprune.tpdsl.scoring import Signal
 
 SCHEMA = "autoprune-state/1"
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_ID = "urn:vllm-autoprune:autoprune-state:1"
+
+
+Calls = TypeVar("Calls", bound=tuple[AtomCall, ...])
+
+
+def _each_once(calls: Calls) -> Calls:
+    """Two calls of one check would contradict each other in their parameters."""
+    names = [call.atom for call in calls]
+    for name in names:
+        if names.count(name) > 1:
+            raise PydanticCustomError("repeated", "list {name} once", {"name": name})
+    return calls
+
+
+def _each_once_in_schema(schema: dict[str, JsonValue]) -> None:
+    schema["allOf"] = [
+        {
+            "contains": {
+                "anyOf": [
+                    {"const": name},
+                    {
+                        "type": "object",
+                        "properties": {"atom": {"const": name}},
+                        "required": ["atom"],
+                    },
+                ]
+            },
+            "minContains": 0,
+            "maxContains": 1,
+        }
+        for name in ATOMS.names("safety_checks")
+    ]
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
@@ -34,41 +71,68 @@ class _Part(BaseModel):
 class Scoring(_Part):
     """S: the signals, how they fuse into token quality g, and the similarity kernel."""
 
-    signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)]
-    kernel: SimilarityKernel
-    fusion: Fusion
+    signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)] = (
+        Field(description="what makes a token worth keeping; a signal listed twice counts twice")
+    )
+    kernel: SimilarityKernel = Field(description="what makes two tokens redundant to each other")
+    fusion: Fusion = Field(description="how the signals become one quality per token")
 
 
 class Constraints(_Part):
     """C: the candidate pool and the selector that exchanges within it."""
 
-    pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)]
-    selector: Selector
+    pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
+        description="builders of the candidate pool; each sees what the one before it left"
+    )
+    selector: Selector = Field(description="which reference tokens are exchanged, and how many")
 
 
 class Provenance(_Part):
     """Where a state comes from and what was measured on it; outside the digest."""
 
-    found_by: str = ""
-    evaluated_on: str = ""
-    scores: dict[str, JsonValue] = Field(default_factory=dict)
-    seed: int | None = None
-    notes: str = ""
+    found_by: str = Field(default="", description="who or what made the state")
+    evaluated_on: str = Field(default="", description="data, model and hardware of the scores")
+    scores: dict[str, JsonValue] = Field(
+        default_factory=dict, description="what was measured, by the name of the measure"
+    )
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**63, description="of the search or evaluation; null: none"
+    )
+    notes: str = Field(default="", description="anything else a reader should know")
 
 
 class PruningState(_Part):
     """(pi_P, alpha) with alpha = (B, S, C, R): equation 4 of the paper."""
 
-    model_config = ConfigDict(serialize_by_alias=True, title="vllm-autoprune pruning state")
+    model_config = ConfigDict(
+        serialize_by_alias=True,
+        title="vllm-autoprune pruning state",
+        json_schema_extra={"$schema": _DIALECT, "$id": _ID},
+    )
 
-    schema_version: Literal["autoprune-state/1"] = Field(alias="schema")
-    name: str = Field(min_length=1, max_length=128)
-    base_policy: AnyBasePolicy
-    budget: Budget
+    schema_uri: str = Field(
+        default="",
+        alias="$schema",
+        max_length=2048,
+        exclude_if=lambda uri: not uri,
+        description="address of this JSON Schema, for editors; never opened",
+    )
+    schema_version: Literal["autoprune-state/1"] = Field(
+        alias="schema", description="version of the language"
+    )
+    name: str = Field(min_length=1, max_length=128, description="what logs and tables call it")
+    base_policy: AnyBasePolicy = Field(
+        description="pi_P, the human-designed policy whose selection is refined"
+    )
+    budget: Budget = Field(description="B: tokens one image contributes")
     scoring: Scoring
     constraints: Constraints
-    reassembly: Reassembly
-    safety: Annotated[tuple[SafetyCall, ...], Field(min_length=1, max_length=8, strict=False)]
+    reassembly: Reassembly = Field(description="R: what becomes of the discarded tokens")
+    safety: Annotated[
+        tuple[SafetyCall, ...],
+        Field(min_length=1, max_length=8, strict=False, json_schema_extra=_each_once_in_schema),
+        AfterValidator(_each_once),
+    ] = Field(description="promises that are checked before the state is served")
     provenance: Provenance = Provenance()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -81,11 +145,11 @@ class PruningState(_Part):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides behaviour: not the name, not the provenance.
+        """SHA-256 of everything that decides behaviour: no name, no provenance, no address.
 
         Defaults are written out first, so stating one does not change the digest.
         """
-        body = self.model_dump(mode="json", exclude={"name", "provenance"})
+        body = self.model_dump(mode="json", exclude={"schema_uri", "name", "provenance"})
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 

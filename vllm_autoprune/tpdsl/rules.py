@@ -1,0 +1,92 @@
+"""What the loader asks of a state beyond its JSON Schema: the one list of such checks.
+
+Knows nothing about how a text is read or how an error is shown.
+
+The JSON Schema and the loader accept the same set of states but for these rules, each of which
+says why a schema has no words for it. A refused state's problems carry the name of the rule as
+:attr:`vllm_autoprune.errors.Problem.kind`, so that tests can hold both sides to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.budget import Budget, BudgetCall
+from vllm_autoprune.tpdsl.constraints import Selector, SelectorCall
+from vllm_autoprune.tpdsl.text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One check that a JSON Schema cannot express: its name, what it asks, why no schema can."""
+
+    kind: str
+    asks: str
+    why: str
+
+
+_TEXT = "a schema sees values, not the text they were written in"
+_WHOLE = "a schema has no words for a state as a whole"
+_TWO = "a schema cannot compare two fields"
+
+RULES = {
+    rule.kind: rule
+    for rule in (
+        Rule("file", "the path names a regular file that can be read", _TEXT),
+        Rule("size", f"at most {MAX_BYTES} bytes, as read and as written out again", _TEXT),
+        Rule("encoding", "UTF-8 without a byte order mark", _TEXT),
+        Rule("syntax", "one JSON value, by RFC 8259: no NaN, no Infinity, no comments", _TEXT),
+        Rule("duplicate_key", "no key twice in one object", _TEXT),
+        Rule("surrogate", "no half of a surrogate pair in a string or key", _TEXT),
+        Rule("number", "every number fits a 64-bit float", _TEXT),
+        Rule("depth", f"nested at most {MAX_DEPTH} deep", _WHOLE),
+        Rule("values", f"at most {MAX_VALUES} values", _WHOLE),
+        Rule("limit_below_budget", "budget.limit is at least the state's own K", _TWO),
+        Rule("r_min_above_budget", "constraints.selector.r_min is at most the state's K", _TWO),
+        Rule("parameters", "parameters of one atom that depend on each other agree", _TWO),
+    )
+}
+
+T = TypeVar("T")
+
+_BUDGET: TypeAdapter[BudgetCall] = TypeAdapter(Budget)
+_SELECTOR: TypeAdapter[SelectorCall] = TypeAdapter(Selector)
+
+
+def contradictions(data: Mapping[str, JsonValue]) -> Iterator[Problem]:
+    """Rules about two fields, on a JSON object that need not be valid elsewhere.
+
+    Only the parts that a rule reads must be sound, so that a contradiction is told along with
+    all other problems.
+    """
+    budget = _part(_BUDGET, data.get("budget"))
+    if budget is None:
+        return
+    function = ATOMS.of(budget).function
+    own = function(budget)
+    if budget.limit is not None and isinstance(own, int) and own > budget.limit:
+        what = f"limit {budget.limit} is below the state's own K = {own}"
+        mend = f"write {own} or more, or null for no limit"
+        yield Problem("/budget/limit", what, mend, "limit_below_budget")
+    constraints = data.get("constraints")
+    raw = constraints.get("selector") if isinstance(constraints, dict) else None
+    selector = _part(_SELECTOR, raw)
+    if selector is None or selector.r_min is None or not isinstance(own, int):
+        return
+    if selector.r_min > own:
+        what = f"r_min = {selector.r_min} reference tokens cannot be kept of K = {own}"
+        mend = f"write {own} or less, or null, which means K - q_e"
+        yield Problem("/constraints/selector/r_min", what, mend, "r_min_above_budget")
+
+
+def _part(adapter: TypeAdapter[T], data: JsonValue) -> T | None:
+    try:
+        return adapter.validate_python(data)
+    except ValidationError:
+        return None

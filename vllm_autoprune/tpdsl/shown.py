@@ -1,0 +1,45 @@
+"""How messages write places and values of a JSON text: one short, printable line.
+
+Knows nothing about states. What it is given may be hostile: escape sequences, line breaks and
+a megabyte of text must not reach a terminal or a log.
+"""
+
+from __future__ import annotations
+
+import json
+
+
+def printable(text: str, limit: int = 60) -> str:
+    """The text with escapes for what does not print, shortened to ``limit`` characters."""
+    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def pointer(where: str, step: str | int) -> str:
+    """The JSON pointer (RFC 6901) one step below another."""
+    said = printable(str(step), 80)
+    return f"{where}/{said.replace('~', '~0').replace('/', '~1')}"
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A JSON value on one line of about ``limit`` characters at most."""
+    if isinstance(value, str):
+        return f'"{printable(value, limit)}"'
+    text = ""
+    for piece in json.JSONEncoder().iterencode(_cut(value, limit)):
+        text += piece
+        if len(text) > limit:
+            return f"{text[: limit - 3]}..."
+    return text
+
+
+def _cut(value: object, limit: int) -> object:
+    """The value without most of what one line cannot show."""
+    if isinstance(value, str):
+        return value[: limit + 1]
+    if isinstance(value, list):
+        return [_cut(inner, limit) for inner in value[:limit]]
+    if isinstance(value, dict):
+        pairs = list(value.items())[:limit]
+        return {str(key)[: limit + 1]: _cut(inner, limit) for key, inner in pairs}
+    return value
