@@ -44,7 +44,7 @@ class PruningPolicy:
     @property
     def reads_instruction(self) -> bool:
         """True where two questions on one image may keep different tokens."""
-        return "instruction" in self.needs
+        return not self.needs.isdisjoint({"instruction", "language"})
 
     @property
     def falls_back(self) -> bool:

@@ -40,7 +40,7 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
 
 def choose(policy: PruningPolicy, tokens: VisualTokens) -> Chosen:
     """The tokens that are kept of every image; needs K < N."""
-    if policy.reads_instruction:
+    if "instruction" in policy.needs:
         tokens.require_instruction()
     selected = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
     readable = _readable(policy, tokens)
