@@ -18,11 +18,16 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     lower index. ``count`` must not exceed the number of tokens not taken.
     """
     batch, tokens = nearest.shape
-    picks = torch.empty(batch, count, dtype=torch.int64, device=nearest.device)
-    for step in range(count):
-        pick = nearest.masked_fill(taken, -torch.inf).argmax(dim=1, keepdim=True)
-        picks[:, step : step + 1] = pick
-        taken = taken.scatter(1, pick, True)
-        row = distance.gather(1, pick[:, :, None].expand(-1, -1, tokens))[:, 0]
-        nearest = torch.minimum(nearest, row)
-    return picks
+    first = torch.arange(0, batch * tokens, tokens, device=nearest.device)
+    rows = distance.reshape(batch * tokens, tokens)
+    # At minus infinity a token stays for good: fmin keeps the lesser number and passes NaN by.
+    nearest = nearest.masked_fill(taken, -torch.inf)
+    picks = []
+    for _ in range(count):
+        pick = nearest.argmax(dim=1)
+        picks.append(pick)
+        nearest.scatter_(1, pick[:, None], -torch.inf)
+        torch.fmin(nearest, rows.index_select(0, first + pick), out=nearest)
+    if not picks:
+        return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
+    return torch.stack(picks, dim=1)

@@ -1,0 +1,71 @@
+"""The Triton form, on a machine without a GPU: by Triton's interpreter, and up to the binary."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops import triton_cases
+from vllm_autoprune.ops import dpp
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = dict(triton_cases.cases())
+
+
+def ran(what: str, **environment: str) -> dict[str, list[list[list[int]]]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.triton_cases", what],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
+    return found
+
+
+@cache
+def compared() -> dict[str, list[list[list[int]]]]:
+    return ran("compare", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_picks_what_the_torch_form_picks(name: str) -> None:
+    in_torch, in_triton = compared()[name]
+    assert in_triton == in_torch
+    assert all(len(set(row)) == len(row) > 0 for row in in_torch)
+
+
+def test_the_compiler_takes_it_for_an_a100_and_an_h100(tmp_path: Path) -> None:
+    built = ran("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(built) == 3 * len(triton_cases.GPUS)
+
+
+def test_tensors_on_the_cpu_go_to_torch() -> None:
+    assert dpp._fastest_form(torch.device("cpu")) is dpp.greedy_map_torch
+
+
+def test_without_triton_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
+    assert dpp._fastest_form(torch.device("cuda")) is dpp.greedy_map_torch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("given", CASES.values(), ids=CASES)
+def test_on_a_gpu_it_picks_the_same(given: triton_cases.Inputs) -> None:
+    from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
+
+    assert works()
+    call = (given.similarity, given.quality, given.count, given.anchors, given.eligible)
+    on_gpu = (x.cuda() if isinstance(x, torch.Tensor) else x for x in call)
+    assert greedy_map_triton(*on_gpu).tolist() == dpp.greedy_map_torch(*call).tolist()

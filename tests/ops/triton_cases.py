@@ -1,0 +1,117 @@
+"""Runs the Triton form without a GPU; a process of its own, because Triton reads its environment
+when a kernel is declared.
+
+`python -m tests.ops.triton_cases compare` needs ``TRITON_INTERPRET=1`` and prints, as JSON, the
+picks of the torch form and of the Triton form by case; `compile` builds the kernel for GPUs that
+need not be there and prints the size of each binary.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GPUS = (80, 90)
+"""Compute capabilities of an A100 and an H100."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call of greedy MAP."""
+
+    similarity: Tensor
+    quality: Tensor
+    count: int
+    anchors: Tensor | None = None
+    eligible: Tensor | None = None
+
+
+def _random(seed: int, batch: int, tokens: int, count: int, width: int) -> Inputs:
+    source = torch.Generator().manual_seed(seed)
+    rows = torch.randn(batch, tokens, width, generator=source)
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    quality = 0.2 + 0.8 * torch.rand(batch, tokens, generator=source)
+    return Inputs(unit @ unit.transpose(1, 2), quality, count)
+
+
+def cases() -> Iterator[tuple[str, Inputs]]:
+    """What the two forms must agree on; gains are far apart, or equal to the last bit."""
+    yield "one token", _random(1, 1, 1, 1, 4)
+    yield "one pick", _random(2, 2, 7, 1, 8)
+    yield "every token", _random(3, 2, 12, 12, 32)
+    yield "five tiles", _random(4, 5, 130, 24, 96)
+    yield "true shape", _random(5, 1, 576, 24, 256)
+
+    plain = _random(6, 3, 40, 12, 48)
+    source = torch.Generator().manual_seed(7)
+    anchors = torch.stack([torch.randperm(40, generator=source)[:4] for _ in range(3)])
+    eligible = torch.rand(3, 40, generator=source) > 0.4
+    yield "anchors", Inputs(plain.similarity, plain.quality, 12, anchors)
+    yield "eligible", Inputs(plain.similarity, plain.quality, 12, None, eligible)
+    yield "both", Inputs(plain.similarity, plain.quality, 12, anchors, eligible)
+    yield "anchors alone", Inputs(plain.similarity, plain.quality, 4, anchors)
+
+    yield "ties", Inputs(torch.eye(9)[None], torch.ones(1, 9), 6)
+    # Every token the same: the rank is 1, and all but the first pick go by quality.
+    scores = torch.tensor([[0.25, 0.5, 1.0, 0.5, 0.25, 2.0]])
+    yield "rank 1", Inputs(torch.ones(1, 6, 6), scores, 5)
+    some = torch.tensor([[True, True, False, True, True, True]])
+    yield "rank 1, some", Inputs(torch.ones(1, 6, 6), scores, 5, None, some)
+    yield "same anchors", Inputs(torch.ones(1, 6, 6), scores, 4, torch.tensor([[0, 3]]))
+    yield "zero rows", Inputs(torch.zeros(2, 5, 5), scores[:, :5].repeat(2, 1), 5)
+
+    bad = plain.quality.clone()
+    bad[1, 5] = torch.nan
+    bad[2, 0], bad[2, 3], bad[2, 4] = torch.inf, torch.nan, -torch.inf
+    yield "quality not finite", Inputs(plain.similarity, bad, 40)
+    yield "ineligible NaN", Inputs(plain.similarity, bad, 9, None, bad.isfinite())
+    broken = plain.similarity.clone()
+    broken[0, 3], broken[0, :, 3], broken[2] = torch.nan, torch.nan, torch.nan
+    yield "similarity NaN", Inputs(broken, plain.quality, 12)
+    yield "similarity NaN, anchors", Inputs(broken, plain.quality, 12, anchors, eligible)
+
+
+def _compare() -> dict[str, list[list[list[int]]]]:
+    from vllm_autoprune.ops.dpp import greedy_map_torch
+    from vllm_autoprune.ops.dpp_triton import greedy_map_triton
+
+    found = {}
+    for name, given in cases():
+        call = (given.similarity, given.quality, given.count, given.anchors, given.eligible)
+        found[name] = [form(*call).tolist() for form in (greedy_map_torch, greedy_map_triton)]
+    return found
+
+
+def _compile() -> dict[str, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_autoprune.ops.dpp_triton import _greedy_map, launch_options
+
+    types = dict.fromkeys(("similarity", "quality", "factors"), "*fp32")
+    types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
+    types |= dict.fromkeys(("tokens", "count", "forced"), "i32")
+    types |= dict.fromkeys(("exhausted", "divisor", "largest"), "fp32")
+    found = {}
+    for gpu in GPUS:
+        for tokens, masked in ((64, False), (576, True), (2880, False)):
+            block, rows, warps = launch_options(tokens)
+            fixed = {"has_eligible": masked, "block": block, "rows": rows}
+            signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
+            built = triton.compile(
+                ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed),
+                target=GPUTarget("cuda", gpu, 32),
+                options={"num_warps": warps},
+            )
+            found[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({"compare": _compare, "compile": _compile}[sys.argv[1]]()))

@@ -1,0 +1,153 @@
+"""Greedy MAP as one Triton kernel: all K steps and all images of a batch in a single launch.
+
+Knows nothing about when it is used; :func:`vllm_autoprune.ops.dpp.greedy_map` decides that.
+
+One program an image (or tile) holds the residuals of all its tokens in registers, and its Cholesky
+factors in global memory, where they stay in cache: at N = 576 and K = 64 they are 147 kB. The
+published loop launches about ten kernels a step, which a GPU spends mostly on waiting.
+
+Compared with torch on CPU tensors by ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp import DIVISOR, EXHAUSTED, greedy_map_torch
+
+logger = logging.getLogger("vllm.autoprune")
+
+_LARGEST = torch.finfo(torch.float32).max
+_TILE = 16384
+"""Numbers of the factors that a program reads at once: 32 or 64 registers a thread."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _greedy_map(
+    similarity: tl.tensor,
+    quality: tl.tensor,
+    eligible: tl.tensor,
+    anchors: tl.tensor,
+    factors: tl.tensor,
+    picks: tl.tensor,
+    tokens: tl.tensor,
+    count: tl.tensor,
+    forced: tl.tensor,
+    exhausted: tl.tensor,
+    divisor: tl.tensor,
+    largest: tl.tensor,
+    has_eligible: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+) -> None:
+    image = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, block)
+    inside = token < tokens
+    similarity += image * tokens * tokens
+    factors += image * count * tokens
+    picks += image * count
+    anchors += image * forced
+
+    q = tl.load(quality + image * tokens + token, mask=inside, other=0.0)
+    residual = tl.load(similarity + token * (tokens + 1), mask=inside, other=0.0)
+    free = inside
+    if has_eligible:
+        free = free & (tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0)
+    weight = q * q
+    spare = tl.where(q != q, float("inf"), tl.maximum(q, -largest))
+    sound = True
+
+    for step in range(count):
+        gain = weight * tl.where(free, residual, -1.0)
+        # NaN becomes infinite, and an infinite gain says as little as none.
+        gain = tl.where(gain != gain, float("inf"), gain)
+        best, pick = tl.max(gain, axis=0, return_indices=True)
+        if step < forced:
+            pick = tl.load(anchors + step).to(tl.int32)
+        else:
+            sound = sound & (best > exhausted) & (best < float("inf"))
+            if not sound:
+                pick = tl.argmax(tl.where(free, spare, -float("inf")), axis=0)
+        tl.store(picks + step, pick.to(tl.int64))
+        free = free & (token != pick)
+
+        update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
+        for start in range(0, step, rows):
+            t = start + tl.arange(0, rows)
+            seen = tl.load(factors + t * tokens + pick, mask=t < step, other=0.0)
+            done = tl.load(
+                factors + t[:, None] * tokens + token[None, :],
+                mask=(t < step)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            update -= tl.sum(seen[:, None] * done, axis=0)
+        left = tl.sum(tl.where(token == pick, residual, 0.0), axis=0)
+        left = tl.maximum(left, divisor, propagate_nan=tl.PropagateNan.ALL)
+        update = update / tl.sqrt(left)
+        residual -= update * update
+        tl.store(factors + step * tokens + token, update, mask=inside)
+        # The next step reads what other threads have stored.
+        tl.debug_barrier()
+
+
+def greedy_map_triton(
+    similarity: Tensor,
+    quality: Tensor,
+    count: int,
+    anchors: Tensor | None = None,
+    eligible: Tensor | None = None,
+) -> Tensor:
+    """As :func:`vllm_autoprune.ops.dpp.greedy_map`, in one launch."""
+    batch, tokens = quality.shape
+    picks = torch.empty(batch, count, dtype=torch.int64, device=quality.device)
+    if batch == 0 or count == 0:
+        return picks
+    block, rows, warps = launch_options(tokens)
+    _greedy_map[(batch,)](
+        similarity.contiguous(),
+        quality.contiguous(),
+        picks if eligible is None else eligible.contiguous(),  # not read where there is none
+        picks if anchors is None else anchors.contiguous(),
+        quality.new_empty(batch, count, tokens),
+        picks,
+        tokens,
+        count,
+        0 if anchors is None else anchors.shape[1],
+        EXHAUSTED,
+        DIVISOR,
+        _LARGEST,
+        has_eligible=eligible is not None,
+        block=block,
+        rows=rows,
+        num_warps=warps,
+    )
+    return picks
+
+
+def launch_options(tokens: int) -> tuple[int, int, int]:
+    """For N tokens: the block that holds them, factors read at once, and warps of a program."""
+    block = int(triton.next_power_of_2(tokens))
+    return block, max(1, min(16, _TILE // block)), min(16, max(4, block // 128))
+
+
+@functools.cache
+def works() -> bool:
+    """Whether the kernel compiles and runs on this machine's GPU; asked once, told once.
+
+    Triton needs a C compiler and a driver that it knows, which a serving image may lack.
+    """
+    similarity, quality = torch.eye(3, device="cuda")[None], torch.ones(1, 3, device="cuda")
+    try:
+        same = greedy_map_triton(similarity, quality, 2).equal(
+            greedy_map_torch(similarity, quality, 2)
+        )
+    except Exception as error:  # whatever Triton raises, torch can still do the work
+        logger.warning("Selection runs in torch, not in Triton: %s", error)
+        return False
+    return same
