@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,7 @@ from vllm_autoprune import (
 from vllm_autoprune.tpdsl import check
 from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Reference
-from vllm_autoprune.tpdsl.check import synthetic_probes
+from vllm_autoprune.tpdsl.check import LARGEST_PROBED, synthetic_probes
 from vllm_autoprune.tpdsl.load import shipped_states
 from vllm_autoprune.tpdsl.safety import VERDICTS
 
@@ -94,6 +95,31 @@ def test_own_probes_are_what_is_looked_at() -> None:
 def test_no_probes_is_no_reason_to_pass() -> None:
     # An empty list falls back on the synthetic ones: no verdict at all would read as valid.
     assert failed(safety_check(materialize(state(), 4), [])) == []
+
+
+@pytest.mark.parametrize("budget", [641, 65536])
+def test_a_budget_too_large_to_probe_is_looked_at_smaller_and_the_record_says_so(
+    budget: int,
+) -> None:
+    largest = {
+        "/constraints/selector": {"atom": "reference_residual_exchange_selector", "q_e": 640}
+    }
+    policy = materialize(state(largest), budget)
+    begun = time.process_time()
+    record = safety_check(policy)
+    assert time.process_time() - begun < 30
+    assert failed(record) == []
+    assert details(record)["exact_count"].endswith(f", K = 640, looked at in place of K = {budget}")
+    # Probes of the caller's are taken as they are.
+    assert details(safety_check(policy, [images(1)]))["exact_count"].endswith(", K = 36")
+
+
+def test_what_is_probed_has_room_for_every_r_min_and_quota() -> None:
+    for name in ATOMS.names("selection_constraints"):
+        bounds = ATOMS[name].call.model_json_schema()["properties"]
+        stated = [bounds[field] for field in ("q_e", "r_min") if field in bounds]
+        for branch in (inner for field in stated for inner in field.get("anyOf", [field])):
+            assert branch.get("maximum", 0) <= LARGEST_PROBED
 
 
 def test_one_bad_probe_is_enough() -> None:

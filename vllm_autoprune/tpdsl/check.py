@@ -5,12 +5,13 @@ Knows nothing about the model to be served, beyond the token counts it is told.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import torch
 
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import (
     CHECKS,
@@ -24,19 +25,35 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
 _WIDTH = 32
 
+LARGEST_PROBED = 640
+"""K above which a policy is looked at as it is at this K, so that no legal state makes one wait.
+
+A probe has more than K tokens and N x N cosines: at K = 65536 they alone would take 34 GB. No
+state's r_min or q_e is above 640, so what a policy promises is all there at this K.
+"""
+
 
 def safety_check(
     policy: PruningPolicy, probes: Sequence[VisualTokens] | None = None
 ) -> SafetyRecord:
     """d_alpha^(K) = SafetyCheck(pi, K): the five verdicts over all probes (equation 7).
 
-    A policy that raises fails every verdict, with the reason as detail; nothing escapes.
+    A policy that raises fails every verdict, with the reason as detail; nothing escapes. Without
+    probes of the caller's, a K above :data:`LARGEST_PROBED` is checked at that K; the record says
+    so.
     """
+    asked = policy.budget
+    if not probes and asked > LARGEST_PROBED:
+        policy = materialize(policy.state, LARGEST_PROBED)
     seen: dict[str, Verdict] = {}
     for tokens in probes or synthetic_probes(policy.budget):
         for verdict in _look(policy, tokens):
             if verdict.name not in seen or not verdict.ok:
                 seen[verdict.name] = verdict
+    if policy.budget < asked:
+        count = seen["exact_count"]
+        detail = f"{count.detail}, looked at in place of K = {asked}"
+        seen["exact_count"] = dataclasses.replace(count, detail=detail)
     return SafetyRecord(tuple(seen[name] for name in VERDICTS))
 
 

@@ -356,7 +356,8 @@ def test_start_up_does_not_wait_for_a_large_budget(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(config_module, "safety_check", noted)
     for budget in (16, 256, 4096):
         resolve({"state": "autoprune", "budget": budget}, vllm_config())
-    data = edited(shipped(), {"/constraints/selector/r_min": 512})
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
+    data = edited(shipped(), large)
     resolve({"state": data, "budget": 4096}, vllm_config())
     assert checked == [16, 256, 256, 512]
 
