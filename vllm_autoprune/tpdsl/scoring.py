@@ -61,15 +61,14 @@ class Contrast(SignalCall):
 Signal = Annotated[SignalCall, OneOf("scoring")]
 
 
-def relevance(instruction: Instruction, reduce: Literal["mean", "max"] = "mean") -> Tensor:
-    """Cosine of each token with the instruction's segments, ``(B, N)``, without the sign.
+def relevance(
+    instruction: Instruction, reduce: Literal["mean", "max"] = "mean", sign: int = 1
+) -> Tensor:
+    """Cosine of each token with the instruction's segments times ``sign``, ``(B, N)``.
 
     An image whose instruction has no segment gets zeros: nothing is more relevant than the rest.
     """
-    # float32 throughout: the published policies keep CLIP's projections in it.
-    patches = functional.normalize(instruction.patches.float(), dim=-1, eps=1e-30)
-    text = functional.normalize(instruction.text.float(), dim=-1, eps=1e-30)
-    cosines = patches @ text.transpose(1, 2)
+    cosines = sign * instruction.cosines
     used = instruction.segments[:, None, :]
     if reduce == "max":
         best = cosines.masked_fill(~used, -torch.inf).amax(dim=-1)
@@ -83,12 +82,7 @@ def instruction_guided_visual_relevance(call: Relevance, tokens: VisualTokens) -
     """Cosine between each token and the instruction, in the direction that means relevance."""
     instruction = tokens.require_instruction()
     sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
-    return relevance(
-        Instruction(
-            instruction.patches, sign * instruction.text, instruction.segments, instruction.sign
-        ),
-        call.reduce,
-    )
+    return relevance(instruction, call.reduce, sign)
 
 
 @atom("scoring", Attention, needs=frozenset({"cls_attention"}))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.products import cosines, cosines_with
 from vllm_autoprune.tpdsl.language import LanguagePrefix
 from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
 
@@ -58,6 +59,14 @@ class Instruction:
     text: Tensor
     segments: Tensor
     sign: int
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """``(B, N, M)`` float32 cosines of each token with each segment, without the sign.
+
+        In float32 throughout: the published policies keep CLIP's projections in it.
+        """
+        return cosines_with(self.patches, self.text)
 
 
 @dataclass(frozen=True)
@@ -134,15 +143,14 @@ class VisualTokens:
         """``(B * T, n, n)`` cosines between the tokens of each tile."""
         if self.grid.tiles == 1:
             return self.cosine
-        unit = self.by_tile(self.unit)
-        return unit @ unit.transpose(1, 2)
+        return cosines(self.by_tile(self.features), self.by_tile(self.norm))
 
     @cached_property
     def cosine(self) -> Tensor:
         """``(B, N, N)`` cosines between all tokens of each image."""
         if self.known_cosine is not None:
             return self.known_cosine
-        return self.unit @ self.unit.transpose(1, 2)
+        return cosines(self.features, self.norm)
 
     def by_tile(self, values: Tensor) -> Tensor:
         """``(B, N, ...)`` seen as ``(B * T, n, ...)``."""
