@@ -14,7 +14,7 @@ PACKAGE = Path(vllm_autoprune.__file__).parent
 # What a folder may import from the folders beside it: arrows point down only.
 MAY_IMPORT = {
     "ops": set[str](),
-    "tpdsl": {"ops"},
+    "tpdsl": {"ops", "backbones"},
     "base_policies": {"tpdsl", "ops"},
 }
 HEAVY = ("vllm", "transformers")

@@ -1,0 +1,124 @@
+"""The backbones that states are carried between: their shapes, as pure data.
+
+Knows nothing about states, nor about which of them can be served (``serving.models`` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_autoprune.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One backbone: its language model's shape, and how an image becomes visual tokens.
+
+    The language model has ``layers`` L of width ``width`` d, a gated feed-forward of width
+    ``feed_forward`` m, and keys and values ``kv_width`` wide (KV heads x head width). An image is
+    ``tiles`` grids of ``height`` x ``width`` tokens, as the published figures count them.
+    """
+
+    name: str
+    family: str
+    layers: int
+    width: int
+    feed_forward: int
+    kv_width: int
+    grid_height: int
+    grid_width: int
+    tiles: int
+    relevance: Literal["clip", "language"]
+    """The space that relevance to the instruction is measured in."""
+    has_cls: bool
+    """Whether the vision tower has a [CLS] token."""
+    source: str
+    """Where these figures stand."""
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens of one image before pruning, N."""
+        return self.grid_height * self.grid_width * self.tiles
+
+    @property
+    def sign(self) -> Literal["+", "-"]:
+        """Direction of the cosine that means relevance.
+
+        OpenAI's CLIP is inverted on the patches that LLaVA reads (CDPruner, appendix and code);
+        a language model's embedding space is not.
+        """
+        return "-" if self.relevance == "clip" else "+"
+
+
+LLAVA_7B = Geometry(
+    name="llava-1.5-7b",
+    family="llava",
+    layers=32,
+    width=4096,
+    feed_forward=11008,
+    kv_width=4096,
+    grid_height=24,
+    grid_width=24,
+    tiles=1,
+    relevance="clip",
+    has_cls=True,
+    source="llava-hf/llava-1.5-7b-hf: Vicuna-7B, CLIP ViT-L/14 at 336 pixels",
+)
+
+LLAVA_13B = Geometry(
+    name="llava-1.5-13b",
+    family="llava",
+    layers=40,
+    width=5120,
+    feed_forward=13824,
+    kv_width=5120,
+    grid_height=24,
+    grid_width=24,
+    tiles=1,
+    relevance="clip",
+    has_cls=True,
+    source="llava-hf/llava-1.5-13b-hf: Vicuna-13B, CLIP ViT-L/14 at 336 pixels",
+)
+
+LLAVA_NEXT_7B = Geometry(
+    name="llava-next-7b",
+    family="llava_next",
+    layers=32,
+    width=4096,
+    feed_forward=11008,
+    kv_width=4096,
+    grid_height=24,
+    grid_width=24,
+    tiles=5,
+    relevance="clip",
+    has_cls=True,
+    source="llava-v1.6-vicuna-7b-hf; 672 x 672 pixels: one base view and 2 x 2 crops, no newlines",
+)
+
+QWEN_7B = Geometry(
+    name="qwen2.5-vl-7b",
+    family="qwen2_5_vl",
+    layers=28,
+    width=3584,
+    feed_forward=18944,
+    kv_width=4 * 128,
+    grid_height=36,
+    grid_width=36,
+    tiles=1,
+    relevance="language",
+    has_cls=False,
+    source="Qwen/Qwen2.5-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
+)
+
+GEOMETRIES: dict[str, Geometry] = {g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, QWEN_7B)}
+
+
+def geometry(name: str) -> Geometry:
+    """The backbone of that name; raises :class:`ConfigError` naming those that are known."""
+    if name not in GEOMETRIES:
+        known = ", ".join(GEOMETRIES)
+        raise ConfigError(
+            "backbone", [Problem(name, "not a known backbone", f"use one of {known}")]
+        )
+    return GEOMETRIES[name]

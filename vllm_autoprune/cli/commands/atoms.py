@@ -1,0 +1,44 @@
+"""`atoms`: the atoms of the language, from the registry.
+
+Knows nothing about any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.render import WIDTH, as_json, table
+from vllm_autoprune.tpdsl.atom import ATOMS, ROLES
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = [ATOMS[name] for name in ATOMS.names(options.group)]
+    if options.json:
+        described = [
+            {
+                "name": atom.name,
+                "group": atom.group,
+                "role": atom.role,
+                "paper": atom.paper,
+                "needs": sorted(atom.needs),
+                "doc": atom.doc,
+                "parameters": atom.call.model_json_schema()["properties"],
+            }
+            for atom in found
+        ]
+        print(as_json(described))
+        return 0
+    rows = [
+        [atom.group, atom.name, ", ".join(sorted(atom.needs)) or "-", atom.doc] for atom in found
+    ]
+    print(table(["group", "atom", "reads", "what it does"], rows, wrap=WIDTH + 40))
+    print(f"\n{len(found)} atoms")
+    return 0
+
+
+COMMAND = Command("list the atoms of the language", _arguments, _run)

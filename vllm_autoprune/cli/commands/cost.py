@@ -1,0 +1,105 @@
+"""`cost`: FLOPs of prefill and bytes of KV cache for a backbone and budgets.
+
+Knows nothing about the formulas.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from vllm_autoprune.backbones import GEOMETRIES, Geometry, geometry
+from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.render import as_json, paragraph, table
+from vllm_autoprune.cost import ASSUMPTIONS, Cost, cost
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backbone", required=True, metavar="NAME", help=", ".join(GEOMETRIES))
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help="visual tokens of one image; the first is what the others are compared with "
+        "(default: all tokens, and a ninth of them)",
+    )
+    parser.add_argument(
+        "--text", type=int, default=0, metavar="T", help="text tokens counted too (default 0)"
+    )
+    parser.add_argument(
+        "--full-layers",
+        type=int,
+        default=0,
+        metavar="F",
+        help="count as methods that prune inside the language model: F layers see all tokens, the "
+        "others as many as make K the average over layers",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    shape = geometry(options.backbone)
+    budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
+    rows = [cost(shape, k, text=options.text, full_layers=options.full_layers) for k in budgets]
+    if options.json:
+        print(as_json(_record(shape, budgets, rows, options.full_layers)))
+    else:
+        print(_told(shape, budgets, rows, options.full_layers))
+    return 0
+
+
+def _record(
+    shape: Geometry, budgets: list[int], rows: list[Cost], full_layers: int
+) -> dict[str, object]:
+    return {
+        "backbone": shape.name,
+        "full_layers": full_layers,
+        "rows": [
+            {
+                "tokens": k,
+                "mean_over_layers": row.tokens,
+                "last_layer": row.after,
+                "text": row.text,
+                "flops": row.flops,
+                "teraflops": row.teraflops,
+                "kv_bytes": row.kv_bytes,
+                "kv_mib": row.kv_mib,
+                "flops_ratio": rows[0].flops / row.flops,
+                "kv_ratio": rows[0].kv_bytes / row.kv_bytes,
+            }
+            for k, row in zip(budgets, rows, strict=True)
+        ],
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def _told(shape: Geometry, budgets: list[int], rows: list[Cost], full_layers: int) -> str:
+    head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
+    inside = [f"{row.after}, mean {row.tokens:.2f}" for row in rows]
+    lines = [
+        [
+            str(k),
+            f"{row.teraflops:#.4g}",
+            f"{row.kv_mib:.7g}",
+            f"{rows[0].flops / row.flops:.2f}x",
+            f"{rows[0].kv_bytes / row.kv_bytes:.2f}x",
+            *([where] if full_layers else []),
+        ]
+        for k, row, where in zip(budgets, rows, inside, strict=True)
+    ]
+    counted = f"{rows[0].text} text tokens counted too" if rows[0].text else "text not counted"
+    title = (
+        f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
+        f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}"
+    )
+    if full_layers:
+        head.append(f"left after {full_layers} layers")
+    notes = [paragraph(f"- {note}") for note in ASSUMPTIONS]
+    return "\n".join([title, "", table(head, lines, ">>>>>>"), "", *notes])
+
+
+COMMAND = Command(
+    "print FLOPs of prefill and bytes of KV cache",
+    _arguments,
+    _run,
+    epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
+)

@@ -1,0 +1,116 @@
+"""`explain`: which tokens of an image a state keeps for a question, drawn over the image.
+
+Knows nothing about models or drawing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.files import write
+from vllm_autoprune.cli.render import as_json
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.refine import refine
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from vllm_autoprune.report.panels import Explanation
+
+FORMATS = (".png", ".html")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("image", type=Path, help="image file")
+    parser.add_argument("question", help="instruction that the image is looked at with")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="local LLaVA-1.5 checkpoint"
+    )
+    parser.add_argument(
+        "--text-tower",
+        type=Path,
+        metavar="DIR",
+        help="CLIP checkpoint that measures relevance, as for `vllm serve`",
+    )
+    parser.add_argument("--state", default="autoprune", help="file, or name of a shipped state")
+    parser.add_argument("--budget", type=int, metavar="K", help="tokens kept")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a .png picture or a self-contained .html page; may be given more than once",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    outputs: list[Path] = options.output or []
+    _require_formats(outputs)
+    policy = materialize(load_state(options.state), options.budget)
+    image = _opened(options.image)
+
+    from vllm_autoprune.offline import open_vision
+    from vllm_autoprune.report.panels import explain
+    from vllm_autoprune.report.trace import trace
+
+    seen = open_vision(options.checkpoint, options.text_tower).look(image, options.question)
+    (traced,) = trace(policy, seen.tokens, refine(policy, seen.tokens))
+    explanation = explain(policy, seen.picture, options.question, traced)
+    for path in outputs:
+        write(path, _rendered(explanation, path.suffix.lower()))
+    if options.json:
+        print(as_json({"summary": explanation.summary, "trace": dataclasses.asdict(traced)}))
+    else:
+        print(explanation.summary)
+        print("\n".join(f"wrote {path}" for path in outputs) or "no -o FILE: nothing written")
+    return 0
+
+
+def _require_formats(outputs: list[Path]) -> None:
+    mend = f"end it in {' or '.join(FORMATS)}"
+    problems = [
+        Problem(f"-o {path}", "not a known format", mend)
+        for path in outputs
+        if path.suffix.lower() not in FORMATS
+    ]
+    if problems:
+        raise ConfigError("explain", problems)
+
+
+def _opened(path: Path) -> Image.Image:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            # As vLLM opens images: the camera's side up, what is transparent on white.
+            upright = ImageOps.exif_transpose(image)
+            if not upright.has_transparency_data:
+                return upright.convert("RGB")
+            white = Image.new("RGBA", upright.size, "white")
+            return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "no image"
+        what = f"cannot be read ({reason})"
+        raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None
+
+
+def _rendered(explanation: Explanation, suffix: str) -> bytes:
+    if suffix == ".png":
+        from vllm_autoprune.report.picture import draw, png
+
+        return png(draw(explanation))
+    from vllm_autoprune.report.page import page
+
+    return page(explanation).encode()
+
+
+COMMAND = Command(
+    "draw which tokens of an image a state keeps for a question, and why", _arguments, _run
+)

@@ -1,0 +1,78 @@
+"""`materialize`: a state for another budget or backbone, with the record of what changed.
+
+Knows nothing about what may change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from vllm_autoprune.backbones import GEOMETRIES, geometry
+from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.files import write
+from vllm_autoprune.cli.render import WIDTH, as_json, brief, table
+from vllm_autoprune.tpdsl.check import safety_check
+from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.safety import SafetyRecord
+from vllm_autoprune.tpdsl.transfer import Transfer, transfer
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state", help="file, or name of a shipped state")
+    parser.add_argument("--budget", type=int, metavar="K", help="tokens one image contributes")
+    parser.add_argument("--backbone", metavar="NAME", help=", ".join(GEOMETRIES))
+    parser.add_argument("--name", help="name of the new state (default: made from the old one)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the new state here"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    backbone = None if options.backbone is None else geometry(options.backbone)
+    made = transfer(load_state(options.state), options.budget, backbone, options.name)
+    record = safety_check(made.policy)
+    if options.json:
+        print(as_json(_record(made, record)))
+    else:
+        print(_told(made, record))
+    if not record.valid:
+        return 1
+    if options.output is not None:
+        write(options.output, made.state.dumps().encode())
+    return 0
+
+
+def _record(made: Transfer, safety: SafetyRecord) -> dict[str, object]:
+    return {
+        "name": made.state.name,
+        "digest": made.state.digest,
+        "budget": made.policy.budget,
+        "changes": [dataclasses.asdict(change) for change in made.changes],
+        "resolved": [dataclasses.asdict(field) for field in made.resolved],
+        "valid": safety.valid,
+        "verdicts": [dataclasses.asdict(verdict) for verdict in safety.verdicts],
+        "state": json.loads(made.state.dumps()),
+    }
+
+
+def _told(made: Transfer, safety: SafetyRecord) -> str:
+    head = f"{made.state.name}: K = {made.policy.budget}, digest {made.state.digest[:12]}"
+    changed = "no field changes"
+    if made.changes:
+        rows = [[c.where, brief(c.before), brief(c.after), c.why] for c in made.changes]
+        changed = table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
+    rows = [[field.where, brief(field.value), field.meaning] for field in made.resolved]
+    kept = table(["resolved", "value", "meaning"], rows, wrap=WIDTH + 40)
+    verdicts = [f"  {'ok  ' if v.ok else 'FAIL'} {v.name}: {v.detail}" for v in safety.verdicts]
+    checked = "safety check: " + ("valid" if safety.valid else "fails; nothing is written")
+    return "\n\n".join([head, changed, kept, "\n".join([checked, *verdicts])])
+
+
+COMMAND = Command(
+    "re-materialize a state for another budget or backbone, and record what changed",
+    _arguments,
+    _run,
+)

@@ -1,0 +1,99 @@
+"""`select`: one policy on arrays from a file.
+
+Knows nothing about the arrays or the policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.files import write
+from vllm_autoprune.cli.render import as_json, table
+from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.outcome import Refined
+from vllm_autoprune.tpdsl.refine import refine
+
+if TYPE_CHECKING:
+    from vllm_autoprune.report.trace import Trace
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state", help="file, or name of a shipped state")
+    parser.add_argument("arrays", type=Path, help=".npz file")
+    parser.add_argument("--budget", type=int, metavar="K", help="tokens kept")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write indices, rows and scores (.npz)"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from vllm_autoprune.report.arrays import read_tokens
+    from vllm_autoprune.report.trace import trace
+
+    policy = materialize(load_state(options.state), options.budget)
+    tokens = read_tokens(options.arrays, policy)
+    refined = refine(policy, tokens)
+    if options.output is not None:
+        write(options.output, _saved(refined))
+    traces = trace(policy, tokens, refined)
+    if options.json:
+        print(as_json([dataclasses.asdict(image) for image in traces]))
+    else:
+        print("\n\n".join(_told(number, image) for number, image in enumerate(traces)))
+    return 0
+
+
+def _saved(refined: Refined) -> bytes:
+    """Arrays of a batch: ``B`` images of ``K`` rows."""
+    import numpy as np
+
+    scores = {} if refined.quality is None else {"quality": refined.quality.numpy()}
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        allow_pickle=False,
+        indices=refined.indices.numpy(),
+        reference=refined.reference.numpy(),
+        exchanged=refined.exchanged.numpy(),
+        fallback=refined.fallback.numpy(),
+        features=refined.features.numpy(),
+        **scores,
+    )
+    return buffer.getvalue()
+
+
+def _told(number: int, image: Trace) -> str:
+    rows = [
+        ["kept", str(len(image.kept) + image.extra), _list(image.kept)],
+        ["reference", str(len(image.reference)), _list(image.reference)],
+        ["swapped out", str(len(image.left)), _list(image.left)],
+        ["swapped in", str(len(image.entered)), _list(image.entered)],
+    ]
+    if image.extra:
+        rows.append(["without a token", str(image.extra), "rows of the base policy"])
+    for token in (*image.left, *image.entered):
+        rows.append([f"token {token}", "", _scores(image, token)])
+    grid = f"{image.grid.height} x {image.grid.width} x {image.grid.tiles}"
+    return f"image {number}, grid {grid}, fallback {image.fallback}\n\n" + table(
+        ["", "tokens", ""], rows, "<><", wrap=100
+    )
+
+
+def _list(indices: tuple[int, ...]) -> str:
+    return " ".join(map(str, indices)) or "-"
+
+
+def _scores(image: Trace, token: int) -> str:
+    said = [f"{signal.atom} {signal.values[token]:.3f}" for signal in image.signals]
+    if image.quality is not None:
+        said.insert(0, f"g {image.quality[token]:.4f}")
+    return ", ".join(said)
+
+
+COMMAND = Command("run one policy on arrays from a file", _arguments, _run)

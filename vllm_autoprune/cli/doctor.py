@@ -1,0 +1,169 @@
+"""Whether this installation can serve: one finding for each thing that has to be right.
+
+Knows nothing about printing, and survives the absence of everything it looks for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.version import Version
+
+from vllm_autoprune import __version__
+from vllm_autoprune.cli.validate import validate
+from vllm_autoprune.errors import AutopruneError, ConfigError
+from vllm_autoprune.serving.compat import require_vllm, rust_frontend, vllm_version
+from vllm_autoprune.serving.hooks import HOOKS, missing
+from vllm_autoprune.serving.plugin import DISABLE, disabled
+from vllm_autoprune.serving.towers import describe_tower
+from vllm_autoprune.tpdsl.load import shipped_states
+
+Status = Literal["ok", "warn", "fail"]
+
+GROUP, ENTRY = "vllm.general_plugins", "autoprune"
+_LOWEST = {"transformers": Version("5.16"), "pydantic": Version("2.12")}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; ``mend`` is empty where nothing needs mending."""
+
+    what: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+def examine(text_tower: str | None = None) -> tuple[Finding, ...]:
+    """Every finding, in the order in which a server would stumble over them."""
+    return tuple(
+        finding
+        for part in (
+            _versions(),
+            _device(),
+            _plugin(),
+            _hooks(),
+            _tower(text_tower),
+            _states(),
+        )
+        for finding in part
+    )
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("vllm-autoprune", "ok", __version__)
+    old = sys.version_info < (3, 11)
+    python = platform.python_version()
+    yield Finding("python", "fail" if old else "ok", python, "use 3.11 or newer" if old else "")
+    try:
+        require_vllm()
+        yield Finding("vllm", "ok", str(vllm_version()))
+    except ConfigError as error:
+        (problem,) = error.problems
+        yield Finding("vllm", "fail", problem.what, problem.mend)
+    for name in ("torch", *_LOWEST):
+        yield _installed(name)
+
+
+def _installed(name: str) -> Finding:
+    lowest = _LOWEST.get(name)
+    asked = name if lowest is None else f"'{name}>={lowest}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "fail", "not installed", f"pip install {asked}")
+    if lowest is not None and Version(version) < lowest:
+        return Finding(name, "fail", f"{version} is too old", f"pip install {asked}")
+    return Finding(name, "ok", version)
+
+
+def _device() -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        yield Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
+    else:
+        threads = torch.get_num_threads()
+        yield Finding("device", "ok", f"CPU, {threads} threads; no GPU is seen")
+
+
+def _plugin() -> Iterator[Finding]:
+    found = importlib.metadata.entry_points(group=GROUP, name=ENTRY)
+    if found:
+        yield Finding("entry point", "ok", f"{GROUP}: {ENTRY} = {next(iter(found)).value}")
+    else:
+        mend = "install the package into this environment: pip install vllm-autoprune"
+        yield Finding("entry point", "fail", f"{GROUP} has no {ENTRY!r}", mend)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY not in allowed.split(","):
+        what = f"VLLM_PLUGINS={allowed} leaves the plugin out"
+        yield Finding("environment", "fail", what, f"add {ENTRY} to it, or unset it")
+    if disabled():
+        yield Finding("environment", "fail", f"{DISABLE} turns the plugin off", "unset it")
+    if rust_frontend():
+        what = "VLLM_USE_RUST_FRONTEND bypasses the processors that plan"
+        yield Finding("environment", "fail", what, "unset it")
+
+
+def _hooks() -> Iterator[Finding]:
+    try:
+        vllm_version()
+    except ConfigError:
+        yield Finding("hooks", "fail", "not looked for: vLLM is not installed", "install vLLM")
+        return
+    # vLLM logs while it is imported; one screen is promised.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    lost = [(hook, names) for hook in HOOKS if (names := missing(hook))]
+    for hook, names in lost:
+        what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
+        yield Finding("hooks", "fail", what, "install a vLLM that the plugin was written for")
+    total = sum(len(hook.names) for hook in HOOKS)
+    if not lost:
+        yield Finding("hooks", "ok", f"all {total} names that the plugin holds on to are there")
+
+
+def _tower(path: str | None) -> Iterator[Finding]:
+    if path is None:
+        what = "none given: relevance is measured in the language model's own embeddings"
+        yield Finding("text tower", "ok", what)
+        return
+    try:
+        tower = describe_tower(path)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Finding("text tower", "fail", problem.what, problem.mend)
+    except ImportError as error:
+        yield Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
+    else:
+        sign = "+1" if tower.sign > 0 else "-1"
+        what = f"{tower.width} wide, {tower.segment} tokens a segment, sign {sign}: {tower.reason}"
+        yield Finding("text tower", "ok", what)
+
+
+def _states() -> Iterator[Finding]:
+    names = sorted(shipped_states())
+    if not names:
+        mend = "install the package anew: its states lie in vllm_autoprune/policies"
+        yield Finding("shipped states", "fail", "none found", mend)
+        return
+    bad = []
+    for name in names:
+        try:
+            valid = validate(name).valid
+        except AutopruneError:
+            valid = False
+        if not valid:
+            bad.append(name)
+    if bad:
+        mend = f"see: vllm-autoprune validate {' '.join(bad)}"
+        yield Finding("shipped states", "fail", f"{len(bad)} of {len(names)} not valid", mend)
+    else:
+        yield Finding("shipped states", "ok", f"{len(names)} valid: {', '.join(names)}")

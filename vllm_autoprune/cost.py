@@ -1,0 +1,117 @@
+"""What visual tokens cost a language model: FLOPs of prefill, bytes of KV cache.
+
+Knows nothing about pruning itself: a schedule of token counts, layer by layer, is all it reads.
+
+The formulas are those behind the efficiency table of the AutoPrune paper, with everything that is
+counted and not counted in :data:`ASSUMPTIONS`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vllm_autoprune.backbones import Geometry
+from vllm_autoprune.errors import ConfigError, Problem
+
+TERA = 10**12
+MIB = 2**20
+
+ASSUMPTIONS = (
+    "FLOPs = sum over layers of 2 x (n d (2 d + 2 k) + 2 n^2 d + 3 n d m): q, k, v and o "
+    "projections, full n x n attention (no causal halving), three gated feed-forward matrices; "
+    "a multiply-accumulate is 2 FLOPs.",
+    "KV cache = sum over layers of n x 2 (key, value) x k x 2 bytes (16-bit); MiB = 2^20 bytes.",
+    "n: tokens of one prompt in that layer; d: width, m: feed-forward width, k: key-value width.",
+    "Language model only, prefill only: no vision tower, projector, embedding or output head, "
+    "and nothing for the selection itself.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one prompt costs. ``tokens`` is the mean over layers of visual tokens."""
+
+    tokens: float
+    """Visual tokens, averaged over layers."""
+    after: int
+    """Visual tokens in the last layer: what decoding still attends to there."""
+    text: int
+    """Text tokens that were counted with them."""
+    flops: int
+    """Floating-point operations of prefill."""
+    kv_bytes: int
+    """Bytes of KV cache."""
+
+    @property
+    def teraflops(self) -> float:
+        """FLOPs in units of 10^12."""
+        return self.flops / TERA
+
+    @property
+    def kv_mib(self) -> float:
+        """KV cache in MiB."""
+        return self.kv_bytes / MIB
+
+
+def prefill_flops(geometry: Geometry, schedule: tuple[int, ...]) -> int:
+    """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
+    d, m, k = geometry.width, geometry.feed_forward, geometry.kv_width
+    return sum(2 * (n * d * (2 * d + 2 * k) + 2 * n * n * d + 3 * n * d * m) for n in schedule)
+
+
+def kv_bytes(geometry: Geometry, schedule: tuple[int, ...]) -> int:
+    """Bytes of the keys and values of ``schedule[i]`` tokens in layer i, 16 bits each."""
+    return sum(n * 2 * geometry.kv_width * 2 for n in schedule)
+
+
+def cost(geometry: Geometry, tokens: int, *, text: int = 0, full_layers: int = 0) -> Cost:
+    """The cost of K visual tokens (and ``text`` others) in every layer, or on average.
+
+    ``full_layers`` F > 0 counts as methods do that prune inside the language model: F layers see
+    all N tokens, the others R, with R the smallest number for which the mean over layers is
+    not below K. Raises :class:`ConfigError` where no R >= 1 does not exceed K: F full layers alone
+    cost more than K tokens everywhere.
+    """
+    _check(geometry, tokens, text, full_layers)
+    visual = (tokens,) * geometry.layers
+    if full_layers and tokens < geometry.tokens:
+        rest = remaining(geometry, tokens, full_layers)
+        visual = (geometry.tokens,) * full_layers + (rest,) * (geometry.layers - full_layers)
+    schedule = tuple(n + text for n in visual)
+    return Cost(
+        tokens=sum(visual) / geometry.layers,
+        after=visual[-1],
+        text=text,
+        flops=prefill_flops(geometry, schedule),
+        kv_bytes=kv_bytes(geometry, schedule),
+    )
+
+
+def remaining(geometry: Geometry, tokens: int, full_layers: int) -> int:
+    """R of ``F N + (L - F) R = L K``, rounded up: tokens left after F full layers."""
+    spent, allowed = full_layers * geometry.tokens, geometry.layers * tokens
+    if spent >= allowed:
+        what = (
+            f"{full_layers} layers of all {geometry.tokens} tokens are {spent} token-layers, but "
+            f"{tokens} tokens on average over {geometry.layers} layers are {allowed}"
+        )
+        raise ConfigError(
+            f"cost on {geometry.name}",
+            [Problem("--full-layers", what, "give fewer full layers or more tokens")],
+        )
+    return math.ceil((allowed - spent) / (geometry.layers - full_layers))
+
+
+def _check(geometry: Geometry, tokens: int, text: int, full_layers: int) -> None:
+    problems = []
+    if tokens < 1:
+        problems.append(Problem("--tokens", f"{tokens} is no number of tokens", "give 1 or more"))
+    if text < 0:
+        problems.append(Problem("--text", f"{text} is no number of tokens", "give 0 or more"))
+    if not 0 <= full_layers < geometry.layers:
+        what = f"{full_layers} of {geometry.layers} layers"
+        mend = f"give 0 to {geometry.layers - 1}"
+        problems.append(Problem("--full-layers", what, mend))
+    if problems:
+        raise ConfigError(f"cost on {geometry.name}", problems)

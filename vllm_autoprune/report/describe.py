@@ -1,0 +1,141 @@
+"""A state in words: what it starts from, what it weighs, how far it may go, what it reads.
+
+Knows nothing about how words are laid out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.state import PruningState
+
+Parameters = dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One atom as a state uses it."""
+
+    atom: str
+    parameters: Parameters
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalPart:
+    """One signal: its weight, and its share of all weights."""
+
+    atom: str
+    weight: float
+    share: float
+    parameters: Parameters
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What one state says at one budget.
+
+    ``reads`` are the inputs that cost something; ``words`` tell the same in sentences.
+    """
+
+    name: str
+    digest: str
+    budget: int
+    budget_atom: Part
+    base_policy: Part
+    q_e: int
+    r_min: int
+    signals: tuple[SignalPart, ...]
+    kernel: Part
+    fusion: Part
+    pool: tuple[Part, ...]
+    selector: Part
+    reassembly: Part
+    safety: tuple[Part, ...]
+    reads: tuple[str, ...]
+    provenance: Parameters
+    words: tuple[str, ...]
+
+
+def describe(state: PruningState, budget: int | None = None) -> Description:
+    """The state at K, by default its own; raises :class:`BudgetError` where K is not allowed."""
+    policy = materialize(state, budget)
+    calls = state.scoring.signals
+    total = sum(call.weight for call in calls) or 1.0
+    return Description(
+        name=state.name,
+        digest=state.digest,
+        budget=policy.budget,
+        budget_atom=_part(state.budget),
+        base_policy=Part(
+            policy.base.name,
+            state.base_policy.params.model_dump(mode="json"),
+            policy.base.doc,
+        ),
+        q_e=policy.quota,
+        r_min=policy.r_min,
+        signals=tuple(
+            SignalPart(
+                call.atom,
+                call.weight,
+                call.weight / total,
+                _parameters(call, without=("weight",)),
+                ATOMS.of(call).doc,
+            )
+            for call in calls
+        ),
+        kernel=_part(state.scoring.kernel),
+        fusion=_part(state.scoring.fusion),
+        pool=tuple(_part(call) for call in state.constraints.pool),
+        selector=_part(state.constraints.selector),
+        reassembly=_part(state.reassembly),
+        safety=tuple(_part(call) for call in state.safety),
+        reads=tuple(sorted(policy.needs)),
+        provenance=state.provenance.model_dump(mode="json"),
+        words=_words(policy),
+    )
+
+
+def _part(call: AtomCall) -> Part:
+    return Part(call.atom, _parameters(call), ATOMS.of(call).doc)
+
+
+def _parameters(call: AtomCall, without: tuple[str, ...] = ()) -> Parameters:
+    dumped: Parameters = call.model_dump(mode="json", exclude={"atom", *without})
+    return dumped
+
+
+def _words(policy: PruningPolicy) -> tuple[str, ...]:
+    state, k = policy.state, policy.budget
+    base = policy.base.name
+    said = [f"Keeps {k} visual tokens of every image, starting from those that {base} picks."]
+    if policy.refines:
+        pools = ", then ".join(call.atom for call in state.constraints.pool)
+        weighed = sum(call.weight > 0 for call in state.scoring.signals)
+        said.append(
+            f"At most {policy.quota} of them are exchanged for candidates of higher quality, so at "
+            f"least {policy.r_min} stay."
+        )
+        said.append(
+            f"Quality is the {state.scoring.fusion.atom} of {weighed} signals; candidates come "
+            f"from {pools}."
+        )
+    else:
+        said.append("Nothing is exchanged: this is the base policy alone.")
+    if policy.reads_instruction:
+        said.append(
+            "It reads the instruction, so two questions on one image may keep different tokens and "
+            "share no KV cache."
+        )
+    else:
+        said.append(
+            "It does not read the instruction, so all questions on one image share its KV cache."
+        )
+    if not policy.falls_back:
+        said.append("Where it fails at run time it has no leave to serve the base policy instead.")
+    return tuple(said)

@@ -1,0 +1,163 @@
+"""An explanation as one HTML file that needs nothing else: pictures inline, nothing fetched.
+
+Knows nothing about policies. Every panel is there without a script; the script only tells the
+values of the token under the pointer, in all panels at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterator
+
+from PIL import Image
+
+from vllm_autoprune.report.colours import ENTERED, INK, LEFT, RAMP, STAYED, css
+from vllm_autoprune.report.panels import Explanation, Panel, cell, spoken
+from vllm_autoprune.report.picture import heat_map, png
+from vllm_autoprune.report.trace import Trace
+from vllm_autoprune.tpdsl.tokens import Grid
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(explanation: Explanation) -> str:
+    """The whole document."""
+    grid = explanation.trace.grid
+    figures = "\n".join(_figure(panel, grid) for panel in explanation.panels)
+    question = html.escape(explanation.question)
+    data = json.dumps(_tokens(explanation.trace)).replace("<", "\\u003c")
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{question}</title>
+<style>{_style(explanation)}</style>
+<h1>{question}</h1>
+<p>{html.escape(explanation.summary)}</p>
+<p class="legend">
+  <span><i class="kept"></i>kept</span>
+  <span><i class="left">&minus;</i>swapped out</span>
+  <span><i class="entered">+</i>swapped in</span>
+  <span><i class="ramp"></i>low to high, each map on its own scale</span>
+</p>
+<output id="told">Point at a token to read its values.</output>
+<main>
+{figures}
+</main>
+<script type="application/json" id="tokens">{data}</script>
+<script>{_SCRIPT}</script>
+</html>
+"""
+
+
+def _figure(panel: Panel, grid: Grid) -> str:
+    caption = f"{html.escape(panel.title)} <small>{html.escape(panel.detail)}</small>"
+    layer = ""
+    if panel.heat is not None:
+        layer = f'<img class="heat" alt="" src="{_inline(heat_map(panel.heat, grid))}">'
+    marks = "".join(_marks(panel, grid))
+    box = f"0 0 {grid.width * grid.tiles} {grid.height}"
+    kind = "scene grey" if panel.heat is not None else "scene"
+    return (
+        f'<figure><figcaption>{caption}</figcaption><div class="{kind}">{layer}'
+        f'<svg viewBox="{box}" role="img" aria-label="{html.escape(panel.title)}">{marks}'
+        '<rect class="here" width="1" height="1" x="-2" y="-2"/></svg></div></figure>'
+    )
+
+
+def _marks(panel: Panel, grid: Grid) -> Iterator[str]:
+    """Dimmed tokens as one path, then the frames of the others."""
+    if panel.lit is None:
+        return
+    lit = set(panel.lit)
+    dark = (cell(token, grid) for token in range(grid.tokens) if token not in lit)
+    path = "".join(f"M{column} {row}h1v1h-1z" for row, column in dark)
+    yield f'<path class="dim" d="{path}"/>'
+    for token in (*panel.lit, *panel.left):
+        row, column = cell(token, grid)
+        kind = "left" if token in panel.left else "entered" if token in panel.entered else "kept"
+        yield f'<rect class="{kind}" x="{column + 0.05}" y="{row + 0.05}" width=".9" height=".9"/>'
+        if kind != "kept":
+            x, y = column + 0.5, row + 0.5
+            upright = f"M{x} {y - 0.22}v.44" if kind == "entered" else ""
+            yield f'<path class="{kind}" d="M{x - 0.22:g} {y}h.44{upright}"/>'
+
+
+def _tokens(trace: Trace) -> dict[str, object]:
+    """What the script tells of each token."""
+    rank = {token: number for number, token in enumerate(trace.reference, start=1)}
+    kept, left = set(trace.kept), set(trace.left)
+    status = []
+    for token in range(trace.grid.tokens):
+        word = "swapped out" if token in left else "not kept"
+        if token in kept:
+            word = "kept" if token in rank else "swapped in"
+        status.append(f"{word}, pick {rank[token]} of the reference" if token in rank else word)
+    columns: dict[str, list[float]] = {}
+    if trace.quality is not None:
+        columns["quality g"] = [round(value, 4) for value in trace.quality]
+    for signal in trace.signals:
+        columns[spoken(signal.atom)] = [round(value, 4) for value in signal.values]
+    place = [cell(token, trace.grid) for token in range(trace.grid.tokens)]
+    return {"place": place, "status": status, "values": columns}
+
+
+def _inline(image: Image.Image) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+
+
+def _style(explanation: Explanation) -> str:
+    grid = explanation.trace.grid
+    ratio = f"{grid.width * grid.tiles}/{grid.height}"
+    ramp = ",".join(css(colour) for colour in RAMP)
+    stayed, left, entered = css(STAYED), css(LEFT), css(ENTERED)
+    width = 22 * grid.tiles
+    return f"""
+:root{{color-scheme:light;font:16px/1.5 system-ui,sans-serif;color:{css(INK)}}}
+body{{max-width:78rem;margin:2rem auto;padding:0 1.5rem}}
+h1{{font-size:1.6rem;margin:0}} p{{margin:.3rem 0;color:#626976}}
+.legend{{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:center;margin:1rem 0}}
+.legend i{{display:inline-block;width:1.3rem;height:1.3rem;margin-right:.5rem;
+vertical-align:-.3rem;background:{css(INK)};border:3px solid;box-sizing:border-box;
+font:bold 1rem/.9rem monospace;text-align:center}}
+.legend .kept{{border-color:{stayed};outline:2px solid {css(INK)}}}
+.legend .left{{color:{left}}} .legend .entered{{color:{entered}}}
+.legend .ramp{{width:9rem;border:0;background:linear-gradient(90deg,{ramp})}}
+output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:#f3f4f6;border-radius:.4rem;
+position:sticky;top:0;z-index:1}}
+main{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,{width}rem),1fr));
+gap:1.5rem;margin-top:1.5rem}}
+figure{{margin:0}} figcaption{{font-weight:600;margin-bottom:.3rem}}
+figcaption small{{font-weight:400;color:#626976;margin-left:.5rem}}
+.scene{{position:relative;aspect-ratio:{ratio};background-size:100% 100%;
+background-image:url({_inline(explanation.picture.convert("RGB"))})}}
+.scene svg,.scene .heat{{position:absolute;inset:0;width:100%;height:100%}}
+.heat{{opacity:.75;image-rendering:pixelated}}
+.grey{{background-color:#fff;background-blend-mode:luminosity}}
+svg *{{fill:none;stroke-width:.07}}
+svg .dim{{fill:#14161c;fill-opacity:.74}} svg .kept{{stroke:{stayed}}}
+svg .left{{stroke:{left};stroke-width:.12}} svg .entered{{stroke:{entered};stroke-width:.12}}
+svg .here{{stroke:#ff2bd6;stroke-width:.14}}
+"""
+
+
+_SCRIPT = """
+const data = JSON.parse(document.getElementById("tokens").textContent);
+const told = document.getElementById("told");
+const at = new Map(data.place.map(([row, column], token) => [row + "," + column, token]));
+const marks = document.querySelectorAll(".here");
+document.querySelectorAll("svg").forEach(svg => svg.addEventListener("pointermove", event => {
+  const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+  const column = Math.floor((event.clientX - box.left) / box.width * view.width);
+  const row = Math.floor((event.clientY - box.top) / box.height * view.height);
+  const token = at.get(row + "," + column);
+  if (token === undefined) return;
+  marks.forEach(mark => { mark.setAttribute("x", column); mark.setAttribute("y", row); });
+  const values = Object.entries(data.values).map(([name, all]) => name + " " + all[token]);
+  told.textContent = ["token " + token + " (row " + row + ", column " + column + "): "
+    + data.status[token], ...values].join("; ");
+}));
+"""

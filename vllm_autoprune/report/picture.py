@@ -1,0 +1,166 @@
+"""An explanation as one PNG: panels in rows, a title above, a legend below.
+
+Knows nothing about policies: an :class:`Explanation` says what every panel shows.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
+
+from vllm_autoprune.report.colours import (
+    ENTERED,
+    INK,
+    LEFT,
+    PAPER,
+    QUIET,
+    STAYED,
+    Colour,
+    heat,
+    spread,
+)
+from vllm_autoprune.report.panels import Explanation, Panel, cell
+from vllm_autoprune.tpdsl.tokens import Grid
+
+SIDE = 420
+"""Width of one tile's panel in pixels, up to a whole number of pixels a token."""
+
+GAP = 28
+COLUMNS = 3
+_QUESTION, _NOTE, _TITLE, _DETAIL = 30, 18, 20, 17
+_HEAT = 0.72
+"""How much of a heat map's colour covers the picture."""
+
+
+def draw(explanation: Explanation) -> Image.Image:
+    """The whole sheet."""
+    grid = explanation.trace.grid
+    size = max(4, SIDE // grid.width)
+    width, height = size * grid.width * grid.tiles, size * grid.height
+    columns = max(1, min(COLUMNS // grid.tiles, len(explanation.panels)))
+    rows = -(-len(explanation.panels) // columns)
+    step = _TITLE + 10 + height + GAP
+    sheet_width = GAP + columns * (width + GAP)
+    question = _wrapped(explanation.question, _QUESTION, sheet_width - 2 * GAP)
+    summary = _wrapped(explanation.summary, _NOTE, sheet_width - 2 * GAP)
+    top = GAP + len(question) * (_QUESTION + 8) + len(summary) * (_NOTE + 6) + 18
+    sheet = Image.new("RGB", (sheet_width, top + rows * step + _NOTE + 12 + GAP), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    y = GAP - 6
+    for line in question:
+        pen.text((GAP, y), line, INK, _font(_QUESTION))
+        y += _QUESTION + 8
+    for line in summary:
+        pen.text((GAP, y), line, QUIET, _font(_NOTE))
+        y += _NOTE + 6
+    base = explanation.picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    for number, panel in enumerate(explanation.panels):
+        row, column = divmod(number, columns)
+        left, above = GAP + column * (width + GAP), top + row * step
+        _caption(pen, (left, above), width, panel)
+        sheet.paste(_panel(base, panel, grid, size), (left, above + _TITLE + 10))
+    _legend(pen, (GAP, top + rows * step), sheet_width)
+    return sheet
+
+
+def png(image: Image.Image) -> bytes:
+    """The image as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
+    """One pixel a token, in the colours of the ramp."""
+    image = Image.new("RGB", (grid.width * grid.tiles, grid.height))
+    for token, value in enumerate(spread(values)):
+        row, column = cell(token, grid)
+        image.putpixel((column, row), heat(value))
+    return image
+
+
+def _panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Image:
+    if panel.heat is not None:
+        colours = heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
+        return Image.blend(base.convert("L").convert("RGB"), colours, _HEAT)
+    if panel.lit is None:
+        return base
+    dimmed = ImageEnhance.Brightness(ImageEnhance.Color(base).enhance(0.25)).enhance(0.38)
+    line = max(1, size // 14)
+    pen = ImageDraw.Draw(dimmed)
+    for token in (*panel.lit, *panel.left):
+        box = _box(token, grid, size)
+        if token not in panel.left:
+            dimmed.paste(base.crop(box), box[:2])
+        colour = STAYED
+        if token in panel.left:
+            colour = LEFT
+        elif token in panel.entered:
+            colour = ENTERED
+        _frame(pen, box, colour, line if colour == STAYED else 2 * line + 1)
+        if colour != STAYED:
+            _sign(pen, box, colour, plus=token in panel.entered)
+    return dimmed
+
+
+def _box(token: int, grid: Grid, size: int) -> tuple[int, int, int, int]:
+    row, column = cell(token, grid)
+    return column * size, row * size, (column + 1) * size, (row + 1) * size
+
+
+def _frame(
+    pen: ImageDraw.ImageDraw, box: tuple[int, int, int, int], colour: Colour, line: int
+) -> None:
+    left, top, right, bottom = box
+    pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=line)
+
+
+def _sign(
+    pen: ImageDraw.ImageDraw, box: tuple[int, int, int, int], colour: Colour, *, plus: bool
+) -> None:
+    """A plus or a minus: exchanged tokens are told apart without colour too."""
+    left, top, right, bottom = box
+    x, y, arm = (left + right) // 2, (top + bottom) // 2, (right - left) // 4
+    thick = max(2, (right - left) // 9)
+    pen.line((x - arm, y, x + arm, y), colour, thick)
+    if plus:
+        pen.line((x, y - arm, x, y + arm), colour, thick)
+
+
+def _caption(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int, panel: Panel) -> None:
+    title, detail = _font(_TITLE), _font(_DETAIL)
+    x, y = place
+    pen.text((x, y), panel.title, INK, title)
+    used = pen.textlength(panel.title, title)
+    if used + 10 + pen.textlength(panel.detail, detail) <= width:
+        pen.text((x + used + 10, y + _TITLE - _DETAIL), panel.detail, QUIET, detail)
+
+
+def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int) -> None:
+    x, y = place
+    font, side = _font(_NOTE), _NOTE + 6
+    marks = ((STAYED, "kept", ""), (LEFT, "swapped out", "-"), (ENTERED, "swapped in", "+"))
+    for colour, words, sign in marks:
+        box = (x, y, x + side, y + side)
+        pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), INK)
+        _frame(pen, box, colour, 3)
+        if sign:
+            _sign(pen, box, colour, plus=sign == "+")
+        pen.text((x + side + 10, y + 1), words, QUIET, font)
+        x += side + 10 + int(pen.textlength(words, font)) + GAP
+    bar = 160
+    for step in range(bar):
+        pen.line((x + step, y, x + step, y + side - 1), heat(step / (bar - 1)))
+    pen.text((x + bar + 8, y + 1), "low to high, each map on its own scale", QUIET, font)
+
+
+def _wrapped(text: str, size: int, width: int) -> list[str]:
+    """Lines that fit; a wide letter takes about half of the font's size."""
+    return textwrap.wrap(" ".join(text.split()), max(20, int(width / (size * 0.52)))) or [""]
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

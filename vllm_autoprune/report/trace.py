@@ -1,0 +1,82 @@
+"""What a policy does with one image, laid open: picks, exchanges, every signal.
+
+Knows nothing about where the tokens come from or how the trace is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.numerics import normalise
+from vllm_autoprune.tpdsl.outcome import FALLBACKS, Refined
+from vllm_autoprune.tpdsl.scoring import run_signal
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTrace:
+    """One signal over all N tokens, normalised to 0..1 as the fusion sees it."""
+
+    atom: str
+    weight: float
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One image: indices are raster indices into its N tokens.
+
+    reference in pick order, kept ascending; left and entered are the exchanged tokens, both
+    ascending; extra counts rows of the base policy that stand for no single token; quality is g,
+    None where the state never scores; fallback is a word of ``tpdsl.outcome.FALLBACKS``.
+    """
+
+    grid: Grid
+    reference: tuple[int, ...]
+    kept: tuple[int, ...]
+    left: tuple[int, ...]
+    entered: tuple[int, ...]
+    extra: int
+    signals: tuple[SignalTrace, ...]
+    quality: tuple[float, ...] | None
+    fallback: str
+
+
+@torch.no_grad()
+def trace(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> tuple[Trace, ...]:
+    """One trace for each of the B images, of what ``policy`` made of them."""
+    calls = policy.state.scoring.signals if policy.refines else ()
+    signals = [
+        (call.atom, call.weight, normalise(run_signal(call, tokens)))
+        for call in calls
+        if call.weight > 0
+    ]
+    found = []
+    for image in range(tokens.batch):
+        reference, kept = _integers(refined.reference[image]), _integers(refined.indices[image])
+        found.append(
+            Trace(
+                grid=tokens.grid,
+                reference=reference,
+                kept=kept,
+                left=tuple(sorted(set(reference) - set(kept))),
+                entered=tuple(sorted(set(kept) - set(reference))),
+                extra=refined.extra,
+                signals=tuple(SignalTrace(a, w, _floats(v[image])) for a, w, v in signals),
+                quality=None if refined.quality is None else _floats(refined.quality[image]),
+                fallback=FALLBACKS[int(refined.fallback[image])],
+            )
+        )
+    return tuple(found)
+
+
+def _integers(row: Tensor) -> tuple[int, ...]:
+    return tuple(int(value) for value in row.tolist())
+
+
+def _floats(row: Tensor) -> tuple[float, ...]:
+    return tuple(float(value) for value in row.tolist())

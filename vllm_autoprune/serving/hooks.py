@@ -1,0 +1,86 @@
+"""Every name within vLLM that the plugin holds on to, and whether this installation has it.
+
+Knows nothing about what is done with them: the module named beside each hook does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """Names below ``module``, dotted where they are attributes, that ``used_by`` relies on."""
+
+    module: str
+    names: tuple[str, ...]
+    used_by: str
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("vllm.engine.arg_utils", ("EngineArgs.add_cli_args",), "plugin: the flags"),
+    Hook("vllm.config", ("VllmConfig.try_verify_and_update_config",), "plugin: the settings"),
+    Hook(
+        "vllm.model_executor.models",
+        ("ModelRegistry.register_model",),
+        "compat: the pruned model class",
+    ),
+    Hook(
+        "vllm.model_executor.model_loader.utils",
+        ("_MODEL_ARCH_BY_HASH",),
+        "compat: the pruned model class",
+    ),
+    Hook("vllm.renderers.registry", ("RENDERER_REGISTRY.renderers",), "compat: the renderer"),
+    Hook(
+        "vllm.renderers.hf",
+        (
+            "HfRenderer.render_messages",
+            "HfRenderer.render_messages_async",
+            "HfRenderer._process_tokens",
+            "HfRenderer._process_tokens_async",
+        ),
+        "renderer: the instruction",
+    ),
+    Hook(
+        "vllm.multimodal.processing",
+        (
+            "BaseMultiModalProcessor.apply",
+            "BaseMultiModalProcessor._apply_hf_processor_main",
+            "BaseMultiModalProcessor._get_cache_missing_processor_kwargs",
+            "BaseMultiModalProcessor._get_mm_fields_config",
+            "BaseMultiModalProcessor._get_mm_hashes",
+            "BaseMultiModalProcessor._get_mm_prompt_updates",
+        ),
+        "processor: K placeholders and cache identity",
+    ),
+    Hook(
+        "vllm.model_executor.models.llava",
+        (
+            "LlavaForConditionalGeneration._processor_factory",
+            "LlavaForConditionalGeneration._image_pixels_to_features",
+            "LlavaForConditionalGeneration._parse_and_validate_image_input",
+            "LlavaForConditionalGeneration.embed_multimodal",
+            "LlavaForConditionalGeneration.load_weights",
+        ),
+        "models.llava: the vision side",
+    ),
+)
+
+
+def missing(hook: Hook) -> tuple[str, ...]:
+    """The names of a hook that this vLLM does not have; all of them where its module fails."""
+    try:
+        module = importlib.import_module(hook.module)
+    except Exception as error:  # whatever a broken installation raises is what is being found out
+        return (f"{hook.module} ({type(error).__name__}: {error})",)
+    return tuple(name for name in hook.names if not _has(module, name))
+
+
+def _has(module: object, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(module)
+    except AttributeError:
+        return False
+    return True
