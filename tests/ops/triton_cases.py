@@ -97,7 +97,7 @@ def _compile() -> dict[str, int]:
     types = dict.fromkeys(("similarity", "quality", "factors"), "*fp32")
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
     types |= dict.fromkeys(("tokens", "count", "forced"), "i32")
-    types |= dict.fromkeys(("exhausted", "divisor", "largest"), "fp32")
+    types |= dict.fromkeys(("exhausted", "divisor", "huge"), "fp32")
     found = {}
     for gpu in GPUS:
         for tokens, masked in ((64, False), (576, True), (2880, False)):

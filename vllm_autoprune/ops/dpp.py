@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from vllm_autoprune.ops.products import ALIGNED
@@ -25,6 +26,9 @@ EXHAUSTED = 1e-10
 DIVISOR = 1e-12
 """Least residual that is divided by: an anchor may have none left."""
 
+
+HUGE = 2.0**100
+"""What a quality that is infinite or not a number counts for, once only quality is left."""
 
 Form = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None], Tensor]
 """(similarity, quality, count, anchors, eligible) -> picks."""
@@ -43,8 +47,8 @@ def greedy_map(
     similarity ``(B, N, N)``, quality ``(B, N)``, both float32; anchors ``(B, A)`` are forced
     first picks on which the rest is conditioned; eligible ``(B, N)`` bool limits the rest.
     Returns ``(B, count)`` int64, unique in each row. Ties go to the lower index. From the first
-    step on where no eligible token has a finite gain above :data:`EXHAUSTED` (rank below
-    ``count``, or NaN in the input) the rest is by descending quality, NaN first.
+    step on where no eligible token has a gain above :data:`EXHAUSTED` (rank below ``count``),
+    or one has NaN for a gain, the rest is by descending quality.
     ``count`` must not exceed the number of eligible tokens.
 
     An image's picks are the same bits alone and in a batch. On a CUDA device one Triton kernel
@@ -110,23 +114,20 @@ def greedy_map_torch(
 def _rest_by_quality(
     picks: Tensor, gains: Tensor, quality: Tensor, eligible: Tensor | None
 ) -> Tensor:
-    """Picks up to the first gain that says nothing, then by quality; all ``(B, count)``."""
-    batch, count = picks.shape
-    tokens = quality.shape[1]
-    sound = (gains > EXHAUSTED) & (gains < torch.inf)
-    if not sound.is_cuda and sound.all():  # only the CPU can look without waiting
-        return picks
-    sound = sound.cumprod(dim=1).bool()
-    # One column more than there are tokens takes the marks of the picks that do not count.
-    marks = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=picks.device)
-    taken = marks.scatter_(1, picks.where(sound, tokens), True)[:, :tokens]
+    """Picks up to the first gain that says nothing, then by quality; all ``(B, count)``.
+
+    Gains never grow, because residuals only shrink, and NaN never goes away: the picks that count
+    come first. One stable sort puts the tokens in order, those picks by their turn and above all.
+    """
+    count, tokens = picks.shape[1], quality.shape[1]
+    key = quality.clamp(-HUGE, HUGE).nan_to_num_(nan=HUGE)
     if eligible is not None:
-        taken = taken | ~eligible
-    finite = torch.finfo(quality.dtype).min
-    key = quality.nan_to_num(nan=torch.inf, posinf=torch.inf).clamp_min(finite)
-    order = key.masked_fill(taken, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    place = torch.arange(count, device=picks.device) - sound.sum(dim=1, keepdim=True)
-    return picks.where(sound, order.gather(1, place.clamp_min(0)))
+        key.masked_fill_(~eligible, -torch.inf)
+    turn = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
+    # One column more than there are tokens takes the turns of the picks that do not count.
+    key = functional.pad(key, (0, 1))
+    key.scatter_(1, picks.where(gains > EXHAUSTED, tokens), turn.expand_as(picks))
+    return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def _fastest_form(device: torch.device) -> Form:

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import DIVISOR, EXHAUSTED, greedy_map_torch
+from vllm_autoprune.ops.dpp import DIVISOR, EXHAUSTED, HUGE, greedy_map_torch
 
 logger = logging.getLogger("vllm.autoprune")
 
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _TILE = 16384
 """Numbers of the factors that a program reads at once: 32 or 64 registers a thread."""
 
@@ -41,7 +41,7 @@ def _greedy_map(
     forced: tl.tensor,
     exhausted: tl.tensor,
     divisor: tl.tensor,
-    largest: tl.tensor,
+    huge: tl.tensor,
     has_eligible: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
@@ -60,13 +60,13 @@ def _greedy_map(
     if has_eligible:
         free = free & (tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0)
     weight = q * q
-    spare = tl.where(q != q, float("inf"), tl.maximum(q, -largest))
+    spare = tl.where(q == q, tl.minimum(tl.maximum(q, -huge), huge), huge)
     sound = True
 
     for step in range(count):
         gain = weight * tl.where(free, residual, -1.0)
-        # NaN becomes infinite, and an infinite gain says as little as none.
-        gain = tl.where(gain != gain, float("inf"), gain)
+        # NaN must win, as it does in torch, and be known: it alone becomes infinite.
+        gain = tl.where(gain == gain, tl.minimum(gain, LARGEST), float("inf"))
         best, pick = tl.max(gain, axis=0, return_indices=True)
         if step < forced:
             pick = tl.load(anchors + step).to(tl.int32)
@@ -121,7 +121,7 @@ def greedy_map_triton(
         0 if anchors is None else anchors.shape[1],
         EXHAUSTED,
         DIVISOR,
-        _LARGEST,
+        HUGE,
         has_eligible=eligible is not None,
         block=block,
         rows=rows,
