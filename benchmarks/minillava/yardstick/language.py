@@ -1,0 +1,208 @@
+"""The projector and the Llama that reads it: batches and loss of their training stage.
+
+Knows nothing about how the vision tower was trained; it reads frozen penultimate patches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.minillava.yardstick.attention import LEAN
+from benchmarks.minillava.yardstick.layout import Canvas
+from benchmarks.minillava.yardstick.questions import Question, training_questions
+from benchmarks.minillava.yardstick.towers import WIDTH, pixels, training_scenes
+from benchmarks.minillava.yardstick.vocabulary import (
+    AFTER_IMAGE,
+    BEFORE_IMAGE,
+    BEGIN,
+    END,
+    PAD,
+    VOCABULARY,
+    token_id,
+)
+from benchmarks.minillava.yardstick.wordings import KINDS
+
+LANGUAGE_WIDTH = 192
+QUESTIONS_PER_IMAGE = 14
+# Blocks of a sequence: the shared image prefix, and padding that only sees itself.
+_PREFIX, _PADDING = -1, -2
+_UNSCORED = -1
+
+
+class Projector(nn.Module):
+    """LLaVA-1.5's two linear layers with a GELU between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(WIDTH, LANGUAGE_WIDTH)
+        self.linear_2 = nn.Linear(LANGUAGE_WIDTH, LANGUAGE_WIDTH)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """(B, K, WIDTH) → (B, K, 192)."""
+        projected: Tensor = self.linear_2(F.gelu(self.linear_1(patches)))
+        return projected
+
+
+def language_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """A freshly initialised language model."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=LANGUAGE_WIDTH,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=6,
+            num_key_value_heads=6,
+            max_position_embeddings=4096,
+            bos_token_id=token_id(tokenizer, BEGIN),
+            eos_token_id=token_id(tokenizer, END),
+            pad_token_id=token_id(tokenizer, PAD),
+            tie_word_embeddings=False,
+            attn_implementation=LEAN,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class LanguageBatch:
+    """Sequences of a prefix ("USER: " and K image tokens) and one block a question.
+
+    `kept` (B, K) raster patches ascending; `before` (P,) ids; `texts`, `labels`, `kinds` (B, L),
+    kinds are indices into `KINDS` where an answer is scored; `positions`, `blocks` (B, P + K + L).
+    """
+
+    values: Tensor
+    kept: Tensor
+    before: Tensor
+    texts: Tensor
+    labels: Tensor
+    kinds: Tensor
+    positions: Tensor
+    blocks: Tensor
+
+
+def draw_budget(seed: int, dropout: float, canvas: Canvas) -> int:
+    """How many image tokens a step keeps: all, or for a share of steps log-uniformly fewer."""
+    rng = random.Random(seed)
+    if rng.random() >= dropout:
+        return canvas.patches
+    return int(math.exp(rng.uniform(math.log(8), math.log(canvas.patches))))
+
+
+def _kept(rng: random.Random, asked: list[Question], budget: int, patches: int) -> list[int]:
+    """The evidence of what is asked, as far as it fits, and a random rest; ascending."""
+    wanted = [patch for question in asked for patch in question.evidence]
+    rest = rng.sample(range(patches), patches)
+    return sorted(list(dict.fromkeys(wanted + rest))[:budget])
+
+
+@dataclass
+class _Row:
+    """One growing sequence of question blocks."""
+
+    start: int
+    texts: list[int]
+    labels: list[int]
+    kinds: list[int]
+    positions: list[int]
+    blocks: list[int]
+
+    def add(self, block: int, kind: int, asked: list[int], answer: list[int]) -> None:
+        # A position is labelled with the token that follows it; the end mark is not scored.
+        self.texts += asked + answer
+        self.labels += [-100] * (len(asked) - 1) + answer + [-100]
+        self.kinds += [_UNSCORED] * (len(asked) - 1) + [kind] * (len(answer) - 1)
+        self.kinds += [_UNSCORED] * 2
+        self.positions += range(self.start, self.start + len(asked) + len(answer))
+        self.blocks += [block] * (len(asked) + len(answer))
+
+
+def language_batch(
+    seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int
+) -> LanguageBatch:
+    """Draw one batch of the language stage that keeps `budget` image tokens."""
+    drawn = training_scenes(seed, size, canvas)
+    rng = random.Random(seed + 1)
+    before = tokenizer.encode(BEFORE_IMAGE).ids
+    end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
+    start = len(before) + budget
+    rows: list[_Row] = []
+    kept: list[list[int]] = []
+    for scene in drawn.scenes:
+        asked = training_questions(rng, scene, canvas, QUESTIONS_PER_IMAGE)
+        whole = budget == canvas.patches
+        kept.append(list(range(budget)) if whole else _kept(rng, asked, budget, canvas.patches))
+        texts = tokenizer.encode_batch([AFTER_IMAGE.format(question=one.text) for one in asked])
+        answers = tokenizer.encode_batch([f" {one.answer}" for one in asked])
+        row = _Row(start, [], [], [], [], [])
+        for block, (question, text, answer) in enumerate(zip(asked, texts, answers, strict=True)):
+            row.add(block, KINDS.index(question.kind), text.ids, [*answer.ids, end])
+        rows.append(row)
+    longest = max(len(row.texts) for row in rows)
+
+    def column(values: list[list[int]], fill: int) -> Tensor:
+        return torch.tensor([row + [fill] * (longest - len(row)) for row in values])
+
+    ahead = torch.arange(start).expand(size, start)
+    positions = column([row.positions for row in rows], 0)
+    blocks = column([row.blocks for row in rows], _PADDING)
+    return LanguageBatch(
+        values=pixels(drawn.images),
+        kept=torch.tensor(kept),
+        before=torch.tensor(before),
+        texts=column([row.texts for row in rows], pad),
+        labels=column([row.labels for row in rows], -100),
+        kinds=column([row.kinds for row in rows], _UNSCORED),
+        positions=torch.cat((ahead, positions), 1),
+        blocks=torch.cat((torch.full((size, start), _PREFIX), blocks), 1),
+    )
+
+
+def _mask(blocks: Tensor) -> Tensor:
+    """Additive bf16 mask (B, 1, T, T): the prefix and one's own block, never the future."""
+    length = blocks.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    same = blocks[:, :, None] == blocks[:, None, :]
+    prefix = (blocks == _PREFIX)[:, None, :]
+    allowed = (same | prefix) & causal
+    mask = torch.zeros(allowed.shape, dtype=torch.bfloat16).masked_fill_(~allowed, -1e9)
+    return mask[:, None]
+
+
+def language_loss(
+    model: LlamaForCausalLM, projector: Projector, batch: LanguageBatch, patches: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Cross entropy on answer tokens; patches (B, N, WIDTH) come from the frozen tower.
+
+    The parts are the loss and the share of right answer tokens of each kind that is asked.
+    """
+    rows = torch.arange(len(batch.kept))[:, None]
+    image = projector(patches[rows, batch.kept])
+    embed = model.get_input_embeddings()
+    before = embed(batch.before).expand(len(rows), -1, -1)
+    hidden = model.model(
+        inputs_embeds=torch.cat((before, image, embed(batch.texts)), 1),
+        attention_mask=_mask(batch.blocks),
+        position_ids=batch.positions,
+        use_cache=False,
+    ).last_hidden_state
+    hidden = hidden[:, -batch.texts.shape[1] :]
+    asked = batch.labels >= 0
+    logits = model.lm_head(hidden[asked]).float()
+    wanted, kinds = batch.labels[asked], batch.kinds[asked]
+    loss = F.cross_entropy(logits, wanted)
+    right = (logits.detach().argmax(-1) == wanted).float()
+    parts = {"loss": float(loss.detach())}
+    for number, kind in enumerate(KINDS):
+        ours = kinds == number
+        if ours.any():
+            parts[kind] = float(right[ours].mean())
+    return loss, parts

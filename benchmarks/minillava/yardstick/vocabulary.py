@@ -1,0 +1,79 @@
+"""Both tokenizers: the language model's and the CLIP text tower's, trained on our wordings.
+
+Knows nothing about scenes, images or models.
+"""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from benchmarks.minillava.vocabulary import (
+    AFTER_IMAGE,
+    BEFORE_IMAGE,
+    BEGIN,
+    CLIP_BEGIN,
+    CLIP_END,
+    CLIP_LENGTH,
+    END,
+    IMAGE_TOKEN,
+    LANGUAGE_SPECIALS,
+    PAD,
+    UNKNOWN,
+    prompt,
+    token_id,
+)
+from benchmarks.minillava.yardstick.wordings import answer_words, every_text
+
+__all__ = [
+    "AFTER_IMAGE", "BEFORE_IMAGE", "BEGIN", "CLIP_BEGIN", "CLIP_END", "CLIP_LENGTH", "END",
+    "IMAGE_TOKEN", "PAD", "UNKNOWN", "VOCABULARY",
+    "clip_tokenizer", "language_tokenizer", "prompt", "token_id",
+]  # fmt: skip
+
+VOCABULARY = 512
+
+
+def _trainer(size: int, specials: list[AddedToken]) -> BpeTrainer:
+    return BpeTrainer(
+        vocab_size=size,
+        min_frequency=1,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+
+def language_tokenizer() -> Tokenizer:
+    """Byte-level BPE that adds no token of its own, so chat and plain prompts agree.
+
+    No text holds a number of two digits, so a number's digits stay one token each.
+    """
+    tokenizer = Tokenizer(BPE(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [AddedToken(token, special=True) for token in LANGUAGE_SPECIALS]
+    texts = [prompt(text) for text in every_text()]
+    texts += [f" {word}" for word in answer_words()] * 50
+    tokenizer.train_from_iterator(texts, _trainer(VOCABULARY, specials))
+    return tokenizer
+
+
+def clip_tokenizer() -> Tokenizer:
+    """Lower-casing BPE with CLIP's two specials; the end token is the one pooled on."""
+    tokenizer = Tokenizer(BPE(unk_token=CLIP_END))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = every_text() + [f" {word}" for word in answer_words()] * 50
+    tokenizer.train_from_iterator(texts, _trainer(VOCABULARY - 48, []))
+    # Added last, so that the end token's id is the largest, as in OpenAI's CLIP.
+    tokenizer.add_special_tokens([AddedToken(CLIP_BEGIN), AddedToken(CLIP_END)])
+    begin, end = token_id(tokenizer, CLIP_BEGIN), token_id(tokenizer, CLIP_END)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLIP_BEGIN} $A {CLIP_END}",
+        pair=f"{CLIP_BEGIN} $A {CLIP_END} $B:1 {CLIP_END}:1",
+        special_tokens=[(CLIP_BEGIN, begin), (CLIP_END, end)],
+    )
+    return tokenizer

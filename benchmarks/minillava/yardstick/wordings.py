@@ -1,0 +1,145 @@
+"""How questions are worded: what training reads, and paraphrases that it never does.
+
+Knows nothing about scenes. Slots: name, a_name, digit, colour, plural, side, number, relation.
+"""
+
+from __future__ import annotations
+
+from benchmarks.minillava.yardstick.layout import COLOURS, LONGEST_NUMBER, SHAPES, SIGN
+
+SEEN: dict[str, tuple[str, ...]] = {
+    "digit": (
+        "What digit is on the {name}?",
+        "Which digit does the {name} carry?",
+        "Read the digit on the {name}.",
+        "What is written on the {name}?",
+    ),
+    "colour": (
+        "What colour is the shape with the digit {digit}?",
+        "Which colour has the shape that carries the digit {digit}?",
+        "Name the colour of the shape with the digit {digit}.",
+    ),
+    "shape": (
+        "What shape carries the digit {digit}?",
+        "Which shape has the digit {digit}?",
+        "Name the shape with the digit {digit}.",
+    ),
+    "text": (
+        "What number is on the {name}?",
+        "Read the number on the {name}.",
+        "Which number does the {name} show?",
+    ),
+    "count": (
+        "How many {plural} are there?",
+        "Count the {plural} in the picture.",
+        "How many {plural} does the picture show?",
+    ),
+    "quarter": (
+        "In which quarter of the picture is the {name}?",
+        "Which quarter of the picture holds the {name}?",
+        "Name the quarter that the {name} is in.",
+    ),
+    "relation": (
+        "What digit is on the shape {relation} the {name}?",
+        "Which digit does the shape {relation} the {name} carry?",
+        "Read the digit {relation} the {name}.",
+    ),
+    "existence": (
+        "Is there {a_name} in the picture?",
+        "Does the picture show {a_name}?",
+        "Can {a_name} be seen?",
+    ),
+    "reading": (
+        "Does the {name} carry the digit {digit}?",
+        "Is the digit on the {name} a {digit}?",
+        "Is there the digit {digit} on the {name}?",
+    ),
+    "position": (
+        "Is the {name} in the {side} half of the picture?",
+        "Does the {side} half of the picture hold the {name}?",
+        "Is the {name} in the {side} half?",
+    ),
+    "counting": (
+        "Are there exactly {number} {plural}?",
+        "Does the picture show exactly {number} {plural}?",
+    ),
+}
+
+# Paraphrases of known words: what is new is how they are put together.
+UNSEEN: dict[str, tuple[str, ...]] = {
+    "digit": ("The {name} carries which digit?", "Name the digit that is on the {name}."),
+    "colour": ("The digit {digit} is on a shape of which colour?",),
+    "shape": ("On which shape is the digit {digit}?", "The digit {digit} is on what shape?"),
+    "text": ("Name the number that the {name} shows.", "The {name} carries what number?"),
+    "count": ("What is the number of {plural}?", "How many {plural} can be seen?"),
+    "quarter": ("The {name} is in which quarter?",),
+    "relation": ("Name the digit on the shape that is {relation} the {name}.",),
+    "existence": ("Does the picture have {a_name}?", "Is {a_name} in the picture?"),
+    "reading": ("Does the {name} show the digit {digit}?",),
+    "position": ("Can the {name} be seen in the {side} half?",),
+    "counting": ("Can exactly {number} {plural} be seen?",),
+}
+
+OPEN_KINDS = ("digit", "colour", "shape", "text", "count", "quarter", "relation")
+PAIR_KINDS = ("existence", "reading", "position", "counting")
+KINDS = OPEN_KINDS + PAIR_KINDS
+
+CATEGORIES: dict[str, tuple[str, ...]] = {
+    "attributes": ("digit", "colour", "shape"),
+    "existence": ("existence",),
+    "reading": ("reading",),
+    "position": ("position", "quarter"),
+    "counting": ("count", "counting"),
+    "two-hop": ("relation",),
+    "fine text": ("text",),
+}
+"""What is reported together, as MME does; every kind is in exactly one."""
+
+RELATIONS = ("left of", "right of", "above", "below")
+"""Of the shape that is asked about to the shape that is named."""
+SIDES = ("left", "right", "upper", "lower")
+MOST_COUNTED = 5
+
+
+def a(name: str) -> str:
+    """The name with its indefinite article."""
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def plural(colour: int | None, shape: int | None) -> str:
+    """Shapes of a colour, or of a form: "red shapes", "crosses"."""
+    if shape is not None:
+        return SHAPES[shape] + ("es" if SHAPES[shape].endswith("s") else "s")
+    assert colour is not None
+    return f"{COLOURS[colour]} shapes"
+
+
+def every_text() -> list[str]:
+    """Sentences that cover every wording and every filler, for tokenizer training."""
+    names = [f"{colour} {shape}" for colour in COLOURS for shape in (*SHAPES, SIGN)]
+    plurals = [plural(colour, None) for colour in range(len(COLOURS))]
+    plurals += [plural(None, shape) for shape in range(len(SHAPES))]
+    texts: list[str] = []
+    for kind in KINDS:
+        for wording in (*SEEN[kind], *UNSEEN[kind]):
+            for number, name in enumerate(names):
+                slots = {
+                    "name": name,
+                    "a_name": a(name),
+                    "digit": str(number % 10),
+                    "number": str(number % (MOST_COUNTED + 1)),
+                    "plural": plurals[number % len(plurals)],
+                    "side": SIDES[number % len(SIDES)],
+                    "relation": RELATIONS[number % len(RELATIONS)],
+                }
+                texts.append(wording.format(**slots))
+    return sorted(set(texts))
+
+
+def answer_words() -> list[str]:
+    """Every word that an answer is made of; a number is made of one digit after another."""
+    return [*COLOURS, *SHAPES, "yes", "no", *SIDES, *map(str, range(10))]
+
+
+LONGEST_ANSWER = LONGEST_NUMBER + 1
+"""Tokens of the longest answer, its end included."""

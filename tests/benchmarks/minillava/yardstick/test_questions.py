@@ -1,0 +1,191 @@
+"""Questions: every answer is true of the scene, and evidence is where the answer is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from benchmarks.minillava.yardstick.layout import COLOURS, SHAPES, Canvas, Thing, draw_layout
+from benchmarks.minillava.yardstick.questions import (
+    Asker,
+    Question,
+    caption,
+    pointing_phrase,
+    training_questions,
+)
+from benchmarks.minillava.yardstick.render import Scene, render
+from benchmarks.minillava.yardstick.wordings import (
+    CATEGORIES,
+    KINDS,
+    PAIR_KINDS,
+    SEEN,
+    UNSEEN,
+    plural,
+)
+
+CANVAS = Canvas()
+
+
+@pytest.fixture(scope="module")
+def scenes() -> tuple[Scene, ...]:
+    rng = random.Random(11)
+    layouts = [draw_layout(rng, style, CANVAS) for style in ("crowded", "signs") * 12]
+    return render(layouts, CANVAS, 11).scenes
+
+
+def _ask(scenes: tuple[Scene, ...], kind: str) -> list[tuple[Scene, list[Question]]]:
+    found = []
+    for number, scene in enumerate(scenes):
+        group = Asker(random.Random(number), scene, CANVAS).ask(kind)
+        if group is not None:
+            found.append((scene, group))
+    assert len(found) >= 12
+    return found
+
+
+def _named(scene: Scene, text: str) -> Thing:
+    (thing,) = [thing for thing in scene.layout.things if thing.name in text]
+    return thing
+
+
+def _sides(thing: Thing) -> set[str]:
+    return {"upper" if thing.row < 2 else "lower", "left" if thing.column < 2 else "right"}
+
+
+def test_every_kind_is_in_one_category_and_has_wordings() -> None:
+    listed = [kind for kinds in CATEGORIES.values() for kind in kinds]
+
+    assert sorted(listed) == sorted(KINDS)
+    assert set(SEEN) == set(UNSEEN) == set(KINDS)
+    assert all(not set(SEEN[kind]) & set(UNSEEN[kind]) for kind in KINDS)
+
+
+def test_unseen_wordings_are_made_of_words_that_training_reads() -> None:
+    def words(texts: tuple[str, ...]) -> set[str]:
+        return {word.lower() for text in texts for word in re.findall(r"\{?\w+\}?", text)}
+
+    known = words(tuple(text for kind in KINDS for text in SEEN[kind]))
+    new = words(tuple(text for kind in KINDS for text in UNSEEN[kind]))
+
+    assert new - known == set()
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+def test_pairs_are_a_yes_and_a_no(scenes: tuple[Scene, ...], kind: str) -> None:
+    for _, group in _ask(scenes, kind):
+        assert [question.answer for question in group] == ["yes", "no"]
+        assert group[0].text != group[1].text
+
+
+def test_digits_colours_and_shapes_are_those_of_the_named_shape(
+    scenes: tuple[Scene, ...],
+) -> None:
+    for scene, (question,) in _ask(scenes, "digit"):
+        thing = _named(scene, question.text)
+        assert question.answer == str(thing.digit)
+        assert question.evidence == scene.patches(thing)
+    for kind, words, field in (("colour", COLOURS, "colour"), ("shape", SHAPES, "shape")):
+        for scene, (question,) in _ask(scenes, kind):
+            digit = int(re.findall(r"\d", question.text)[0])
+            (thing,) = [thing for thing in scene.layout.things if thing.digit == digit]
+            number = thing.colour if field == "colour" else thing.shape
+            assert question.answer == words[number]
+
+
+def test_numbers_are_read_left_to_right(scenes: tuple[Scene, ...]) -> None:
+    for scene, (question,) in _ask(scenes, "text"):
+        (sign,) = [sign for sign in scene.layout.signs if sign.name in question.text]
+        assert question.answer == "".join(map(str, sign.number))
+        assert len(question.evidence) == len(question.answer)
+        assert sorted(question.evidence) == list(question.evidence)
+
+
+def test_the_answer_to_a_relation_is_beside_what_is_named(scenes: tuple[Scene, ...]) -> None:
+    steps = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
+    for scene, (question,) in _ask(scenes, "relation"):
+        anchor = _named(scene, question.text)
+        (relation,) = [words for words in steps if words in question.text]
+        down, right = steps[relation]
+        target = scene.layout.neighbour(anchor, down, right)
+        assert target is not None
+        assert question.answer == str(target.digit)
+        assert set(question.evidence) == {*scene.patches(target), *scene.patches(anchor)}
+        assert question.evidence[0] == scene.patches(target)[0]
+
+
+def test_counts_are_right_and_their_evidence_starts_with_middles(
+    scenes: tuple[Scene, ...],
+) -> None:
+    for kind in ("count", "counting"):
+        for scene, group in _ask(scenes, kind):
+            question, things = group[0], scene.layout.things
+            found = [
+                thing
+                for thing in things
+                if plural(thing.colour, None) in question.text
+                or plural(None, thing.shape) in question.text
+            ]
+            middles = {scene.patches(thing)[0] for thing in found}
+            number = question.answer if kind == "count" else re.findall(r"\d", question.text)[0]
+            assert number == str(len(found))
+            assert set(question.evidence[: len(found)]) == middles
+
+
+def test_sides_and_quarters_are_right(scenes: tuple[Scene, ...]) -> None:
+    for scene, (question,) in _ask(scenes, "quarter"):
+        assert set(question.answer.split()) == _sides(_named(scene, question.text))
+    for scene, group in _ask(scenes, "position"):
+        for question in group:
+            sides = _sides(_named(scene, question.text))
+            named = {
+                side for side in ("left", "right", "upper", "lower") if f" {side} " in question.text
+            }
+            assert (named <= sides) == (question.answer == "yes")
+
+
+def test_what_is_absent_is_absent_and_what_is_read_is_there(scenes: tuple[Scene, ...]) -> None:
+    for scene, (yes, no) in _ask(scenes, "existence"):
+        assert yes.evidence == scene.patches(_named(scene, yes.text))
+        assert no.evidence == ()
+        assert not any(thing.name in no.text for thing in scene.layout.things)
+    for scene, group in _ask(scenes, "reading"):
+        for question in group:
+            digit = int(re.findall(r"\d", question.text)[0])
+            right = digit == _named(scene, question.text).digit
+            assert right == (question.answer == "yes")
+
+
+def test_training_never_reads_an_unseen_wording(scenes: tuple[Scene, ...]) -> None:
+    def pattern(wording: str) -> re.Pattern[str]:
+        escaped = re.escape(wording).replace(r"\{", "{").replace(r"\}", "}")
+        return re.compile(re.sub(r"\{\w+\}", r"[\\w ]+", escaped))
+
+    unseen = [pattern(text) for kind in KINDS for text in UNSEEN[kind]]
+    asked = [
+        question.text
+        for number, scene in enumerate(scenes)
+        for question in training_questions(random.Random(number), scene, CANVAS, 20)
+    ]
+
+    assert not [text for text in asked if any(one.fullmatch(text) for one in unseen)]
+
+
+def test_training_asks_every_kind(scenes: tuple[Scene, ...]) -> None:
+    asked = Counter(
+        question.kind
+        for number, scene in enumerate(scenes)
+        for question in training_questions(random.Random(number), scene, CANVAS, 20)
+    )
+
+    assert set(asked) == set(KINDS)
+
+
+def test_phrases_are_no_questions_and_point_at_one_part(scenes: tuple[Scene, ...]) -> None:
+    for number, scene in enumerate(scenes):
+        phrase, patches = pointing_phrase(random.Random(number), scene)
+        assert "?" not in phrase and len(phrase.split()) <= 3
+        assert patches in {*scene.thing_patches, *scene.sign_patches}
+        assert caption(random.Random(number), scene).count(",") == 2
