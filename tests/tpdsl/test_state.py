@@ -60,6 +60,18 @@ def leaves(value: Any, pointer: str = "") -> Iterator[str]:
         yield pointer
 
 
+def integers(schema: Any) -> Iterator[Json]:
+    """Every part of a schema that describes a whole number."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "integer":
+            yield schema
+        for inner in schema.values():
+            yield from integers(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from integers(inner)
+
+
 def parsed(data: Json) -> PruningState:
     return load_state(json.dumps(data))
 
@@ -124,6 +136,7 @@ class TestDigest:
         "changes",
         [
             {"/name": "another"},
+            {"/$schema": "./autoprune-state-1.schema.json"},
             {"/provenance": {"found_by": "hand", "scores": {"x": 1}}},
             {"/base_policy": {"name": "cdpruner"}},
             {"/base_policy/params/theta": None},
@@ -219,7 +232,13 @@ class TestJsonSchema:
             {"/safety": ["preserve_bugdet"]},
             {"/safety": []},
             {"/safety": [{"atom": "deterministic", "repeats": 1}]},
+            {"/safety": ["deterministic", {"atom": "deterministic", "repeats": 3}]},
+            {"/safety": ["deterministic", "deterministic"]},
             {"/provenance": {"seed": "0"}},
+            {"/provenance": {"seed": 2**63}},
+            {"/provenance": {"seed": 1e300}},
+            {"/$schema": None},
+            {"/$schema": "x" * 2049},
         ],
     )
     def test_it_refuses_what_the_loader_refuses(self, changes: dict[str, object]) -> None:
@@ -228,6 +247,41 @@ class TestJsonSchema:
             parsed(bad)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.Draft202012Validator(SCHEMA).validate(bad)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"/$schema": "https://example.com/anything"},
+            {"/$schema": ""},
+            {"/constraints/selector/q_e": 2.0},
+            {"/scoring/signals/0/weight": 4},
+            {"/scoring/signals/4": {"atom": "spatial_centrality_prior"}},
+            {"/constraints/pool/1": {"atom": "quality_pool_builder"}},
+            {"/constraints/selector/q_e": 640},
+            {"/safety": ["deterministic"]},
+            {"/provenance": {"seed": -(2**63), "scores": {"": 10**300}}},
+        ],
+    )
+    def test_it_accepts_what_the_loader_accepts(self, changes: dict[str, object]) -> None:
+        sound = edited(shipped(), changes)
+        jsonschema.Draft202012Validator(SCHEMA).validate(sound)
+        written = parsed(sound).dumps()
+        jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(written))
+        assert load_state(written) == parsed(sound)
+
+    def test_it_says_what_it_is(self) -> None:
+        assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+        assert SCHEMA["$id"].startswith("urn:") and SCHEMA["title"] and SCHEMA["description"]
+        parts = [SCHEMA, *SCHEMA["$defs"].values()]
+        assert all(part["description"] for part in parts if part.get("type") == "object")
+
+    def test_every_whole_number_has_bounds(self) -> None:
+        # Beyond 64 bits the loader leaves 1e300 a float, which a schema calls an integer.
+        found = list(integers(SCHEMA))
+        assert len(found) > 5
+        for number in found:
+            assert number.get("minimum", number.get("exclusiveMinimum")) >= -(2**63)
+            assert number.get("maximum", number.get("exclusiveMaximum")) <= 2**63
 
     def test_it_describes_every_parameter(self) -> None:
         text = json.dumps(SCHEMA)

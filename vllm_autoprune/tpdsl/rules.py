@@ -49,7 +49,6 @@ RULES = {
         Rule("values", f"at most {MAX_VALUES} values", _WHOLE),
         Rule("limit_below_budget", "budget.limit is at least the state's own K", _TWO),
         Rule("r_min_above_budget", "constraints.selector.r_min is at most the state's K", _TWO),
-        Rule("parameters", "parameters of one atom that depend on each other agree", _TWO),
     )
 }
 

@@ -26,20 +26,8 @@ def shown(value: object, limit: int = 60) -> str:
     if isinstance(value, str):
         return f'"{printable(value, limit)}"'
     text = ""
-    for piece in json.JSONEncoder().iterencode(_cut(value, limit)):
+    for piece in json.JSONEncoder().iterencode(value):  # a piece at a time: most is never made
         text += piece
         if len(text) > limit:
             return f"{text[: limit - 3]}..."
     return text
-
-
-def _cut(value: object, limit: int) -> object:
-    """The value without most of what one line cannot show."""
-    if isinstance(value, str):
-        return value[: limit + 1]
-    if isinstance(value, list):
-        return [_cut(inner, limit) for inner in value[:limit]]
-    if isinstance(value, dict):
-        pairs = list(value.items())[:limit]
-        return {str(key)[: limit + 1]: _cut(inner, limit) for key, inner in pairs}
-    return value

@@ -1,0 +1,1 @@
+"""What is written in docs/ and can go stale."""

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.tpdsl.rules import RULES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_copy_of_the_json_schema_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["schema"]) == 0
+    copy = (DOCS / "autoprune-state-1.schema.json").read_text(encoding="utf-8")
+    stale = "run: vllm-autoprune schema > docs/autoprune-state-1.schema.json"
+    assert copy == capsys.readouterr().out, stale
+
+
+def test_the_page_lists_every_rule_beyond_the_schema() -> None:
+    page = (DOCS / "states.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(.+)` \| (.+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert listed == [(rule.kind, rule.asks, rule.why) for rule in RULES.values()]
