@@ -120,8 +120,9 @@ def _style(explanation: Explanation) -> str:
 body{{max-width:78rem;margin:2rem auto;padding:0 1.5rem}}
 h1{{font-size:1.6rem;margin:0}} p{{margin:.3rem 0;color:#626976}}
 .legend{{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:center;margin:1rem 0}}
-.legend i{{display:inline-block;width:1.3rem;height:1.3rem;margin-right:.5rem;
-vertical-align:-.3rem;background:{css(INK)};border:3px solid;box-sizing:border-box;
+.legend span{{display:flex;align-items:center}}
+.legend i{{flex:none;width:1.3rem;height:1.3rem;margin-right:.5rem;
+background:{css(INK)};border:3px solid;box-sizing:border-box;
 font:bold 1rem/.9rem monospace;text-align:center}}
 .legend .kept{{border-color:{stayed};outline:2px solid {css(INK)}}}
 .legend .left{{color:{left}}} .legend .entered{{color:{entered}}}
@@ -130,7 +131,7 @@ output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:#f3f4f6;bo
 position:sticky;top:0;z-index:1}}
 main{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,{width}rem),1fr));
 gap:1.5rem;margin-top:1.5rem}}
-figure{{margin:0}} figcaption{{font-weight:600;margin-bottom:.3rem}}
+figure{{margin:0;align-self:end}} figcaption{{font-weight:600;margin-bottom:.3rem}}
 figcaption small{{font-weight:400;color:#626976;margin-left:.5rem}}
 .scene{{position:relative;aspect-ratio:{ratio};background-size:100% 100%;
 background-image:url({_inline(explanation.picture.convert("RGB"))})}}

@@ -60,7 +60,7 @@ def explain(
     count = len(trace.reference)
     extra = f" + {trace.extra} without a place" if trace.extra else ""
     found = [
-        Panel("image", f"{trace.grid.tokens} tokens"),
+        Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
         Panel("reference selection", f"{base}: {count} tokens{extra}", lit=trace.reference),
     ]
     if trace.quality is not None:

@@ -31,6 +31,8 @@ SIDE = 420
 GAP = 28
 COLUMNS = 3
 _QUESTION, _NOTE, _TITLE, _DETAIL = 30, 18, 20, 17
+_LINES = 6
+"""Most lines of a question that are shown."""
 _HEAT = 0.72
 """How much of a heat map's colour covers the picture."""
 
@@ -53,6 +55,7 @@ def draw(explanation: Explanation) -> Image.Image:
     for line in question:
         pen.text((GAP, y), line, INK, _font(_QUESTION))
         y += _QUESTION + 8
+    y += 4
     for line in summary:
         pen.text((GAP, y), line, QUIET, _font(_NOTE))
         y += _NOTE + 6
@@ -159,7 +162,8 @@ def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int) -> Non
 
 def _wrapped(text: str, size: int, width: int) -> list[str]:
     """Lines that fit; a wide letter takes about half of the font's size."""
-    return textwrap.wrap(" ".join(text.split()), max(20, int(width / (size * 0.52)))) or [""]
+    fits = max(20, int(width / (size * 0.52)))
+    return textwrap.wrap(" ".join(text.split()), fits, max_lines=_LINES, placeholder=" ...") or [""]
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
