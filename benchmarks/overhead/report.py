@@ -99,9 +99,9 @@ def _read(path: Path) -> Section:
     return Section(**raw)
 
 
-def markdown(sections: Iterable[Section]) -> str:
+def markdown(sections: Iterable[Section], title: str = "What pruning itself costs") -> str:
     """The whole report."""
-    parts = ["# What pruning itself costs\n"]
+    parts = [f"# {title}\n"]
     for section in sections:
         parts.append(f"## {section.title}\n")
         parts.append("\n".join(f"* {line}" for line in section.setup) + "\n")

@@ -66,6 +66,8 @@ def test_on_a_gpu_it_picks_the_same(given: triton_cases.Inputs) -> None:
     from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
 
     assert works()
-    call = (given.similarity, given.quality, given.count, given.anchors, given.eligible)
-    on_gpu = (x.cuda() if isinstance(x, torch.Tensor) else x for x in call)
-    assert greedy_map_triton(*on_gpu).tolist() == dpp.greedy_map_torch(*call).tolist()
+    there = given.to("cuda")
+    found = greedy_map_triton(
+        there.similarity, there.quality, there.count, there.anchors, there.eligible
+    )
+    assert found.tolist() == given.in_torch()

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.dpp import greedy_map_torch
+
 GPUS = (80, 90)
 """Compute capabilities of an A100 and an H100."""
 
@@ -29,6 +31,21 @@ class Inputs:
     count: int
     anchors: Tensor | None = None
     eligible: Tensor | None = None
+
+    def to(self, device: str) -> Inputs:
+        """The same call on another device."""
+        anchors = None if self.anchors is None else self.anchors.to(device)
+        eligible = None if self.eligible is None else self.eligible.to(device)
+        return Inputs(
+            self.similarity.to(device), self.quality.to(device), self.count, anchors, eligible
+        )
+
+    def in_torch(self) -> list[list[int]]:
+        """The picks of the torch form."""
+        picks: list[list[int]] = greedy_map_torch(
+            self.similarity, self.quality, self.count, self.anchors, self.eligible
+        ).tolist()
+        return picks
 
 
 def _random(seed: int, batch: int, tokens: int, count: int, width: int) -> Inputs:
@@ -77,13 +94,14 @@ def cases() -> Iterator[tuple[str, Inputs]]:
 
 
 def _compare() -> dict[str, list[list[list[int]]]]:
-    from vllm_autoprune.ops.dpp import greedy_map_torch
     from vllm_autoprune.ops.dpp_triton import greedy_map_triton
 
     found = {}
     for name, given in cases():
-        call = (given.similarity, given.quality, given.count, given.anchors, given.eligible)
-        found[name] = [form(*call).tolist() for form in (greedy_map_torch, greedy_map_triton)]
+        in_triton = greedy_map_triton(
+            given.similarity, given.quality, given.count, given.anchors, given.eligible
+        )
+        found[name] = [given.in_torch(), in_triton.tolist()]
     return found
 
 
