@@ -280,8 +280,10 @@ class TestJsonSchema:
         found = list(integers(SCHEMA))
         assert len(found) > 5
         for number in found:
-            assert number.get("minimum", number.get("exclusiveMinimum")) >= -(2**63)
-            assert number.get("maximum", number.get("exclusiveMaximum")) <= 2**63
+            least = number.get("minimum", number.get("exclusiveMinimum"))
+            most = number.get("maximum", number.get("exclusiveMaximum"))
+            assert least is not None and least >= -(2**63)
+            assert most is not None and most <= 2**63
 
     def test_it_describes_every_parameter(self) -> None:
         text = json.dumps(SCHEMA)

@@ -1,0 +1,209 @@
+"""One text, looked at from every side: loader, schema, round trip, Materialize, SafetyCheck.
+
+Knows nothing about how texts are made or how many there are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.schema import plain, quick
+from vllm_autoprune import (
+    BudgetError,
+    PruningPolicy,
+    PruningState,
+    SafetyRecord,
+    StateError,
+    VisualTokens,
+    load_state,
+    materialize,
+    safety_check,
+)
+from vllm_autoprune.tpdsl.check import synthetic_probes
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.rules import RULES
+from vllm_autoprune.tpdsl.safety import VERDICTS
+
+SLOW = 1.0
+"""Seconds of processor time within which any text must be accepted or refused."""
+
+SMALL = 5
+"""K at which most states run, on an image of 16 tokens."""
+
+_BUDGETS = (1, 2, 7, 64, 500, MAX_BUDGET, 0, -1, MAX_BUDGET + 1)
+_LONGEST_MESSAGE = 64 * 1024
+
+
+@dataclass
+class Finding:
+    """What became of one text; ``faults`` is what must not happen."""
+
+    accepted: bool = False
+    kinds: tuple[str, ...] = ()
+    seconds: float = 0.0
+    atoms: tuple[str, ...] = ()
+    valid: bool | None = None
+    broken: tuple[str, ...] = ()
+    faults: list[str] = field(default_factory=list)
+
+
+class Judge:
+    """Judges texts; ``folder`` holds the file that a text is read from."""
+
+    def __init__(self, folder: Path) -> None:
+        schema = PruningState.model_json_schema()
+        self._accepts, self._plainly = quick(schema), plain(schema)
+        self._file = folder / "state.json"
+
+    def look(self, content: str | bytes, *, fully: bool = False) -> Finding:
+        """Judge one text. ``fully``: at the state's own K on all probes, and by plain jsonschema.
+
+        Any exception that is no StateError of the loader's is a fault, and is not raised.
+        """
+        found = Finding()
+        try:
+            state = self._load(content, found)
+        except Exception as error:
+            found.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
+            return found
+        try:
+            found.faults += self._disagreements(content, found, fully)
+            if state is not None:
+                found.atoms = tuple(sorted(_atoms(json.loads(state.dumps()))))
+                found.faults += _round_trip(state, self._accepts)
+                found.faults += _budgets(state)
+                record = safety_check(_policy(state, fully), None if fully else _probe(state))
+                found.faults += _shape(record)
+                found.valid = record.valid
+                # Without the numbers, so that equal reasons count as one.
+                told = (f"{v.name}: {v.detail}" for v in record.failures())
+                found.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in told)
+        except Exception as error:
+            found.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
+        return found
+
+    def _load(self, content: str | bytes, found: Finding) -> PruningState | None:
+        source: str | Path = self._file
+        if isinstance(content, str) and content.lstrip(" \t\r\n").startswith("{"):
+            source = content
+        else:
+            raw = (
+                content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+            )
+            self._file.write_bytes(raw)
+        begun = time.process_time()
+        try:
+            state = load_state(source)
+            found.accepted = True
+            return state
+        except StateError as error:
+            found.kinds = tuple(sorted({problem.kind for problem in error.problems}))
+            found.faults += _untidy(error)
+            return None
+        finally:
+            found.seconds = time.process_time() - begun
+            if found.seconds > SLOW:
+                found.faults.append(f"took {found.seconds:.1f} s")
+
+    def _disagreements(self, content: str | bytes, found: Finding, fully: bool) -> Iterator[str]:
+        """Loader against schema, but for the rules that no schema can express."""
+        if not found.accepted and set(found.kinds) <= {*RULES, "more"}:
+            return
+        try:
+            text = content.decode() if isinstance(content, bytes) else content
+            value = json.loads(text, parse_int=_whole)
+        except (ValueError, RecursionError):
+            unread = "is no JSON, but the loader"
+            yield f"text {unread} {'accepts it' if found.accepted else f'says {found.kinds}'}"
+            return
+        accepts = self._accepts(value)
+        if accepts != found.accepted:
+            said = "accepts" if accepts else "refuses"
+            yield f"schema {said} it, the loader says {found.kinds or 'yes'}"
+        if fully and self._plainly(value) != accepts:
+            yield "quick and plain jsonschema differ"
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) < 4000 else math.inf
+
+
+def _atoms(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("atom"), str):
+            yield value["atom"]
+        for inner in value.values():
+            yield from _atoms(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _atoms(inner)
+
+
+def _untidy(error: StateError) -> Iterator[str]:
+    """What is wrong with an error message."""
+    if not error.problems:
+        yield "refused without a problem"
+    if len(str(error)) > _LONGEST_MESSAGE or not str(error).replace("\n", "").isprintable():
+        yield "message is too long, or does not print"
+    for problem in error.problems:
+        if not (problem.what and problem.mend and problem.kind):
+            yield f"says too little: {problem!r}"
+        if problem.where and not problem.where.startswith("/"):
+            yield f"no JSON pointer: {problem.where!r}"
+
+
+def _round_trip(state: PruningState, accepts: Any) -> Iterator[str]:
+    text = state.dumps()
+    again = load_state(text)
+    if again != state or again.digest != state.digest or again.dumps() != text:
+        yield "differs from what it writes"
+    if pickle.loads(pickle.dumps(state)) != state:
+        yield "differs from what it pickles"
+    if not accepts(json.loads(text)):
+        yield "schema refuses what it writes"
+
+
+def _budgets(state: PruningState) -> Iterator[str]:
+    """Materialize at the state's own K always succeeds; at others it succeeds or says why not."""
+    materialize(state)
+    for budget in _BUDGETS:
+        try:
+            policy = materialize(state, budget)
+        except BudgetError as error:
+            if not error.problems:
+                yield f"K = {budget}: refused without a problem"
+        else:
+            if not 1 <= policy.budget <= MAX_BUDGET or policy.r_min > policy.budget:
+                yield f"K = {budget}: {policy.budget} tokens, r_min = {policy.r_min}"
+
+
+def _policy(state: PruningState, fully: bool) -> PruningPolicy:
+    if fully:
+        return materialize(state)
+    return materialize(state, max(SMALL, state.constraints.selector.r_min or 0))
+
+
+@lru_cache(maxsize=1)
+def _probes() -> list[VisualTokens]:
+    return synthetic_probes(SMALL)
+
+
+def _probe(state: PruningState) -> list[VisualTokens]:
+    probes = _probes()
+    return [probes[int(state.digest[0], 16) % len(probes)]]
+
+
+def _shape(record: SafetyRecord) -> Iterator[str]:
+    if [verdict.name for verdict in record.verdicts] != list(VERDICTS):
+        yield "the safety record lacks verdicts"
+    if any(not isinstance(v.ok, bool) or not v.detail for v in record.verdicts):
+        yield "the safety record lacks details"

@@ -1,0 +1,252 @@
+"""Ways in which a state, as a tree of values, goes wrong: from a typo to nonsense.
+
+Knows nothing about which of them a loader must refuse; some leave the state sound.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from tests.fuzz.grammar import Json, anything
+from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+Place = tuple[Any, Any]
+"""A container and the key or index in it."""
+
+Mutation = Callable[[Json, Random], None]
+
+ODD_TEXTS = (
+    "",
+    " ",
+    "\0",
+    "\ud800",
+    "\udfff\ud800",
+    "\u202eetats",
+    "e\u0301",
+    "\U0001f999",
+    "\x1b[2J",
+    "line\nline",
+    "x" * 128,
+    "x" * 129,
+    "\U0001f999" * 128,
+    "x" * 5000,
+    "../../etc/passwd",
+    "https://example.com/state.json",
+    "__class__",
+    "{0.__class__}",
+    "%s%n",
+    "null",
+    "32",
+)
+
+ODD_NUMBERS = (
+    0,
+    -1,
+    1,
+    0.0,
+    -0.0,
+    2.0,
+    2.5,
+    1e-9,
+    5e-324,
+    0.1 + 0.2,
+    640,
+    641,
+    65536,
+    65537,
+    2**31,
+    2**53 + 1,
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    1e18,
+    1e19,
+    1e300,
+    -1e308,
+    10**300,
+    10**400,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+)
+
+
+def places(value: Any) -> Iterator[Place]:
+    """Every place in a tree, from the root down."""
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from places(value[key])
+
+
+def _any(state: Json, random: Random) -> Place:
+    # A state whose every field was dropped still has to be changed somewhere.
+    return random.choice(list(places(state)) or [(state, "schema")])
+
+
+def _where(
+    state: Json, random: Random, wanted: Callable[[Any, Any], bool]
+) -> Iterator[tuple[Any, Any]]:
+    """One place that is wanted, or none where there is none."""
+    found = [place for place in places(state) if wanted(*place)]
+    if found:
+        yield random.choice(found)
+
+
+def _typo(text: str, random: Random) -> str:
+    if not text:
+        return "x"
+    at = random.randrange(len(text))
+    return random.choice(
+        (
+            text[:at] + text[at + 1 :],
+            text[:at] + random.choice("aez_-@ 0") + text[at:],
+            text[:at] + text[at + 1 : at + 2] + text[at : at + 1] + text[at + 2 :],
+            text.upper(),
+            text.replace("_", "-"),
+            f" {text}",
+            f"{text}\n",
+            text.replace("a", "а").replace("e", "е"),  # Cyrillic
+        )
+    )
+
+
+def drop(state: Json, random: Random) -> None:
+    container, key = _any(state, random)
+    container.pop(key, None) if isinstance(container, dict) else container.pop(key)
+
+
+def rename(state: Json, random: Random) -> None:
+    for container, key in _where(state, random, lambda c, _: isinstance(c, dict)):
+        container[_typo(key, random)] = container.pop(key)
+
+
+def misspell(state: Json, random: Random) -> None:
+    for container, key in _where(state, random, lambda c, k: isinstance(c[k], str)):
+        container[key] = _typo(container[key], random)
+
+
+def retype(state: Json, random: Random) -> None:
+    container, key = _any(state, random)
+    old = container.get(key) if isinstance(container, dict) else container[key]
+    new: tuple[Any, ...] = (
+        None,
+        True,
+        False,
+        0,
+        1.5,
+        "",
+        [],
+        {},
+        [old],
+        {"atom": old},
+        str(old),
+        anything(random),
+    )
+    container[key] = random.choice(new)
+
+
+def nest(state: Json, random: Random) -> None:
+    container, key = _any(state, random)
+    value = container.get(key) if isinstance(container, dict) else container[key]
+    for _ in range(random.choice((1, 2, 20, 40, 300))):
+        value = [value] if random.random() < 0.5 else {"atom": value}
+    container[key] = value
+
+
+def repeat(state: Json, random: Random) -> None:
+    def in_list(container: Any, key: Any) -> bool:
+        return isinstance(container, list)
+
+    for container, key in _where(state, random, in_list):
+        times = random.choice((1, 2, 8, 40))
+        container[key:key] = [copy.deepcopy(container[key]) for _ in range(times)]
+
+
+def intrude(state: Json, random: Random) -> None:
+    """A field that belongs elsewhere, or nowhere."""
+
+    def holds_fields(container: Any, key: Any) -> bool:
+        return isinstance(container, dict)
+
+    known = [name for atom in ATOMS.names() for name in ATOMS[atom].call.parameters()]
+    for container, _ in _where(state, random, holds_fields):
+        container[random.choice([*known, "atom", "name", "limit", "Weight"])] = anything(random)
+
+
+def renumber(state: Json, random: Random) -> None:
+    def is_number(container: Any, key: Any) -> bool:
+        return isinstance(container[key], int | float) and not isinstance(container[key], bool)
+
+    for container, key in _where(state, random, is_number):
+        value = container[key]
+        near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
+        # A whole number that no float holds stays what it is.
+        container[key] = random.choice((*near, *ODD_NUMBERS)) if abs(value) < 1e300 else -value
+
+
+def swap_atom(state: Json, random: Random) -> None:
+    """Another atom's name, of whatever group."""
+
+    def names_an_atom(container: Any, key: Any) -> bool:
+        value = container[key]
+        return isinstance(value, str) and (value in ATOMS.names() or value in BASE_POLICIES)
+
+    for container, key in _where(state, random, names_an_atom):
+        container[key] = random.choice([*ATOMS.names(), *BASE_POLICIES])
+
+
+def graft(state: Json, random: Random) -> None:
+    """A part of the state in place of another."""
+    source, key = _any(state, random)
+    part = copy.deepcopy(source.get(key) if isinstance(source, dict) else source[key])
+    container, at = _any(state, random)
+    container[at] = part
+
+
+def odd_text(state: Json, random: Random) -> None:
+    for container, key in _where(state, random, lambda c, k: isinstance(c[k], str)):
+        container[key] = random.choice(ODD_TEXTS)
+
+
+def odd_key(state: Json, random: Random) -> None:
+    for container, key in _where(state, random, lambda c, _: isinstance(c, dict)):
+        container[random.choice(ODD_TEXTS)] = container[key]
+
+
+def reversion(state: Json, random: Random) -> None:
+    state["schema"] = random.choice(("autoprune-state/2", "autoprune-state/1 ", 1, None, "", []))
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    drop,
+    rename,
+    misspell,
+    retype,
+    nest,
+    repeat,
+    intrude,
+    renumber,
+    renumber,
+    swap_atom,
+    swap_atom,
+    graft,
+    odd_text,
+    odd_key,
+    reversion,
+)
+"""Those that change most states only a little stand in the list twice."""
+
+
+def mutate(state: Json, random: Random) -> list[str]:
+    """Change a state in place, one to four times; returns how."""
+    done = []
+    for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
+        mutation = random.choice(MUTATIONS)
+        mutation(state, random)
+        done.append(mutation.__name__)
+    return done
