@@ -27,7 +27,7 @@ def lean_attention(
     """
     weights = (query * scaling) @ key.transpose(2, 3)
     if attention_mask is not None:
-        weights = weights + attention_mask
+        weights += attention_mask
     return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 

@@ -157,6 +157,6 @@ def export(
     _write(
         folder,
         "preprocessor_config.json",
-        _image_processor() | {"processor_class": "LlavaProcessor"},
+        _image_processor(canvas) | {"processor_class": "LlavaProcessor"},
     )
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
