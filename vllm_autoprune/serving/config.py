@@ -6,7 +6,7 @@ Knows nothing about requests: what is decided here holds for the life of the ser
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -137,7 +137,13 @@ def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
         problems += backbone.tower_problems(vllm_config.model_config.hf_config, tower)
     if problems or state is None or budget is None:
         raise ConfigError("cannot serve pruned", problems)
-    return ServedState(architecture, state, budget, tower, cache_bytes)
+    served = ServedState(architecture, state, budget, tower, cache_bytes)
+    if backbone is not None:
+        problems += backbone.input_problems(vllm_config.model_config.hf_config, served.needs)
+    problems += _input_problems(vllm_config, served.needs)
+    if problems:
+        raise ConfigError("cannot serve pruned", problems)
+    return served
 
 
 def _state(value: object, problems: list[Problem]) -> PruningState | None:
@@ -225,6 +231,20 @@ def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Ba
         what = "the vision tower would differ between requests"
         problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
     return architecture, backbone
+
+
+def _input_problems(vllm_config: VllmConfig, needs: Collection[Need]) -> list[Problem]:
+    """How the model is served, against what the state reads of it."""
+    if "language" not in needs:
+        return []
+    problems, mend = [], "serve without it, or another state"
+    what = "the state reads the language model's first layers, which are run as they are"
+    if vllm_config.lora_config is not None:
+        problems.append(Problem("--enable-lora", what, mend))
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        what = "the state reads the language model's first layers on every rank"
+        problems.append(Problem("--pipeline-parallel-size", what, mend))
+    return problems
 
 
 def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:

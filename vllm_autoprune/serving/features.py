@@ -6,16 +6,45 @@ Knows nothing about questions or budgets: what is kept here depends on the image
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vllm.model_executor.models.clip import CLIPAttention
-
 Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerFeatures:
+    """One image inside the vision tower: :class:`vllm_autoprune.tpdsl.tower.TowerStates` of it.
+
+    patches ``(N, Dv)``; cls ``(1, Dv)``; keys ``(N, dk)``; of the next layer, where the state
+    reads it, attention ``(N,)`` and keys ``(N, Dv)``. The same record holds a batch, with B in
+    front of each shape.
+    """
+
+    patches: Tensor
+    cls: Tensor
+    keys: Tensor
+    next_attention: Tensor | None = None
+    next_keys: Tensor | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is held."""
+        held = (self.patches, self.cls, self.keys, self.next_attention, self.next_keys)
+        yield from (part for part in held if part is not None)
+
+    def of(self, image: int) -> TowerFeatures:
+        """One image of a batch, copied: a view would keep the whole batch alive."""
+        attention, keys = self.next_attention, self.next_keys
+        return TowerFeatures(
+            self.patches[image].clone(),
+            self.cls[image].clone(),
+            self.keys[image].clone(),
+            None if attention is None else attention[image].clone(),
+            None if keys is None else keys[image].clone(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +53,26 @@ class ImageFeatures:
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
     where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the projected tokens.
+    between the projected tokens; tower only where the state reads it.
     """
 
     projected: Tensor
     cls_attention: Tensor | None
     patches: Tensor | None
     cosine: Tensor | None = None
+    tower: TowerFeatures | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is held."""
+        held = (self.projected, self.cls_attention, self.patches, self.cosine)
+        yield from (part for part in held if part is not None)
+        if self.tower is not None:
+            yield from self.tower.tensors()
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        parts = (self.projected, self.cls_attention, self.patches, self.cosine)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(part.numel() * part.element_size() for part in self.tensors())
 
 
 class FeatureCache:
@@ -86,37 +122,3 @@ class FeatureCache:
         if device.type == "cpu" or self.limit == 0:
             return None
         return torch.empty(self.limit, dtype=torch.uint8, device=device)
-
-
-class ClsAttention:
-    """The [CLS] row of one CLIP layer's attention, averaged over heads, from its projections.
-
-    Read by a forward hook on ``self_attn.qkv_proj``: fused attention kernels never form the
-    probabilities. vLLM builds the tower only up to the feature layer, so its last layer is the
-    one whose output the model reads (``attentions[-2]`` of the full tower for LLaVA-1.5).
-    """
-
-    def __init__(self, attention: CLIPAttention) -> None:
-        self._attention = attention
-        self._qkv: Tensor | None = None
-        attention.qkv_proj.register_forward_hook(self._note)
-
-    def _note(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        assert isinstance(output, tuple)
-        self._qkv = output[0]
-
-    def take(self) -> Tensor:
-        """``(B, N)`` float32 of the batch that just went through the tower; [CLS] left out."""
-        assert self._qkv is not None, "the vision tower has not run"
-        qkv, self._qkv = self._qkv, None
-        heads = self._attention.num_heads_per_partition
-        query, key, _ = qkv.unflatten(-1, (3, heads, -1)).unbind(dim=2)
-        scores = torch.einsum("bhd,bnhd->bhn", query[:, 0].float(), key.float())
-        total = (scores * self._attention.scale).softmax(dim=-1).sum(dim=1)
-        if self._attention.tp_size > 1:
-            # Heads are sharded over ranks; after the sum every rank holds the same bits.
-            from vllm.distributed import tensor_model_parallel_all_reduce
-
-            total = tensor_model_parallel_all_reduce(total)
-        mean: Tensor = total[:, 1:] / self._attention.num_heads
-        return mean

@@ -22,30 +22,40 @@ so that a running server can be measured against them on its own traffic."""
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 
+Ids = tuple[int, ...]
+"""Token ids of a text."""
+
+
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """One image: its budget, the identity of the image alone, and its instruction's token ids.
+    """One image: its budget, the identity of the image alone, and its instruction as token ids.
 
-    ``profile`` marks vLLM's memory profiling: the unpruned size is returned, after paying for
-    a selection as well.
+    The instruction comes once for each need that reads it, since their tokenizers differ:
+    ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
+    where the policy does not read it. ``profile`` marks vLLM's memory profiling: the unpruned
+    size is returned, after paying for a selection as well.
     """
 
     budget: int
     key: tuple[int, int]
-    instruction: tuple[int, ...] = ()
+    instruction: Ids = ()
+    language: Ids = ()
     keep: Keep = "state"
     profile: bool = False
 
     def encode(self) -> Tensor:
-        """As int64 ``(5 + number of ids,)``."""
+        """As int64 ``(6 + number of ids,)``."""
         keep = KEEPS.index(self.keep)
-        return torch.tensor([self.budget, keep, int(self.profile), *self.key, *self.instruction])
+        split = len(self.instruction)
+        head = (self.budget, keep, int(self.profile), *self.key, split)
+        return torch.tensor([*head, *self.instruction, *self.language])
 
     @staticmethod
     def decode(row: Tensor) -> ItemPlan:
         """Inverse of :meth:`encode`; the row must lie on the CPU."""
-        budget, keep, profile, high, low, *ids = row.tolist()
-        return ItemPlan(budget, (high, low), tuple(ids), KEEPS[keep], bool(profile))
+        budget, keep, profile, high, low, split, *ids = row.tolist()
+        said, read = tuple(ids[:split]), tuple(ids[split:])
+        return ItemPlan(budget, (high, low), said, read, KEEPS[keep], bool(profile))
 
 
 def image_key(identity: str) -> tuple[int, int]:
@@ -58,8 +68,11 @@ def image_key(identity: str) -> tuple[int, int]:
 
 
 def pruned_identity(
-    identity: str, served: str, budget: int, keep: Keep, ids: tuple[int, ...] | None
+    identity: str, served: str, budget: int, keep: Keep, read: tuple[Ids, Ids] | None
 ) -> str:
-    """Cache identity of image + state + K + instruction (None where the state reads none)."""
-    said = hashlib.sha256(f"{served}|{budget}|{keep}|{ids}".encode()).hexdigest()[:32]
+    """Cache identity of image + state + K + instruction.
+
+    ``read`` is the plan's (instruction, language), None where the policy reads neither.
+    """
+    said = hashlib.sha256(f"{served}|{budget}|{keep}|{read}".encode()).hexdigest()[:32]
     return f"{identity}-ap-{said}"

@@ -5,7 +5,7 @@ Knows nothing about tensors of the model: all it decides follows from image size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.instruction import instruction_of_prompt
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
 from vllm_autoprune.serving.request import REQUEST_KEY, read_request
+from vllm_autoprune.serving.words import LAST_WORDS, Words
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
@@ -85,24 +86,8 @@ class PrunedProcessor(_Stock):
         return served
 
     @cached_property
-    def _tokenize(self) -> Callable[[str], tuple[int, ...]]:
-        tower = self._served.tower
-        if tower is None:
-            tokenizer, image = (
-                self.info.get_tokenizer(),
-                self.info.get_hf_config().image_token_index,
-            )
-            # A literal image token has no meaning here, and in some models no embedding.
-            return lambda text: tuple(
-                token
-                for token in tokenizer.encode(text, add_special_tokens=False)
-                if token != image
-            )
-        from transformers import AutoTokenizer
-
-        clip = AutoTokenizer.from_pretrained(tower.path)
-        # No truncation: long instructions become several segments, as CDPruner's code has it.
-        return lambda text: tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+    def _words(self) -> Words:
+        return Words(self.info, self._served.tower)
 
     @cached_property
     def _suffix(self) -> str:
@@ -189,30 +174,31 @@ class PrunedProcessor(_Stock):
             return RequestPlan((), hashes)
         request = read_request(asked)
         policy = self._served.policy(request.budget, request.keep)
-        reads = policy.reads_instruction and request.keep != "random"
         if profile:
-            ids = self._tokenize("profile") if reads else ()
-            plans = [ItemPlan(policy.budget, (0, 0), ids, profile=True) for _ in images]
-            return RequestPlan(tuple(plans), hashes)
+            said, _ = self._words.read("profile", policy.needs)
+            longest = (0,) * LAST_WORDS if "language" in policy.needs else ()
+            dummy = ItemPlan(policy.budget, (0, 0), said, longest, profile=True)
+            return RequestPlan((dummy,) * len(images), hashes)
+        needs = policy.needs if request.keep != "random" else frozenset()
+        reads = policy.reads_instruction and request.keep != "random"
         given = request.instructions
         texts = self._instructions(inputs, given, len(images)) if reads else [""] * len(images)
-        told = {text: self._tokenize(text) if reads else () for text in set(texts)}
+        told = {text: self._words.read(text, needs) for text in set(texts)}
         items, identities = [], []
         for i, (identity, text) in enumerate(zip(images, texts, strict=True)):
-            ids, tokens = told[text], self._unpruned(inputs.mm_data_items, i)
-            items.append(
-                ItemPlan(policy.tokens_kept(tokens), image_key(identity), ids, request.keep)
-            )
+            tokens = self._unpruned(inputs.mm_data_items, i)
+            kept, key = policy.tokens_kept(tokens), image_key(identity)
+            items.append(ItemPlan(kept, key, *told[text], request.keep))
             # Where everything is kept the image is what it is in stock vLLM, caches included.
             identities.append(
                 identity
-                if policy.budget >= tokens
+                if kept >= tokens
                 else pruned_identity(
                     identity,
                     self._served.identity,
-                    policy.budget,
+                    kept,
                     request.keep,
-                    ids if reads else None,
+                    told[text] if reads else None,
                 )
             )
         return RequestPlan(tuple(items), {**hashes, "image": identities})

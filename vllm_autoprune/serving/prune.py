@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vllm_autoprune.serving.ranks import as_rank_zero, ranks
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import FALLBACKS, Chosen, Refined
 from vllm_autoprune.tpdsl.refine import (
@@ -106,11 +107,9 @@ def _agreed(chosen: Chosen) -> Chosen:
     Inputs are bit-equal on all ranks and so are the choices; but ranks that disagreed would
     serve garbage without any error, and K indices are little to send.
     """
-    from vllm.distributed import get_tp_group, model_parallel_is_initialized
-
-    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+    if ranks() == 1:
         return chosen
     told = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
-    told = get_tp_group().broadcast(told, src=0)
+    told = as_rank_zero(told)
     indices, fallback = told[:, :-1].contiguous(), told[:, -1].to(torch.uint8)
     return replace(chosen, indices=indices, fallback=fallback)

@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.towers import TextTower
-
-Ids = tuple[int, ...]
 
 KNOWN_TEXTS = 1024
 """Pooled instructions that are kept, the oldest dropped first."""

@@ -26,9 +26,17 @@ WORDS = ("what", "colour", "is", "the", "cat")
 
 def hf_config(**changes: object) -> Any:
     """The fields of a LLaVA-1.5 config that the plugin looks at."""
-    vision = SimpleNamespace(model_type="clip_vision_model", hidden_size=VISION_WIDTH)
+    vision = SimpleNamespace(
+        model_type="clip_vision_model",
+        hidden_size=VISION_WIDTH,
+        num_hidden_layers=4,
+        image_size=336,
+        patch_size=14,
+    )
+    text = SimpleNamespace(model_type="llama", bos_token_id=1, max_position_embeddings=4096)
     fields: dict[str, object] = {
         "vision_config": vision,
+        "text_config": text,
         "vision_feature_select_strategy": "default",
         "vision_feature_layer": -2,
     }
@@ -43,6 +51,7 @@ def vllm_config(
         model_config=SimpleNamespace(architecture=architecture, hf_config=hf_config(**changes)),
         additional_config={"autoprune": settings, "theirs": {"x": 1}},
         lora_config=lora,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from tests.serving.unit.samples import image, rows_of, served
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens
 from vllm_autoprune.serving import batch as under_test
-from vllm_autoprune.serving.batch import prune_images
+from vllm_autoprune.serving.batch import ModelParts, prune_images
 from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.plan import Ids, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, prune
-from vllm_autoprune.serving.relevance import Ids
 from vllm_autoprune.tpdsl.outcome import Refined
 
 GRID = Grid(6, 6)
@@ -43,6 +42,10 @@ def plan(budget: int, key: int = 0, ids: Ids = (7,), **said: Any) -> ItemPlan:
     return ItemPlan(budget, (key, key), ids, **said)
 
 
+def parts(space: Space | None = None) -> ModelParts:
+    return ModelParts(GRID, lambda rows: rows, space or Space())
+
+
 def images(count: int) -> list[ImageFeatures]:
     return [image(seed, N) for seed in range(count)]
 
@@ -54,7 +57,7 @@ def pruned(
     meter: FallbackMeter | None = None,
 ) -> list[Tensor]:
     meter = meter or FallbackMeter()
-    rows = prune_images(state or served(), plans, shown, GRID, Space(), meter)
+    rows = prune_images(state or served(), plans, shown, parts(), meter)
     assert meter.raised == {}, "the policy failed"
     return rows
 
@@ -158,7 +161,7 @@ def test_a_state_that_reads_no_instruction_embeds_none() -> None:
     shown = images(2)
     plans = [plan(8, ids=()), plan(8, ids=())]
     meter = FallbackMeter()
-    assert len(prune_images(blind, plans, shown, GRID, space, meter)) == 2
+    assert len(prune_images(blind, plans, shown, parts(space), meter)) == 2
     assert (space.asked, meter.raised) == ([], {})
 
 
@@ -191,6 +194,6 @@ def test_a_policy_that_raises_still_answers_for_every_image(
     monkeypatch.setattr("vllm_autoprune.serving.prune.choose", broken)
     meter = FallbackMeter()
     shown = images(2)
-    rows = prune_images(served(), [plan(8), plan(4)], shown, GRID, Space(), meter)
+    rows = prune_images(served(), [plan(8), plan(4)], shown, parts(), meter)
     assert [r.shape[0] for r in rows] == [8, 4]
     assert meter.raised == {"RuntimeError": 2}

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from tests.serving.unit.samples import clip_config
-from vllm_autoprune.serving.features import ClsAttention, FeatureCache, ImageFeatures
+from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, TowerFeatures
 
 
 def sized(units: int) -> ImageFeatures:
@@ -21,6 +15,28 @@ def sized(units: int) -> ImageFeatures:
 def test_bytes_count_everything_that_is_held() -> None:
     full = ImageFeatures(torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(5), torch.zeros(5, 3))
     assert full.nbytes == 5 * 4 * 2 + 5 * 4 + 5 * 3 * 4
+
+
+def test_bytes_count_what_is_held_of_the_tower() -> None:
+    half = torch.zeros(5, 8, dtype=torch.bfloat16)
+    tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
+    image = ImageFeatures(torch.zeros(5, 4), None, None, torch.zeros(5, 5), tower)
+    seen = 5 * 8 * 2 + 8 * 2 + 5 * 2 * 4
+    assert image.nbytes == 5 * 4 * 4 + 5 * 5 * 4 + seen
+    following = TowerFeatures(half, half[:1], torch.zeros(5, 2), torch.zeros(5), half)
+    more = ImageFeatures(torch.zeros(5, 4), None, None, torch.zeros(5, 5), following)
+    assert more.nbytes == image.nbytes + 5 * 4 + 5 * 8 * 2
+
+
+def test_an_image_of_a_batch_holds_nothing_of_the_others() -> None:
+    batch = TowerFeatures(
+        torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 5, 2),
+        torch.randn(3, 5), torch.randn(3, 5, 8),
+    )  # fmt: skip
+    one = batch.of(1)
+    for part, whole in zip(one.tensors(), batch.tensors(), strict=True):
+        assert torch.equal(part, whole[1])
+        assert part.untyped_storage().nbytes() == part.nbytes
 
 
 @given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))
@@ -87,87 +103,3 @@ def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
     held = FeatureCache(64).reserve(torch.device("meta"))
     assert held is not None
     assert held.nbytes == 64
-
-
-class Qkv(nn.Module):
-    """As vLLM's QKVParallelLinear: one product, returned with a bias that is never there."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.linear(hidden, self.weight, self.bias), None
-
-
-def attention(qkv: Qkv, heads: int, scale: float) -> Any:
-    return SimpleNamespace(
-        qkv_proj=qkv, num_heads=heads, num_heads_per_partition=heads, scale=scale, tp_size=1
-    )
-
-
-def test_cls_attention_is_the_softmax_row_of_the_first_token() -> None:
-    torch.manual_seed(0)
-    batch, tokens, heads, size = 3, 10, 4, 6
-    qkv = Qkv(torch.randn(3 * heads * size, 24), torch.randn(3 * heads * size))
-    row = ClsAttention(attention(qkv, heads, scale=0.37))
-    hidden = torch.randn(batch, tokens, 24)
-    packed, _ = qkv(hidden)
-    q, k, _ = packed.chunk(3, dim=-1)
-    total = torch.zeros(batch, tokens)
-    for h in range(heads):
-        part = slice(h * size, (h + 1) * size)
-        scores = q[..., part] @ k[..., part].transpose(1, 2) * 0.37
-        total += scores.softmax(dim=-1)[:, 0]
-    found = row.take()
-    assert found.shape == (batch, tokens - 1)
-    torch.testing.assert_close(found, (total / heads)[:, 1:])
-
-
-def test_cls_attention_is_that_of_the_layer_the_model_reads() -> None:
-    """Transformers' ``attentions[-2]``, from the same weights in one fused projection."""
-    from transformers import CLIPVisionModel
-
-    torch.manual_seed(1)
-    config = clip_config().vision_config
-    model = CLIPVisionModel._from_config(config, attn_implementation="eager").eval()
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.2)
-    pixels = torch.randn(2, 3, config.image_size, config.image_size)
-    with torch.no_grad():
-        seen = model(pixels, output_attentions=True, output_hidden_states=True)
-    (layer,) = [m for name, m in model.named_modules() if name.endswith("encoder.layers.1")]
-    projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    qkv = Qkv(
-        torch.cat([p.weight.detach() for p in projections]),
-        torch.cat([p.bias.detach() for p in projections]),
-    )
-    heads = config.num_attention_heads
-    row = ClsAttention(attention(qkv, heads, scale=(config.hidden_size // heads) ** -0.5))
-    with torch.no_grad():
-        qkv(layer.layer_norm1(seen.hidden_states[-3]))
-        found = row.take()
-    assert len(seen.attentions) == 3
-    torch.testing.assert_close(found, seen.attentions[-2].mean(dim=1)[:, 0, 1:])
-    assert not torch.allclose(found, seen.attentions[-1].mean(dim=1)[:, 0, 1:], atol=1e-3)
-
-
-def test_half_precision_attention_is_summed_in_float32() -> None:
-    torch.manual_seed(2)
-    qkv = Qkv(torch.randn(24, 8), torch.zeros(24)).to(torch.bfloat16)
-    row = ClsAttention(attention(qkv, 2, scale=0.5))
-    qkv(torch.randn(1, 500, 8, dtype=torch.bfloat16))
-    found = row.take().detach()
-    assert found.dtype == torch.float32
-    assert 0.5 < float(found.sum()) <= 1.0
-
-
-def test_a_batch_is_taken_once() -> None:
-    qkv = Qkv(torch.randn(24, 8), torch.zeros(24))
-    row = ClsAttention(attention(qkv, 2, scale=0.5))
-    with pytest.raises(AssertionError, match="has not run"):
-        row.take()
-    qkv(torch.randn(1, 5, 8))
-    row.take()
-    with pytest.raises(AssertionError, match="has not run"):
-        row.take()

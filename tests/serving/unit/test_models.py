@@ -56,6 +56,20 @@ def test_the_renderer_is_where_activation_says(registered: Registered) -> None:
     assert issubclass(vars(importlib.import_module(module))[name], HfRenderer)
 
 
+class Tower(nn.Module):
+    """A vision tower whose states are the pixels themselves, with a [CLS] row before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = SimpleNamespace(self_attn=None)
+        self.vision_model = SimpleNamespace(encoder=SimpleNamespace(layers=[layer]))
+        self.shown: list[list[float]] = []
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        self.shown.append(pixels[:, 0, 0, 0].tolist())
+        return nn.functional.pad(pixels[:, 0].flatten(1)[..., None], (0, 0, 1, 0), value=-1.0)
+
+
 def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
     """The vision side over a tower that only notes which images it was shown."""
     from vllm_autoprune.serving.models.llava import LlavaVision
@@ -64,23 +78,13 @@ def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
         {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0},
         cache_bytes=cache_bytes,
     )
-    layer = SimpleNamespace(self_attn=None)
-    tower = SimpleNamespace(
-        vision_model=SimpleNamespace(encoder=SimpleNamespace(layers=[layer])),
-    )
-    shown: list[list[float]] = []
-
-    def encode(_: object, pixels: Tensor) -> Tensor:
-        shown.append(pixels[:, 0, 0, 0].tolist())
-        return pixels[:, 0].flatten(1)[..., None]
-
+    tower = Tower()
     model = SimpleNamespace(
         config=SimpleNamespace(vision_config=SimpleNamespace(image_size=6, patch_size=1)),
         vision_tower=tower,
-        _image_pixels_to_features=encode,
         multi_modal_projector=nn.Identity(),
     )
-    return LlavaVision(model, state), shown
+    return LlavaVision(model, state), tower.shown
 
 
 def _pixels(*values: float) -> Tensor:
@@ -133,7 +137,7 @@ def test_new_weights_drop_the_features_of_the_old_ones(monkeypatch: pytest.Monke
     nn.Module.__init__(model)
     cache = FeatureCache(1 << 20)
     cache.put((1, 1), image(0, 4))
-    vision = SimpleNamespace(cache=cache, relevance=lambda: None)
+    vision = SimpleNamespace(heard=lambda weights: weights, loaded=cache.clear)
     model.__dict__["autoprune"] = vision
     assert model.load_weights([]) == {"w"}
     assert cache.get((1, 1)) is None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm_autoprune.serving.plan import (
     FIELD,
     KEEPS,
+    Ids,
     ItemPlan,
     Keep,
     image_key,
@@ -20,17 +21,24 @@ PLANS = st.builds(
     budget=st.integers(1, 65536),
     key=st.tuples(INT64, INT64),
     instruction=st.lists(st.integers(0, 2**31), max_size=40).map(tuple),
+    language=st.lists(st.integers(0, 2**31), max_size=40).map(tuple),
     keep=st.sampled_from(KEEPS),
     profile=st.booleans(),
 )
-SAME: tuple[str, str, int, Keep, tuple[int, ...] | None] = ("img", "digest", 8, "state", (1, 2))
+SAME: tuple[str, str, int, Keep, tuple[Ids, Ids] | None] = (
+    "img",
+    "digest",
+    8,
+    "state",
+    ((1, 2), ()),
+)
 
 
 @given(PLANS)
 def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
-    assert row.shape == (5 + len(plan.instruction),)
+    assert row.shape == (6 + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
 
 
@@ -51,26 +59,30 @@ def test_equal_decisions_have_one_identity() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        ("other", "digest", 8, "state", (1, 2)),
-        ("img", "other", 8, "state", (1, 2)),
-        ("img", "digest", 9, "state", (1, 2)),
-        ("img", "digest", 8, "reference", (1, 2)),
-        ("img", "digest", 8, "random", (1, 2)),
-        ("img", "digest", 8, "state", (1, 3)),
-        ("img", "digest", 8, "state", (2, 1)),
-        ("img", "digest", 8, "state", (12,)),
-        ("img", "digest", 8, "state", ()),
+        ("other", "digest", 8, "state", ((1, 2), ())),
+        ("img", "other", 8, "state", ((1, 2), ())),
+        ("img", "digest", 9, "state", ((1, 2), ())),
+        ("img", "digest", 8, "reference", ((1, 2), ())),
+        ("img", "digest", 8, "random", ((1, 2), ())),
+        ("img", "digest", 8, "state", ((1, 3), ())),
+        ("img", "digest", 8, "state", ((2, 1), ())),
+        ("img", "digest", 8, "state", ((12,), ())),
+        ("img", "digest", 8, "state", ((), ())),
+        ("img", "digest", 8, "state", ((), (1, 2))),
+        ("img", "digest", 8, "state", ((1,), (2,))),
+        ("img", "digest", 8, "state", ((1, 2), (3,))),
         ("img", "digest", 8, "state", None),
     ],
 )
 def test_each_part_of_a_decision_is_part_of_the_identity(
-    other: tuple[str, str, int, Keep, tuple[int, ...] | None],
+    other: tuple[str, str, int, Keep, tuple[Ids, Ids] | None],
 ) -> None:
     assert pruned_identity(*other) != pruned_identity(*SAME)
 
 
 def test_an_empty_instruction_is_not_an_instruction_that_nobody_reads() -> None:
-    assert pruned_identity("i", "d", 8, "state", ()) != pruned_identity("i", "d", 8, "state", None)
+    empty = pruned_identity("i", "d", 8, "state", ((), ()))
+    assert empty != pruned_identity("i", "d", 8, "state", None)
 
 
 @pytest.mark.compat

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from tests.golden.case import load, names
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import BOS, EOS, SEGMENT, VISION_WIDTH, WIDTH, clip_config
-from vllm_autoprune.serving.relevance import ClipTower, Ids, InputEmbeddings, segments
+from vllm_autoprune.serving.plan import Ids
+from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, segments
 from vllm_autoprune.serving.towers import describe_tower
 
 CPU = torch.device("cpu")

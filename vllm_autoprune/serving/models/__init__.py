@@ -5,12 +5,14 @@ Knows nothing about vLLM at import, so that settings are checked before models a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.towers import FLAG, TextTower
+from vllm_autoprune.serving.words import LAST_WORDS
+from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
     from transformers import LlavaConfig, PreTrainedConfig
@@ -24,6 +26,8 @@ class Backbone:
     model: str
     problems: Callable[[PreTrainedConfig], Sequence[Problem]]
     tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]]
+    input_problems: Callable[[PreTrainedConfig, Collection[Need]], Sequence[Problem]]
+    """What a state reads and this checkpoint cannot give."""
 
 
 def _llava_problems(config: LlavaConfig) -> Sequence[Problem]:
@@ -50,12 +54,37 @@ def _llava_tower_problems(config: LlavaConfig, tower: TextTower) -> Sequence[Pro
     return (Problem(f"{FLAG} {tower.path}", what, mend),)
 
 
+def _llava_input_problems(config: LlavaConfig, needs: Collection[Need]) -> Sequence[Problem]:
+    problems = []
+    mend = "serve another state, or another checkpoint"
+    vision, text = config.vision_config, config.text_config
+    if "next_layer" in needs:
+        layers, reads = vision.num_hidden_layers, config.vision_feature_layer
+        if reads in (-1, layers):
+            what = "the model reads the vision tower's last layer, and the state the one after it"
+            problems.append(Problem("model", what, mend))
+    if "language" in needs:
+        if text.model_type != "llama":
+            what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
+            problems.append(Problem("model", what, mend))
+        elif not isinstance(text.bos_token_id, int):
+            what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
+            problems.append(Problem("model", what, mend))
+        side = vision.image_size // vision.patch_size
+        longest = 1 + side * side + LAST_WORDS
+        if text.max_position_embeddings < longest:
+            what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
+            problems.append(Problem("model", what, mend))
+    return problems
+
+
 BACKBONES: dict[str, Backbone] = {
     "LlavaForConditionalGeneration": Backbone(
         name="llava",
         model="vllm_autoprune.serving.models.llava:AutopruneLlavaForConditionalGeneration",
         problems=_llava_problems,
         tower_problems=_llava_tower_problems,
+        input_problems=_llava_input_problems,
     ),
 }
 """Hugging Face architecture name -> backbone."""

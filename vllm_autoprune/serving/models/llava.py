@@ -13,9 +13,12 @@ from torch import Tensor
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 from vllm.model_executor.models.utils import StageMissingLayer
 
-from vllm_autoprune.serving.batch import prune_images
+from vllm_autoprune.serving.batch import ModelParts, prune_images
 from vllm_autoprune.serving.config import ServedState, served_state
-from vllm_autoprune.serving.features import ClsAttention, FeatureCache, ImageFeatures
+from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.language import FirstLayers
+from vllm_autoprune.serving.last_layer import LastLayer, Projected
+from vllm_autoprune.serving.next_layer import FollowingLayer
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.processor import pruned_factories
 from vllm_autoprune.serving.prune import FallbackMeter
@@ -43,9 +46,12 @@ class LlavaVision:
         self._model = model
         self._served = served
         self._needs = served.needs
-        layer = model.vision_tower.vision_model.encoder.layers[-1]
-        self._attention = ClsAttention(layer.self_attn) if "cls_attention" in self._needs else None
+        layers = model.vision_tower.vision_model.encoder.layers
+        inside = not self._needs.isdisjoint({"cls_attention", "tower", "next_layer"})
+        self._last = LastLayer(layers[-1].self_attn) if inside else None
+        self._next = FollowingLayer(config, len(layers)) if "next_layer" in self._needs else None
         self._relevance: Relevance | None = None
+        self._language: FirstLayers | None = None
 
     def relevance(self) -> Relevance | None:
         """Where relevance is measured, loaded at first use.
@@ -54,7 +60,7 @@ class LlavaVision:
         times vLLM counts its memory.
         """
         if self._relevance is None and "instruction" in self._needs:
-            device = next(self._model.vision_tower.parameters()).device
+            device = self._like.device
             tower = self._served.tower
             if tower is not None:
                 self._relevance = ClipTower(tower, device)
@@ -62,6 +68,40 @@ class LlavaVision:
                 embed = self._model.language_model.model.embed_tokens
                 self._relevance = InputEmbeddings(embed, device)
         return self._relevance
+
+    def parts(self) -> ModelParts:
+        """What policies read beside the features of an image."""
+        if self._language is None and "language" in self._needs:
+            first = self._model.config.text_config.bos_token_id
+            model = self._model.language_model.model
+            self._language = FirstLayers(model, (first,), self._like.device)
+        language = None if self._language is None else self._language.read
+        return ModelParts(self.grid, self._project, self.relevance(), language)
+
+    def heard(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The checkpoint as it streams by; what the model leaves out of it is taken here."""
+        return weights if self._next is None else self._next.heard(weights, self._like)
+
+    def loaded(self) -> None:
+        """The weights are new: nothing made with the old ones is kept.
+
+        Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
+        """
+        self.cache.clear()
+        self.relevance()
+        if self._next is not None:
+            self._next.require()
+
+    @property
+    def _like(self) -> Tensor:
+        """A parameter of the vision tower: its device and dtype."""
+        found: Tensor = next(self._model.vision_tower.parameters())
+        return found
+
+    def _project(self, rows: Tensor) -> Tensor:
+        """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
+        projected: Tensor = self._model.multi_modal_projector(rows.to(self._like.dtype))
+        return projected
 
     def features(self, plans: list[ItemPlan], pixels: Tensor | list[Tensor]) -> list[ImageFeatures]:
         """Features of every image: cached ones, and one pass for each image not seen yet."""
@@ -90,10 +130,13 @@ class LlavaVision:
         """One pass of the vision tower over ``(B, 3, H, W)``."""
         self.runs += 1
         model, relevance = self._model, self.relevance()
-        hidden = model._image_pixels_to_features(model.vision_tower, pixels)
-        attention = None if self._attention is None else self._attention.take()
+        states = model.vision_tower(pixels)
+        hidden = states[:, 1:]
+        last = None if self._last is None else self._last.take()
+        attention = last.cls_attention() if last and "cls_attention" in self._needs else None
         projected = model.multi_modal_projector(hidden)
         patches = None if relevance is None else relevance.patches(hidden)
+        tower = None if last is None else self._tower(states, last)
         # Rows are copied: a view would keep the whole batch alive in the cache.
         return [
             ImageFeatures(
@@ -101,9 +144,20 @@ class LlavaVision:
                 None if attention is None else attention[i].clone(),
                 None if patches is None else patches[i].clone(),
                 VisualTokens(projected[i : i + 1], self.grid).cosine[0],
+                None if tower is None else tower.of(i),
             )
             for i in range(len(pixels))
         ]
+
+    def _tower(self, states: Tensor, last: Projected) -> TowerFeatures | None:
+        """Of a whole batch, from states ``(B, 1 + N, Dv)``."""
+        if self._needs.isdisjoint({"tower", "next_layer"}):
+            return None
+        attention, keys = None, None
+        if self._next is not None:
+            self._next.make_up(self._like)
+            attention, keys = self._next(states)
+        return TowerFeatures(states[:, 1:], states[:, :1], last.mean_keys(), attention, keys)
 
 
 class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
@@ -149,21 +203,20 @@ class AutopruneLlavaForConditionalGeneration(LlavaForConditionalGeneration):
                 self.autoprune_served,
                 plans[some],
                 self.autoprune.features(plans[some], checked["pixel_values"][some]),
-                self.autoprune.grid,
-                self.autoprune.relevance(),
+                self.autoprune.parts(),
                 self.autoprune_meter,
             )
         del reserved
         return done
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """As stock; the text tower's weights are read here too, so vLLM counts them.
+        """As stock; other weights that the state reads are taken here too, so vLLM counts them.
 
         A running engine may be given new weights (``reload_weights``): features of the old ones
         are dropped.
         """
-        loaded = super().load_weights(weights)
-        if self.autoprune is not None:
-            self.autoprune.cache.clear()
-            self.autoprune.relevance()
+        if self.autoprune is None:
+            return super().load_weights(weights)
+        loaded = super().load_weights(self.autoprune.heard(weights))
+        self.autoprune.loaded()
         return loaded
