@@ -45,12 +45,12 @@ class Campaign:
         """The text of an index, and what was done to a sound state to get it."""
         random = Random(f"{self.seed}/{index}")
         state = _grammar().state(random)
-        done: list[str] = []
         fate = random.random()
-        if fate >= 0.3:
-            done = mutate(state, random) if fate < 0.85 or random.random() < 0.2 else []
+        if fate < 0.4:
+            return written(state, random), []
         if fate < 0.85:
-            return written(state, random), done
+            return written(state, random), mutate(state, random)
+        done = mutate(state, random) if random.random() < 0.2 else []
         content, how = spoil(written(state, random), random)
         return content, [*done, how]
 

@@ -184,9 +184,10 @@ def renumber(state: Json, random: Random) -> None:
 
     for container, key in _where(state, random, is_number):
         value = container[key]
-        near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
-        # A whole number that no float holds stays what it is.
-        container[key] = random.choice((*near, *ODD_NUMBERS)) if abs(value) < 1e300 else -value
+        near: tuple[float, ...] = (-value,)
+        if abs(value) < 2**63:  # others may be whole numbers that no float holds
+            near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
+        container[key] = random.choice((*near, *ODD_NUMBERS))
 
 
 def swap_atom(state: Json, random: Random) -> None:

@@ -124,6 +124,8 @@ CHARACTERS: tuple[Callable[[str, Random], str], ...] = (
     _number,
     _number,
     _twice,
+    _twice,
+    _twice,
     _cut,
     _insert,
     _insert,

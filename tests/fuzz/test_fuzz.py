@@ -3,17 +3,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from tests.fuzz import campaign as campaign_module
 from tests.fuzz.__main__ import main, report
 from tests.fuzz.campaign import Campaign, Run
-from tests.fuzz.grammar import Grammar
+from tests.fuzz.grammar import Grammar, Json
 from tests.fuzz.judge import Finding, Judge
-from tests.fuzz.mutate import MUTATIONS, Mutation
+from tests.fuzz.mutate import MUTATIONS, Mutation, Place
 from tests.fuzz.schema import plain, quick
 from tests.fuzz.tally import Tally
 from tests.tpdsl.samples import edited, shipped
@@ -57,6 +59,43 @@ def test_every_mutation_changes_states_and_survives_its_own_work(mutation: Mutat
         mutation(state, random)
     assert changed >= 10
     mutation({}, random)
+
+
+def breakable(state: Json) -> Iterator[tuple[str, Place]]:
+    """Places whose every wrong value must be told: pointer, container and key."""
+
+    def below(value: Any, where: str) -> Iterator[tuple[str, Place]]:
+        for key in value if isinstance(value, dict) else range(len(value)):
+            at = f"{where}/{key}"
+            # The version ends the reading, scores hold anything, and a name decides what the
+            # fields beside it mean.
+            if at not in ("/schema", "/provenance/scores") and key not in ("atom", "name"):
+                yield at, (value, key)
+                if isinstance(value[key], dict | list):
+                    yield from below(value[key], at)
+
+    return below(state, "")
+
+
+def inside(where: str, other: str) -> bool:
+    """True for a pointer to the same place, or to one within it."""
+    return f"{where}/".startswith(f"{other}/")
+
+
+def test_all_that_is_wrong_is_told_at_once_each_in_its_place() -> None:
+    random, grammar = Random(0), Grammar(SCHEMA)
+    for _ in range(150):
+        state = grammar.state(random)
+        places, broken = list(breakable(state)), list[str]()
+        for where, (container, key) in random.sample(places, min(12, len(places))):
+            if not any(inside(where, other) or inside(other, where) for other in broken):
+                container[key] = {"wrong": 1}
+                broken.append(where)
+        with pytest.raises(StateError) as raised:
+            load_state(json.dumps(state))
+        told = {problem.where for problem in raised.value.problems}
+        # An object where an object belongs is told by what is in it.
+        assert [b for b in broken if not {b, f"{b}/wrong"} & told] == []
 
 
 class TestJudge:
