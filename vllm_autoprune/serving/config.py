@@ -5,6 +5,7 @@ Knows nothing about requests: what is decided here holds for the life of the ser
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -154,16 +155,21 @@ def _state(value: object, problems: list[Problem]) -> PruningState | None:
     if isinstance(value, PruningState):
         return value
     try:
-        if isinstance(value, Mapping):
-            import json
-
-            return load_state(json.dumps(value))
-        return load_state(str(value))
+        return load_state(_as_json(value) if isinstance(value, Mapping) else str(value))
     except StateError as error:
         for p in error.problems:
             where = f"--autoprune-state {str(value)[:80]}" if not isinstance(value, Mapping) else ""
             problems.append(Problem(f"{where}#{p.where}", p.what, p.mend))
         return None
+
+
+def _as_json(value: Mapping[object, object]) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
+        what = f"not JSON: {str(error)[:200]}"
+        mend = "give a dictionary such as json.load returns"
+        raise StateError("state", [Problem("", what, mend)]) from None
 
 
 def _budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:

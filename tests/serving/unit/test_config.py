@@ -346,6 +346,21 @@ def test_a_sound_state_is_served_as_it_is(logged: pytest.LogCaptureFixture) -> N
     assert logged.records == []
 
 
+def nested(depth: int) -> list[object]:
+    inner: list[object] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, nested(100_000), 10**5000, b"bytes"], ids=["set", "deep", "huge", "bytes"]
+)
+def test_a_dictionary_that_is_no_json_is_told_as_every_other_problem(value: object) -> None:
+    (problem,) = refusal({"state": {"schema": value}})
+    assert problem.where == "#" and problem.what.startswith("not JSON: ")
+
+
 def test_start_up_does_not_wait_for_a_large_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
 
