@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from vllm_autoprune.cli.main import main
+from vllm_autoprune.cli.main import COMMANDS, main
 from vllm_autoprune.serving.support import SUPPORT, as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,3 +60,37 @@ def test_the_readme_shows_the_support_table() -> None:
     assert as_markdown() in (ROOT / "README.md").read_text()
     assert main(["support", "--json"]) == 0
     assert {row.status for row in SUPPORT} <= {"yes", "refused", "no", "untested"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_speaks_json(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "--json" in said and COMMANDS[command].help[1:] in " ".join(said.split())
+
+
+def test_starting_loads_neither_server_nor_model_nor_pictures() -> None:
+    code = (
+        "import sys; from vllm_autoprune.cli.main import main; main(['atoms']); "
+        "print(sorted({'vllm', 'transformers', 'PIL', 'matplotlib'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    run = f"{sys.executable} -m vllm_autoprune.cli.main schema | head -c 10"
+    ran = subprocess.run(run, shell=True, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == '{\n  "$defs"'[:10]
+    assert ran.stderr == ""
+
+
+def test_atoms_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["atoms", "--group", "safety_checks", "--json"]) == 0
+    assert {a["group"] for a in json.loads(capsys.readouterr().out)} == {"safety_checks"}

@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace) -> int:
     outputs: list[Path] = options.output or []
     _require_formats(outputs)
     policy = materialize(load_state(options.state), options.budget)
-    image = _opened(options.image)
+    image = opened(options.image)
 
     from vllm_autoprune.offline import open_vision
     from vllm_autoprune.report.panels import explain
@@ -84,7 +84,8 @@ def _require_formats(outputs: list[Path]) -> None:
         raise ConfigError("explain", problems)
 
 
-def _opened(path: Path) -> Image.Image:
+def opened(path: Path) -> Image.Image:
+    """The image in a file, as vLLM opens it; raises :class:`ConfigError`."""
     from PIL import Image, ImageOps
 
     try:

@@ -34,15 +34,14 @@ def _run(options: argparse.Namespace) -> int:
     backbone = None if options.backbone is None else geometry(options.backbone)
     made = transfer(load_state(options.state), options.budget, backbone, options.name)
     record = safety_check(made.policy)
+    written = record.valid and options.output is not None
+    if written:
+        write(options.output, made.state.dumps().encode())
     if options.json:
         print(as_json(_record(made, record)))
     else:
-        print(_told(made, record))
-    if not record.valid:
-        return 1
-    if options.output is not None:
-        write(options.output, made.state.dumps().encode())
-    return 0
+        print(_told(made, record) + (f"\n\nwrote {options.output}" if written else ""))
+    return 0 if record.valid else 1
 
 
 def _record(made: Transfer, safety: SafetyRecord) -> dict[str, object]:

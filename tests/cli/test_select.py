@@ -1,0 +1,68 @@
+"""select: a policy on arrays from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tpdsl.samples import images, state
+from vllm_autoprune import materialize, refine
+from vllm_autoprune.cli.main import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> Path:
+    tokens = images(seed=7)
+    assert tokens.instruction is not None and tokens.cls_attention is not None
+    path = tmp_path / "arrays.npz"
+    np.savez(
+        path,
+        allow_pickle=False,
+        features=tokens.features.numpy(),
+        cls_attention=tokens.cls_attention.numpy(),
+        patches=tokens.instruction.patches.numpy(),
+        text=tokens.instruction.text.numpy(),
+        segments=tokens.instruction.segments.numpy(),
+        sign=np.array(tokens.instruction.sign),
+    )
+    return path
+
+
+def test_indices_are_those_of_the_library(arrays: Path, tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "out.npz"
+    call = ["select", "autoprune", str(arrays), "--budget", "10"]
+    assert main([*call, "--json", "-o", str(out)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    expected = refine(materialize(state(), 10), images(seed=7))
+    assert [image["kept"] for image in told] == expected.indices.tolist()
+    assert [image["reference"] for image in told] == expected.reference.tolist()
+    with np.load(out, allow_pickle=False) as saved:
+        assert set(saved.files) == {
+            *("indices", "reference", "exchanged", "fallback", "features", "quality"),
+        }
+        assert torch.equal(torch.from_numpy(saved["features"]), expected.features)
+        assert saved["indices"].tolist() == expected.indices.tolist()
+
+
+def test_the_table_tells_why_tokens_were_exchanged(arrays: Path, capsys: Captured) -> None:
+    assert main(["select", "autoprune", str(arrays), "--budget", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "image 0, grid 6 x 6 x 1, fallback none" in said and "image 1" in said
+    expected = refine(materialize(state(), 10), images(seed=7))
+    assert " ".join(map(str, expected.indices[0].tolist())) in said
+    assert int(expected.exchanged.sum()) > 0 and "local_contrast_saliency" in said
+
+
+def test_bad_arrays_are_told(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "bad.npz"
+    np.savez(path, allow_pickle=False, features=np.ones((35, 4)))
+    assert main(["select", "autoprune", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "grid: missing, and N = 35 is no square" in said
+    assert "patches: required but missing" in said

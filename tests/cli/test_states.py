@@ -1,0 +1,107 @@
+"""show, diff, materialize: what people read and what programs parse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tpdsl.samples import state
+from vllm_autoprune import load_state
+from vllm_autoprune.cli.main import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+def spoken(capsys: Captured, *arguments: str, status: int = 0) -> str:
+    assert main(arguments) == status
+    return capsys.readouterr().out
+
+
+def test_show_tells_the_parts_of_a_state(capsys: Captured) -> None:
+    said = spoken(capsys, "show", "autoprune")
+    for part in (
+        "Keeps 32 visual tokens",
+        "cdpruner",
+        "q_e = 2, r_min = 30",
+        "instruction_guided_visual_relevance",
+        "40%",
+        "quality_pool_builder",
+        "mean_residual",
+        "features, cls_attention, instruction",
+        load_state("autoprune").digest[:12],
+    ):
+        assert part in said
+    told = json.loads(spoken(capsys, "show", "autoprune", "--budget", "64", "--json"))
+    assert (told["budget"], told["r_min"], len(told["signals"])) == (64, 62, 5)
+
+
+def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(state({"/scoring/signals/0/weight": 0.5, "/name": "other"}).dumps())
+    said = spoken(capsys, "diff", "autoprune", str(other))
+    assert "digests differ" in said and "/scoring/signals/0/weight" in said
+    told = json.loads(spoken(capsys, "diff", "autoprune", str(other), "--json"))
+    assert not told["same_behaviour"]
+    assert {c["where"]: c["after"] for c in told["changes"]} == {
+        "/name": "other",
+        "/scoring/signals/0/weight": 0.5,
+    }
+
+
+def test_diff_of_a_state_with_itself(capsys: Captured) -> None:
+    said = spoken(capsys, "diff", "autoprune", "autoprune")
+    assert "both keep the same tokens" in said and "no field differs" in said
+
+
+def test_materialize_writes_a_state_and_tells_what_changed(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    target = tmp_path / "next.json"
+    said = spoken(
+        capsys,
+        *("materialize", "autoprune", "--budget", "160", "--backbone", "llava-next-7b"),
+        *("-o", str(target)),
+    )
+    assert "/budget" in said and "32 + 32 + 32 + 32 + 32" in said and "valid" in said
+    assert str(target) in said
+    written = load_state(target)
+    assert written.name == "autoprune-llava-next-7b-k160"
+    assert spoken(capsys, "validate", str(target)).startswith(f"{target}: valid, K = 160")
+
+
+def test_materialize_as_json_holds_the_state(capsys: Captured) -> None:
+    told = json.loads(spoken(capsys, "materialize", "autoprune", "--budget", "64", "--json"))
+    assert told["valid"] and told["budget"] == 64
+    assert load_state(json.dumps(told["state"])).digest == told["digest"]
+    assert all(change["why"] for change in told["changes"])
+
+
+def test_nothing_is_left_behind_where_nothing_can_be_written(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    target = tmp_path / "no" / "such" / "folder.json"
+    assert main(["materialize", "autoprune", "--budget", "64", "-o", str(target)]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "autoprone"],
+        ["diff", "autoprune", "autoprone"],
+        ["materialize", "autoprune", "--budget", "0"],
+        ["materialize", "autoprune", "--backbone", "llava"],
+        ["cost", "--backbone", "llava-next-7b", "--tokens", "0"],
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(arguments: list[str], capsys: Captured) -> None:
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1 and " -> " in captured.err
+    assert main([*arguments, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["error"].endswith("Error") and told["problems"][0]["mend"]

@@ -1,0 +1,179 @@
+"""Pictures and pages: the right token in the right place, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+from vllm_autoprune import Grid
+from vllm_autoprune.report.colours import ENTERED, LEFT, RAMP, heat, spread
+from vllm_autoprune.report.page import page
+from vllm_autoprune.report.panels import Explanation, Panel
+from vllm_autoprune.report.picture import SIDE, draw, heat_map, png
+from vllm_autoprune.report.trace import SignalTrace, Trace
+
+GRID = Grid(4, 6)
+QUESTION = 'Is </script><b>this</b> & that "safe"?'
+TRACE = Trace(
+    grid=GRID,
+    reference=(7, 3, 20),
+    kept=(7, 8, 20),
+    left=(3,),
+    entered=(8,),
+    extra=0,
+    signals=(SignalTrace("local_contrast_saliency", 0.5, tuple(i / 23 for i in range(24))),),
+    quality=tuple(1 - i / 23 for i in range(24)),
+    fallback="none",
+)
+
+
+def explanation(question: str = QUESTION, trace: Trace = TRACE) -> Explanation:
+    panels = (
+        Panel("image", "24 tokens"),
+        Panel("after exchange", "1 out, 1 in", None, trace.kept, trace.left, trace.entered),
+        Panel("local contrast saliency", "weight 0.5", trace.signals[0].values),
+    )
+    return Explanation(
+        Image.new("RGB", (120, 80), (200, 40, 40)),
+        question,
+        "mine",
+        "0123456789abcdef",
+        "cdpruner",
+        trace,
+        panels,
+    )
+
+
+def test_the_ramp_grows_lighter_and_is_clamped() -> None:
+    light = [sum(heat(step / 20)) for step in range(21)]
+    assert light == sorted(light)
+    assert (heat(-1), heat(2), heat(1)) == (RAMP[0], RAMP[-1], RAMP[-1])
+
+
+def test_values_are_stretched_and_what_is_not_finite_is_low() -> None:
+    assert spread([1.0, 3.0, 2.0]) == [0.0, 1.0, 0.5]
+    assert spread([2.0, 2.0]) == [0.0, 0.0]
+    assert spread([float("nan"), 0.0, 1.0, float("inf")]) == [0.0, 0.0, 1.0, 0.0]
+    assert spread([float("nan")] * 2) == [0.0, 0.0]
+
+
+def test_a_heat_map_has_one_pixel_a_token() -> None:
+    values = [0.0] * 24
+    values[8] = 1.0
+    image = heat_map(values, GRID)
+    assert image.size == (6, 4)
+    assert image.getpixel((2, 1)) == RAMP[-1]
+    assert image.getpixel((1, 2)) == RAMP[0]
+
+
+def test_a_heat_map_of_tiles_is_as_wide_as_all_of_them() -> None:
+    image = heat_map([0.0] * 6 + [1.0] + [0.0] * 5, Grid(2, 3, tiles=2))
+    assert image.size == (6, 2)
+    assert image.getpixel((3, 0)) == RAMP[-1]
+
+
+def test_marks_lie_on_their_tokens() -> None:
+    sheet = draw(explanation())
+    size = SIDE // GRID.width
+    # The second panel of the first row: found by its frame colours, so layout may change.
+    for colour, token in ((LEFT, 3), (ENTERED, 8)):
+        pixels = [
+            (x, y)
+            for x in range(size * GRID.width, 2 * size * GRID.width + 80)
+            for y in range(sheet.height - 60)
+            if sheet.getpixel((x, y)) == colour
+        ]
+        width = max(x for x, _ in pixels) - min(x for x, _ in pixels) + 1
+        height = max(y for _, y in pixels) - min(y for _, y in pixels) + 1
+        assert (width, height) == (size, size), token
+
+
+def test_swapped_tokens_stand_apart_by_as_much_as_their_places() -> None:
+    sheet, size = draw(explanation()), SIDE // GRID.width
+    corner = {
+        colour: min(
+            (y, x)
+            for x in range(size * GRID.width, 2 * size * GRID.width + 80)
+            for y in range(sheet.height - 60)
+            if sheet.getpixel((x, y)) == colour
+        )
+        for colour in (LEFT, ENTERED)
+    }
+    down, right = (corner[ENTERED][i] - corner[LEFT][i] for i in (0, 1))
+    assert (down, right) == (size, -size)  # token 3 is row 0, column 3; token 8 row 1, column 2
+
+
+@pytest.mark.parametrize("question", ["", "x" * 5000, "many words " * 800, "面白い?"])
+def test_any_question_can_be_drawn(question: str) -> None:
+    sheet = draw(explanation(question))
+    assert sheet.height < 2000
+    with Image.open(io.BytesIO(png(sheet))) as again:
+        assert again.format == "PNG" and again.size == sheet.size
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would fetch, and the text of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts: list[str] = []
+        self.figures = 0
+        self._script = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.figures += tag == "figure"
+        self._script = tag == "script"
+        self.fetched += [value or "" for key, value in attrs if key in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._script:
+            self.scripts.append(data)
+
+
+def test_a_page_needs_nothing_else() -> None:
+    text = page(explanation())
+    reader = Reader()
+    reader.feed(text)
+    assert reader.figures == 3
+    assert reader.fetched and all(url.startswith("data:image/png") for url in reader.fetched)
+    assert all(url.startswith("url(data:") for url in re.findall(r"url\([^)]{0,12}", text))
+    assert "http://" not in text and "https://" not in text and "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def test_a_question_cannot_break_out_of_the_page() -> None:
+    text = page(explanation())
+    assert "<b>" not in text and "&lt;b&gt;this&lt;/b&gt;" in text
+    reader = Reader()
+    reader.feed(text)
+    assert len(reader.scripts) == 2
+
+
+def test_a_page_tells_every_token() -> None:
+    reader = Reader()
+    reader.feed(page(explanation()))
+    data = json.loads(reader.scripts[0])
+    assert data["place"][8] == [1, 2]
+    assert data["status"][8] == "swapped in"
+    assert data["status"][3] == "swapped out, pick 2 of the reference"
+    assert data["status"][7] == "kept, pick 1 of the reference"
+    assert data["status"][0] == "not kept"
+    assert data["values"]["quality g"][0] == 1.0
+    assert data["values"]["local contrast saliency"][23] == 1.0
+
+
+def test_the_picture_in_the_page_is_the_image() -> None:
+    found = re.search(r"background-image:url\(data:image/png;base64,([^)]+)\)", page(explanation()))
+    assert found is not None
+    with Image.open(io.BytesIO(base64.b64decode(found[1]))) as image:
+        assert image.size == (120, 80) and image.getpixel((0, 0)) == (200, 40, 40)

@@ -1,0 +1,108 @@
+"""Traces agree with what the policy did."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.tpdsl.samples import images, state
+from vllm_autoprune import Grid, materialize, refine
+from vllm_autoprune.report.panels import cell, explain, spoken
+from vllm_autoprune.report.trace import Trace, trace
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+def traced(tokens: VisualTokens, changes: dict[str, object] | None = None) -> tuple[Trace, ...]:
+    policy = materialize(state(changes), 12)
+    return trace(policy, tokens, refine(policy, tokens))
+
+
+def test_a_trace_tells_what_was_done() -> None:
+    tokens = images(seed=3)
+    policy = materialize(state(), 12)
+    refined = refine(policy, tokens)
+    for number, image in enumerate(trace(policy, tokens, refined)):
+        assert list(image.kept) == refined.indices[number].tolist()
+        assert list(image.reference) == refined.reference[number].tolist()
+        assert len(image.left) == len(image.entered) == int(refined.exchanged[number])
+        assert set(image.kept) == set(image.reference) - set(image.left) | set(image.entered)
+        assert image.fallback == "none"
+        assert image.quality is not None
+        assert len(image.quality) == 36
+        assert [len(signal.values) for signal in image.signals] == [36] * 5
+        assert all(min(s.values) >= 0 and max(s.values) == 1 for s in image.signals)
+
+
+def test_what_enters_is_better_than_what_leaves() -> None:
+    exchanged = 0
+    for image in traced(images(seed=4, batch=4)):
+        assert image.quality is not None
+        exchanged += len(image.entered)
+        for entered, left in zip(
+            sorted(image.quality[t] for t in image.entered),
+            sorted(image.quality[t] for t in image.left),
+            strict=True,
+        ):
+            assert entered > left
+    assert exchanged > 0
+
+
+def test_signals_without_weight_are_left_out() -> None:
+    (image, _) = traced(images(), {"/scoring/signals/2/weight": 0.0})
+    assert "spatial_centrality_prior" not in [signal.atom for signal in image.signals]
+
+
+def test_a_base_policy_alone_scores_nothing() -> None:
+    (image, _) = traced(images(), {"/constraints/selector/q_e": 0})
+    assert image.signals == () and image.quality is None
+    assert set(image.kept) == set(image.reference)
+
+
+def test_a_fallback_is_told() -> None:
+    tokens = images()
+    assert tokens.cls_attention is not None
+    broken = dataclasses.replace(
+        tokens, cls_attention=torch.full_like(tokens.cls_attention, torch.nan)
+    )
+    (image, _) = traced(broken)
+    assert image.fallback == "reference" and image.entered == ()
+    policy = materialize(state(), 12)
+    picture = explain(policy, _blank(), "?", image)
+    assert "not finite, reference selection instead" in picture.summary
+
+
+def test_panels_show_image_selection_and_every_signal() -> None:
+    (image, _) = traced(images())
+    policy = materialize(state(), 12)
+    found = explain(policy, _blank(), "What?", image)
+    assert [panel.title for panel in found.panels] == [
+        "image",
+        "reference selection",
+        "after exchange",
+        "quality g",
+        *(spoken(signal.atom) for signal in image.signals),
+    ]
+    assert found.panels[1].lit == image.reference
+    assert found.panels[2].left == image.left and found.panels[2].entered == image.entered
+    assert found.summary.startswith("autoprune (") and "keeps 12 of 36" in found.summary
+
+
+def test_a_base_policy_alone_has_two_panels() -> None:
+    changes: dict[str, object] = {"/constraints/selector/q_e": 0}
+    (image, _) = traced(images(), changes)
+    policy = materialize(state(changes), 12)
+    assert len(explain(policy, _blank(), "What?", image).panels) == 2
+
+
+@pytest.mark.parametrize(
+    ("token", "place"), [(0, (0, 0)), (5, (1, 2)), (6, (0, 3)), (11, (1, 5)), (17, (1, 8))]
+)
+def test_tiles_stand_side_by_side(token: int, place: tuple[int, int]) -> None:
+    assert cell(token, Grid(2, 3, tiles=3)) == place
+
+
+def _blank() -> Image.Image:
+    return Image.new("RGB", (60, 60), "grey")

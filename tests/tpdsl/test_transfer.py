@@ -1,0 +1,176 @@
+"""Transfer: what changes, what must not, and that the record is complete."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.tpdsl.samples import edited, shipped, state
+from vllm_autoprune import BudgetError, PruningState, UnsupportedModelError, load_state
+from vllm_autoprune.backbones import GEOMETRIES, LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, Geometry
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS
+from vllm_autoprune.tpdsl.changes import put
+from vllm_autoprune.tpdsl.check import safety_check
+from vllm_autoprune.tpdsl.transfer import Transfer, document, transfer
+
+STRUCTURE = ("base_policy", "scoring", "reassembly", "safety")
+
+
+def pointers(made: Transfer) -> set[str]:
+    return {change.where for change in made.changes}
+
+
+@pytest.mark.parametrize("backbone", [None, *GEOMETRIES.values()])
+@pytest.mark.parametrize("budget", [None, 1, 16, 33, 160, 640, 1000])
+def test_the_record_applied_to_the_old_state_gives_the_new_one(
+    budget: int | None, backbone: Geometry | None
+) -> None:
+    old = state({"/constraints/selector/r_min": 30, "/scoring/signals/0/sign": "-"})
+    made = transfer(old, budget, backbone)
+    data = document(old)
+    for change in made.changes:
+        assert change.why
+        assert change.before != change.after
+        put(data, change.where, change.after)
+    assert data == document(made.state)
+    assert made.policy.budget == (budget or 32)
+
+
+@pytest.mark.parametrize("budget", FIXED_BUDGETS)
+@pytest.mark.parametrize("backbone", GEOMETRIES.values())
+def test_the_searched_structure_stays(budget: int, backbone: Geometry) -> None:
+    old = state()
+    new = document(transfer(old, budget, backbone).state)
+    assert {key: new[key] for key in STRUCTURE} == {key: document(old)[key] for key in STRUCTURE}
+    assert new["constraints"] == document(old)["constraints"]
+    assert new["budget"] == {**shipped()["budget"], "atom": f"fixed_budget@{budget}", "limit": None}
+
+
+def test_nothing_asked_for_changes_nothing() -> None:
+    old = state()
+    assert transfer(old).changes == ()
+    assert transfer(old, 32).state == old
+
+
+def test_r_min_follows_the_budget() -> None:
+    old = state({"/constraints/selector/r_min": 30})
+    made = transfer(old, 64)
+    assert made.state.constraints.selector.r_min == made.policy.r_min == 62
+    assert "/constraints/selector/r_min" in pointers(made)
+    smaller = transfer(old, 16)
+    assert (smaller.policy.r_min, smaller.policy.quota) == (14, 2)
+
+
+def test_r_min_is_never_negative() -> None:
+    old = state({"/constraints/selector/r_min": 0, "/constraints/selector/q_e": 32})
+    assert transfer(old, 16).state.constraints.selector.r_min == 0
+
+
+def test_every_transferred_policy_passes_its_safety_check() -> None:
+    for budget in (16, 64, 160):
+        assert safety_check(transfer(state(), budget, LLAVA_NEXT_7B).policy).valid
+
+
+@pytest.mark.parametrize(("backbone", "sign"), [(LLAVA_7B, "-"), (QWEN_7B, "+")])
+def test_a_stated_direction_of_relevance_follows_the_backbone(
+    backbone: Geometry, sign: str
+) -> None:
+    for stated in "+-":
+        old = state({"/scoring/signals/0/sign": stated})
+        made = transfer(old, None, backbone)
+        assert document(made.state)["scoring"]["signals"][0]["sign"] == sign  # type: ignore[index,call-overload]
+        assert ("/scoring/signals/0/sign" in pointers(made)) == (stated != sign)
+
+
+def test_a_direction_left_to_the_text_tower_stays_so() -> None:
+    made = transfer(state(), None, QWEN_7B)
+    assert "/scoring/signals/0/sign" not in pointers(made)
+    meanings = {field.where: field.meaning for field in made.resolved}
+    assert meanings["/scoring/signals/0/sign"].startswith("direction of relevance: +")
+
+
+def test_the_tile_split_is_told() -> None:
+    resolved = transfer(state(), 32, LLAVA_NEXT_7B).resolved
+    assert resolved[0].meaning == "K = 32, over 5 tiles: 7 + 7 + 6 + 6 + 6"
+
+
+def test_signals_that_lose_their_input_are_told() -> None:
+    told = [f for f in transfer(state(), None, QWEN_7B).resolved if "no [CLS]" in f.meaning]
+    assert [f.value for f in told] == ["attention_proxy_saliency"]
+
+
+def test_evidence_does_not_travel() -> None:
+    old = load_state(
+        json.dumps(
+            edited(
+                shipped(),
+                {
+                    "/provenance": {
+                        "found_by": "a search",
+                        "evaluated_on": "mini-LLaVA",
+                        "scores": {"accuracy": 0.9},
+                        "notes": "first of many",
+                    }
+                },
+            )
+        )
+    )
+    new = transfer(old, 64, LLAVA_NEXT_7B).state.provenance
+    assert (new.found_by, new.evaluated_on, new.scores) == ("a search", "", {})
+    assert new.notes.startswith("first of many Re-materialized from autoprune")
+    assert old.digest[:12] in new.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "backbone", "expected"),
+    [
+        ("autoprune", 64, None, "autoprune-k64"),
+        ("autoprune-k32", 64, None, "autoprune-k64"),
+        ("autoprune-k32", None, LLAVA_NEXT_7B, "autoprune-llava-next-7b-k32"),
+        ("autoprune-llava-next-7b-k160", 320, None, "autoprune-llava-next-7b-k320"),
+        ("autoprune-llava-next-7b-k160", 64, QWEN_7B, "autoprune-qwen2.5-vl-7b-k64"),
+        ("k16", 64, None, "k16-k64"),
+        ("x" * 128, 64, None, "x" * 124 + "-k64"),
+    ],
+)
+def test_names_tell_states_apart(
+    name: str, budget: int | None, backbone: Geometry | None, expected: str
+) -> None:
+    old = state({"/name": name, "/budget/atom": "fixed_budget@32"})
+    assert transfer(old, budget, backbone).state.name == expected
+
+
+def test_a_name_may_be_chosen() -> None:
+    assert transfer(state(), name="mine").state.name == "mine"
+
+
+def test_an_operators_limit_holds() -> None:
+    limited = state({"/budget/limit": 64})
+    assert transfer(limited, 64).policy.budget == 64
+    with pytest.raises(BudgetError, match="/budget/limit"):
+        transfer(limited, 128)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 65537])
+def test_no_number_of_tokens_is_refused(budget: int) -> None:
+    with pytest.raises(BudgetError):
+        transfer(state(), budget)
+
+
+def test_a_transferred_state_loads_again() -> None:
+    made = transfer(state(), 160, LLAVA_NEXT_7B).state
+    again: PruningState = load_state(made.dumps())
+    assert again == made and again.digest == made.digest
+
+
+def test_a_base_policy_whose_input_the_backbone_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads_cls = replace(BASE_POLICIES["cdpruner"], needs=frozenset({"cls_attention"}))
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", reads_cls)
+    assert transfer(state(), 64, LLAVA_NEXT_7B).policy.budget == 64
+    with pytest.raises(UnsupportedModelError, match="/base_policy/name"):
+        transfer(state(), 64, QWEN_7B)
