@@ -45,7 +45,7 @@ def _by_scene(values: Sequence[float], scenes: Sequence[int]) -> tuple[Floats, F
         raise ValueError(f"{len(values)} values for {len(scenes)} scenes; one each, at least one")
     _, places = np.unique(np.asarray(scenes), return_inverse=True)
     weights = np.asarray(values, dtype=np.float64)
-    return np.bincount(places, weights), np.bincount(places).astype(np.float64)
+    return np.bincount(places, weights).astype(np.float64), np.bincount(places).astype(np.float64)
 
 
 def _drawn(sums: Floats, counts: Floats) -> Interval:

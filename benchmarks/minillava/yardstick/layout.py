@@ -169,7 +169,8 @@ def draw_layout(rng: random.Random, style: Style, canvas: Canvas) -> Layout:
     colours = rng.sample(range(len(COLOURS)), hues)
     shapes = rng.sample(range(len(SHAPES)), forms)
     pairs = [(colour, shape) for colour in colours for shape in shapes]
-    count = min(count, len(pairs))
+    # Some name must stay absent, or nothing could be asked that is not there.
+    count = min(count, len(pairs), len(COLOURS) * len(SHAPES) - 8)
     digits: list[int] = []
     while len(digits) < count:
         digits += rng.sample(range(10), 10)

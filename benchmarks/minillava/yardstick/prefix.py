@@ -22,6 +22,11 @@ class LlamaPrefix:
         self._states: tuple[Tensor, ...] = ()
 
     @property
+    def layers(self) -> int:
+        """Layers of the whole language model."""
+        return len(self._model.model.layers)
+
+    @property
     def start(self) -> int:
         """Position of the first visual token."""
         return self._start

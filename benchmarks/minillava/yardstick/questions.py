@@ -223,7 +223,8 @@ def pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, .
 
 def caption(rng: random.Random, scene: Scene) -> str:
     """Three parts of the scene in words, for the contrast between images."""
-    parts = rng.sample((*scene.layout.things, *scene.layout.signs), 3)
+    every: tuple[Thing | Sign, ...] = (*scene.layout.things, *scene.layout.signs)
+    parts = rng.sample(every, 3)
     return ", ".join(
         f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
     )

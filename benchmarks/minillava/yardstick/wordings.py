@@ -65,7 +65,7 @@ SEEN: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Paraphrases of known words: what is new is how they are put together.
+# Paraphrases of known words, two inflections aside: what is new is how they are put together.
 UNSEEN: dict[str, tuple[str, ...]] = {
     "digit": ("The {name} carries which digit?", "Name the digit that is on the {name}."),
     "colour": ("The digit {digit} is on a shape of which colour?",),

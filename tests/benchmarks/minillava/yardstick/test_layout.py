@@ -48,7 +48,7 @@ def test_parts_share_no_cell_and_stay_inside(style: Style, cells: int) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_names_single_one_part_out(style: Style) -> None:
     for layout in _many(style, Canvas()):
-        names = [part.name for part in (*layout.things, *layout.signs)]
+        names = [thing.name for thing in layout.things] + [sign.name for sign in layout.signs]
         assert len(names) == len(set(names))
 
 

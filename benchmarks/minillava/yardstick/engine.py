@@ -1,0 +1,58 @@
+"""``python -m benchmarks.minillava.yardstick.engine``: the same questions, answered by vLLM.
+
+Knows nothing about pruning: no state is given, so the plugin is inert and every token is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from PIL import Image
+
+from benchmarks.minillava.yardstick.split import CHECKPOINT, Example, Split, held_out, scores
+from benchmarks.minillava.yardstick.vocabulary import prompt
+
+MOST_TOKENS = 6
+"""The longest number and its end."""
+
+
+def answers(llava: Path, examples: Sequence[Example]) -> list[str]:
+    """Greedy answers of a stock engine, in the order of the examples."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(llava), enforce_eager=True, dtype="bfloat16", max_model_len=512, block_size=32
+    )
+    asked = [
+        {
+            "prompt": prompt(example.question),
+            "multi_modal_data": {"image": Image.fromarray(example.image.permute(1, 2, 0).numpy())},
+        }
+        for example in examples
+    ]
+    sampling = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
+    return [output.outputs[0].text for output in llm.generate(asked, sampling)]
+
+
+def main() -> None:
+    """Parse, ask, print scores as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument("--split", choices=get_args(Split), default="test")
+    parser.add_argument("--scenes", type=int, default=200)
+    arguments = parser.parse_args()
+    examples = held_out(arguments.split, arguments.scenes)
+    print(
+        json.dumps(
+            asdict(scores(examples, answers(arguments.checkpoint / "llava", examples))), indent=1
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

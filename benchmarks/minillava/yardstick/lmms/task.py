@@ -1,0 +1,82 @@
+"""Writes examples as a folder that lmms-eval takes with ``--include_path``.
+
+Knows nothing about how examples are drawn. Format: lmms-eval's task guide (docs/task_guide.md),
+with a local JSON Lines file in place of a data set on the Hub.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.minillava.yardstick.split import Example, png
+from benchmarks.minillava.yardstick.wordings import CATEGORIES
+
+TASK = "minillava_yardstick"
+
+_YAML = """\
+task: {task}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    {split}: {data}
+test_split: {split}
+output_type: generate_until
+doc_to_visual: !function utils.doc_to_visual
+doc_to_text: !function utils.doc_to_text
+doc_to_target: answer
+generation_kwargs:
+  max_new_tokens: 8
+  temperature: 0
+  do_sample: false
+process_results: !function utils.process_results
+metric_list:
+  - metric: minillava_accuracy
+    aggregation: !function utils.aggregate_accuracy
+    higher_is_better: true
+  - metric: minillava_accuracy_plus
+    aggregation: !function utils.aggregate_accuracy_plus
+    higher_is_better: true
+lmms_eval_specific_kwargs:
+  default:
+    pre_prompt: ""
+    post_prompt: ""
+metadata:
+  - version: 1.0
+"""
+
+
+def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
+    """Pictures as PNG, one line a question, the task's YAML and its functions."""
+    pictures = folder / "images"
+    pictures.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{split}.jsonl"
+    written: set[int] = set()
+    with data.open("w", encoding="utf-8") as lines:
+        for number, example in enumerate(examples):
+            name = f"{split}-{example.image_id:05}.png"
+            if example.image_id not in written:
+                (pictures / name).write_bytes(png(example.image))
+                written.add(example.image_id)
+            lines.write(json.dumps(_line(number, f"images/{name}", example)) + "\n")
+    text = _YAML.format(task=TASK, split=split, data=json.dumps(str(data.resolve())))
+    (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
+    shutil.copy(Path(__file__).parent / "utils.py", folder / "utils.py")
+
+
+def _line(number: int, image: str, example: Example) -> dict[str, object]:
+    (category,) = [name for name, kinds in CATEGORIES.items() if example.kind in kinds]
+    return {
+        "question_id": number,
+        "image": image,
+        "question": example.question,
+        "answer": example.answer,
+        "kind": example.kind,
+        "category": category,
+        "pair": example.pair,
+        "evidence": list(example.evidence),
+        "unseen_wording": example.unseen_wording,
+        "unseen_layout": example.unseen_style,
+    }

@@ -1,0 +1,56 @@
+"""Functions of the mini-LLaVA task: what lmms-eval calls for every question.
+
+Knows nothing about the repository it comes from: a written task folder stands alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from PIL import Image
+
+Doc = Mapping[str, object]
+Row = Mapping[str, object]
+
+
+def doc_to_visual(doc: Doc) -> list[Image.Image]:
+    """The picture of a question; its path is relative to this file."""
+    return [Image.open(Path(__file__).parent / str(doc["image"])).convert("RGB")]
+
+
+def doc_to_text(doc: Doc, lmms_eval_specific_kwargs: Mapping[str, str] | None = None) -> str:
+    """The question as it stands: the model was trained without an instruction around it."""
+    around = lmms_eval_specific_kwargs or {}
+    return f"{around.get('pre_prompt', '')}{doc['question']}{around.get('post_prompt', '')}"
+
+
+def _is_right(said: str, wanted: str) -> bool:
+    expected = wanted.lower().split()
+    return re.findall(r"[a-z0-9]+", said.lower())[: len(expected)] == expected
+
+
+def process_results(doc: Doc, results: Sequence[str]) -> dict[str, dict[str, object]]:
+    """One row for each metric."""
+    row: dict[str, object] = {
+        "category": doc["category"],
+        "pair": doc["pair"],
+        "right": _is_right(results[0], str(doc["answer"])),
+    }
+    return {"minillava_accuracy": row, "minillava_accuracy_plus": row}
+
+
+def aggregate_accuracy(rows: Sequence[Row]) -> float:
+    """Per cent of questions answered right."""
+    return 100.0 * sum(bool(row["right"]) for row in rows) / len(rows)
+
+
+def aggregate_accuracy_plus(rows: Sequence[Row]) -> float:
+    """Per cent of yes/no pairs with both answers right, as in MME; 0 where there is no pair."""
+    pairs: dict[object, list[bool]] = defaultdict(list)
+    for row in rows:
+        if row["pair"] is not None:
+            pairs[row["pair"]].append(bool(row["right"]))
+    return 100.0 * sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0
