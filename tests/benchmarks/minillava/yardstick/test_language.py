@@ -1,0 +1,101 @@
+"""The language stage: questions share an image but not each other, and only answers are learnt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.minillava.yardstick.language import (
+    QUESTIONS_PER_IMAGE,
+    LanguageBatch,
+    Projector,
+    draw_budget,
+    language_batch,
+    language_loss,
+    language_model,
+)
+from benchmarks.minillava.yardstick.layout import Canvas
+from benchmarks.minillava.yardstick.towers import WIDTH
+from benchmarks.minillava.yardstick.vocabulary import END, language_tokenizer, token_id
+
+CANVAS = Canvas()
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return language_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def batch(words: Tokenizer) -> LanguageBatch:
+    return language_batch(5, 2, words, CANVAS, CANVAS.patches)
+
+
+def test_numbers_are_one_token_a_digit(words: Tokenizer) -> None:
+    assert [len(words.encode(f" {number}").ids) for number in ("7", "42", "903", "4821")] == [
+        1, 2, 3, 4,
+    ]  # fmt: skip
+
+
+def test_only_answers_and_their_ends_are_labelled(batch: LanguageBatch, words: Tokenizer) -> None:
+    end = token_id(words, END)
+    asked = batch.labels[0] >= 0
+
+    assert int((batch.labels[0] == end).sum()) == QUESTIONS_PER_IMAGE
+    labelled = words.decode(batch.labels[0][asked].tolist(), skip_special_tokens=False)
+    answers = [text.strip() for text in labelled.split(END) if text.strip()]
+    assert len(answers) == QUESTIONS_PER_IMAGE
+    assert not any("ASSISTANT" in text or "?" in text for text in answers)
+    assert (batch.kinds[0][asked] >= 0).sum() == asked.sum() - QUESTIONS_PER_IMAGE
+
+
+def test_labels_are_the_tokens_that_follow(batch: LanguageBatch) -> None:
+    asked = (batch.labels[0] >= 0).nonzero()[:, 0]
+
+    assert torch.equal(batch.labels[0][asked], batch.texts[0][asked + 1])
+
+
+def test_every_question_starts_right_after_the_image(batch: LanguageBatch) -> None:
+    start = len(batch.before) + CANVAS.patches
+    for block in range(QUESTIONS_PER_IMAGE):
+        positions = batch.positions[0][batch.blocks[0] == block]
+        assert positions.tolist() == list(range(start, start + len(positions)))
+
+
+def test_a_question_sees_the_image_but_no_other_question(
+    batch: LanguageBatch, words: Tokenizer
+) -> None:
+    torch.manual_seed(0)
+    model, projector = language_model(words).bfloat16(), Projector().bfloat16()
+    patches = torch.randn(2, CANVAS.patches, WIDTH).bfloat16()
+    start = len(batch.before) + CANVAS.patches
+    first = batch.blocks[:, start:] == 0
+    alone = replace(batch, labels=batch.labels.where(first, -100))
+    changed = batch.texts.where(first | (batch.texts < 0), batch.texts.flip(1))
+
+    with torch.no_grad():
+        loss, _ = language_loss(model, projector, alone, patches)
+        beside_others, _ = language_loss(model, projector, replace(alone, texts=changed), patches)
+        other_image, _ = language_loss(model, projector, alone, patches.flip(1))
+
+    assert torch.equal(loss, beside_others)
+    assert not torch.equal(loss, other_image)
+
+
+def test_dropped_tokens_spare_the_evidence(words: Tokenizer) -> None:
+    batch = language_batch(5, 2, words, CANVAS, 100)
+
+    assert batch.kept.shape == (2, 100)
+    assert all(row == sorted(set(row)) for row in batch.kept.tolist())
+
+
+def test_every_token_is_kept_unless_dropout_is_asked_for() -> None:
+    kept = {draw_budget(seed, 0.0, CANVAS) for seed in range(200)}
+    dropped = [draw_budget(seed, 0.7, CANVAS) for seed in range(400)]
+
+    assert kept == {CANVAS.patches}
+    assert 0.6 < sum(budget < CANVAS.patches for budget in dropped) / 400 < 0.8
+    assert min(dropped) >= 8
