@@ -117,7 +117,9 @@ def _quotes(text: str, random: Random) -> str:
 
 
 def _nothing(text: str, random: Random) -> str:
-    return random.choice(("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff"))
+    return random.choice(
+        ("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff", "NaN", "1e999")
+    )
 
 
 CHARACTERS: tuple[Callable[[str, Random], str], ...] = (

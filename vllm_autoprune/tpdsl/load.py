@@ -5,6 +5,7 @@ Knows nothing about the meaning of atoms: the grammar is PruningState's.
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,11 +47,12 @@ def load_state(source: str | Path) -> PruningState:
 
 def _locate(source: str | Path, subject: str) -> Path:
     path, shipped = Path(source), shipped_states()
-    is_folder = False
     try:
-        is_folder = path.is_dir()
-        if path.exists() and not (is_folder and str(source) in shipped):
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        if not (is_folder and str(source) in shipped):
             return path
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass  # no path, or none that can be one: it may still be a name
     except OSError as error:  # a name that is too long, a folder that may not be searched
         raise unreadable(subject, error) from None
     if str(source) in shipped:

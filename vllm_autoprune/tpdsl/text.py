@@ -130,6 +130,8 @@ def parse(text: str, subject: str) -> tuple[JsonValue, list[Problem]]:
         what = f"not JSON: {error.msg} at line {error.lineno} col {error.colno}"
         mend = "write one JSON object as `vllm-autoprune schema` describes it"
         raise StateError(subject, [Problem("", what, mend, "syntax")]) from None
+    if isinstance(found, _Odd):
+        raise StateError(subject, [_odd(found, "")])
     problems = list(_problems(found, ""))
     value: JsonValue = found  # type: ignore[assignment]  # only what is in `problems` is not
     return value, problems
