@@ -51,6 +51,7 @@ class LlamaPrefix:
     """
 
     def __init__(self, model: LlamaModel, sequence: Tensor, start: int, words: int) -> None:
+        self.layers = len(model.layers)
         self.start = start
         self._model = model
         self._words = words

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
+from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.tpdsl.atom import literal
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
@@ -73,8 +74,11 @@ class Native:
 Select = Callable[[P, VisualTokens, int], Reference]
 """(params, tokens, K) -> exactly K rows an image; needs K < N."""
 
-RunNative = Callable[[P, VisualTokens, int], Native]
-"""(params, tokens, K) -> what the published code makes of it, which need not be K rows."""
+RunNative = Callable[[P, VisualTokens, int | None], Native]
+"""(params, tokens, K) -> what the published code makes of it, which need not be K rows.
+
+K is None where the method is to find its own count; those that have none refuse it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,25 @@ class BasePolicy:
         """The reference selection T_P, exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
 
-    def native(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Native:
-        """What the method's published code returns, where that differs from exactly K rows."""
+    def native(
+        self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
+    ) -> Native:
+        """What the method's published code returns, where that differs from exactly K rows.
+
+        For recordings and research: unlike :meth:`select` it may wait for the device. ``budget``
+        None lets a method find its own count; :class:`SelectionError` where it has none.
+        """
         if self.published is not None:
             return self.published(params, tokens, budget)
-        return Native(tuple(self.select(params, tokens, budget).picks))
+        picks = self.select(params, tokens, counted(self.name, budget)).picks
+        return Native(tuple(picks))
+
+
+def counted(name: str, budget: int | None) -> int:
+    """The budget, or an error that says that this method has no count of its own."""
+    if budget is None:
+        raise SelectionError(f"{name} has no count of its own: give a budget K")
+    return budget
 
 
 BASE_POLICIES: dict[str, BasePolicy] = {}

@@ -1,24 +1,26 @@
-"""From picks within tiles to picks within the image.
+"""From picks within tiles to picks within the image, and to the order of the picture.
 
-Knows nothing about how tiles are laid out in the picture.
+Knows nothing about how tokens are chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.budget import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
 def join_tiles(picks: Tensor, tokens: VisualTokens, shares: Sequence[int]) -> Tensor:
     """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
 
-    Selection is nested (the first k picks do not depend on how many follow), so a tile with a
-    smaller share drops its last pick. Picks interleave over tiles by rank, so that the order
-    still means confidence.
+    For selections that are nested (the first k picks do not depend on how many follow), so a
+    tile with a smaller share drops its last pick. Picks interleave over tiles by rank, so that
+    the order still means confidence.
     """
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
@@ -27,3 +29,72 @@ def join_tiles(picks: Tensor, tokens: VisualTokens, shares: Sequence[int]) -> Te
     by_rank = (picks.reshape(tokens.batch, tiles, -1) + offset).transpose(1, 2)
     flat = by_rank.reshape(tokens.batch, -1)
     return flat[:, : sum(shares)]
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Neighbouring tiles that get an equal share of the budget."""
+
+    first: int
+    tiles: int
+    share: int
+
+    def of(self, values: Tensor, tokens: VisualTokens) -> Tensor:
+        """The group's part of ``(B, N, ...)``, as ``(B * tiles, n, ...)``."""
+        shape = (tokens.batch, tokens.grid.tiles, tokens.grid.per_tile, *values.shape[2:])
+        return values.reshape(shape).narrow(1, self.first, self.tiles).flatten(0, 1)
+
+    def within_image(self, picks: Tensor, tokens: VisualTokens) -> Tensor:
+        """Picks ``(B * tiles, p)`` within tiles as picks within the image, same shape."""
+        tile = torch.arange(self.first, self.first + self.tiles, device=picks.device)
+        return picks + (tile * tokens.grid.per_tile).repeat(tokens.batch)[:, None]
+
+
+def tile_groups(tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
+    """Tiles by share, larger share first, without those whose share is nothing: one or two groups.
+
+    For methods that are not nested: what they keep at k is not the beginning of what they keep
+    at k + 1, so each share has to be worked out for itself.
+    """
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    groups, first = [], 0
+    for share in sorted(set(shares), reverse=True):
+        count = shares.count(share)
+        if share:
+            groups.append(TileGroup(first, count, share))
+        first += count
+    return tuple(groups)
+
+
+def join_groups(
+    parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens
+) -> Tensor:
+    """Parts ``(B * tiles, p, ...)``, one a group, as ``(B, sum, ...)`` interleaved by rank.
+
+    The first group has as many rows a tile as the second, or one more.
+    """
+    spread = [
+        part.reshape(tokens.batch, group.tiles, *part.shape[1:]).transpose(1, 2)
+        for part, group in zip(parts, groups, strict=True)
+    ]
+    if len(spread) == 1:
+        return spread[0].flatten(1, 2)
+    common = spread[1].shape[1]
+    both = torch.cat([spread[0][:, :common], spread[1]], dim=2).flatten(1, 2)
+    return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)
+
+
+def stitched(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
+    """Kept tokens ``(B, K)`` in the order in which LLaVA-NeXT reads them, ``(B, K)``.
+
+    First those of tile 0, the base view, in raster order; then those of the crops in raster
+    order of the picture that the crops form, ``columns`` of them side by side. Indices count
+    tile by tile, before and after.
+    """
+    tile, place = kept // grid.per_tile, kept % grid.per_tile
+    y, x = place // grid.width, place % grid.width
+    crop = (tile - 1).clamp_min(0)
+    row = crop // columns * grid.height + y
+    across = crop % columns * grid.width + x
+    whole = grid.per_tile + row * (columns * grid.width) + across
+    return kept.gather(1, torch.where(tile == 0, place, whole).argsort(dim=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +41,10 @@ class TowerStates:
     project: Callable[[Tensor], Tensor]
     cls: Tensor | None = None
     next_layer: NextLayer | None = None
+
+    def projected(self, rows: Tensor) -> Tensor:
+        """Rows ``(R, m, Dv)`` through the projector, ``(R, m, D)``.
+
+        One of the R at a time, so that its bits do not depend on what else is in the batch.
+        """
+        return torch.stack([self.project(part) for part in rows])

@@ -27,6 +27,11 @@ class LlamaPrefix:
         return len(self._model.model.layers)
 
     @property
+    def layers(self) -> int:
+        """Layers that the whole model has."""
+        return len(self._model.model.layers)
+
+    @property
     def start(self) -> int:
         """Position of the first visual token."""
         return self._start
