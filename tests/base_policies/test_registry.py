@@ -14,9 +14,17 @@ from vllm_autoprune.tpdsl.state import known_base_policies
 
 
 def test_the_base_policies_of_this_version() -> None:
-    assert known_base_policies() == ["cdpruner", "divprune"]
-    assert BASE_POLICIES["cdpruner"].needs == {"instruction"}
-    assert BASE_POLICIES["divprune"].needs == frozenset()
+    assert {name: BASE_POLICIES[name].needs for name in known_base_policies()} == {
+        "cdpruner": {"instruction"},
+        "dart": {"language"},
+        "divprune": set(),
+        "fastv": {"language"},
+        "prumerge_plus": {"tower", "next_layer"},
+        "pyramiddrop": {"language"},
+        "sparsevlm": {"language"},
+        "trim": {"instruction", "tower"},
+        "visionzip": {"cls_attention", "tower"},
+    }
 
 
 @pytest.mark.parametrize("name", known_base_policies())

@@ -3,6 +3,26 @@
 Knows nothing about residual refinement or about serving.
 """
 
-from vllm_autoprune.base_policies import cdpruner, divprune
+from vllm_autoprune.base_policies import (
+    cdpruner,
+    dart,
+    divprune,
+    fastv,
+    prumerge_plus,
+    pyramiddrop,
+    sparsevlm,
+    trim,
+    visionzip,
+)
 
-__all__ = ["cdpruner", "divprune"]
+__all__ = [
+    "cdpruner",
+    "dart",
+    "divprune",
+    "fastv",
+    "prumerge_plus",
+    "pyramiddrop",
+    "sparsevlm",
+    "trim",
+    "visionzip",
+]

@@ -1,0 +1,36 @@
+"""FastV: keep the visual tokens that the last prompt token attends to in an early layer.
+
+Knows nothing about how the language model's first layers are run.
+
+Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2" (ECCV 2024), and its published
+code, which prunes before layer 2 by the attention of layer 1. Here the same scores select before
+the model runs, and K is the count that enters it [ours].
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vllm_autoprune.base_policies.attended import MOST_LAYERS, attended_by_last
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
+from vllm_autoprune.tpdsl.numerics import ranked
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+class FastVParams(BasePolicyParams):
+    """Parameters of FastV."""
+
+    layer: int = Field(
+        2,
+        ge=1,
+        le=MOST_LAYERS,
+        description="FastV's K: attention is read in the layer before it, counted from 0",
+    )
+
+
+@base_policy(FastVParams, needs=frozenset({"language"}))
+def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> Reference:
+    """The tokens that the last instruction token attends to most, averaged over heads."""
+    language = tokens.require_language()
+    score = attended_by_last(language, params.layer - 1, tokens.count)
+    return Reference(ranked(score)[:, :budget])
