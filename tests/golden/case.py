@@ -20,6 +20,8 @@ from tests.golden.generator import inputs
 
 DATA = Path(__file__).parent / "data"
 
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,12 +30,26 @@ class Case:
     name: str
     recipe: dict[str, Any]
     inputs: dict[str, Tensor]
-    expected: dict[str, npt.NDArray[np.int64]]
+    expected: dict[str, npt.NDArray[Any]]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the published code got its features."""
-        return torch.float16 if self.recipe.get("dtype") == "float16" else torch.float32
+        return _DTYPES[self.recipe.get("dtype", "float32")]
+
+    @property
+    def note(self) -> str:
+        """What is degenerate here and what may then be compared; empty for most cases."""
+        return str(self.recipe.get("note", ""))
+
+    def given(self, name: str, *, cast: bool = True) -> Tensor:
+        """An input, rounded to the case's dtype (to nearest, ties to even)."""
+        return self.inputs[name].to(self.dtype) if cast else self.inputs[name]
+
+    def wanted(self, name: str) -> Tensor:
+        """An expected array; whole numbers as int64."""
+        found = torch.from_numpy(np.array(self.expected[name]))
+        return found if found.is_floating_point() else found.long()
 
 
 def names(method: str) -> list[str]:
@@ -42,13 +58,20 @@ def names(method: str) -> list[str]:
 
 
 def load(name: str) -> Case:
-    """The case of that name; inputs that are not the recorded ones are an error."""
-    with np.load(DATA / f"{name}.npz", allow_pickle=False) as stored:
+    """The case of that name among those kept here."""
+    return read(DATA / f"{name}.npz")
+
+
+def read(path: Path) -> Case:
+    """The case in a file; raises ValueError where its inputs are not the recorded ones."""
+    with np.load(path, allow_pickle=False) as stored:
         recipe = json.loads(str(stored["spec"]))
         recorded = json.loads(str(stored["sha"])) if "sha" in stored else {}
         expected = {key: stored[key] for key in stored.files if key not in ("spec", "sha")}
     made = inputs(recipe)
-    assert {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in made.items()} == (
-        recorded
-    ), f"{name}: the generator no longer makes the inputs that were recorded"
-    return Case(name, recipe, {k: torch.from_numpy(v) for k, v in made.items()}, expected)
+    digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in made.items()}
+    if digests != recorded:
+        drifted = sorted(k for k in {*digests, *recorded} if digests.get(k) != recorded.get(k))
+        raise ValueError(f"the generator does not make the recorded inputs: {', '.join(drifted)}")
+    tensors = {key: torch.from_numpy(array) for key, array in made.items()}
+    return Case(f"{path.parent.name}/{path.stem}", recipe, tensors, expected)

@@ -11,7 +11,7 @@ because those differ in the last bit between machines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,35 +46,156 @@ def bell(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
     return (total - 2.0) * _SQRT_3
 
 
-def clustered(recipe: Recipe, name: str, batch: int, width: int, bias: float = 0.0) -> Doubles:
-    """``(batch, N, width)`` tokens, each a cluster's centre with noise."""
-    seed, count = recipe["seed"], recipe["N"]
-    clusters, noise = recipe.get("ncl", 24), recipe.get("noise", 0.6)
+def clustered(
+    recipe: Recipe, name: str, batch: int, count: int, width: int, bias: float = 0.0
+) -> Doubles:
+    """``(batch, count, width)`` tokens, each a cluster's centre with noise."""
+    seed, clusters = recipe["seed"], recipe.get("ncl", 24)
     centres = bell(seed, f"{name}/cen", (clusters, width))
     owner = (uniform(seed, f"{name}/asg", (batch, count)) * clusters).astype(np.int64)
     tokens = centres[np.minimum(owner, clusters - 1)]
-    tokens = tokens + noise * bell(seed, f"{name}/noi", (batch, count, width))
+    tokens = tokens + recipe.get("noise", 0.6) * bell(seed, f"{name}/noi", (batch, count, width))
     return tokens + bias
 
 
+def mass(recipe: Recipe, name: str, shape: tuple[int, ...]) -> Doubles:
+    """Positive and heavy-tailed, as attention is: a uniform number to a whole power."""
+    drawn = uniform(recipe["seed"], name, shape)
+    power = np.ones(shape)
+    for _ in range(recipe.get("p", 6)):  # by multiplication alone: `pow` differs between machines
+        power = power * drawn
+    return 0.02 * power + 1e-4
+
+
 def repeated(tokens: Doubles, times: int) -> Doubles:
-    """Tokens i, i + N / times, i + 2 N / times, ... made identical."""
+    """Tokens i, i + N / times, i + 2 N / times, ... made identical along axis 1."""
     count = tokens.shape[1]
     return tokens[:, np.arange(count) % (count // times)]
 
 
 def inputs(recipe: Recipe) -> dict[str, Floats]:
     """Every input array of a case by name, none for a case that stores its own."""
-    found: dict[str, Doubles] = {}
-    width, times = recipe.get("D", 32), recipe.get("dup", 1)
-    if recipe["gen"] == "cdpruner":
-        batch, space = recipe.get("B", 1), recipe.get("C", 16)
-        features = clustered(recipe, "feat", batch, width, recipe.get("bias", 0.0))
-        patches = clustered(recipe, "emb", batch, space)
-        found["image_features"] = repeated(features, times)
-        found["image_embeds"] = repeated(patches, times)
-        found["text_embeds"] = bell(recipe["seed"], "txt", (recipe.get("M", 1), space))
-    elif recipe["gen"] == "divprune":
-        features = clustered(recipe, "feat", 1, width, recipe.get("bias", 0.0))
-        found["features"] = repeated(features, times)[0]
+    make = _MAKERS.get(recipe["gen"])
+    found = {} if make is None else make(recipe)
     return {name: np.ascontiguousarray(array, np.float32) for name, array in found.items()}
+
+
+def _cdpruner(recipe: Recipe) -> dict[str, Doubles]:
+    batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
+    space = recipe.get("C", 16)
+    features = clustered(recipe, "feat", batch, count, recipe.get("D", 32), recipe.get("bias", 0.0))
+    patches = _alike(recipe, clustered(recipe, "emb", batch, count, space))
+    return {
+        "image_features": repeated(features, times),
+        "image_embeds": repeated(patches, times),
+        "text_embeds": bell(recipe["seed"], "txt", (recipe.get("M", 1), space)),
+    }
+
+
+def _divprune(recipe: Recipe) -> dict[str, Doubles]:
+    features = clustered(
+        recipe, "feat", 1, recipe["N"], recipe.get("D", 32), recipe.get("bias", 0.0)
+    )
+    features = repeated(features, recipe.get("dup", 1))
+    if recipe.get("const"):
+        features = np.broadcast_to(features[:, :1], features.shape)
+    return {"features": features[0]}
+
+
+def _visionzip(recipe: Recipe) -> dict[str, Doubles]:
+    batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
+    found = {"cls_attn": mass(recipe, "attn", (batch, recipe.get("H", 4), count))}
+    for name, short, width in (
+        ("hidden", "hid", recipe.get("D", 32)),
+        ("key_metric", "key", recipe.get("dk", 16)),
+    ):
+        rows = clustered(recipe, short, batch, count + 1, width)
+        found[name] = np.concatenate([rows[:, :1], repeated(rows[:, 1:], times)], axis=1)
+    return found
+
+
+def _prumerge(recipe: Recipe) -> dict[str, Doubles]:
+    batch, width = recipe.get("B", 1), recipe.get("D", 32)
+    count = recipe["N"] + (recipe["gen"] == "prumerge")  # one more row for [CLS]
+    return {
+        "hidden": clustered(recipe, "hid", batch, count, width),
+        "k": clustered(recipe, "k", batch, count, width),
+        "q": recipe.get("qscale", 1.0) * clustered(recipe, "q", batch, count, width),
+    }
+
+
+def _trim(recipe: Recipe) -> dict[str, Doubles]:
+    batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
+    space = recipe.get("C", 16)
+    hidden = clustered(recipe, "hid", batch, count, recipe.get("D", 32))
+    patches = recipe.get("escale", 1.0) * clustered(recipe, "emb", batch, count, space)
+    return {
+        "hidden": repeated(hidden, times),
+        "image_embeds": repeated(_alike(recipe, patches), times),
+        "text_embeds": bell(recipe["seed"], "txt", (1, space)),
+    }
+
+
+def _dart(recipe: Recipe) -> dict[str, Doubles]:
+    length = _sequence(recipe)
+    states = clustered(recipe, "hid", 1, length, recipe.get("D", 32))
+    shape = (1, recipe.get("H", 2), length, recipe.get("hd", 8))
+    return {
+        "normed_hidden": _image_repeated(recipe, states),
+        "keys": bell(recipe["seed"], "keys", shape),
+    }
+
+
+def _fastv(recipe: Recipe) -> dict[str, Doubles]:
+    attention = mass(recipe, "attn", (recipe.get("H", 4), _sequence(recipe)))
+    if recipe.get("const"):
+        attention = np.full_like(attention, 0.25)
+    return {"attn_last_row": attention}
+
+
+def _pdrop(recipe: Recipe) -> dict[str, Doubles]:
+    heads, width = recipe.get("H", 4), recipe.get("hd", 16)
+    keys = bell(recipe["seed"], "k", (heads, _sequence(recipe), width))
+    return {
+        "q_last": bell(recipe["seed"], "q", (heads, 1, width)),
+        "keys": _image_repeated(recipe, keys),
+    }
+
+
+def _sparsevlm(recipe: Recipe) -> dict[str, Doubles]:
+    length, width = _sequence(recipe), recipe.get("D", 32)
+    return {
+        "embeds": clustered(recipe, "emb", 1, length, width) * recipe.get("escale", 0.25),
+        "attn_text_rows": mass(recipe, "attn", (recipe.get("H", 4), recipe["txt"], length)),
+        "layer_out": clustered(recipe, "out", 1, length, width),
+    }
+
+
+def _alike(recipe: Recipe, patches: Doubles) -> Doubles:
+    """Patches as they are, or all of them the first one: relevance is then constant."""
+    return np.broadcast_to(patches[:, :1], patches.shape) if recipe.get("const_rel") else patches
+
+
+def _sequence(recipe: Recipe) -> int:
+    return int(recipe["sys"] + recipe["N"] + recipe["txt"])
+
+
+def _image_repeated(recipe: Recipe, rows: Doubles) -> Doubles:
+    """A sequence, along axis 1, whose visual tokens alone repeat."""
+    start, end = recipe["sys"], recipe["sys"] + recipe["N"]
+    image = repeated(rows[:, start:end], recipe.get("dup", 1))
+    return np.concatenate([rows[:, :start], image, rows[:, end:]], axis=1)
+
+
+_MAKERS: Mapping[str, Callable[[Recipe], dict[str, Doubles]]] = {
+    "cdpruner": _cdpruner,
+    "divprune": _divprune,
+    "visionzip": _visionzip,
+    "prumerge": _prumerge,
+    "prumerge_nocls": _prumerge,
+    "trim": _trim,
+    "dart": _dart,
+    "fastv": _fastv,
+    "pdrop": _pdrop,
+    "sparsevlm": _sparsevlm,
+}

@@ -1,20 +1,72 @@
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
-from tests.golden.case import load, names
+import numpy as np
+import pytest
+import torch
+
+from tests.golden.case import DATA, load, names, read
 from tests.golden.generator import uniform
 
-METHODS = {"cdpruner": 9, "divprune": 8, "next_order": 3, "clip_chunk": 4}
+METHODS = {
+    "cdpruner": 9,
+    "clip_chunk": 4,
+    "dart": 6,
+    "divprune": 8,
+    "fastv": 6,
+    "next_order": 3,
+    "pdrop": 5,
+    "prumerge": 5,
+    "prumerge_budget": 5,
+    "sparsevlm": 5,
+    "trim": 7,
+    "visionzip": 6,
+}
+GENERATOR = {"prumerge_budget": "prumerge_nocls"}
+
+
+def test_there_are_cases_of_every_method_and_of_no_other() -> None:
+    assert {folder.name for folder in DATA.iterdir()} == set(METHODS)
 
 
 @pytest.mark.parametrize(("method", "count"), METHODS.items())
 def test_every_case_is_there_and_its_inputs_are_the_recorded_ones(method: str, count: int) -> None:
     found = [load(name) for name in names(method)]  # load checks the digests
     assert len(found) == count
-    assert all(case.recipe["gen"] == method and case.expected for case in found)
+    made_by = GENERATOR.get(method, method)
+    assert all(case.recipe["gen"] == made_by and case.expected for case in found)
 
 
 def test_the_hash_behind_the_inputs_gives_the_same_numbers_everywhere() -> None:
     assert uniform(11, "feat", (3,)).tolist() == uniform(11, "feat", (5,)).tolist()[:3]
     assert uniform(11, "feat", (1,)).item() != uniform(12, "feat", (1,)).item()
+
+
+def changed(name: str, folder: Path, **recipe: object) -> Path:
+    """A copy of a case with another recipe, the recorded digests as they were."""
+    with np.load(DATA / f"{name}.npz", allow_pickle=False) as stored:
+        arrays = {key: stored[key] for key in stored.files}
+    arrays["spec"] = np.array(json.dumps({**json.loads(str(arrays["spec"])), **recipe}))
+    path = folder / f"{name}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+    return path
+
+
+def test_inputs_that_are_not_the_recorded_ones_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not make the recorded inputs: attn_last_row"):
+        read(changed("fastv/case_01", tmp_path, seed=999))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_case_in_half_precision_is_rounded_to_nearest_even(tmp_path: Path, name: str) -> None:
+    case = read(changed("divprune/case_01", tmp_path, dtype=name))
+    rounded = case.given("features")
+    assert (
+        rounded.dtype == case.dtype == {"float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+    )
+    assert torch.equal(rounded, case.inputs["features"].to(rounded.dtype))
+    assert case.given("features", cast=False).dtype == torch.float32

@@ -1,0 +1,69 @@
+"""What still has to agree where a published loop breaks down on degenerate input.
+
+Knows nothing about how policies select; computed in float64 from the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tests.golden.case import Case
+from tests.golden.demand import first_picks, residual_bound
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+def same_until_rank(case: Case, tokens: VisualTokens, picks: Tensor) -> Iterator[str]:
+    """CDPruner's picks ``(T, K)`` as long as the published loop still measured anything.
+
+    Nothing where the note names no residual, or where relevance is constant: the published code
+    then divides zero by zero before its first pick.
+    """
+    bound = residual_bound(case)
+    if bound is None:
+        return
+    quality = published_relevance(tokens)
+    if not bool(quality.isfinite().all()):
+        return
+    features = tokens.by_tile(tokens.features).double()
+    wanted = case.wanted("order")
+    for tile, order in enumerate(picks):
+        own = quality.reshape(len(picks), -1)[tile]
+        sound = sum(bool(left > bound) for left in residuals(features[tile], own, order.tolist()))
+        if order[:sound].tolist() != wanted[tile, :sound].tolist():
+            yield f"the first {sound} picks of tile {tile}, which still count, are others"
+
+
+def same_until_duplicates(case: Case, features: Tensor, picks: Tensor) -> Iterator[str]:
+    """DivPrune's first picks, a token being as good as any that equals it."""
+    count = first_picks(case)
+    if count is None:
+        return
+    alike = (features[:, None, :] == features[None, :, :]).all(dim=2)
+    kind = alike.to(torch.uint8).argmax(dim=1)  # the first token that equals it
+    wanted = case.wanted("order").flatten()
+    if kind[picks[:count]].tolist() != kind[wanted[:count]].tolist():
+        yield f"the first {count} picks are others, even up to duplicates"
+
+
+def published_relevance(tokens: VisualTokens) -> Tensor:
+    """``(N,)`` float64 relevance of the first image; not finite where all tokens are alike."""
+    given = tokens.require_instruction()
+    patches, text = given.patches[0].double(), given.text[0].double()
+    patches = patches / patches.norm(dim=-1, keepdim=True)
+    raw = given.sign * (patches @ (text / text.norm(dim=-1, keepdim=True)).T).mean(dim=1)
+    spread = raw.max() - raw.min()
+    return (raw - raw.min() + 1e-6) / torch.where(spread < 1e-12, torch.nan, spread)
+
+
+def residuals(features: Tensor, quality: Tensor, picks: list[int]) -> Iterator[float]:
+    """Gain of each pick, in turn: what is left of q_j u_j outside the span of those before it."""
+    left = features / features.norm(dim=1, keepdim=True) * quality[:, None]
+    lowest = float("inf")
+    for pick in picks:
+        lowest = min(lowest, float(left[pick].square().sum()))
+        yield lowest
+        direction = left[pick] / left[pick].norm()
+        left = left - (left @ direction)[:, None] * direction

@@ -1,0 +1,279 @@
+"""Replay of golden cases through the public interface of the base policies.
+
+Knows nothing about files: it gets a case and says what does not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from tests.golden.case import Case
+from tests.golden.degenerate import same_until_duplicates, same_until_rank
+from tests.golden.demand import Demand, demand
+from tests.golden.records import RECORDS
+from vllm_autoprune.base_policies.attended import surviving
+from vllm_autoprune.base_policies.recycling import cluster_count
+from vllm_autoprune.base_policies.sparsevlm import raters, recycled, relevance
+from vllm_autoprune.serving.relevance import segments
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Native, Reference
+from vllm_autoprune.tpdsl.tiles import stitched
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+Problems = Iterator[str]
+
+
+def replay(case: Case) -> list[str]:
+    """What of a case does not agree with the published code; empty where all of it does."""
+    method = case.name.split("/")[0]
+    if method not in METHODS:
+        return [f"no method of the name {method!r} is known"]
+    return list(METHODS[method](case))
+
+
+def cdpruner(case: Case) -> Problems:
+    """Pick order within each tile; where the published loop ran into NaN, as far as it counts."""
+    tokens = RECORDS["cdpruner"](case)
+    tiles, count = tokens.grid.tiles, case.recipe["K"]
+    flat = _select("cdpruner", {}, tokens, count * tiles).picks
+    # Picks come in turn from every tile.
+    picks = flat.reshape(-1, tiles).T - torch.arange(tiles)[:, None] * tokens.grid.per_tile
+    yield from _compared(case, picks, case.wanted("order"), count)
+    yield from same_until_rank(case, tokens, picks)
+
+
+def divprune(case: Case) -> Problems:
+    """Pick order."""
+    tokens = RECORDS["divprune"](case)
+    picks = _select("divprune", {}, tokens, case.recipe["K"]).picks
+    yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
+    yield from same_until_duplicates(case, tokens.features[0], picks[0])
+
+
+def visionzip(case: Case) -> Problems:
+    """The dominant set, [CLS] as 0; rows before the projector."""
+    dominant = case.recipe["dominant"]
+    params = {"contextual": case.recipe["contextual"]}
+    tokens = RECORDS["visionzip"](case)
+    found = _native("visionzip", params, tokens, case.recipe["K"])
+    features = _features(found)
+    for image, indices in enumerate(found.indices):
+        kept = indices[:dominant]
+        yield from _sound(indices[1:], case.recipe["K"] - 1, case.recipe["N"])
+        if demand(case) is not Demand.SOUND:
+            wanted = case.wanted("dominant_idx")[image].sort().values
+            yield from _equal("dominant", kept + 1, wanted)
+        if not case.note:
+            tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
+            yield from _close(features[image], case.wanted("features")[image], tolerance)
+
+
+def prumerge(case: Case) -> Problems:
+    """Indices in output order and rows before the projector, of the published count."""
+    yield from _prumerge(case, {"plus": bool(case.recipe.get("plus", True))}, None)
+
+
+def prumerge_budget(case: Case) -> Problems:
+    """As :func:`prumerge`, K tokens by EffiVLM-Bench's rule."""
+    yield from _prumerge(case, {}, case.recipe["K"])
+
+
+def trim(case: Case) -> Problems:
+    """Kept patches of every tile in raster order; rows before the projector, the mean last."""
+    tokens = RECORDS["trim"](case)
+    tiles, budget = tokens.grid.tiles, case.recipe.get("K")
+    whole = None if budget is None else budget * tiles
+    found = _native("trim", {}, tokens, whole)
+    indices = found.indices[0].reshape(tiles, -1)
+    rows = _features(found)[0].reshape(tiles, indices.shape[1], -1)
+    patches = tokens.by_tile(tokens.features)
+    if budget is not None:
+        alone = _select("trim", {}, tokens, budget * tiles)
+        if alone.picks.shape[1] + _rows(alone.extra) != budget * tiles:
+            yield f"{alone.picks.shape[1]} picks and {_rows(alone.extra)} rows for K = {budget}"
+    for tile in range(tiles):
+        kept = indices[tile, :-1] - tile * tokens.grid.per_tile
+        yield from _sound(kept, case.wanted("keep").shape[1], case.recipe["N"])
+        if demand(case) is not Demand.SOUND:
+            yield from _equal("keep", kept, case.wanted("keep")[tile])
+        if not case.note:
+            yield from _close(rows[tile], case.wanted("features_fp16")[tile].float(), 2e-2)
+        yield from _close(rows[tile, :-1], patches[tile, kept], 0.0)
+        others = torch.ones(patches.shape[1], dtype=torch.bool).scatter(0, kept, False)
+        yield from _close(rows[tile, -1:], patches[tile, others].float().mean(0)[None], 2e-2)
+    yield from _equal("n_out", torch.tensor(indices.shape[1]), case.wanted("n_out"))
+
+
+def dart(case: Case) -> Problems:
+    """Kept tokens in raster order; a budget of exactly that many keeps as many."""
+    tokens = RECORDS["dart"](case)
+    kept = _native("dart", {}, tokens, case.recipe["K"]).indices[0]
+    yield from _equal("n_out", torch.tensor(kept.numel()), case.wanted("n_out"))
+    yield from _compared(case, kept[None], case.wanted("keep")[None], kept.numel())
+    for budget in {case.recipe["K"], kept.numel()}:
+        yield from _sound(_select("dart", {}, tokens, budget).picks[0], budget, tokens.count)
+
+
+def fastv(case: Case) -> Problems:
+    """Pick order, and what is left of the whole sequence."""
+    tokens = RECORDS["fastv"](case)
+    picks = _select("fastv", {}, tokens, case.recipe["K"]).picks
+    yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
+    if demand(case) is not Demand.SOUND:
+        length = case.given("attn_last_row").shape[1]
+        left = surviving(picks, case.recipe["sys"], tokens.count, length)
+        yield from _equal("keep_seq", left[0], case.wanted("keep_seq"))
+
+
+def pdrop(case: Case) -> Problems:
+    """Kept tokens of one stage in raster order."""
+    tokens = RECORDS["pdrop"](case)
+    kept = _native("pyramiddrop", {}, tokens, case.recipe["K"]).indices[0]
+    yield from _compared(case, kept[None], case.wanted("keep")[None], case.recipe["K"])
+
+
+def sparsevlm(case: Case) -> Problems:
+    """Raters, scores, kept tokens, what is recycled, and the clusters made of it."""
+    tokens = RECORDS["sparsevlm"](case)
+    language = tokens.require_language()
+    found = _native("sparsevlm", {}, tokens, case.recipe["K"])
+    kept = found.indices[0][found.indices[0] >= 0]
+    score = relevance(language, 2, tokens.count)
+    sources = recycled(score, kept[None])[0]
+    made = cluster_count(sources.numel())
+    clusters = _features(found)[0][kept.numel() :]
+    yield from _sound(kept, min(case.recipe["K"], tokens.count - 1), tokens.count)
+    if clusters.shape[0] != made:
+        yield f"{clusters.shape[0]} clusters of {sources.numel()} tokens, which make {made}"
+    if demand(case) is not Demand.SOUND:
+        yield from _equal("keep", kept, case.wanted("keep"))
+    if not case.note:
+        rating = raters(language, tokens.count)[0].nonzero()[:, 0]
+        yield from _equal("raters", rating, case.wanted("raters"))
+        yield from _close(score, case.wanted("rel")[None], 1e-3)
+        yield from _equal(
+            "merge_src", sources.sort().values, case.wanted("merge_src").sort().values
+        )
+        yield from _equal("cluster_num", torch.tensor(made), case.wanted("cluster_num"))
+        yield from _close(clusters, case.wanted("merged"), 1e-3)
+
+
+def next_order(case: Case) -> Problems:
+    """Tokens of five tiles as LLaVA-NeXT's language model reads them."""
+    size = case.recipe["N"]
+    side = int(size**0.5)
+    kept = case.wanted("keep") + torch.arange(len(case.wanted("keep")))[:, None] * size
+    found = stitched(kept.reshape(1, -1), Grid(side, side, len(kept)))
+    yield from _equal("sequence", found[0], case.wanted("sequence"))
+
+
+def clip_chunk(case: Case) -> Problems:
+    """A long text as segments of CLIP's length, and where each of them is pooled."""
+    wanted = case.wanted("segments")
+    ids = tuple(case.wanted("token_ids").tolist())
+    padded, mask = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    found = segments(ids, wanted.shape[1])
+    if len(found) != len(wanted):
+        yield f"{len(found)} segments instead of {len(wanted)}"
+        return
+    for row, segment in enumerate(found):
+        padded[row, : len(segment)] = torch.tensor(segment)
+        mask[row, : len(segment)] = 1
+    yield from _equal("segments", padded, wanted)
+    yield from _equal("mask", mask, case.wanted("mask"))
+    yield from _equal("pooled_pos", padded.argmax(dim=1), case.wanted("pooled_pos"))
+
+
+METHODS: Mapping[str, Callable[[Case], Problems]] = {
+    "cdpruner": cdpruner,
+    "divprune": divprune,
+    "visionzip": visionzip,
+    "prumerge": prumerge,
+    "prumerge_budget": prumerge_budget,
+    "trim": trim,
+    "dart": dart,
+    "fastv": fastv,
+    "pdrop": pdrop,
+    "sparsevlm": sparsevlm,
+    "next_order": next_order,
+    "clip_chunk": clip_chunk,
+}
+
+
+def _prumerge(case: Case, params: dict[str, object], budget: int | None) -> Problems:
+    tokens = RECORDS["prumerge"](case)
+    found = _native("prumerge_plus", params, tokens, budget)
+    indices, rows = found.indices[0], _features(found)[0]
+    kept = indices[:-1]
+    yield from _sound(kept, case.wanted("idx").numel(), tokens.count)
+    if demand(case) is Demand.ORDER:
+        yield from _equal("idx", kept, case.wanted("idx"))
+        yield from _close(rows, case.wanted("features"), 1e-3)
+    elif demand(case) is Demand.SET:
+        yield from _equal("idx", kept.sort().values, case.wanted("idx").sort().values)
+
+
+def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
+    call = BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params})
+    return call.params
+
+
+def _select(policy: str, params: dict[str, object], tokens: VisualTokens, budget: int) -> Reference:
+    return BASE_POLICIES[policy].select(_params(policy, params), tokens, budget)
+
+
+def _native(
+    policy: str, params: dict[str, object], tokens: VisualTokens, budget: int | None
+) -> Native:
+    return BASE_POLICIES[policy].native(_params(policy, params), tokens, budget)
+
+
+def _features(found: Native) -> tuple[Tensor, ...]:
+    assert found.features is not None
+    return found.features
+
+
+def _rows(extra: Tensor | None) -> int:
+    return 0 if extra is None else extra.shape[1]
+
+
+def _compared(case: Case, picks: Tensor, wanted: Tensor, count: int) -> Problems:
+    """Picks ``(B, K)`` with those of the published code, as far as the case allows."""
+    for row in picks:
+        yield from _sound(row, count, case.recipe["N"])
+    asked = demand(case)
+    if asked is Demand.ORDER:
+        yield from _equal("order", picks, wanted)
+    elif asked is Demand.SET:
+        yield from _equal("set", picks.sort(dim=1).values, wanted.sort(dim=1).values)
+
+
+def _sound(picks: Tensor, count: int, tokens: int) -> Problems:
+    if picks.numel() != count:
+        yield f"{picks.numel()} indices instead of {count}"
+    if picks.unique().numel() != picks.numel():
+        yield "an index repeats"
+    if picks.numel() and not 0 <= int(picks.min()) <= int(picks.max()) < tokens:
+        yield f"an index lies outside of 0 to {tokens - 1}"
+
+
+def _equal(what: str, found: Tensor, wanted: Tensor) -> Problems:
+    if found.shape != wanted.shape:
+        yield f"{what}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    elif not torch.equal(found, wanted):
+        wrong = int((found != wanted).sum())
+        place = int((found != wanted).flatten().nonzero()[0])
+        yield (
+            f"{what}: {wrong} of {found.numel()} differ, the first at {place}: "
+            f"{int(found.flatten()[place])} instead of {int(wanted.flatten()[place])}"
+        )
+
+
+def _close(found: Tensor, wanted: Tensor, tolerance: float) -> Problems:
+    if found.shape != wanted.shape:
+        yield f"rows: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    elif not torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=tolerance):
+        apart = float((found.float() - wanted.float()).abs().max())
+        yield f"rows: {apart:.2g} apart, allowed {tolerance}"

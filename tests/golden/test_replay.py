@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden.__main__ import main
+from tests.golden.case import DATA, load, names
+from tests.golden.demand import Demand, demand, first_picks, residual_bound
+from tests.golden.replay import METHODS, replay
+from tests.golden.test_case import changed
+
+
+@pytest.mark.parametrize("name", [name for method in METHODS for name in names(method)])
+def test_the_published_outcome(name: str) -> None:
+    assert replay(load(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("cdpruner/case_00", "order", "order: 1 of 32 differ"),
+        ("divprune/case_00", "order", "order: 1 of 32 differ"),
+        ("visionzip/case_00", "dominant_idx", "dominant: "),
+        ("visionzip/case_00", "features", "rows: "),
+        ("prumerge/case_01", "idx", "idx: 1 of 57 differ"),
+        ("prumerge_budget/case_02", "features", "rows: "),
+        ("trim/case_01", "keep", "keep: 1 of 15 differ"),
+        ("trim/case_03", "features_fp16", "rows: "),
+        ("dart/case_02", "keep", "order: 1 of 20 differ"),
+        ("fastv/case_01", "order", "order: 1 of 16 differ"),
+        ("fastv/case_01", "keep_seq", "keep_seq: 1 of 71 differ"),
+        ("pdrop/case_02", "keep", "order: 1 of 72 differ"),
+        ("sparsevlm/case_04", "raters", "raters: 1 of 9 differ"),
+        ("sparsevlm/case_04", "merged", "rows: "),
+        ("next_order/case_00", "sequence", "sequence: 1 of 160 differ"),
+        ("clip_chunk/case_02", "pooled_pos", "pooled_pos: 1 of 2 differ"),
+    ],
+)
+def test_another_outcome_is_noticed(name: str, array: str, said: str) -> None:
+    case = load(name)
+    wrong = case.expected[array].copy()
+    wrong.flat[3 if wrong.size > 3 else 0] += 1
+    found = replay(replace(case, expected={**case.expected, array: wrong}))
+    assert any(problem.startswith(said) for problem in found), found
+
+
+class TestDemands:
+    """A note or a flag loosens what is compared, and never more than it says."""
+
+    @pytest.mark.parametrize(
+        ("recipe", "wanted"),
+        [
+            ({}, Demand.ORDER),
+            ({"note": "", "stable_order": True, "stable_set": True}, Demand.ORDER),
+            ({"note": "", "stable_order": False, "stable_set": True}, Demand.SET),
+            ({"note": "K=N", "stable_order": True, "stable_set": True}, Demand.SET),
+            ({"note": "constant", "stable_order": False, "stable_set": False}, Demand.SOUND),
+        ],
+    )
+    def test_what_is_demanded(self, recipe: dict[str, object], wanted: Demand) -> None:
+        assert demand(replace(load("fastv/case_00"), recipe=recipe)) is wanted
+
+    def test_figures_are_read_from_notes(self) -> None:
+        assert residual_bound(load("cdpruner/case_08")) == 1e-4
+        assert first_picks(load("divprune/case_07")) == 36
+        assert residual_bound(load("fastv/case_05")) is None
+        assert first_picks(load("fastv/case_05")) is None
+
+    @pytest.mark.parametrize("name", ["cdpruner/case_08", "divprune/case_07"])
+    def test_a_degenerate_case_still_demands_its_first_picks(self, name: str) -> None:
+        case = load(name)
+        wrong = case.expected["order"].copy()
+        # A token that is not among the first picks, nor a duplicate of one of those.
+        wrong.flat[2] = wrong.flat[9]
+        found = replay(replace(case, expected={**case.expected, "order": wrong}))
+        assert len(found) == 1 and "the first" in found[0]
+
+
+class TestCommand:
+    """``python -m tests.golden DIR``."""
+
+    def test_all_cases_here(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([]) == 0
+        count = len(list(DATA.rglob("*.npz")))
+        assert capsys.readouterr().out == f"{count} passed, 0 failed\n"
+
+    def test_names_of_files_do_not_matter(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "trim").mkdir()
+        shutil.copy(DATA / "trim" / "case_03.npz", tmp_path / "trim" / "unheard_of.npz")
+        assert main([str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "1 passed, 0 failed\n"
+
+    def test_each_failure_is_a_line_and_stops_nothing(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for folder in ("fastv", "telepathy", "dart"):
+            (tmp_path / folder).mkdir()
+        shutil.copy(DATA / "fastv" / "case_00.npz", tmp_path / "fastv")
+        shutil.copy(DATA / "fastv" / "case_00.npz", tmp_path / "telepathy")
+        (tmp_path / "fastv" / "broken.npz").write_bytes(b"not an archive")
+        np.savez(tmp_path / "dart" / "empty.npz", nothing=np.zeros(1))
+        changed("fastv/case_01", tmp_path, seed=3)
+        assert main([str(tmp_path)]) == 1
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert last == "1 passed, 4 failed"
+        assert [line.split(":")[0] for line in lines] == [
+            "dart/empty.npz",
+            "fastv/broken.npz",
+            "fastv/case_01.npz",
+            "telepathy/case_00.npz",
+        ]
+        assert lines[3].endswith("no method of the name 'telepathy' is known")
+        assert all(line.split(": ", 1)[1] for line in lines)
+
+    def test_a_folder_without_cases_is_a_failure(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([str(tmp_path)]) == 1
+        assert capsys.readouterr().out == "0 passed, 0 failed\n"
+        assert main([str(tmp_path / "nowhere")]) == 1
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last == "0 passed, 1 failed"
+
+    def test_an_unknown_method_without_cases_is_a_failure_too(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "telepathy").mkdir()
+        shutil.copytree(DATA / "pdrop", tmp_path / "pdrop")
+        assert main([str(tmp_path)]) == 1
+        assert capsys.readouterr().out.endswith("5 passed, 1 failed\n")
