@@ -78,7 +78,7 @@ def greedy_map_torch(
     flat = residual.view(-1)
     factors = quality.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
     columns = factors.unbind(dim=2)
-    done, held = factors, list(factors.unbind())
+    written, held = factors.flatten(0, 1), factors.unbind()
     picks, gains = [], []
 
     for step in range(count):
@@ -92,19 +92,19 @@ def greedy_map_torch(
         gains.append(gain)
         if step + 1 == count:
             break
-        at = first + pick
+        at = pick if batch == 1 else first + pick
         update = rows.index_select(0, at)
         if step % ALIGNED == 0:  # columns not yet written are zero and add nothing
-            done = factors.narrow(2, 0, step + ALIGNED)
-            held = list(done.unbind())
+            known = factors.narrow(2, 0, step + ALIGNED)
+            written, held = known.flatten(0, 1), known.unbind()
         if step:
-            seen = done.flatten(0, 1).index_select(0, at).unbind()
+            seen = written.index_select(0, at).unbind()
             for before, own, new in zip(held, seen, update.unbind(), strict=True):
                 torch.addmv(new, before, own, alpha=-1, out=new)
         left = flat.index_select(0, at)
         if step < forced:
             left.clamp_min_(DIVISOR)
-        update *= left.rsqrt_()[:, None]
+        update *= left.rsqrt_().unsqueeze(1)
         columns[step].copy_(update)
         residual.addcmul_(update, update, value=-1)
         flat.index_fill_(0, at, -1.0)  # below zero for good: what is taken has nothing to gain
@@ -120,7 +120,7 @@ def _rest_by_quality(
     come first. One stable sort puts the tokens in order, those picks by their turn and above all.
     """
     count, tokens = picks.shape[1], quality.shape[1]
-    key = quality.clamp(-HUGE, HUGE).nan_to_num_(nan=HUGE)
+    key = quality.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
     if eligible is not None:
         key.masked_fill_(~eligible, -torch.inf)
     turn = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)

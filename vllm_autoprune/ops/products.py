@@ -16,14 +16,14 @@ from torch import Tensor
 ALIGNED = 16
 """Float32 numbers in a cache line: rows that begin on one are summed the same way everywhere."""
 
-_PANELS = 4
+_STRIPS = 4
 """Into how many strips the lower triangle is cut: 10 of 16 blocks are then computed."""
 
-_WIDE_PANEL = 64
+_THIN = 128
 """Rows below which a strip is too thin to be multiplied at full speed."""
 
-_STRIP = 2**18
-"""Float32 numbers of a strip that is still in the cache when it is read again: 1 MiB."""
+_CACHED = 2**18
+"""Float32 numbers that are still in the cache when they are read again: 1 MiB."""
 
 _NONZERO = 1e-30
 """Least length that is divided by."""
@@ -36,13 +36,14 @@ def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
     """
     batch, tokens, width = rows.shape
     out = torch.empty(batch, tokens, vectors.shape[1], dtype=torch.float32, device=rows.device)
-    step = tokens if rows.device.type != "cpu" else max(1, _STRIP // width)
-    for image in range(batch):
-        target = functional.normalize(vectors[image].float(), dim=-1, eps=_NONZERO)
-        for low in range(0, tokens, step):
-            part = rows[image, low : low + step].float()
-            length = part.norm(dim=-1, keepdim=True).clamp_min_(_NONZERO)
-            torch.div(part @ target.T, length, out=out[image, low : low + step])
+    step = tokens if rows.device.type != "cpu" else max(1, _CACHED // width)
+    directions = functional.normalize(vectors.float(), dim=-1, eps=_NONZERO).transpose(1, 2)
+    for image, direction in enumerate(directions):
+        strips = zip(rows[image].split(step), out[image].split(step), strict=True)
+        for strip, found in strips:
+            strip = strip.float()
+            length = strip.norm(dim=-1, keepdim=True).clamp_min_(_NONZERO)
+            torch.div(torch.mm(strip, direction), length, out=found)
     return out
 
 
@@ -56,26 +57,21 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
     batch, tokens, _ = features.shape
     length = norm.clamp_min(torch.finfo(features.dtype).tiny)
     out = torch.empty(batch, tokens, tokens, dtype=torch.float32, device=features.device)
-    if features.device.type != "cpu":  # strips are too little work for a GPU
-        for image in range(batch):
-            unit = (features[image] / length[image]).float()
-            torch.mm(unit, unit.T, out=out[image])
-        return out
-    unit = torch.empty(features.shape[1:], dtype=torch.float32)
-    for image in range(batch):
-        _gram_of_directions(features[image], length[image], unit, out[image])
+    # A GPU is filled by the whole product alone.
+    strips = min(_STRIPS, tokens // _THIN) if features.device.type == "cpu" else 1
+    for rows, own, gram in zip(features, length, out, strict=True):
+        unit = (rows / own).float()
+        if strips > 1:
+            _gram_by_strips(unit, -(-tokens // strips), gram)
+        else:
+            torch.mm(unit, unit.T, out=gram)
     return out
 
 
-def _gram_of_directions(features: Tensor, length: Tensor, unit: Tensor, out: Tensor) -> None:
-    """Fill ``out`` ``(n, n)`` strip by strip: the lower triangle is computed, the upper copied.
-
-    A strip of rows is divided, cast and multiplied while it is in the cache.
-    """
-    tokens = features.shape[0]
-    step = max(_WIDE_PANEL, -(-tokens // _PANELS))
+def _gram_by_strips(unit: Tensor, step: int, out: Tensor) -> None:
+    """``unit @ unit.T`` of ``(n, D)`` into ``(n, n)``: the upper triangle is copied."""
+    tokens = unit.shape[0]
     for low in range(0, tokens, step):
         high = min(low + step, tokens)
-        unit[low:high] = features[low:high] / length[low:high]
         torch.mm(unit[low:high], unit[:high].T, out=out[low:high, :high])
         out[:low, low:high] = out[low:high, :low].T
