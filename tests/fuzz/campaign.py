@@ -49,7 +49,8 @@ class Campaign:
         if fate < 0.4:
             return written(state, random), []
         if fate < 0.85:
-            return written(state, random), mutate(state, random)
+            done = mutate(state, random)
+            return written(state, random), done
         done = mutate(state, random) if random.random() < 0.2 else []
         content, how = spoil(written(state, random), random)
         return content, [*done, how]
