@@ -158,8 +158,9 @@ def report(
 ) -> dict[str, object]:
     """Everything that the model card shows, as JSON."""
     scenes = [example.image_id for example in examples]
-    names = [name for name in selections() if name not in (RANDOM, ORACLE)]
-    budgets = sorted({int(label.split()[-1]) for label in results if not label.startswith(FULL)})
+    labels = [label.split() for label in results if not label.startswith(FULL)]
+    names = sorted({name for name, _ in labels} - {RANDOM, ORACLE})
+    budgets = sorted({int(budget) for _, budget in labels})
     full = next(label for label in results if label.startswith(FULL))
     return {
         "questions": len(examples),

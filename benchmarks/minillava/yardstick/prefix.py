@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaModel
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 
 class LlamaPrefix:
     """B sequences whose text is padded on the right; one pass, kept layer by layer."""
 
-    def __init__(self, model: LlamaForCausalLM, embeds: Tensor, start: int, text: Tensor) -> None:
+    def __init__(self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor) -> None:
         """embeds (B, L, D) enter layer 0; text (B, Lt) is false for padding."""
         self._model = model
         self._embeds = embeds
@@ -24,12 +24,7 @@ class LlamaPrefix:
     @property
     def layers(self) -> int:
         """Layers of the whole language model."""
-        return len(self._model.model.layers)
-
-    @property
-    def layers(self) -> int:
-        """Layers that the whole model has."""
-        return len(self._model.model.layers)
+        return len(self._model.layers)
 
     @property
     def start(self) -> int:
@@ -51,7 +46,7 @@ class LlamaPrefix:
 
     def normed(self, layer: int) -> Tensor:
         """(B, L, D): `states` after the model's final norm."""
-        normed: Tensor = self._model.model.norm(self.states(layer))
+        normed: Tensor = self._model.norm(self.states(layer))
         return normed
 
     def keys(self, layer: int) -> Tensor:
@@ -73,13 +68,13 @@ class LlamaPrefix:
         """(B, L, D): what enters a layer; computed once, with every layer before it."""
         found = list(self._states) or [self._embeds]
         positions = torch.arange(self._embeds.shape[1])[None]
-        cosines = self._model.model.rotary_emb(self._embeds, positions)
+        cosines = self._model.rotary_emb(self._embeds, positions)
         length = self._embeds.shape[1]
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         mask = torch.zeros(1, 1, length, length, dtype=self._embeds.dtype)
         mask.masked_fill_(future, torch.finfo(mask.dtype).min)
         while len(found) <= layer:
-            block = self._model.model.layers[len(found) - 1]
+            block = self._model.layers[len(found) - 1]
             found.append(
                 block(
                     found[-1],
@@ -94,13 +89,13 @@ class LlamaPrefix:
     @torch.no_grad()
     def _rotated(self, layer: int) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, L, d) of a layer after rotary embedding."""
-        block = self._model.model.layers[layer]
+        block = self._model.layers[layer]
         attention: LlamaAttention = block.self_attn
         normed = block.input_layernorm(self._entering(layer))
         shape = (*normed.shape[:-1], -1, attention.head_dim)
         query = attention.q_proj(normed).view(shape).transpose(1, 2)
         key = attention.k_proj(normed).view(shape).transpose(1, 2)
         positions = torch.arange(normed.shape[1])[None]
-        cosine, sine = self._model.model.rotary_emb(normed, positions)
+        cosine, sine = self._model.rotary_emb(normed, positions)
         rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(query, key, cosine, sine)
         return rotated

@@ -39,7 +39,9 @@ class Reader:
     def __init__(self, checkpoint: Path) -> None:
         load = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
         self.llava = LlavaForConditionalGeneration.from_pretrained(checkpoint / "llava", **load)
+        self.llava.requires_grad_(False)
         self.clip = CLIPModel.from_pretrained(checkpoint / "clip", dtype=torch.float32)
+        self.clip.requires_grad_(False)
         self.words = AutoTokenizer.from_pretrained(checkpoint / "llava")
         self.eyes = AutoTokenizer.from_pretrained(checkpoint / "clip")
         vision = self.llava.config.vision_config
@@ -91,7 +93,10 @@ class Reader:
         before, texts = self._framed(asked)
         held = torch.arange(texts.shape[1]) < torch.tensor([len(ids) for ids in asked])[:, None]
         return LlamaPrefix(
-            self.llava, torch.cat((before, features, self._embed(texts)), 1), before.shape[1], held
+            self.llava.model.language_model,
+            torch.cat((before, features, self._embed(texts)), 1),
+            before.shape[1],
+            held,
         )
 
     @torch.no_grad()
