@@ -6,12 +6,10 @@ Knows nothing about the model to be served, beyond the token counts it is told.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
-import torch
-
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.probes import synthetic_probes as synthetic_probes
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import (
     CHECKS,
@@ -21,9 +19,7 @@ from vllm_autoprune.tpdsl.safety import (
     SafetyRecord,
     Verdict,
 )
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
-
-_WIDTH = 32
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 LARGEST_PROBED = 640
 """K above which a policy is looked at as it is at this K, so that no legal state makes one wait.
@@ -71,30 +67,3 @@ def _look(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
         return tuple(found)
     except Exception as error:  # a policy may fail in any way: that is what is being found out
         return tuple(Verdict(name, False, f"{type(error).__name__}: {error}") for name in VERDICTS)
-
-
-def synthetic_probes(budget: int) -> list[VisualTokens]:
-    """Images that selectors find easy and hard: clustered, all alike, low rank, K just below N."""
-    side = max(4, math.ceil(math.sqrt(budget + 1)))
-    tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
-    return [
-        _probe(Grid(side, side), seed=1, clusters=6),
-        _probe(Grid(side, side), seed=2, clusters=1, noise=0.0),
-        _probe(Grid(tile, tile, tiles=5), seed=3, clusters=3, noise=0.0),
-    ]
-
-
-def _probe(grid: Grid, *, seed: int, clusters: int, noise: float = 0.5) -> VisualTokens:
-    generator = torch.Generator().manual_seed(seed)
-    batch, count = 2, grid.tokens
-
-    def bell(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    owner = torch.randint(clusters, (batch, count), generator=generator)
-    features = bell(clusters, _WIDTH)[owner] + noise * bell(batch, count, _WIDTH)
-    patches = bell(clusters, 16)[owner] + noise * bell(batch, count, 16)
-    instruction = Instruction(
-        patches, bell(batch, 1, 16), torch.ones(batch, 1, dtype=torch.bool), sign=1
-    )
-    return VisualTokens(features, grid, bell(batch, count).softmax(dim=1), instruction)
