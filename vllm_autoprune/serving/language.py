@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.ranks import joined_over_ranks, ranks
+from vllm_autoprune.tpdsl.language import attention_rows
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
@@ -91,12 +92,7 @@ class LlamaPrefix:
     def attention(self, layer: int) -> Tensor:
         """``(1, H, Lt, L)`` float32: attention probabilities of the text tokens' rows."""
         query, key, _ = self._projected(layer)
-        scale = self._layer(layer).self_attn.scaling
-        asked = query[:, -self._words :].float()
-        known = key.float().repeat_interleave(len(query) // len(key), dim=0)
-        scores = asked @ known.transpose(1, 2) * scale
-        later = self._positions[None] > self._positions[-self._words :, None]
-        rows = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+        rows = attention_rows(query[:, -self._words :], key)
         return (rows if ranks() == 1 else joined_over_ranks(rows, dim=0))[None]
 
     def _layer(self, layer: int) -> LlamaDecoderLayer:

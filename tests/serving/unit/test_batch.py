@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ from vllm_autoprune import Grid, PruningPolicy, VisualTokens
 from vllm_autoprune.serving import batch as under_test
 from vllm_autoprune.serving.batch import ModelParts, prune_images
 from vllm_autoprune.serving.config import ServedState
-from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.features import ImageFeatures, TowerFeatures
 from vllm_autoprune.serving.plan import Ids, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, prune
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Reference
 from vllm_autoprune.tpdsl.outcome import Refined
+from vllm_autoprune.tpdsl.tokens import Need
 
 GRID = Grid(6, 6)
 N = GRID.tokens
@@ -154,14 +157,19 @@ def test_keeps_of_one_budget_do_not_mix() -> None:
     )
 
 
+def blind(base: str = "cdpruner") -> ServedState:
+    """A state whose only signal reads nothing."""
+    signals = [{"atom": "spatial_centrality_prior", "weight": 1.0}]
+    no_exchange = {"/scoring/signals": signals, "/constraints/selector/q_e": 0}
+    return served({"/base_policy": {"name": base}, **no_exchange})
+
+
 def test_a_state_that_reads_no_instruction_embeds_none() -> None:
-    blind = served({"/base_policy": {"name": "divprune"}, "/scoring/signals": [
-        {"atom": "spatial_centrality_prior", "weight": 1.0}]})  # fmt: skip
     space = Space()
     shown = images(2)
     plans = [plan(8, ids=()), plan(8, ids=())]
     meter = FallbackMeter()
-    assert len(prune_images(blind, plans, shown, parts(space), meter)) == 2
+    assert len(prune_images(blind("divprune"), plans, shown, parts(space), meter)) == 2
     assert (space.asked, meter.raised) == ([], {})
 
 
@@ -197,3 +205,113 @@ def test_a_policy_that_raises_still_answers_for_every_image(
     rows = prune_images(served(), [plan(8), plan(4)], shown, parts(), meter)
     assert [r.shape[0] for r in rows] == [8, 4]
     assert meter.raised == {"RuntimeError": 2}
+
+
+class Prefix:
+    """Layers that never run: it only knows for which image and words it was made."""
+
+    def __init__(self, image: Tensor, ids: Ids) -> None:
+        self.image, self.ids = image, ids
+        self.start = 1
+        self.text = torch.ones(1, max(1, len(ids)), dtype=torch.bool)
+
+    def embeddings(self) -> Tensor:
+        return self.image[None]
+
+    def states(self, layer: int) -> Tensor:
+        return self.image[None]
+
+    def normed(self, layer: int) -> Tensor:
+        return self.image[None]
+
+    def keys(self, layer: int) -> Tensor:
+        return self.image[None, None]
+
+    def attention(self, layer: int) -> Tensor:
+        return self.image[None, None]
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
+    """Makes the shipped state's base policy read everything; notes what it was given."""
+    seen: list[VisualTokens] = []
+    real = BASE_POLICIES["cdpruner"]
+
+    def noted(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+        seen.append(tokens)
+        return Reference(torch.arange(budget).expand(tokens.batch, -1))
+
+    needs: frozenset[Need] = frozenset({"tower", "next_layer", "language"})
+    told = dataclasses.replace(real, needs=needs, function=noted)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    return seen
+
+
+def towered(seed: int) -> ImageFeatures:
+    source = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source)
+
+    tower = TowerFeatures(made(N, 5), made(1, 5), made(N, 3), made(N).abs(), made(N, 5))
+    return dataclasses.replace(image(seed, N), tower=tower)
+
+
+def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[VisualTokens]) -> None:
+    shown = [towered(1), towered(2)]
+    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=(7,))]
+    model = ModelParts(GRID, lambda rows: 2 * rows, Space(), Prefix)
+    meter = FallbackMeter()
+    rows = prune_images(blind(), plans, shown, model, meter)
+    assert meter.raised == {}
+    assert [r.shape for r in rows] == [(8, 16)] * 2
+    for tokens, one, asked in zip(reading, shown, plans, strict=True):
+        assert tokens.batch == 1, "instructions differ in length, and nothing may be padded"
+        assert isinstance(tokens.language, Prefix)
+        assert tokens.language.ids == asked.language
+        assert torch.equal(tokens.language.image, one.projected)
+        tower, known = tokens.require_tower(), one.tower
+        assert known is not None
+        assert torch.equal(tower.patches[0], known.patches)
+        assert torch.equal(tower.keys[0], known.keys)
+        assert tower.cls is not None and torch.equal(tower.cls[0], known.cls)
+        following = tokens.require_next_layer()
+        found = (following.attention[0], following.keys[0])
+        assert known.next_attention is not None and torch.equal(found[0], known.next_attention)
+        assert known.next_keys is not None and torch.equal(found[1], known.next_keys)
+        assert torch.equal(tower.project(tower.patches), 2 * tower.patches)
+
+
+def test_the_tower_alone_is_read_of_many_images_at_once(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset({"tower"})
+    told = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    shown = [towered(1), towered(2), towered(3)]
+    plans = [plan(8), plan(4), plan(8)]
+    meter = FallbackMeter()
+    prune_images(blind(), plans, shown, parts(), meter)
+    assert meter.raised == {}
+    assert [tokens.batch for tokens in reading] == [1, 2]
+    assert reading[1].language is None
+    third = shown[2].tower
+    assert third is not None
+    assert torch.equal(reading[1].require_tower().patches[1], third.patches)
+
+
+def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = torch.full((1, 2, 16), 7.0)
+
+    def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+        return Reference(torch.arange(budget - 2)[None], extra=extra)
+
+    real = BASE_POLICIES["cdpruner"]
+    told = dataclasses.replace(real, needs=frozenset(), function=two_more)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    (one,) = images(1)
+    meter = FallbackMeter()
+    (rows,) = prune_images(blind(), [plan(8)], [one], parts(), meter)
+    assert meter.raised == {}
+    assert torch.equal(rows[:6], one.projected[:6])
+    assert torch.equal(rows[6:], extra[0])

@@ -246,6 +246,43 @@ def test_lora_on_the_vision_tower() -> None:
             assert resolve({"state": "autoprune"}, config).budget == 32
 
 
+def _of(base: str) -> dict[str, object]:
+    """Settings of a state whose base policy is another one."""
+    return {"state": edited(shipped(), {"/base_policy": {"name": base}})}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"model_type": "qwen2"}, "'qwen2'"),
+        ({"bos_token_id": None}, "bos_token_id None"),
+        ({"max_position_embeddings": 832}, "832 is below 833"),
+    ],
+)
+def test_a_language_model_that_cannot_be_read(text: dict[str, object], said: str) -> None:
+    config = vllm_config()
+    resolve(_of("fastv"), config)
+    vars(config.model_config.hf_config.text_config).update(text)
+    (problem,) = refusal(_of("fastv"), config)
+    assert said in problem.what
+    resolve(_of("divprune"), config)  # it matters only to who reads it
+
+
+def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
+    config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
+    config.parallel_config.pipeline_parallel_size = 2
+    assert places(_of("fastv"), config) == ["--enable-lora", "--pipeline-parallel-size"]
+    resolve(_of("divprune"), config)
+
+
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_a_tower_that_is_read_to_its_end_has_no_next_layer(layer: int) -> None:
+    resolve(_of("prumerge_plus"), vllm_config())
+    (problem,) = refusal(_of("prumerge_plus"), vllm_config(vision_feature_layer=layer))
+    assert "last layer" in problem.what
+    resolve(_of("visionzip"), vllm_config(vision_feature_layer=layer))
+
+
 def test_every_problem_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     settings = {
