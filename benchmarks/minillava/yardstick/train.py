@@ -42,7 +42,7 @@ STAGES = ("reading", "towers", "language")
 STEPS = {"reading": 300, "towers": 1500, "language": 4000}
 # Images a rank and step; a language step asks many questions about each.
 IMAGES = {"reading": 16, "towers": 16, "language": 8}
-PEAK = {"reading": 2e-3, "towers": 2e-3, "language": 2e-3}
+PEAK = {"reading": 2e-3, "towers": 2e-3, "language": 4e-3}
 WARMUP = {"reading": 50, "towers": 100, "language": 100}
 SIZES = {"small": Canvas(4), "large": Canvas(8)}
 SNAPSHOT_SECONDS = 180.0
