@@ -149,5 +149,5 @@ def _near(said: str, allowed: Sequence[str]) -> str | None:
     if len(said) > 100:  # comparing is quadratic, and no name is as long as that
         return None
     lower = {name.lower(): name for name in allowed}
-    close = difflib.get_close_matches(said.lower(), list(lower), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(said.lower(), list(lower), n=1, cutoff=0.6)
     return lower[close[0]] if close else None
