@@ -1,0 +1,110 @@
+"""Write docs/base-policies.md from the registry of base policies and what it costs to score.
+
+Knows nothing about any single policy. ``python scripts/base_policies.py``
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import vllm_autoprune  # noqa: F401  (enters the base policies)
+from vllm_autoprune.backbones import LLAVA_7B
+from vllm_autoprune.base_policies.forms import FORMS
+from vllm_autoprune.cost import prefill_flops
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "base-policies.md"
+BUDGETS = (32, 64, 128, 192)
+STAGES = (2, 8, 16, 24)
+
+HEAD = """\
+# Base policies
+
+Nine published methods behind one interface. Each gives exactly K rows before the language model
+runs. Written by `python scripts/base_policies.py`; what a served model can fill today is in the
+README's table of support.
+
+`tests/golden` replays what the methods' published code returned on synthetic inputs
+(`python -m tests.golden`). DART's is a port; PruMerge+ at a given K is EffiVLM-Bench's rule.
+"""
+
+COSTS = """\
+## What reading the language model costs
+
+Methods that were published as pruning inside the model need its first layers to score. Here these
+layers run over all N tokens before prefill, then K tokens go through all layers. What is removed
+never enters the KV cache, but the layers that score are paid on top. Estimated prefill FLOPs of
+LLaVA-1.5-7B with N = 576 image tokens, in percent of the unpruned prefill
+(`vllm_autoprune.cost`; image tokens alone, the scores themselves not counted):
+"""
+
+VERDICT = """\
+PyramidDrop's published last stage ranks at layer 24. Before the model that is three quarters of
+the prefill for the scores alone, and from K = 192 on more than no pruning at all. The default is
+its first stage, a quarter of the depth. A layer of 2 is cheaper still; it is then FastV with `layer: 3`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, _forms(), _recipes(), COSTS, _costs(), VERDICT, _deviations()])
+
+
+def _forms() -> str:
+    rows = [
+        [
+            f"`{name}`",
+            FORMS[name].published,
+            FORMS[name].served,
+            ", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-",
+            str(FORMS[name].layers or "-"),
+        ]
+        for name, policy in sorted(BASE_POLICIES.items())
+    ]
+    head = ["name", "published as", "here", "reads beyond features", "layers run to score"]
+    return _table(head, rows)
+
+
+def _recipes() -> str:
+    rows = [
+        [f"`{name}`", form.llava, form.llava_next, form.qwen2_5_vl]
+        for name, form in sorted(FORMS.items())
+    ]
+    title = "## Recipe by backbone\n\n"
+    return title + _table(["name", "`llava`", "`llava_next`", "`qwen2_5_vl`"], rows)
+
+
+def _costs() -> str:
+    whole = prefill_flops(LLAVA_7B, (LLAVA_7B.tokens,) * LLAVA_7B.layers)
+
+    def percent(layers: int, budget: int) -> str:
+        scoring = prefill_flops(LLAVA_7B, (LLAVA_7B.tokens,) * layers)
+        pruned = prefill_flops(LLAVA_7B, (budget,) * LLAVA_7B.layers)
+        return f"{100 * (scoring + pruned) / whole:.0f}"
+
+    named = {name: form.layers for name, form in sorted(FORMS.items()) if form.layers}
+    rows = [["none (CDPruner, DivPrune, ...)", "0", *(percent(0, k) for k in BUDGETS)]]
+    rows += [[f"`{name}`", str(n), *(percent(n, k) for k in BUDGETS)] for name, n in named.items()]
+    rows += [
+        [f"`pyramiddrop`, `layer: {n}`", str(n), *(percent(n, k) for k in BUDGETS)]
+        for n in STAGES
+        if n != named["pyramiddrop"]
+    ]
+    return _table(["policy", "layers to score", *(f"K = {k}" for k in BUDGETS)], rows)
+
+
+def _deviations() -> str:
+    parts = ["## What is ours\n\nWhere no source decides, or exactly K rows need another rule.\n"]
+    for name, form in sorted(FORMS.items()):
+        notes = "\n".join(f"- {note[0].upper()}{note[1:]}." for note in form.ours)
+        parts.append(f"### {name}\n\n{BASE_POLICIES[name].doc}\n\n{notes}\n")
+    return "\n".join(parts)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
