@@ -1,0 +1,95 @@
+"""Cosines: what they are, and that the rest of a batch does not touch their bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.products import cosines, cosines_with
+
+HALF = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def rows(seed: int, batch: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, width, generator=source).to(dtype)
+
+
+def cosine(features: Tensor) -> Tensor:
+    return cosines(features, features.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("tokens", [1, 5, 255, 256, 300, 512, 577])
+def test_cosines_are_products_of_directions_rounded_in_their_own_dtype(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    features = rows(tokens, 2, tokens, 33, dtype)
+    unit = (features / features.norm(dim=-1, keepdim=True)).double()
+    found = cosine(features)
+    assert found.dtype == torch.float32 and found.shape == (2, tokens, tokens)
+    assert torch.allclose(found.double(), unit @ unit.transpose(1, 2), atol=1e-5)
+
+
+def test_the_two_triangles_are_equal_where_one_is_copied() -> None:
+    found = cosine(rows(1, 2, 576, 48, torch.float32))
+    assert torch.allclose(found, found.transpose(1, 2), atol=1e-6)
+    assert torch.equal(found[:, :144, 144:], found[:, 144:, :144].transpose(1, 2))
+
+
+def test_a_zero_row_is_like_nothing() -> None:
+    features = rows(2, 1, 6, 8, torch.float16)
+    features[0, 3] = 0
+    found = cosine(features)
+    assert found[0, 3].eq(0).all() and found[0, :, 3].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_cosines_with_other_vectors(dtype: torch.dtype) -> None:
+    # Wider than what fits the cache, so that there are several strips.
+    tokens, width = 70, 4096
+    features, others = rows(3, 2, tokens, width, dtype), rows(4, 2, 3, width, torch.float32)
+    features[0, 5], others[1, 2] = 0, 0
+    found = cosines_with(features, others)
+    wide, far = features.double(), others.double()
+    wanted = torch.nn.functional.normalize(wide, dim=-1) @ torch.nn.functional.normalize(
+        far, dim=-1
+    ).transpose(1, 2)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("tokens", "width"), [(9, 16), (64, 100), (144, 64), (300, 48), (576, 96)])
+def test_an_image_alone_has_the_same_bits_as_in_a_batch(
+    tokens: int, width: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        features = rows(tokens, 5, tokens, width, torch.bfloat16)
+        text = rows(5, 5, 2, width, torch.float32)
+        together = selection(features, text)
+        again = selection(features.clone(), text.clone())
+        assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True))
+        for image in range(5):
+            one = slice(image, image + 1)
+            alone = selection(features[one].clone(), text[one].clone())
+            assert all(torch.equal(a[one], b) for a, b in zip(together, alone, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
+    """Everything between features and indices that sums."""
+    similarity = cosine(features)
+    relevance = cosines_with(features, text)
+    quality = 1.5 + relevance.sum(dim=-1)
+    count = features.shape[1] // 3
+    picks = greedy_map(similarity, quality, count)
+    nothing = torch.zeros_like(quality, dtype=torch.bool)
+    far = farthest_points(1 - similarity, count, nearest=1 - similarity[:, 0], taken=nothing)
+    return similarity, relevance, picks, far
