@@ -9,9 +9,6 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from benchmarks.minillava.yardstick.evaluate import Case, evaluate, headroom, report
-from benchmarks.minillava.yardstick.export import export
-from benchmarks.minillava.yardstick.language import Projector, language_model
-from benchmarks.minillava.yardstick.layout import Canvas
 from benchmarks.minillava.yardstick.reader import Reader
 from benchmarks.minillava.yardstick.selections import (
     keep_all,
@@ -20,21 +17,10 @@ from benchmarks.minillava.yardstick.selections import (
     selections,
 )
 from benchmarks.minillava.yardstick.split import Example, held_out
-from benchmarks.minillava.yardstick.towers import clip_model, pixels
-from benchmarks.minillava.yardstick.vocabulary import clip_tokenizer, language_tokenizer, prompt
+from benchmarks.minillava.yardstick.towers import pixels
+from benchmarks.minillava.yardstick.vocabulary import prompt
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained checkpoint: what is tested here does not depend on what was learnt."""
-    torch.manual_seed(0)
-    canvas, eyes, words = Canvas(), clip_tokenizer(), language_tokenizer()
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model = language_model(words)
-    export(folder, canvas, clip_model(eyes, canvas), Projector(), model, eyes, words)
-    return folder
 
 
 @pytest.fixture(scope="module")
