@@ -55,7 +55,7 @@ def _parts(of: Size, images: Images) -> dict[str, Work]:
     quality, reference = done.quality, done.reference
     state = policy.state
     works: dict[str, Work] = {
-        call.atom: partial(run_signal, call, made) for call in state.scoring.signals
+        call.atom: partial(run_signal, call, made, reference) for call in state.scoring.signals
     }
     works["pools"] = lambda: build_pool(state.constraints.pool, made, quality, reference)
     return works

@@ -113,9 +113,10 @@ def test_a_declaration_enters_name_group_parameters_and_doc(
         More about it.
         """
 
-    call = declare("brighten", "scoring", Call, brighten, paper=False)
+    call = declare("brighten", "scoring", Call, brighten, origin="extension")
     entry = fresh["brighten"]
-    assert (entry.name, entry.group, entry.role, entry.paper) == ("brighten", "scoring", "S", False)
+    assert (entry.name, entry.group, entry.role) == ("brighten", "scoring", "S")
+    assert entry.origin == "extension" and not entry.paper
     assert entry.doc == "Make it brighter." and entry.function is brighten
     assert call.model_validate({"atom": "brighten"}).model_dump() == {
         "atom": "brighten",

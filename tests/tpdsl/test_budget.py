@@ -12,7 +12,7 @@ from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, split_over_tiles
 
 def test_the_ten_budgets() -> None:
     assert FIXED_BUDGETS == (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
-    assert ATOMS.names("budget_control") == [f"fixed_budget@{k}" for k in FIXED_BUDGETS]
+    assert ATOMS.names("budget_control")[:10] == [f"fixed_budget@{k}" for k in FIXED_BUDGETS]
 
 
 @pytest.mark.parametrize("k", FIXED_BUDGETS)

@@ -169,7 +169,7 @@ class TestVerdicts:
         assert details(record)["valid_indices"].endswith(f"kept: 5 of at least {said}")
 
     def test_finite_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def nothing(call: object, tokens: VisualTokens) -> Tensor:
+        def nothing(call: object, tokens: VisualTokens, picks: Tensor) -> Tensor:
             return torch.full((tokens.batch, tokens.count), torch.nan)
 
         replace_atom(monkeypatch, "spatial_centrality_prior", nothing)

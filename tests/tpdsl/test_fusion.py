@@ -7,12 +7,13 @@ from tests.tpdsl.samples import call
 from vllm_autoprune.tpdsl.fusion import run_fusion
 
 PRODUCT = call("weighted_product_fusion")
+PICKS = torch.tensor([[2, 0]])
 
 
 def test_product_of_powers_by_hand() -> None:
     first = torch.tensor([[0.0, 5.0, 10.0]])  # normalised: 0, 0.5, 1
     second = torch.tensor([[8.0, 4.0, 0.0]])  # normalised: 1, 0.5, 0
-    g = run_fusion(PRODUCT, [first, second], [2.0, 0.5])
+    g = run_fusion(PRODUCT, [first, second], [2.0, 0.5], PICKS)
     expected = [0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5]
     assert g[0].tolist() == pytest.approx(expected, rel=1e-5)
 
@@ -20,28 +21,28 @@ def test_product_of_powers_by_hand() -> None:
 @pytest.mark.parametrize("eps", [1e-6, 0.05])
 def test_the_worst_token_of_a_signal_gets_the_floor(eps: float) -> None:
     g = run_fusion(
-        call("weighted_product_fusion", eps=eps), [torch.tensor([[3.0, 4.0, 7.0]])], [1.0]
+        call("weighted_product_fusion", eps=eps), [torch.tensor([[3.0, 4.0, 7.0]])], [1.0], PICKS
     )
     assert g[0].tolist() == pytest.approx([eps, 0.25, 1.0], rel=1e-5)
 
 
 def test_a_signal_of_weight_zero_changes_nothing() -> None:
     one, other = torch.rand(2, 9), torch.rand(2, 9)
-    with_it = run_fusion(PRODUCT, [one, other], [0.7, 0.0])
-    assert torch.equal(with_it, run_fusion(PRODUCT, [one], [0.7]))
+    with_it = run_fusion(PRODUCT, [one, other], [0.7, 0.0], PICKS)
+    assert torch.equal(with_it, run_fusion(PRODUCT, [one], [0.7], PICKS))
 
 
 def test_a_constant_signal_changes_no_order() -> None:
     one = torch.tensor([[0.2, 0.9, 0.4]])
-    g = run_fusion(PRODUCT, [one, torch.full((1, 3), 0.3)], [1.0, 4.0])
-    assert torch.equal(g, run_fusion(PRODUCT, [one], [1.0]))
+    g = run_fusion(PRODUCT, [one, torch.full((1, 3), 0.3)], [1.0, 4.0], PICKS)
+    assert torch.equal(g, run_fusion(PRODUCT, [one], [1.0], PICKS))
 
 
 def test_images_are_normalised_each_on_its_own() -> None:
-    g = run_fusion(PRODUCT, [torch.tensor([[0.0, 1.0], [10.0, 20.0]])], [1.0])
+    g = run_fusion(PRODUCT, [torch.tensor([[0.0, 1.0], [10.0, 20.0]])], [1.0], PICKS)
     assert torch.equal(g[0], g[1])
 
 
 def test_nan_is_not_hidden_by_the_floor() -> None:
-    g = run_fusion(PRODUCT, [torch.tensor([[0.0, torch.nan], [0.0, 1.0]])], [1.0])
+    g = run_fusion(PRODUCT, [torch.tensor([[0.0, torch.nan], [0.0, 1.0]])], [1.0], PICKS)
     assert not g[0].isfinite().all() and g[1].isfinite().all()

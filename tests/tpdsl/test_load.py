@@ -492,7 +492,7 @@ class TestFields:
             ({"/provenance": {"note": ""}}, "did you mean 'notes'?"),
             ({"/base_policy/params/teta": 0.5}, "did you mean 'theta'?"),
             ({"/base_policy/parms": {}}, "remove it: 'params' is there already"),
-            ({"/colour": 1}, "remove it or correct its name"),
+            ({"/zzz": 1}, "remove it or correct its name"),
             ({"/provenence": {}}, "did you mean 'provenance'?"),
             ({"/budget/limit": 31}, "write 32 or more, or null for no limit"),
             (

@@ -51,15 +51,25 @@ def test_a_budget_is_a_whole_number_of_tokens(budget: Any) -> None:
     assert problem.mend == "give a whole number from 1 to 65536"
 
 
-def test_every_objection_to_a_budget_is_told_at_once() -> None:
-    chosen = state({"/budget/limit": 64, "/constraints/selector/r_min": 100})
+@pytest.mark.parametrize(
+    ("changes", "budget", "where", "mend"),
+    [
+        ({"/budget/limit": 64}, 65, "/budget/limit", "ask for 64 or less"),
+        (
+            {"/constraints/selector/r_min": 20},
+            19,
+            "/constraints/selector/r_min",
+            "set it to null, which means K - q_e, or ask for a larger K",
+        ),
+    ],
+)
+def test_an_objection_says_where_and_how_to_mend_it(
+    changes: dict[str, object], budget: int, where: str, mend: str
+) -> None:
     with pytest.raises(BudgetError, match="'autoprune'") as raised:
-        materialize(chosen, 65)
-    assert [problem.where for problem in raised.value.problems] == [
-        "/budget/limit",
-        "/constraints/selector/r_min",
-    ]
-    assert "ask for 64 or less" in str(raised.value)
+        materialize(state(changes), budget)
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.mend) == (where, mend)
 
 
 def test_limits_are_inclusive() -> None:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from tests.tpdsl.samples import call, images, plain
 from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.numerics import mask_of
-from vllm_autoprune.tpdsl.pools import build_pool
+from vllm_autoprune.tpdsl.pools import PoolCall, SizedPool, build_pool
 
 QUALITY = call("quality_pool_builder")
+SIZED = ATOMS.of_kind("candidate_pool", SizedPool)
 
 
 def positions(mask: torch.Tensor) -> list[list[int]]:
@@ -51,7 +52,7 @@ def test_a_later_builder_sees_only_what_the_one_before_it_left() -> None:
 @pytest.mark.parametrize(
     ("ratio", "size"), [(0.25, 2), (0.5, 3), (1.0, 6), (1.5, 9), (2.0, 12), (8.0, 30)]
 )
-@pytest.mark.parametrize("name", ATOMS.names("candidate_pool"))
+@pytest.mark.parametrize("name", SIZED)
 def test_the_pool_is_a_multiple_of_the_budget_as_far_as_there_are_tokens(
     name: str, ratio: float, size: int
 ) -> None:
@@ -62,7 +63,7 @@ def test_the_pool_is_a_multiple_of_the_budget_as_far_as_there_are_tokens(
 
 @given(
     seed=st.integers(0, 1000),
-    names=st.lists(st.sampled_from(ATOMS.names("candidate_pool")), min_size=1, max_size=3),
+    names=st.lists(st.sampled_from(SIZED), min_size=1, max_size=3),
     ratio=st.sampled_from([0.25, 0.5, 1.0, 8.0]),
     k=st.integers(1, 35),
 )
@@ -81,7 +82,7 @@ def test_a_pool_narrows_and_never_holds_a_reference_token(
         wider = pool
 
 
-@pytest.mark.parametrize("name", ATOMS.names("candidate_pool"))
+@pytest.mark.parametrize("name", ATOMS.of_kind("candidate_pool", PoolCall))
 def test_nan_in_one_image_stays_there_and_keeps_the_reference_out(name: str) -> None:
     clean, tokens = images(2), images(2)
     tokens.features[1, 3] = torch.nan

@@ -22,7 +22,10 @@ TOKENS = plain(
 def run_reassembly(atom: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
     """Rows of these tokens, as if nothing had been merged into them."""
     whole = torch.zeros(tokens.batch, dtype=torch.uint8)
-    return reassembly.run_reassembly(atom, tokens, Chosen(indices, Reference(indices), whole))
+    chosen = Chosen(indices, Reference(indices), whole)
+    rows, order = reassembly.run_reassembly(atom, tokens, chosen)
+    assert torch.equal(order, indices)
+    return rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -19,7 +19,9 @@ E1, E2 = [1.0, 0.0], [0.0, 1.0]
 
 
 def score(name: str, tokens: VisualTokens, **parameters: object) -> Tensor:
-    return run_signal(call(name, **parameters), tokens)
+    return run_signal(
+        call(name, **parameters), tokens, torch.zeros(tokens.batch, 1, dtype=torch.int64)
+    )
 
 
 def rounded(values: Tensor) -> list[float]:

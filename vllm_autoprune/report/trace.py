@@ -14,6 +14,7 @@ from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.numerics import normalise
 from vllm_autoprune.tpdsl.outcome import FALLBACKS, Refined
 from vllm_autoprune.tpdsl.scoring import run_signal
+from vllm_autoprune.tpdsl.source import view_of
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -49,15 +50,18 @@ class Trace:
 @torch.no_grad()
 def trace(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> tuple[Trace, ...]:
     """One trace for each of the B images, of what ``policy`` made of them."""
-    calls = policy.state.scoring.signals if policy.refines else ()
+    policy = policy.at(tokens.count, tokens.grid.tiles)
+    calls = policy.state.scoring.signals if refined.quality is not None else ()
+    view = view_of(policy.state.source.tokens, tokens) if calls else tokens
     signals = [
-        (call.atom, call.weight, normalise(run_signal(call, tokens)))
+        (call.atom, call.weight, normalise(run_signal(call, view, refined.reference)))
         for call in calls
         if call.weight > 0
     ]
     found = []
     for image in range(tokens.batch):
-        reference, kept = _integers(refined.reference[image]), _integers(refined.indices[image])
+        reference = _integers(refined.reference[image])
+        kept = tuple(sorted(_integers(refined.indices[image])))
         found.append(
             Trace(
                 grid=tokens.grid,

@@ -19,8 +19,9 @@ from vllm_autoprune.serving.models import BACKBONES, Backbone
 from vllm_autoprune.serving.plan import Keep
 from vllm_autoprune.serving.towers import TextTower, describe_tower
 from vllm_autoprune.tpdsl.check import safety_check
+from vllm_autoprune.tpdsl.constraints import resolve_constraints
 from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, inputs_read, materialize
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, inputs_read, materialize
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -44,10 +45,13 @@ class ServedState:
     budget: int
     tower: TextTower | None
     cache_bytes: int
+    follows: bool = False
+    """True where K follows from an image's size, as the state has it; budget is then the most."""
 
     def policy(self, budget: int | None = None, keep: Keep = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
-        budget = self.budget if budget is None else budget
+        if budget is None and not self.follows:
+            budget = self.budget
         return _policy(self.state, budget, keep == "state")
 
     @property
@@ -59,26 +63,32 @@ class ServedState:
     @property
     def needs(self) -> frozenset[Need]:
         """Inputs that any budget a request may ask for can read: quotas grow with K."""
-        return inputs_read(self.state, exchange=self.state.constraints.selector.q_e > 0)
+        quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
+        return inputs_read(self.state, exchange=quota > 0)
 
     def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path;
         # and because a process that receives a state must start to serve it.
-        arguments = (self.state.dumps(), self.budget, self.tower, self.cache_bytes)
+        arguments = (self.state.dumps(), self.budget, self.tower, self.cache_bytes, self.follows)
         return _revive, (self.architecture, *arguments)
 
 
 def _revive(
-    architecture: str, text: str, budget: int, tower: TextTower | None, cache_bytes: int
+    architecture: str,
+    text: str,
+    budget: int,
+    tower: TextTower | None,
+    cache_bytes: int,
+    follows: bool,
 ) -> ServedState:
     from vllm_autoprune.serving.plugin import activate
 
     activate(architecture)
-    return ServedState(architecture, load_state(text), budget, tower, cache_bytes)
+    return ServedState(architecture, load_state(text), budget, tower, cache_bytes, follows)
 
 
 @lru_cache(maxsize=1024)
-def _policy(state: PruningState, budget: int, exchange: bool) -> PruningPolicy:
+def _policy(state: PruningState, budget: int | None, exchange: bool) -> PruningPolicy:
     return materialize(state if exchange else state.without_exchange(), budget)
 
 
@@ -138,7 +148,8 @@ def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
         problems += backbone.tower_problems(vllm_config.model_config.hf_config, tower)
     if problems or state is None or budget is None:
         raise ConfigError("cannot serve pruned", problems)
-    served = ServedState(architecture, state, budget, tower, cache_bytes)
+    follows = settings.get("budget") is None and materialize(state).varies
+    served = ServedState(architecture, state, budget, tower, cache_bytes, follows)
     if backbone is not None:
         problems += backbone.input_problems(vllm_config.model_config.hf_config, served.needs)
     problems += _input_problems(vllm_config, served.needs)
@@ -256,7 +267,7 @@ def _input_problems(vllm_config: VllmConfig, needs: Collection[Need]) -> list[Pr
 def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
     """Algorithm 1, line 4: an invalid policy is replaced by its base policy, or refused."""
     # Start-up must not wait for a very large K: promises are kept or broken at a smaller one.
-    least = state.constraints.selector.r_min or 0
+    least = state.constraints.selector.insists_on or 0
     policy = materialize(state, min(budget, max(CHECKED_BUDGET, least)))
     record = safety_check(policy)
     if record.valid:

@@ -177,8 +177,11 @@ class PrunedProcessor(_Stock):
         if profile:
             said, _ = self._words.read("profile", policy.needs)
             longest = (0,) * LAST_WORDS if "language" in policy.needs else ()
-            dummy = ItemPlan(policy.budget, (0, 0), said, longest, profile=True)
-            return RequestPlan((dummy,) * len(images), hashes)
+            dummies = []
+            for i in range(len(images)):
+                budget = policy.at(self._unpruned(inputs.mm_data_items, i)).budget
+                dummies.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
+            return RequestPlan(tuple(dummies), hashes)
         needs = policy.needs if request.keep != "random" else frozenset()
         reads = policy.reads_instruction and request.keep != "random"
         given = request.instructions

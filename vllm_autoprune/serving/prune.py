@@ -73,6 +73,7 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
 
     The policy, then its base policy's selection, then an even spread: the last reads nothing.
     """
+    policy = policy.at(tokens.count, tokens.grid.tiles)
     try:
         if policy.budget >= tokens.count:
             refined = everything(tokens)

@@ -9,6 +9,7 @@ JSON Schema, the reference page and the text that an LLM proposer reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -21,6 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 from vllm_autoprune.tpdsl.tokens import Need
 
 Group = Literal[
+    "token_source_base_policy",
     "budget_control",
     "scoring",
     "similarity_kernel",
@@ -33,7 +35,12 @@ Group = Literal[
 
 Role = Literal["context", "B", "S", "C", "R", "validation"]
 
+Origin = Literal["printed", "listed", "extension"]
+"""Where an atom comes from: the paper prints its name; it is one of the 131 without being printed,
+so that its name and meaning are ours; or it is ours altogether and outside the 131."""
+
 ROLES: dict[Group, Role] = {
+    "token_source_base_policy": "context",
     "budget_control": "B",
     "scoring": "S",
     "similarity_kernel": "S",
@@ -58,17 +65,31 @@ class AtomCall(BaseModel):
         return tuple(name for name in cls.model_fields if name != "atom")
 
 
+Reads = Callable[..., frozenset[Need]]
+"""call -> the inputs that this call reads, for atoms whose parameters decide it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One typed operation of TPDSL."""
+    """One typed operation of TPDSL; ``needs`` is the most that any call of it reads."""
 
     name: str
     group: Group
     call: type[AtomCall]
     needs: frozenset[Need]
-    paper: bool
+    origin: Origin
     doc: str
     function: Callable[..., object]
+    reads: Reads | None = None
+
+    @property
+    def paper(self) -> bool:
+        """True where the paper prints the name."""
+        return self.origin == "printed"
+
+    def needs_of(self, call: AtomCall) -> frozenset[Need]:
+        """Inputs that cost something and that this call reads: none where it does nothing."""
+        return self.needs if self.reads is None else self.reads(call)
 
     @property
     def role(self) -> Role:
@@ -98,6 +119,10 @@ class Registry:
         """Names of all atoms, or of one group."""
         return [a.name for a in self._atoms.values() if group is None or a.group == group]
 
+    def of_kind(self, group: Group, kind: type[AtomCall]) -> list[str]:
+        """Names of a group's atoms whose calls are of one kind."""
+        return [name for name in self.names(group) if issubclass(self[name].call, kind)]
+
     def of(self, call: AtomCall) -> Atom:
         """The atom that a call names."""
         return self._atoms[call.atom]
@@ -117,22 +142,26 @@ def literal(name: str) -> type[str]:
 def declare(
     name: str,
     group: Group,
-    call: type[AtomCall],
+    call: type[AtomCall] | tuple[type[AtomCall], ...],
     function: Callable[..., object],
     *,
     needs: frozenset[Need] = frozenset(),
-    paper: bool = True,
+    origin: Origin = "printed",
     doc: str | None = None,
+    reads: Reads | None = None,
 ) -> type[AtomCall]:
-    """Enter one atom; returns its call model, whose ``atom`` field admits this name alone."""
+    """Enter one atom; returns its call model, whose ``atom`` field admits this name alone.
+
+    Of several call models the new one has the parameters of all.
+    """
     text = doc or (function.__doc__ or "").strip().splitlines()[0]
-    bound = create_model(
-        "".join(part.capitalize() for part in name.replace("@", "_").split("_")),
+    bound: type[AtomCall] = create_model(
+        "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", name)),
         __base__=call,
         __doc__=text,
         atom=(literal(name), ...),
     )
-    ATOMS.add(Atom(name, group, bound, needs, paper, text, function))
+    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads))
     return bound
 
 
@@ -141,19 +170,29 @@ def atom(
     call: type[AtomCall] = AtomCall,
     *,
     needs: frozenset[Need] = frozenset(),
-    paper: bool = True,
+    origin: Origin = "printed",
+    reads: Reads | None = None,
 ) -> Callable[[F], F]:
     """Declare the decorated function as the atom of its own name.
 
-    ``paper`` is true where the paper prints the name. The first line of the docstring is the
-    atom's doc line.
+    The first line of the docstring is the atom's doc line.
     """
 
     def enter(function: F) -> F:
-        declare(function.__name__, group, call, function, needs=needs, paper=paper)
+        declare(function.__name__, group, call, function, needs=needs, origin=origin, reads=reads)
         return function
 
     return enter
+
+
+C = TypeVar("C", bound=AtomCall)
+
+
+def by_default(kind: type[C], name: str) -> C:
+    """A call of an atom with all its defaults."""
+    call = ATOMS[name].call.model_validate({"atom": name})
+    assert isinstance(call, kind)
+    return call
 
 
 class OneOf:
@@ -163,8 +202,12 @@ class OneOf:
     is part of the grammar, and of the JSON Schema, as soon as it is declared.
     """
 
-    def __init__(self, group: Group, *, bare: bool = False) -> None:
+    def __init__(
+        self, group: Group, kind: type[AtomCall] = AtomCall, *, bare: bool = False
+    ) -> None:
         self.group = group
+        self.kind = kind
+        """Where a group holds atoms of several kinds: the calls that this field takes."""
         self.bare = bare
         """True where a name alone stands for an atom with all its defaults."""
 
@@ -172,7 +215,8 @@ class OneOf:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         choices = {
-            name: handler.generate_schema(ATOMS[name].call) for name in ATOMS.names(self.group)
+            name: handler.generate_schema(ATOMS[name].call)
+            for name in ATOMS.of_kind(self.group, self.kind)
         }
         union = core_schema.tagged_union_schema(choices, discriminator="atom")
         if not self.bare:
@@ -185,7 +229,7 @@ class OneOf:
         described = handler(schema)
         if not self.bare:
             return described
-        return {"anyOf": [{"enum": ATOMS.names(self.group)}, described]}
+        return {"anyOf": [{"enum": ATOMS.of_kind(self.group, self.kind)}, described]}
 
 
 def _named(value: object) -> object:

@@ -57,8 +57,9 @@ def _look(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
     calls = {call.atom: call for call in policy.state.safety}
     repeat = calls.get("deterministic")
     repeats = repeat.repeats if isinstance(repeat, DeterminismCall) else 2
-    budget = policy.tokens_kept(tokens.count)
-    want = Expectation(budget, min(policy.r_min, budget), policy.quota)
+    here = policy.at(tokens.count, tokens.grid.tiles)
+    budget = min(here.budget, tokens.count)
+    want = Expectation(budget, min(here.r_min, budget), here.quota)
     try:
         runs = [refine(policy, tokens) for _ in range(repeats)]
         found: list[Verdict] = []

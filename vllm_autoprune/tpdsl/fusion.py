@@ -1,6 +1,9 @@
 """Score fusion (S): several normalised signals become one token quality g.
 
 Knows nothing about where the signals come from.
+
+Every function takes its call, signals ``(B, N)`` normalised to 0..1, a weight for each, and the
+reference selection ``(B, P)`` in pick order. Weights stand with the signals of a state.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom
-from vllm_autoprune.tpdsl.numerics import normalise
+from vllm_autoprune.tpdsl.numerics import confidence, normalise
 
 
 class ProductFusion(AtomCall):
@@ -22,23 +25,51 @@ class ProductFusion(AtomCall):
     eps: float = Field(1e-3, ge=1e-6, le=0.05, description="floor of a signal, so one 0 can't veto")
 
 
+class ConfidenceFusion(ProductFusion):
+    """Parameters of reference_confidence_weighted_product_fusion."""
+
+    beta: float = Field(0.5, ge=0.0, le=4.0, description="what the base policy's first pick gains")
+
+
 Fusion = Annotated[AtomCall, OneOf("score_fusion")]
+
+
+@atom("score_fusion")
+def weighted_sum_fusion(
+    call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Sum of the signals, each times its weight."""
+    # One after the other: a sum over a stacked axis rounds differently in a batch and alone.
+    total = torch.zeros_like(signals[0])
+    for signal, weight in zip(signals, weights, strict=True):
+        total = total + weight * signal
+    return total
 
 
 @atom("score_fusion", ProductFusion)
 def weighted_product_fusion(
-    call: ProductFusion, signals: Sequence[Tensor], weights: Sequence[float]
+    call: ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Product of the signals, each raised to its weight (equation 11 of the paper)."""
-    # One after the other: a sum over a stacked axis rounds differently in a batch and alone.
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal.clamp_min(call.eps).log()
     return total.exp()
 
 
-def run_fusion(call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Token quality g ``(B, N)`` from signals ``(B, N)``, normalised here."""
-    fused = ATOMS.of(call).function(call, [normalise(s) for s in signals], weights)
+@atom("score_fusion", ConfidenceFusion)
+def reference_confidence_weighted_product_fusion(
+    call: ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Product of powers, raised by the base policy's confidence in the token."""
+    gain = 1 + call.beta * confidence(picks, signals[0].shape[1])
+    return weighted_product_fusion(call, signals, weights, picks) * gain
+
+
+def run_fusion(
+    call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+) -> Tensor:
+    """Token quality g ``(B, N)`` >= 0 from signals ``(B, N)``, normalised here."""
+    fused = ATOMS.of(call).function(call, [normalise(s) for s in signals], weights, picks)
     assert isinstance(fused, Tensor)
     return fused

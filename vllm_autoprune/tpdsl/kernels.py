@@ -49,6 +49,13 @@ def sharpen(quality: Tensor, theta: float | None) -> Tensor:
     return quality if theta is None else torch.exp(theta / (2 * (1 - theta)) * quality)
 
 
+def conditioned(
+    tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
+) -> Kernel:
+    """diag(r) S diag(r) with r ``(B, N)`` min-max normalised."""
+    return Kernel(tokens.cosine, sharpen(normalise(r, eps), theta))
+
+
 @atom("similarity_kernel", CosineKernel)
 def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features, blind to quality."""
@@ -61,7 +68,7 @@ def runtime_conditional_similarity_kernel(
     call: ConditionalKernel, tokens: VisualTokens, g: Tensor
 ) -> Kernel:
     """Cosine of token features, scaled on both sides by the normalised token quality."""
-    return Kernel(tokens.cosine, sharpen(normalise(g, call.eps), call.theta))
+    return conditioned(tokens, g, call.eps, call.theta)
 
 
 def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:

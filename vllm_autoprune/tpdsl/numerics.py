@@ -47,3 +47,27 @@ def evenly(batch: int, tokens: int, count: int, device: torch.device) -> Tensor:
     """``count`` evenly spread positions out of ``tokens``, ``(batch, count)``: the last resort."""
     spread = (torch.arange(count, device=device) * tokens + tokens // 2) // count
     return spread.clamp_max(tokens - 1).expand(batch, count)
+
+
+def confidence(picks: Tensor, count: int) -> Tensor:
+    """``1 - rank / P`` for picks ``(B, P)`` in order, 0 for every other token, ``(B, count)``."""
+    batch, picked = picks.shape
+    falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(1, picked)
+    none = torch.zeros(batch, count, device=picks.device)
+    return none.scatter_(1, picks, falling.expand(batch, -1))
+
+
+def places(order: Tensor, allowed: Tensor) -> Tensor:
+    """Each token's place in an order ``(B, M)`` of token indices, ``(B, N)`` int64.
+
+    N for a token that is not in the order, or not in the mask ``allowed`` ``(B, N)``.
+    """
+    batch, count = allowed.shape
+    last = torch.full((batch, count), count, dtype=torch.int64, device=order.device)
+    rising = torch.arange(order.shape[1], device=order.device).expand(batch, -1)
+    return last.scatter_(1, order, rising).masked_fill(~allowed, count)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """``(B, n, k) @ (B, k, m)``, each image on its own: the same bits alone and in a batch."""
+    return torch.stack([a @ b for a, b in zip(left, right, strict=True)])

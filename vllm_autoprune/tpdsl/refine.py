@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.base_policy import Reference
-from vllm_autoprune.tpdsl.constraints import run_selector
+from vllm_autoprune.tpdsl.constraints import Revision, run_selector
 from vllm_autoprune.tpdsl.fusion import run_fusion
-from vllm_autoprune.tpdsl.kernels import run_kernel
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.numerics import evenly, mask_of, raster
 from vllm_autoprune.tpdsl.outcome import Chosen, Refined
 from vllm_autoprune.tpdsl.pools import build_pool
 from vllm_autoprune.tpdsl.reassembly import gather_rows, run_reassembly
-from vllm_autoprune.tpdsl.scoring import run_signal
+from vllm_autoprune.tpdsl.scoring import relevance, run_signal
+from vllm_autoprune.tpdsl.source import Known, is_idle, run_prior, view_of
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -33,6 +33,7 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
     finite its reference selection is kept, or an even spread where the base policy has nothing
     finite to read either; :attr:`Refined.fallback` says so, per image, without a host sync.
     """
+    policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return everything(tokens)
     return assemble(policy, tokens, choose(policy, tokens))
@@ -46,21 +47,19 @@ def choose(policy: PruningPolicy, tokens: VisualTokens) -> Chosen:
     readable = _readable(policy, tokens)
     reference = _trusted(selected, readable, tokens)
     picks = reference.picks
-    kept, count = mask_of(picks, tokens.count), picks.shape[1]
-    if not policy.refines:
-        code = torch.where(readable, 0, 2).to(torch.uint8)
-        return Chosen(raster(kept, count), reference, code)
-
-    g = _quality(policy, tokens)
-    scored = readable & g.isfinite().all(dim=1)
-    g = torch.where(scored[:, None], g, torch.zeros_like(g))
-    pool = build_pool(policy.state.constraints.pool, tokens, g, picks)
-    kernel = run_kernel(policy.state.scoring.kernel, tokens, g)
-    quota = min(policy.quota, count)
-    refined = run_selector(policy.state.constraints.selector, picks, pool, g, kernel, quota)
-    chosen = raster(torch.where(scored[:, None], refined, kept), count)
+    kept, scored, g = mask_of(picks, tokens.count), _mergeable(policy, tokens), None
+    if policy.scores:
+        view = view_of(policy.state.source.tokens, tokens)
+        g = _quality(policy, tokens, view, picks)
+        scored = scored & g.isfinite().all(dim=1)
+        if view.features is not tokens.features:
+            scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
+        g = torch.where((readable & scored)[:, None], g, torch.zeros_like(g))
+        if policy.refines:
+            refined = _exchange(policy, view, g, picks)
+            kept = torch.where((readable & scored)[:, None], refined, kept)
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
-    return Chosen(chosen, reference, code, g)
+    return Chosen(raster(kept, picks.shape[1]), reference, code, g)
 
 
 def assemble(policy: PruningPolicy, tokens: VisualTokens, chosen: Chosen) -> Refined:
@@ -68,14 +67,16 @@ def assemble(policy: PruningPolicy, tokens: VisualTokens, chosen: Chosen) -> Ref
 
     What made an image fall back may be in a discarded token, which must not reach kept ones.
     """
-    rows = run_reassembly(policy.state.reassembly, tokens, chosen)
+    rows, indices = run_reassembly(policy.state.reassembly, tokens, chosen)
     untouched = gather_rows(chosen.reference.rows(tokens), chosen.indices)
-    held = (chosen.fallback == 0)[:, None, None]
-    return _refined(tokens, chosen, torch.where(held, rows, untouched))
+    held = (chosen.fallback == 0)[:, None]
+    ordered = replace(chosen, indices=torch.where(held, indices, chosen.indices))
+    return _refined(tokens, ordered, torch.where(held[:, :, None], rows, untouched))
 
 
 def keep_reference(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
     """The base policy's selection alone: pi_P(T_v, X_q; K)."""
+    policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return everything(tokens)
     reference = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
@@ -163,10 +164,41 @@ def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     return readable
 
 
-def _quality(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+def _quality(
+    policy: PruningPolicy, tokens: VisualTokens, view: VisualTokens, picks: Tensor
+) -> Tensor:
     """Token quality g ``(B, N)``; the same for every token where no signal has any weight."""
-    calls = [call for call in policy.state.scoring.signals if call.weight > 0]
-    if not calls:
-        return tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
-    signals = [run_signal(call, tokens) for call in calls]
-    return run_fusion(policy.state.scoring.fusion, signals, [call.weight for call in calls])
+    state = policy.state
+    calls = [call for call in state.scoring.signals if call.weight > 0]
+    g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
+    if calls:
+        signals = [run_signal(call, view, picks) for call in calls]
+        g = run_fusion(state.scoring.fusion, signals, [call.weight for call in calls], picks)
+    known = Known(tokens, state.base_policy, policy.budget, picks)
+    for prior in state.source.priors:
+        if not is_idle(prior):
+            g = g * run_prior(prior, known)
+    return g
+
+
+def _exchange(policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor) -> Tensor:
+    """Refined subset as a mask ``(B, N)``."""
+    scoring, constraints = policy.state.scoring, policy.state.constraints
+    revision = Revision(
+        tokens=view,
+        picks=picks,
+        pool=build_pool(constraints.pool, view, g, picks),
+        g=g,
+        quota=min(policy.quota, picks.shape[1]),
+        kernel_call=scoring.kernel,
+        partition_call=constraints.partition,
+    )
+    return run_selector(constraints.selector, revision)
+
+
+def _mergeable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """``(B,)``: what the residual and the reassembly read of the instruction is finite."""
+    instruction = tokens.instruction
+    if "instruction" not in policy.needs or instruction is None:
+        return torch.ones(tokens.batch, dtype=torch.bool, device=tokens.features.device)
+    return relevance(instruction).isfinite().all(dim=1)

@@ -16,7 +16,6 @@ from typing import TypeVar
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.budget import Budget, BudgetCall
 from vllm_autoprune.tpdsl.constraints import Selector, SelectorCall
 from vllm_autoprune.tpdsl.text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
@@ -67,20 +66,18 @@ def contradictions(data: Mapping[str, JsonValue]) -> Iterator[Problem]:
     budget = _part(_BUDGET, data.get("budget"))
     if budget is None:
         return
-    function = ATOMS.of(budget).function
-    own = function(budget)
-    if budget.limit is not None and isinstance(own, int) and own > budget.limit:
-        what = f"limit {budget.limit} is below the state's own K = {own}"
-        mend = f"write {own} or more, or null for no limit"
+    least, most = budget.range()
+    if budget.limit is not None and most > budget.limit:
+        what = f"limit {budget.limit} is below the state's own K = {most}"
+        mend = f"write {most} or more, or null for no limit"
         yield Problem("/budget/limit", what, mend, "limit_below_budget")
     constraints = data.get("constraints")
     raw = constraints.get("selector") if isinstance(constraints, dict) else None
     selector = _part(_SELECTOR, raw)
-    if selector is None or selector.r_min is None or not isinstance(own, int):
-        return
-    if selector.r_min > own:
-        what = f"r_min = {selector.r_min} reference tokens cannot be kept of K = {own}"
-        mend = f"write {own} or less, or null, which means K - q_e"
+    r_min = None if selector is None else selector.insists_on
+    if r_min is not None and r_min > least:
+        what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
+        mend = f"write {least} or less, or null, which means K - q_e"
         yield Problem("/constraints/selector/r_min", what, mend, "r_min_above_budget")
 
 

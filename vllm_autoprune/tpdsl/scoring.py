@@ -2,12 +2,14 @@
 
 Knows nothing about weights or about what is done with a score.
 
-Every function takes its call and B images and returns ``(B, N)`` float32. Signals are compared
-after min-max normalisation, so only their order and relative gaps within an image matter.
+Every function takes its call, B images and the reference selection ``(B, P)`` in pick order, and
+returns ``(B, N)`` float32. Signals are compared after min-max normalisation, so only their order
+and relative gaps within an image matter.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -16,7 +18,12 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.numerics import confidence
+from vllm_autoprune.tpdsl.partitions import SETTLED, clusters_of
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+
+ROUNDS = 5
+"""Rounds of k-means that a signal pays for, as by default in feature_cluster_partition."""
 
 
 class SignalCall(AtomCall):
@@ -58,6 +65,42 @@ class Contrast(SignalCall):
     radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens, Chebyshev distance")
 
 
+class Norm(SignalCall):
+    """Parameters of visual_token_norm_saliency."""
+
+    p: int = Field(2, ge=1, le=2, description="1: sum of absolute values; 2: Euclidean")
+
+
+class ClusterCentroid(SignalCall):
+    """Parameters of cluster_centroid_representativeness."""
+
+    clusters: int = Field(16, ge=2, le=64, description="clusters of the image's features")
+
+
+class GlobalMean(SignalCall):
+    """Parameters of global_mean_representativeness."""
+
+    scope: Literal["image", "tile"] = Field("image", description="whose mean")
+
+
+class ChannelEntropy(SignalCall):
+    """Parameters of channel_entropy_informativeness."""
+
+    temperature: float = Field(1.0, ge=0.25, le=4.0, description="above 1 flattens the channels")
+
+
+class Confidence(SignalCall):
+    """Parameters of reference_selection_confidence."""
+
+    floor: float = Field(0.0, ge=0.0, le=0.5, description="confidence in a token not selected")
+
+
+class Detail(SignalCall):
+    """Parameters of local_detail_energy."""
+
+    radius: int = Field(1, ge=1, le=3, description="window of 2 radius + 1 tokens a side")
+
+
 Signal = Annotated[SignalCall, OneOf("scoring")]
 
 
@@ -78,7 +121,9 @@ def relevance(
 
 
 @atom("scoring", Relevance, needs=frozenset({"instruction"}))
-def instruction_guided_visual_relevance(call: Relevance, tokens: VisualTokens) -> Tensor:
+def instruction_guided_visual_relevance(
+    call: Relevance, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Cosine between each token and the instruction, in the direction that means relevance."""
     instruction = tokens.require_instruction()
     sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
@@ -86,7 +131,7 @@ def instruction_guided_visual_relevance(call: Relevance, tokens: VisualTokens) -
 
 
 @atom("scoring", Attention, needs=frozenset({"cls_attention"}))
-def attention_proxy_saliency(call: Attention, tokens: VisualTokens) -> Tensor:
+def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Attention that [CLS] pays to each token, or closeness to the mean token where none is."""
     if tokens.cls_attention is not None:
         return tokens.cls_attention.float().clamp_min(0) ** (1.0 / call.temperature)
@@ -96,7 +141,7 @@ def attention_proxy_saliency(call: Attention, tokens: VisualTokens) -> Tensor:
 
 
 @atom("scoring", Centrality)
-def spatial_centrality_prior(call: Centrality, tokens: VisualTokens) -> Tensor:
+def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Gaussian of a token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
     y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
@@ -107,9 +152,9 @@ def spatial_centrality_prior(call: Centrality, tokens: VisualTokens) -> Tensor:
 
 
 @atom("scoring", Redundancy)
-def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens) -> Tensor:
-    """Minus the mean cosine to the m most similar other tokens of the tile."""
-    cosine = tokens.tile_cosine
+def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Minus the mean cosine to the m most similar other tokens, of its tile or of the image."""
+    cosine = tokens.scoped_cosine
     own = torch.eye(cosine.shape[-1], dtype=torch.bool, device=cosine.device)
     others = cosine.masked_fill(own, -torch.inf)
     m = min(call.m, cosine.shape[-1] - 1)
@@ -119,7 +164,7 @@ def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens) -> Tensor
 
 
 @atom("scoring", Contrast)
-def local_contrast_saliency(call: Contrast, tokens: VisualTokens) -> Tensor:
+def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the mean cosine to the tokens within grid radius r."""
     near = _neighbours(tokens.grid, call.radius, tokens.features.device)
     # From the cosines that the selection needs anyway: no second pass over the features.
@@ -135,8 +180,63 @@ def _neighbours(grid: Grid, radius: int, device: torch.device) -> Tensor:
     return ((apart > 0) & (apart <= radius)).float()
 
 
-def run_signal(call: SignalCall, tokens: VisualTokens) -> Tensor:
+@atom("scoring", Norm)
+def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Length of the token's feature: Euclidean, or the sum of absolute values."""
+    if call.p == 2:
+        return tokens.norm[:, :, 0].float()
+    return tokens.features.float().abs().sum(dim=-1)
+
+
+@atom("scoring", ClusterCentroid)
+def cluster_centroid_representativeness(
+    call: ClusterCentroid, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
+    """Cosine to the centroid of the token's own cluster of features."""
+    return clusters_of(tokens.cosine, call.clusters, ROUNDS)[1].amax(dim=2)
+
+
+@atom("scoring", GlobalMean, origin="listed")
+def global_mean_representativeness(call: GlobalMean, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Cosine to the mean direction of all tokens of the image, or of the tile."""
+    cosine = tokens.cosine if call.scope == "image" else tokens.tile_cosine
+    along = cosine.sum(dim=-1)
+    length = along.sum(dim=-1, keepdim=True).clamp_min(SETTLED).sqrt()
+    return tokens.by_image(along / length)
+
+
+@atom("scoring", ChannelEntropy, origin="listed")
+def channel_entropy_informativeness(
+    call: ChannelEntropy, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
+    """Entropy of the softmax over absolute channel activations, as a share of the largest."""
+    logs = (tokens.features.float().abs() / call.temperature).log_softmax(dim=-1)
+    return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
+
+
+@atom("scoring", Confidence, origin="listed")
+def reference_selection_confidence(call: Confidence, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """How early the base policy picked the token, from 1 for its first pick to the floor."""
+    return call.floor + (1 - call.floor) * confidence(picks, tokens.count)
+
+
+@atom("scoring", Detail, origin="extension")
+def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Spread of the directions around a token: high on print, edges and texture."""
+    # The variance of unit vectors in a window is one minus the mean of all their cosines, so two
+    # means over windows of the cosines that are there anyway give it.
+    grid = tokens.grid
+    means = tokens.tile_cosine
+    for _ in range(2):
+        maps = means.reshape(-1, 1, grid.height, grid.width)
+        side = 2 * call.radius + 1
+        pooled = functional.avg_pool2d(maps, side, 1, call.radius, count_include_pad=False)
+        means = pooled.reshape(means.shape).transpose(1, 2)
+    return tokens.by_image(1 - means.diagonal(dim1=1, dim2=2))
+
+
+def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """The signal that a call names, ``(B, N)`` float32."""
-    score = ATOMS.of(call).function(call, tokens)
+    score = ATOMS.of(call).function(call, tokens, picks)
     assert isinstance(score, Tensor)
     return score.float()

@@ -15,16 +15,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 # The grammar below is made of what is registered, so the atoms must be declared by now.
-from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, by_default
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy
 from vllm_autoprune.tpdsl.budget import Budget
-from vllm_autoprune.tpdsl.constraints import Selector
+from vllm_autoprune.tpdsl.constraints import Selector, SelectorCall
 from vllm_autoprune.tpdsl.fusion import Fusion
 from vllm_autoprune.tpdsl.kernels import SimilarityKernel
+from vllm_autoprune.tpdsl.partitions import Partition, PartitionCall
 from vllm_autoprune.tpdsl.pools import Pool
 from vllm_autoprune.tpdsl.reassembly import Reassembly
 from vllm_autoprune.tpdsl.safety import SafetyCall
 from vllm_autoprune.tpdsl.scoring import Signal
+from vllm_autoprune.tpdsl.source import Source
 
 SCHEMA = "autoprune-state/1"
 
@@ -84,6 +86,10 @@ class Constraints(_Part):
     pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
         description="builders of the candidate pool; each sees what the one before it left"
     )
+    partition: Partition = Field(
+        default_factory=lambda: by_default(PartitionCall, "spatial_grid_partition"),
+        description="parts of the image, for selectors that cap them; none: a 4 x 4 grid",
+    )
     selector: Selector = Field(description="which reference tokens are exchanged, and how many")
 
 
@@ -124,6 +130,9 @@ class PruningState(_Part):
     base_policy: AnyBasePolicy = Field(
         description="pi_P, the human-designed policy whose selection is refined"
     )
+    source: Source = Field(
+        default_factory=Source, description="what the residual looks at and knows beforehand"
+    )
     budget: Budget = Field(description="B: tokens one image contributes")
     scoring: Scoring
     constraints: Constraints
@@ -162,10 +171,11 @@ class PruningState(_Part):
         return copied
 
     def without_exchange(self) -> PruningState:
-        """The same state with q_e = 0: its base policy alone."""
-        selector = self.constraints.selector.model_copy(update={"q_e": 0, "r_min": None})
+        """The same state as its base policy alone: nothing exchanged, merged or reordered."""
+        selector = by_default(SelectorCall, "reference_strict_preservation_selector")
         constraints = self.constraints.model_copy(update={"selector": selector})
-        return self.model_copy(update={"constraints": constraints})
+        reassembly = by_default(AtomCall, "mean_residual")
+        return self.model_copy(update={"constraints": constraints, "reassembly": reassembly})
 
     def dumps(self) -> str:
         """The state as JSON text that loads back to an equal state."""

@@ -27,6 +27,10 @@ Need = Literal["cls_attention", "instruction", "tower", "next_layer", "language"
 """
 
 
+TileScope = Literal["per_tile", "global"]
+"""Whether tokens are compared within their tile, or over all tiles of the image."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width``, raster order."""
@@ -76,7 +80,8 @@ class VisualTokens:
     features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
     vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is :attr:`cosine`
     where it was made before: it depends on the image alone, and costs half of a selection.
-    tower and language are what some base policies read beyond the projected tokens.
+    tower and language are what some base policies read beyond the projected tokens. tile_scope is
+    how far a token looks for others like it.
     """
 
     features: Tensor
@@ -86,6 +91,7 @@ class VisualTokens:
     known_cosine: Tensor | None = None
     tower: TowerStates | None = None
     language: LanguagePrefix | None = None
+    tile_scope: TileScope = "per_tile"
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3:
@@ -144,6 +150,11 @@ class VisualTokens:
         if self.grid.tiles == 1:
             return self.cosine
         return cosines(self.by_tile(self.features), self.by_tile(self.norm))
+
+    @property
+    def scoped_cosine(self) -> Tensor:
+        """:attr:`tile_cosine` or :attr:`cosine`, as ``tile_scope`` says; first axis B or B * T."""
+        return self.cosine if self.tile_scope == "global" else self.tile_cosine
 
     @cached_property
     def cosine(self) -> Tensor:
