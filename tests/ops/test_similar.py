@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -67,12 +69,15 @@ def test_a_token_that_is_not_near_says_nothing_even_if_it_is_nan() -> None:
     assert torch.equal(mean_of_neighbours(similarity, 3, 3, 1), clean)
 
 
-def test_an_image_alone_has_the_same_bits_as_in_a_batch() -> None:
+MEANS: list[Callable[[Tensor], Tensor]] = [
+    lambda similarity: mean_of_largest_others(similarity, 8),
+    lambda similarity: mean_of_neighbours(similarity, 8, 8, 1),
+]
+
+
+@pytest.mark.parametrize("mean", MEANS, ids=["largest", "neighbours"])
+def test_an_image_alone_has_the_same_bits_as_in_a_batch(mean: Callable[[Tensor], Tensor]) -> None:
     similarity = symmetric(2, 5, 64)
     for image in range(5):
         alone = similarity[image : image + 1].clone()
-        for made in (
-            lambda s: mean_of_largest_others(s, 8),
-            lambda s: mean_of_neighbours(s, 8, 8, 1),
-        ):
-            assert torch.equal(made(similarity)[image : image + 1], made(alone))
+        assert torch.equal(mean(similarity)[image : image + 1], mean(alone))

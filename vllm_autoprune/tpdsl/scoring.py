@@ -17,10 +17,11 @@ import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
+from vllm_autoprune.ops.similar import mean_of_largest_others, mean_of_neighbours
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.numerics import confidence
 from vllm_autoprune.tpdsl.partitions import SETTLED, clusters_of
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
 
 ROUNDS = 5
 """Rounds of k-means that a signal pays for, as by default in feature_cluster_partition."""
@@ -155,29 +156,19 @@ def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tens
 def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Minus the mean cosine to the m most similar other tokens, of its tile or of the image."""
     cosine = tokens.scoped_cosine
-    own = torch.eye(cosine.shape[-1], dtype=torch.bool, device=cosine.device)
-    others = cosine.masked_fill(own, -torch.inf)
     m = min(call.m, cosine.shape[-1] - 1)
     if m == 0:
         return torch.zeros(tokens.batch, tokens.count, device=cosine.device)
-    return tokens.by_image(-others.topk(m, dim=-1).values.mean(dim=-1))
+    return tokens.by_image(-mean_of_largest_others(cosine, m))
 
 
 @atom("scoring", Contrast)
 def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the mean cosine to the tokens within grid radius r."""
-    near = _neighbours(tokens.grid, call.radius, tokens.features.device)
     # From the cosines that the selection needs anyway: no second pass over the features.
-    mean = (tokens.tile_cosine * near).sum(dim=-1) / near.sum(dim=-1).clamp_min(1)
+    grid = tokens.grid
+    mean = mean_of_neighbours(tokens.tile_cosine, grid.height, grid.width, call.radius)
     return tokens.by_image(1 - mean)
-
-
-def _neighbours(grid: Grid, radius: int, device: torch.device) -> Tensor:
-    """``(n, n)`` float32: 1 where two tokens of a tile lie within ``radius``, 0 for the same."""
-    y = torch.arange(grid.height, device=device).repeat_interleave(grid.width)
-    x = torch.arange(grid.width, device=device).repeat(grid.height)
-    apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-    return ((apart > 0) & (apart <= radius)).float()
 
 
 @atom("scoring", Norm)
