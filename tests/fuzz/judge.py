@@ -28,8 +28,8 @@ from vllm_autoprune import (
     materialize,
     safety_check,
 )
-from vllm_autoprune.tpdsl.check import synthetic_probes
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.probes import synthetic_probes
 from vllm_autoprune.tpdsl.rules import RULES
 from vllm_autoprune.tpdsl.safety import VERDICTS
 
@@ -189,7 +189,8 @@ def _budgets(state: PruningState) -> Iterator[str]:
 def _policy(state: PruningState, fully: bool) -> PruningPolicy:
     if fully:
         return materialize(state)
-    return materialize(state, max(SMALL, state.constraints.selector.r_min or 0))
+    least = state.constraints.selector.insists_on or 0
+    return materialize(state, min(max(SMALL, least), state.budget.limit or MAX_BUDGET))
 
 
 @lru_cache(maxsize=1)

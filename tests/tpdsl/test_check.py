@@ -23,8 +23,9 @@ from vllm_autoprune import (
 from vllm_autoprune.tpdsl import check
 from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Reference
-from vllm_autoprune.tpdsl.check import LARGEST_PROBED, synthetic_probes
+from vllm_autoprune.tpdsl.check import LARGEST_PROBED
 from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.probes import synthetic_probes
 from vllm_autoprune.tpdsl.safety import VERDICTS
 
 Break = Callable[[Refined], dict[str, Tensor]]

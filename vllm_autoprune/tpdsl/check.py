@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.probes import synthetic_probes as synthetic_probes
+from vllm_autoprune.tpdsl.probes import synthetic_probes
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import (
     CHECKS,
@@ -57,10 +57,10 @@ def _look(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
     calls = {call.atom: call for call in policy.state.safety}
     repeat = calls.get("deterministic")
     repeats = repeat.repeats if isinstance(repeat, DeterminismCall) else 2
-    here = policy.at(tokens.count, tokens.grid.tiles)
-    budget = min(here.budget, tokens.count)
-    want = Expectation(budget, min(here.r_min, budget), here.quota)
     try:
+        here = policy.at(tokens.count, tokens.grid.tiles)
+        budget = min(here.budget, tokens.count)
+        want = Expectation(budget, min(here.r_min, budget), here.quota)
         runs = [refine(policy, tokens) for _ in range(repeats)]
         found: list[Verdict] = []
         for check in CHECKS:
