@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.ops.products import cosines, cosines_with
+from vllm_autoprune.ops.products import cosines, cosines_between, cosines_with
 
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,6 +45,14 @@ def test_a_zero_row_is_like_nothing() -> None:
     features[0, 3] = 0
     found = cosine(features)
     assert found[0, 3].eq(0).all() and found[0, :, 3].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_cosines_between_some_are_entries_of_the_whole(dtype: torch.dtype) -> None:
+    features = rows(6, 2, 12, 33, dtype)
+    features[0, 2] = 0
+    found = cosines_between(features[:, [2, 7]], features[:, [0, 2, 11]])
+    assert torch.allclose(found, cosine(features)[:, [2, 7]][:, :, [0, 2, 11]], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)

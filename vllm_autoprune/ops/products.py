@@ -47,6 +47,24 @@ def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
     return out
 
 
+def cosines_between(rows: Tensor, columns: Tensor) -> Tensor:
+    """Cosines ``(B, n, m)`` float32 of rows ``(B, n, D)`` with columns ``(B, m, D)`` of one dtype.
+
+    Directions are rounded as in :func:`cosines`.
+    """
+    out = torch.empty(*rows.shape[:2], columns.shape[1], dtype=torch.float32, device=rows.device)
+    for row, column, found in zip(_directions(rows), _directions(columns), out, strict=True):
+        torch.mm(row, column.T, out=found)
+    return out
+
+
+def _directions(features: Tensor) -> Tensor:
+    """``(B, n, D)`` float32 rows of length 1, or 0."""
+    tiny = torch.finfo(features.dtype).tiny
+    norm: Tensor = features.norm(dim=-1, keepdim=True)
+    return (features / norm.clamp_min(tiny)).float()
+
+
 def cosines(features: Tensor, norm: Tensor) -> Tensor:
     """Cosines ``(B, n, n)`` float32 between rows of features ``(B, n, D)`` of length ``(B, n, 1)``.
 

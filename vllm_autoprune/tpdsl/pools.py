@@ -8,13 +8,15 @@ means "good tokens, and among them those least like what is already kept". To jo
 builder of the list may be ``multi_source_pool_builder``, which takes its sources' tokens in turn.
 
 Every builder returns ``(B, N)`` int64: a token's place in the builder's own order, N for a token
-that is not in its pool.
+that is not in its pool. How many tokens a pool holds at most is known without a look at it, so a
+builder that compares its candidates with each other can leave the rest of the image alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -22,14 +24,27 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.products import cosines_between
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom, by_default
-from vllm_autoprune.tpdsl.numerics import mask_of, places, ranked
+from vllm_autoprune.tpdsl.numerics import mask_of, places, ranked, raster
 from vllm_autoprune.tpdsl.partitions import grid_cells
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that a builder may take: a mask ``(B, N)``, and a bound on how many those are."""
+
+    mask: Tensor
+    most: int
 
 
 class PoolCall(AtomCall):
     """An atom that builds a pool."""
+
+    def most(self, grid: Grid, picked: int) -> int:
+        """Tokens that its pool may hold, for a reference selection of ``picked``."""
+        return grid.tokens - picked
 
 
 class SourceCall(PoolCall):
@@ -41,6 +56,10 @@ class SizedPool(SourceCall):
 
     pool_ratio: float = Field(1.0, ge=0.25, le=8.0, description="pool size as a multiple of K")
 
+    def most(self, grid: Grid, picked: int) -> int:
+        """Its size, or all that is outside the reference selection."""
+        return _size(self.pool_ratio, grid, picked)
+
 
 class CoveragePool(SourceCall):
     """Parameters of spatial_coverage_pool_builder."""
@@ -48,30 +67,29 @@ class CoveragePool(SourceCall):
     cells: int = Field(6, ge=2, le=12, description="cells a side, within each tile")
 
 
-def _size(ratio: float, reference: Tensor, count: int) -> int:
-    """Tokens of a pool: no more than there are outside the reference selection ``(B, P)``."""
-    picked = reference.shape[1]
-    return min(count - picked, max(1, math.ceil(ratio * picked)))
+def _size(ratio: float, grid: Grid, picked: int) -> int:
+    """Tokens of a pool: no more than there are outside the reference selection."""
+    return min(grid.tokens - picked, max(1, math.ceil(ratio * picked)))
 
 
 @atom("candidate_pool", SizedPool)
 def quality_pool_builder(
-    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Tensor
+    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
     """The tokens of highest fused quality outside the reference selection."""
-    order = ranked(g.masked_fill(~allowed, -torch.inf))
-    return places(order[:, : _size(call.pool_ratio, reference, tokens.count)], allowed)
+    order = ranked(g.masked_fill(~allowed.mask, -torch.inf))
+    return places(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
 
 
 @atom("candidate_pool", CoveragePool)
 def spatial_coverage_pool_builder(
-    call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Tensor
+    call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
     """The token of highest quality in each grid cell that holds no reference token."""
     cells, count = grid_cells(tokens.grid, call.cells, g.device)
     labels = cells.expand(tokens.batch, -1)
     covered = mask_of(labels.gather(1, reference), count).gather(1, labels)
-    found = g.masked_fill(covered | ~allowed, -torch.inf)
+    found = g.masked_fill(covered | ~allowed.mask, -torch.inf)
     inside = cells[:, None] == torch.arange(count, device=g.device)
     value, best = found[:, :, None].masked_fill(~inside, -torch.inf).max(dim=1)
     # A cell without a candidate marks one token more than there are.
@@ -82,14 +100,28 @@ def spatial_coverage_pool_builder(
 
 @atom("candidate_pool", SizedPool, origin="listed")
 def diversity_pool_builder(
-    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Tensor
+    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
-    distance = 1 - tokens.cosine
-    rows = reference[:, :, None].expand(-1, -1, tokens.count)
-    nearest = distance.gather(1, rows).amin(dim=1)
-    size = _size(call.pool_ratio, reference, tokens.count)
-    return places(farthest_points(distance, size, nearest=nearest, taken=~allowed), allowed)
+    # The candidates, and after them others up to the bound, which may not be picked.
+    found = raster(allowed.mask, allowed.most)
+    taken = ~allowed.mask.gather(1, found)
+    nearest = (1 - _cosine_between(tokens, found, reference)).amin(dim=2)
+    distance = 1 - _cosine_between(tokens, found, found)
+    size = min(allowed.most, call.most(tokens.grid, reference.shape[1]))
+    order = farthest_points(distance, size, nearest=nearest, taken=taken)
+    return places(found.gather(1, order), allowed.mask)
+
+
+def _cosine_between(tokens: VisualTokens, rows: Tensor, columns: Tensor) -> Tensor:
+    """Cosines ``(B, R, C)`` between tokens at ``(B, R)`` and at ``(B, C)``."""
+    if tokens.grid.tiles == 1 or tokens.known_cosine is not None:
+        of_rows = tokens.cosine.gather(1, rows[:, :, None].expand(-1, -1, tokens.count))
+        return of_rows.gather(2, columns[:, None, :].expand(-1, rows.shape[1], -1))
+    # Over all tiles nothing is known yet, and all of it would be several selections' work.
+    features, width = tokens.features, tokens.features.shape[2]
+    sides = (features.gather(1, at[:, :, None].expand(-1, -1, width)) for at in (rows, columns))
+    return cosines_between(*sides)
 
 
 Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]
@@ -107,18 +139,21 @@ class JoinedPool(PoolCall):
         description="builders whose pools are joined; none: quality and spatial coverage",
     )
 
+    def most(self, grid: Grid, picked: int) -> int:
+        """Its size, or all that is outside the reference selection."""
+        return _size(self.pool_ratio, grid, picked)
+
 
 @atom("candidate_pool", JoinedPool)
 def multi_source_pool_builder(
-    call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Tensor
+    call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
     """The best tokens of several pools in turn, until the pool is full."""
     sources = [_places(source, tokens, g, reference, allowed) for source in call.sources]
     # A token's turn is its place in the source that names it first; sources go in their order.
     turns = [place * len(sources) + index for index, place in enumerate(sources)]
     turn = torch.stack(turns).amin(dim=0)
-    size = _size(call.pool_ratio, reference, tokens.count)
-    order = turn.argsort(dim=1, stable=True)[:, :size]
+    order = turn.argsort(dim=1, stable=True)[:, : call.most(tokens.grid, reference.shape[1])]
     return places(order, turn < tokens.count * len(sources))
 
 
@@ -129,14 +164,16 @@ def build_pool(
     calls: Sequence[PoolCall], tokens: VisualTokens, g: Tensor, reference: Tensor
 ) -> Tensor:
     """Pool T_S as a mask ``(B, N)``, from quality ``(B, N)`` and reference ``(B, P)``."""
-    allowed = ~mask_of(reference, tokens.count)
+    picked = reference.shape[1]
+    allowed = Candidates(~mask_of(reference, tokens.count), tokens.count - picked)
     for call in calls:
-        allowed = _places(call, tokens, g, reference, allowed) < tokens.count
-    return allowed
+        mask = _places(call, tokens, g, reference, allowed) < tokens.count
+        allowed = Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))
+    return allowed.mask
 
 
 def _places(
-    call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Tensor
+    call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
     found = ATOMS.of(call).function(call, tokens, g, reference, allowed)
     assert isinstance(found, Tensor)
