@@ -33,6 +33,8 @@ class Geometry:
     """The space that relevance to the instruction is measured in."""
     has_cls: bool
     """Whether the vision tower has a [CLS] token."""
+    tower_rows: bool
+    """Whether the vision tower has one row for each visual token."""
     source: str
     """Where these figures stand."""
 
@@ -63,6 +65,7 @@ LLAVA_7B = Geometry(
     tiles=1,
     relevance="clip",
     has_cls=True,
+    tower_rows=True,
     source="llava-hf/llava-1.5-7b-hf: Vicuna-7B, CLIP ViT-L/14 at 336 pixels",
 )
 
@@ -78,6 +81,7 @@ LLAVA_13B = Geometry(
     tiles=1,
     relevance="clip",
     has_cls=True,
+    tower_rows=True,
     source="llava-hf/llava-1.5-13b-hf: Vicuna-13B, CLIP ViT-L/14 at 336 pixels",
 )
 
@@ -93,6 +97,7 @@ LLAVA_NEXT_7B = Geometry(
     tiles=5,
     relevance="clip",
     has_cls=True,
+    tower_rows=True,
     source="llava-v1.6-vicuna-7b-hf; 672 x 672 pixels: one base view and 2 x 2 crops, no newlines",
 )
 
@@ -108,6 +113,7 @@ QWEN_7B = Geometry(
     tiles=1,
     relevance="language",
     has_cls=False,
+    tower_rows=False,
     source="Qwen/Qwen2.5-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
 )
 

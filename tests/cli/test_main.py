@@ -43,7 +43,7 @@ def test_schema_and_atoms_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "constraints" in json.loads(capsys.readouterr().out)["properties"]
     assert main(["atoms", "--json"]) == 0
     atoms = json.loads(capsys.readouterr().out)
-    budgets = [a["name"] for a in atoms if a["group"] == "budget_control"]
+    budgets = [a for a in atoms if a["group"] == "budget_control" and a["origin"] == "printed"]
     assert len(budgets) == 10
     assert main(["atoms"]) == 0
     assert "local_contrast_saliency" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def test_show_tells_the_parts_of_a_state(capsys: Captured) -> None:
     ):
         assert part in said
     told = json.loads(spoken(capsys, "show", "autoprune", "--budget", "64", "--json"))
-    assert (told["budget"], told["r_min"], len(told["signals"])) == (64, 62, 5)
+    assert (told["budget"], told["r_min"], len(told["signals"])) == ([64, 64], 62, 5)
 
 
 def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:

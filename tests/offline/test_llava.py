@@ -11,10 +11,14 @@ import torch
 from PIL import Image
 
 from benchmarks.minillava.split import CLIP, LLAVA, evaluation_split, png
+from tests.tpdsl.samples import state
+from vllm_autoprune import materialize, refine
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.offline import open_vision
 from vllm_autoprune.offline.llava import LlavaVision
 from vllm_autoprune.offline.pixels import picture_of
+from vllm_autoprune.report.trace import trace
+from vllm_autoprune.tpdsl.state import known_base_policies
 
 EXAMPLE = evaluation_split(1)[0]
 
@@ -68,6 +72,40 @@ def test_the_next_layer_is_the_one_behind(vision: LlavaVision, scene: Image.Imag
     with torch.no_grad():
         keys = layer.self_attn.k_proj(layer.layer_norm1(states)).float()
     torch.testing.assert_close(following.keys, keys[:, 1:])
+
+
+def test_the_language_models_layers_are_those_that_transformers_runs(
+    vision: LlavaVision, scene: Image.Image
+) -> None:
+    tokens = vision.look(scene, "the red circle").tokens
+    prefix = tokens.require_language()
+    language = vision.model.model.language_model
+    length = prefix.embeddings().shape[1]
+    assert (prefix.start, prefix.layers) == (1, len(language.layers))
+    words = vision.processor.tokenizer("the red circle", add_special_tokens=False)["input_ids"]
+    assert prefix.text.tolist() == [[True] * len(words)] and length == 1 + 144 + len(words)
+    assert torch.equal(prefix.embeddings()[:, 1:145], tokens.features)
+    with torch.no_grad():
+        run = language(
+            inputs_embeds=prefix.embeddings(), output_attentions=True, output_hidden_states=True
+        )
+    attention, states = prefix.attention(2), prefix.states(1)
+    # Other kernels round bfloat16 otherwise.
+    torch.testing.assert_close(attention, run.attentions[2][:, :, 145:].float(), atol=2e-2, rtol=0)
+    torch.testing.assert_close(states, run.hidden_states[2], atol=6e-2, rtol=6e-2)
+    assert vision.look(scene, "").tokens.require_language().text.shape == (1, 1)
+
+
+@pytest.mark.parametrize("name", known_base_policies())
+def test_every_base_policy_finds_what_it_reads(
+    vision: LlavaVision, scene: Image.Image, name: str
+) -> None:
+    alone = state({"/base_policy": {"name": name}, "/budget/atom": "fixed_budget@16"})
+    seen = vision.look(scene, EXAMPLE.question)
+    policy = materialize(alone)
+    (traced,) = trace(policy, seen.tokens, refine(policy, seen.tokens))
+    assert traced.fallback == "none"
+    assert len(traced.kept) + traced.extra == 16
 
 
 def test_relevance_has_the_towers_sign_or_the_language_models(scene: Image.Image) -> None:

@@ -12,7 +12,7 @@ from vllm_autoprune.report.describe import describe
 
 def test_what_a_state_says() -> None:
     found = describe(state())
-    assert (found.budget, found.q_e, found.r_min) == (32, 2, 30)
+    assert (found.budget, found.q_e, found.r_min) == ((32, 32), 2, 30)
     assert found.base_policy.atom == "cdpruner"
     assert [part.atom for part in found.pool] == ["quality_pool_builder", "diversity_pool_builder"]
     assert found.pool[1].parameters == {"pool_ratio": 0.5}
@@ -27,7 +27,7 @@ def test_what_a_state_says() -> None:
 
 def test_another_budget() -> None:
     found = describe(state(), 64)
-    assert (found.budget, found.r_min) == (64, 62)
+    assert (found.budget, found.r_min) == ((64, 64), 62)
     with pytest.raises(BudgetError):
         describe(state(), 0)
 
@@ -36,7 +36,7 @@ def test_a_base_policy_alone() -> None:
     alone = state({"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}})
     found = describe(alone)
     assert found.reads == ()
-    assert "base policy alone" in found.words[1]
+    assert "the base policy alone chooses" in found.words[1]
     assert "share its KV cache" in found.words[2]
 
 
@@ -56,3 +56,11 @@ def test_states_that_behave_alike_have_one_digest() -> None:
 def test_a_default_written_out_is_no_difference() -> None:
     found = compare(state(), state({"/scoring/signals/0/sign": "auto"}))
     assert found.changes == () and found.same_behaviour
+
+
+def test_a_budget_that_follows_the_image() -> None:
+    ratio = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64}
+    found = describe(state({"/budget": ratio}))
+    assert found.budget == (8, 64)
+    assert "Keeps 8 to 64, by its size" in found.words[0]
+    assert describe(state({"/budget": ratio}), 20).budget == (20, 20)

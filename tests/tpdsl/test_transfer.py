@@ -8,7 +8,13 @@ from dataclasses import replace
 import pytest
 
 from tests.tpdsl.samples import edited, shipped, state
-from vllm_autoprune import BudgetError, PruningState, UnsupportedModelError, load_state
+from vllm_autoprune import (
+    BudgetError,
+    PruningState,
+    UnsupportedModelError,
+    load_state,
+    materialize,
+)
 from vllm_autoprune.backbones import GEOMETRIES, LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, Geometry
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS
@@ -58,7 +64,7 @@ def test_nothing_asked_for_changes_nothing() -> None:
 def test_r_min_follows_the_budget() -> None:
     old = state({"/constraints/selector/r_min": 30})
     made = transfer(old, 64)
-    assert made.state.constraints.selector.r_min == made.policy.r_min == 62
+    assert made.state.constraints.selector.insists_on == made.policy.r_min == 62
     assert "/constraints/selector/r_min" in pointers(made)
     smaller = transfer(old, 16)
     assert (smaller.policy.r_min, smaller.policy.quota) == (14, 2)
@@ -66,7 +72,7 @@ def test_r_min_follows_the_budget() -> None:
 
 def test_r_min_is_never_negative() -> None:
     old = state({"/constraints/selector/r_min": 0, "/constraints/selector/q_e": 32})
-    assert transfer(old, 16).state.constraints.selector.r_min == 0
+    assert transfer(old, 16).state.constraints.selector.insists_on == 0
 
 
 def test_every_transferred_policy_passes_its_safety_check() -> None:
@@ -174,3 +180,45 @@ def test_a_base_policy_whose_input_the_backbone_lacks_is_refused(
     assert transfer(state(), 64, LLAVA_NEXT_7B).policy.budget == 64
     with pytest.raises(UnsupportedModelError, match="/base_policy/name"):
         transfer(state(), 64, QWEN_7B)
+
+
+@pytest.mark.parametrize("budget", [1, 33, 48, 1000, 65536])
+def test_any_number_of_tokens_is_held_by_the_state_itself(budget: int) -> None:
+    made = transfer(state(), budget).state
+    own = materialize(load_state(made.dumps()))
+    assert (own.budget, own.varies) == (budget, False)
+    assert [own.at(tokens, 5).budget for tokens in (1, 576, 2880)] == [budget] * 3
+
+
+def test_a_budget_that_followed_the_image_becomes_fixed() -> None:
+    ratio = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64, "limit": 100}
+    made = transfer(state({"/budget": ratio}), 64)
+    assert document(made.state)["budget"] == {"atom": "fixed_budget@64", "limit": 100}
+    assert "/budget" in pointers(made)
+
+
+def test_a_budget_that_follows_the_image_is_resolved_on_a_backbone() -> None:
+    tiles = state({"/budget": {"atom": "per_tile_budget", "k": 32}})
+    assert "K = 160, over 5 tiles" in transfer(tiles, None, LLAVA_NEXT_7B).resolved[0].meaning
+    assert transfer(tiles, None, LLAVA_7B).resolved[0].meaning == "K = 32"
+    assert transfer(tiles, name="x").resolved[0].meaning == "K = 32 to 640, by image"
+
+
+def test_r_min_beyond_its_field_is_left_to_null() -> None:
+    made = transfer(state({"/constraints/selector/r_min": 30}), 1000)
+    assert document(made.state)["constraints"]["selector"]["r_min"] is None  # type: ignore[index,call-overload]
+    assert made.policy.r_min == 998
+
+
+def test_the_vision_towers_tokens_are_left_where_they_are_none() -> None:
+    tower = state({"/source": {"tokens": {"atom": "vision_tokens@vision_tower"}}})
+    assert "/source/tokens" not in pointers(transfer(tower, None, LLAVA_NEXT_7B))
+    made = transfer(tower, None, QWEN_7B)
+    assert "/source/tokens" in pointers(made)
+    assert made.state.source.tokens.atom == "vision_tokens@post_projector"
+
+
+def test_the_scope_of_likeness_is_told_where_there_are_tiles() -> None:
+    told = {field.where: field.meaning for field in transfer(state(), 64, LLAVA_NEXT_7B).resolved}
+    assert told["/source/tokens/tile_scope"].endswith("within each tile")
+    assert "/source/tokens/tile_scope" not in {f.where for f in transfer(state(), 64).resolved}

@@ -47,7 +47,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 where all is well, 1 where something is not, 2 for a wrong call."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except AutopruneError as error:
@@ -63,14 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = argparse.ArgumentParser(
         prog="vllm-autoprune",
         description="Read, check, compare and see the states that decide which visual tokens stay.",
         epilog="Exit status: 0 all is well, 1 something is not, 2 a wrong call.",
     )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         entry = commands.add_parser(
             name,
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         command.arguments(entry)
         entry.add_argument("--json", action="store_true", help="print machine-readable output")
         entry.set_defaults(run=command.run)
-    return parser
+    return top
 
 
 if __name__ == "__main__":

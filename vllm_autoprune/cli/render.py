@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import AutopruneError, ProblemsError
 
 WIDTH = 100
+_NARROW = 24
 
 
 def as_json(value: object) -> str:
@@ -26,22 +28,26 @@ def table(
 ) -> str:
     """Columns aligned as ``align`` says (``<`` or ``>`` for each, ``<`` where it says nothing).
 
-    With ``wrap`` the last column is broken into lines so that the table is that wide.
+    With ``wrap`` the widest columns are broken into lines until the table is that wide.
     """
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     if wrap is not None:
-        before = sum(widths[:-1]) + 2 * (len(widths) - 1)
-        widths[-1] = min(widths[-1], max(24, wrap - before))
+        widths = _fitted(widths, wrap - 2 * (len(widths) - 1))
     sides = align.ljust(len(head), "<")
     lines: list[str] = []
     for row in (head, ["-" * width for width in widths], *rows):
-        *cells, last = row
-        parts = textwrap.wrap(last, widths[-1]) or [""]
-        for number, part in enumerate(parts):
-            shown = [*(cells if number == 0 else [""] * len(cells)), part]
-            lines.append("  ".join(map(_cell, shown, widths, sides)).rstrip())
+        cells = [textwrap.wrap(text, width) for text, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(map(_cell, parts, widths, sides)).rstrip())
     return "\n".join(lines)
+
+
+def _fitted(widths: Sequence[int], room: int) -> list[int]:
+    """Widths whose sum is at most ``room``, but none cut below what still reads well."""
+    fitted = list(widths)
+    while sum(fitted) > room and max(fitted) > _NARROW:
+        fitted[fitted.index(max(fitted))] -= 1
+    return fitted
 
 
 def _cell(text: str, width: int, side: str) -> str:

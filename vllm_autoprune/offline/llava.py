@@ -1,4 +1,4 @@
-"""LLaVA-1.5's vision side with transformers: tower, projector, relevance.
+"""LLaVA-1.5's vision side with transformers: tower, projector, relevance, first language layers.
 
 Knows nothing about servers; its inputs are a server's up to the rounding of bfloat16 in other
 kernels, which at small budgets may exchange one of the tokens that matter least.
@@ -16,15 +16,19 @@ from torch import Tensor, nn
 
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.offline import Seen
+from vllm_autoprune.offline.llama import llama_prefix
 from vllm_autoprune.offline.pixels import picture_of
 from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.serving.words import LAST_WORDS
+from vllm_autoprune.tpdsl.language import LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
 
 if TYPE_CHECKING:
-    from transformers import LlavaConfig
+    from transformers import LlavaConfig, PreTrainedTokenizerBase
 
 _Hook = Callable[[nn.Module, object, Tensor], None]
 
@@ -41,6 +45,8 @@ class LlavaVision:
         self.model, loaded = LlavaForConditionalGeneration.from_pretrained(
             checkpoint, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
         )
+        # What is handed out runs the model later, outside of any no_grad.
+        self.model.requires_grad_(False)
         _require(checkpoint, self.model.config, tower, sorted(loaded["missing_keys"]))
         config = self.model.config.vision_config
         side = config.image_size // config.patch_size
@@ -87,16 +93,24 @@ class LlavaVision:
             _cls_row(query, key, heads),
             self._instruction(patches, features, instruction),
             tower=states,
+            language=self._language(features[0], instruction),
         )
 
+    def _language(self, image: Tensor, instruction: str) -> LanguagePrefix:
+        tokenizer = self.processor.tokenizer
+        start = (tokenizer.bos_token_id,)
+        words = self._read(tokenizer, instruction, special=False)[-LAST_WORDS:]
+        return llama_prefix(self.model.model.language_model, start, image, words)
+
+    def _read(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
+        ids = tokenizer(text, truncation=False, verbose=False, add_special_tokens=special)
+        # A literal image token has no meaning here, and in some models no embedding.
+        image = None if special else self.model.config.image_token_id
+        return tuple(token for token in ids["input_ids"] if token != image)
+
     def _instruction(self, patches: Tensor, features: Tensor, instruction: str) -> Instruction:
-        ids = self._words(
-            instruction, truncation=False, verbose=False, add_special_tokens=self._clip
-        )["input_ids"]
-        if not self._clip:
-            # A literal image token has no meaning here, and in some models no embedding.
-            ids = [token for token in ids if token != self.model.config.image_token_id]
-        text, segments = self._relevance.instructions([tuple(ids)])
+        ids = self._read(self._words, instruction, special=self._clip)
+        text, segments = self._relevance.instructions([ids])
         embedded = self._relevance.patches(patches)
         where = features if embedded is None else embedded
         return Instruction(where, text, segments, self._relevance.sign)

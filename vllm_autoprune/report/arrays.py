@@ -84,17 +84,17 @@ def _lacking(arrays: Mapping[str, Array], policy: PruningPolicy) -> list[Problem
     if "cls_attention" in policy.base.needs:
         asked.append("cls_attention")
     given = {"patches", "text", "sign"} & arrays.keys()
-    if policy.reads_instruction or given:
+    if "instruction" in policy.needs or given:
         asked += ["patches", "text", "sign"]
     found = [
         Problem(name, "required but missing", f"add {NAMES[name]}")
         for name in asked
         if name not in arrays
     ]
-    beyond = sorted(policy.base.needs - {"cls_attention", "instruction"})
+    beyond = sorted(policy.needs - {"cls_attention", "instruction"})
     if beyond:
-        what = f"{policy.base.name} reads {', '.join(beyond)}, which a file of arrays cannot hold"
-        found.append(Problem("state", what, "choose a state with another base policy"))
+        what = f"{policy.state.name} reads {', '.join(beyond)}, which a file of arrays cannot hold"
+        found.append(Problem("state", what, "choose a state that reads projected tokens"))
     return found
 
 

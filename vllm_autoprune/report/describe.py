@@ -38,22 +38,25 @@ class SignalPart:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What one state says at one budget.
+    """What one state says at one budget: ``budget`` is the smallest and the largest K of an image.
 
     ``reads`` are the inputs that cost something; ``words`` tell the same in sentences.
     """
 
     name: str
     digest: str
-    budget: int
+    budget: tuple[int, int]
     budget_atom: Part
     base_policy: Part
+    source: Part
+    priors: tuple[Part, ...]
     q_e: int
     r_min: int
     signals: tuple[SignalPart, ...]
     kernel: Part
     fusion: Part
     pool: tuple[Part, ...]
+    partition: Part
     selector: Part
     reassembly: Part
     safety: tuple[Part, ...]
@@ -70,13 +73,15 @@ def describe(state: PruningState, budget: int | None = None) -> Description:
     return Description(
         name=state.name,
         digest=state.digest,
-        budget=policy.budget,
+        budget=_range(policy),
         budget_atom=_part(state.budget),
         base_policy=Part(
             policy.base.name,
             state.base_policy.params.model_dump(mode="json"),
             policy.base.doc,
         ),
+        source=_part(state.source.tokens),
+        priors=tuple(_part(call) for call in state.source.priors),
         q_e=policy.quota,
         r_min=policy.r_min,
         signals=tuple(
@@ -92,6 +97,7 @@ def describe(state: PruningState, budget: int | None = None) -> Description:
         kernel=_part(state.scoring.kernel),
         fusion=_part(state.scoring.fusion),
         pool=tuple(_part(call) for call in state.constraints.pool),
+        partition=_part(state.constraints.partition),
         selector=_part(state.constraints.selector),
         reassembly=_part(state.reassembly),
         safety=tuple(_part(call) for call in state.safety),
@@ -110,8 +116,13 @@ def _parameters(call: AtomCall, without: tuple[str, ...] = ()) -> Parameters:
     return dumped
 
 
+def _range(policy: PruningPolicy) -> tuple[int, int]:
+    return policy.state.budget.range() if policy.varies else (policy.budget, policy.budget)
+
+
 def _words(policy: PruningPolicy) -> tuple[str, ...]:
-    state, k = policy.state, policy.budget
+    state, (least, most) = policy.state, _range(policy)
+    k = f"{most}" if least == most else f"{least} to {most}, by its size,"
     base = policy.base.name
     said = [f"Keeps {k} visual tokens of every image, starting from those that {base} picks."]
     if policy.refines:
@@ -126,7 +137,7 @@ def _words(policy: PruningPolicy) -> tuple[str, ...]:
             f"from {pools}."
         )
     else:
-        said.append("Nothing is exchanged: this is the base policy alone.")
+        said.append("Nothing is exchanged: the base policy alone chooses.")
     if policy.reads_instruction:
         said.append(
             "It reads the instruction, so two questions on one image may keep different tokens and "

@@ -15,15 +15,19 @@ from pydantic import JsonValue
 
 from vllm_autoprune.backbones import GEOMETRIES, Geometry
 from vllm_autoprune.errors import Problem, UnsupportedModelError
-from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.atom import ATOMS, by_default
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, split_over_tiles
+from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, BudgetCall, split_over_tiles
 from vllm_autoprune.tpdsl.changes import Change, put
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.constraints import BoundedSelector
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.scoring import Relevance
+from vllm_autoprune.tpdsl.source import EmbeddedView, ProjectedView, TowerView, ViewCall
 from vllm_autoprune.tpdsl.state import PruningState
 
 _R_MIN = "/constraints/selector/r_min"
+_MAX_R_MIN = 640
+"""The largest r_min that a state can state; null, which is K - q_e, knows no such bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ def transfer(
     """
     found: list[Change] = []
     if budget is not None:
+        if not 1 <= budget <= MAX_BUDGET:
+            materialize(state, budget)  # refuses it, in the words of every other command
         found += _for_budget(state, budget)
     if backbone is not None:
         _require_inputs(state, backbone)
@@ -84,28 +90,38 @@ def document(state: PruningState) -> dict[str, JsonValue]:
 
 def _for_budget(state: PruningState, budget: int) -> list[Change]:
     """Budget atom and r_min; empty where K is the state's own."""
-    if budget == materialize(state).budget:
+    if state.budget.range() == (budget, budget):
         return []
-    exact = budget in FIXED_BUDGETS
-    held = budget if exact else min((k for k in FIXED_BUDGETS if k > budget), default=640)
-    why = f"K = {budget}"
-    if not exact:
-        why = (
-            f"the language has no fixed budget of K = {budget}, so the state holds {held}: serve "
-            f"it with --autoprune-budget {budget}"
-        )
-    changed = [_change("/budget/atom", state.budget.atom, f"fixed_budget@{held}", why)]
+    changed = [_budget(state.budget, budget)]
     selector = state.constraints.selector
-    if selector.r_min is not None:
-        r_min = max(0, budget - selector.q_e) if exact else None
-        why = f"r_min = K - q_e = {max(0, budget - selector.q_e)}"
-        changed.append(_change(_R_MIN, selector.r_min, r_min, why))
+    if isinstance(selector, BoundedSelector) and selector.r_min is not None:
+        r_min = max(0, budget - selector.q_e)
+        why = f"r_min = K - q_e = {r_min}"
+        changed.append(_change(_R_MIN, selector.r_min, r_min if r_min <= _MAX_R_MIN else None, why))
     return changed
 
 
+def _budget(call: BudgetCall, budget: int) -> Change:
+    why = f"K = {budget}"
+    if budget in FIXED_BUDGETS and call.atom.startswith("fixed_budget@"):
+        return _change("/budget/atom", call.atom, f"fixed_budget@{budget}", why)
+    after: dict[str, JsonValue] = {"limit": call.limit}
+    if budget in FIXED_BUDGETS:
+        after["atom"] = f"fixed_budget@{budget}"
+    else:
+        why += ", which no fixed budget of the language is: floor and ceiling in one"
+        after |= {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
+    return _change("/budget", call.model_dump(mode="json"), after, why)
+
+
 def _for_backbone(state: PruningState, backbone: Geometry) -> list[Change]:
-    """Direction of relevance, where the state insists on one."""
+    """Token source, and direction of relevance where the state insists on one."""
     found = []
+    if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
+        before = state.source.tokens.model_dump(mode="json")
+        after = by_default(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
+        why = f"the vision tower of {backbone.name} has no row for each visual token"
+        found.append(_change("/source/tokens", before, after, why))
     for index, call in enumerate(state.scoring.signals):
         if isinstance(call, Relevance) and call.sign != "auto":
             why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
@@ -158,18 +174,20 @@ def _require_inputs(state: PruningState, backbone: Geometry) -> None:
 
 def _resolved(policy: PruningPolicy, backbone: Geometry | None) -> tuple[Resolved, ...]:
     """Every field that depends on budget or backbone, as it is in the new state."""
-    state, k = policy.state, policy.budget
-    tiles = 1 if backbone is None else backbone.tiles
-    shares = split_over_tiles(k, tiles)
-    kept = f"K = {k}" + (
-        f", over {tiles} tiles: {' + '.join(map(str, shares))}" if tiles > 1 else ""
-    )
-    selector = state.constraints.selector
+    state = policy.state
     found = [
-        Resolved("/budget/atom", state.budget.atom, kept),
-        Resolved("/constraints/selector/q_e", selector.q_e, f"at most {policy.quota} exchanges"),
-        Resolved(_R_MIN, selector.r_min, f"at least {policy.r_min} reference tokens stay"),
+        Resolved("/budget/atom", state.budget.atom, _kept(policy, backbone)),
+        Resolved(
+            "/constraints/selector/atom",
+            state.constraints.selector.atom,
+            f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay",
+        ),
     ]
+    view = state.source.tokens
+    if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
+        near = "within each tile" if view.tile_scope == "per_tile" else "over all tiles"
+        means = f"likeness is looked for {near}"
+        found.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
     for index, call in enumerate(state.scoring.signals):
         where = f"/scoring/signals/{index}"
         if isinstance(call, Relevance):
@@ -179,6 +197,17 @@ def _resolved(policy: PruningPolicy, backbone: Geometry | None) -> tuple[Resolve
             means = f"no [CLS] on {backbone.name}: closeness to the mean token stands in"
             found.append(Resolved(f"{where}/atom", call.atom, means))
     return tuple(found)
+
+
+def _kept(policy: PruningPolicy, backbone: Geometry | None) -> str:
+    """K, and how it falls to tiles."""
+    if backbone is None:
+        least, most = policy.state.budget.range()
+        return f"K = {least} to {most}, by image" if policy.varies else f"K = {policy.budget}"
+    k = policy.at(backbone.tokens, backbone.tiles).tokens_kept(backbone.tokens, backbone.tiles)
+    shares = split_over_tiles(k, backbone.tiles)
+    over = f", over {backbone.tiles} tiles: {' + '.join(map(str, shares))}"
+    return f"K = {k}" + (over if backbone.tiles > 1 else "")
 
 
 def _change(where: str, before: JsonValue, after: JsonValue, why: str) -> Change:

@@ -24,7 +24,7 @@ def _run(options: argparse.Namespace) -> int:
                 "name": atom.name,
                 "group": atom.group,
                 "role": atom.role,
-                "paper": atom.paper,
+                "origin": atom.origin,
                 "needs": sorted(atom.needs),
                 "doc": atom.doc,
                 "parameters": atom.call.model_json_schema()["properties"],
@@ -34,10 +34,12 @@ def _run(options: argparse.Namespace) -> int:
         print(as_json(described))
         return 0
     rows = [
-        [atom.group, atom.name, ", ".join(sorted(atom.needs)) or "-", atom.doc] for atom in found
+        [atom.group, atom.name, atom.origin, ", ".join(sorted(atom.needs)) or "-", atom.doc]
+        for atom in found
     ]
-    print(table(["group", "atom", "reads", "what it does"], rows, wrap=WIDTH + 40))
-    print(f"\n{len(found)} atoms")
+    print(table(["group", "atom", "origin", "reads", "what it does"], rows, wrap=WIDTH + 60))
+    extensions = sum(atom.origin == "extension" for atom in found)
+    print(f"\n{len(found) - extensions} atoms of the paper's language, {extensions} extensions")
     return 0
 
 

@@ -74,7 +74,7 @@ def _record(
 
 def _told(shape: Geometry, budgets: list[int], rows: list[Cost], full_layers: int) -> str:
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
-    inside = [f"{row.after}, mean {row.tokens:.2f}" for row in rows]
+    inside = [f"{row.after}, mean {row.tokens:.7g}" for row in rows]
     lines = [
         [
             str(k),

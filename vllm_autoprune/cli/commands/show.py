@@ -54,16 +54,25 @@ def _rows(found: Description) -> list[list[str]]:
         [
             "budget",
             found.budget_atom.atom,
-            f"K = {found.budget}, {_set(found.budget_atom.parameters)}",
+            _budget(found),
         ],
+        ["source", found.source.atom, _set(found.source.parameters)],
+        *(["prior", part.atom, _set(part.parameters)] for part in found.priors),
         ["kernel", found.kernel.atom, _set(found.kernel.parameters)],
         ["fusion", found.fusion.atom, _set(found.fusion.parameters)],
         *pools,
+        ["partition", found.partition.atom, _set(found.partition.parameters)],
         ["selector", found.selector.atom, f"q_e = {found.q_e}, r_min = {found.r_min} at this K"],
         ["reassembly", found.reassembly.atom, _set(found.reassembly.parameters)],
         ["safety", ", ".join(part.atom for part in found.safety), ""],
         ["reads", ", ".join(("features", *found.reads)), ""],
     ]
+
+
+def _budget(found: Description) -> str:
+    least, most = found.budget
+    k = f"K = {most}" if least == most else f"K = {least} to {most}"
+    return f"{k}, {_set(found.budget_atom.parameters)}"
 
 
 def _set(parameters: Parameters) -> str:

@@ -1,0 +1,41 @@
+"""The page on the command line: its calls parse, its outputs are what is printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vllm_autoprune.backbones import GEOMETRIES
+from vllm_autoprune.cli.main import COMMANDS, main, parser
+from vllm_autoprune.report.arrays import NAMES
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+
+CALLS = [
+    shlex.split(block.replace("\\\n", " "))[1:]
+    for block in re.findall(r"```sh\n(vllm-autoprune .*?)```", PAGE, flags=re.DOTALL)
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0])
+def test_every_call_on_the_page_parses(call: list[str]) -> None:
+    assert parser().parse_args(call).command == call[0]
+
+
+def test_every_command_is_on_the_page() -> None:
+    assert len(CALLS) >= 5
+    assert all(f"`{name}" in PAGE for name in COMMANDS)
+
+
+def test_the_costs_on_the_page_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (call,) = [call for call in CALLS if call[0] == "cost"]
+    assert main(call) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in PAGE
+
+
+def test_arrays_and_backbones_are_those_of_the_code() -> None:
+    assert all(f"| `{name}` | {doc} |" in PAGE for name, doc in NAMES.items())
+    assert all(f"`{name}`" in PAGE for name in GEOMETRIES)
