@@ -1,0 +1,159 @@
+"""What the zoo holds: every shipped state, made from the one that is written by hand.
+
+Knows nothing about measuring them.
+
+``policies/autoprune.json`` is the source: the structure that the paper selected (its table of the
+materialized composition at K = 32). The paper prints no fusion weights; those in it are ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.backbones import GEOMETRIES
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.instruction_free import instruction_free
+from vllm_autoprune.tpdsl.transfer import transfer
+
+SOURCE = "autoprune"
+
+BUDGETS: Mapping[str, Sequence[int]] = {
+    "llava-1.5-7b": (16, 32, 64, 128),
+    "llava-next-7b": (160, 320, 640),
+    "qwen2.5-vl-7b": (32, 64, 128, 256),
+}
+"""Every budget and backbone for which the paper reports the selected state."""
+
+QUOTAS = (0, 1, 2, 4, 8, 16, 32)
+"""The paper's sweep of q_e at K = 32; 2 is the selected state itself."""
+
+STRUCTURE = (
+    "Structure: the state that the paper selected (its table of the materialized composition). "
+    "Weights: ours, for the paper prints none."
+)
+
+JsonObject = dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One shipped state and the family it belongs to."""
+
+    family: str
+    state: PruningState
+
+
+def zoo(source: PruningState) -> list[Entry]:
+    """Every shipped state by family, the source first."""
+    stated = source.provenance.model_copy(update={"found_by": STRUCTURE})
+    source = source.model_copy(update={"provenance": stated})
+    return [
+        Entry("source", source),
+        *(Entry("transfer", state) for state in _transferred(source)),
+        *(Entry("base policy", _alone(source, name)) for name in BASE_POLICIES),
+        *(Entry("ablation", state) for state in _ablations(source)),
+        *(Entry("instruction-free", state) for state in _instruction_free(source)),
+    ]
+
+
+def _transferred(source: PruningState) -> Iterator[PruningState]:
+    for backbone, budgets in BUDGETS.items():
+        for budget in budgets:
+            name = f"{SOURCE}-{backbone}-k{budget}"
+            yield transfer(source, budget, GEOMETRIES[backbone], name).state
+
+
+def _alone(source: PruningState, policy: str) -> PruningState:
+    """A base policy with nothing exchanged: K tokens as the method picks them."""
+    return _edited(
+        source,
+        policy,
+        {
+            "base_policy": {"name": policy, "params": {}},
+            "scoring": _plain_scoring(source),
+            "constraints": {
+                "pool": [{"atom": "quality_pool_builder"}],
+                "selector": {"atom": "reference_strict_preservation_selector"},
+            },
+        },
+        f"The base policy {policy} alone. {BASE_POLICIES[policy].doc}",
+        "The authors of the method; parameters as they published them where nothing else is said.",
+    )
+
+
+def _ablations(source: PruningState) -> Iterator[PruningState]:
+    """The rows of the paper's ablation of components, and its sweep of the exchange quota."""
+    plain = _document(source)
+    constraints = _object(plain["constraints"])
+    selector, scoring = _object(constraints["selector"]), _object(plain["scoring"])
+    yield _edited(
+        source,
+        "ablation-without-anchoring",
+        {"constraints": {**constraints, "selector": {"atom": "quality_topk_selector"}}},
+        "Ablation: the K tokens of highest quality, whatever the base policy picked.",
+    )
+    signals = scoring["signals"]
+    assert isinstance(signals, list)
+    alone: list[JsonValue] = [{**_object(signals[0]), "weight": 1.0}]
+    yield _edited(
+        source,
+        "ablation-without-fusion",
+        {"scoring": {**scoring, "signals": alone}},
+        "Ablation: relevance is the only signal, so there is nothing to fuse.",
+    )
+    yield _edited(
+        source,
+        "ablation-without-diversity",
+        {"constraints": {**constraints, "pool": [{"atom": "quality_pool_builder"}]}},
+        "Ablation: candidates by quality alone, however alike they are.",
+    )
+    for quota in QUOTAS:
+        if quota == selector["q_e"]:
+            continue
+        yield _edited(
+            source,
+            f"ablation-quota-{quota}",
+            {"constraints": {**constraints, "selector": {**selector, "q_e": quota}}},
+            f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e.",
+        )
+
+
+def _instruction_free(source: PruningState) -> Iterator[PruningState]:
+    """For traffic that asks many questions about one image: all of them share its KV blocks.
+
+    Base policies alone have their variants among each other (cdpruner: divprune, and so on).
+    """
+    yield instruction_free(source, "instruction-free").state
+
+
+def _plain_scoring(source: PruningState) -> JsonObject:
+    """Scoring of a state that never scores; the grammar wants one signal."""
+    scoring = _object(_document(source)["scoring"])
+    return {**scoring, "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}]}
+
+
+def _edited(
+    source: PruningState,
+    name: str,
+    changes: Mapping[str, JsonValue],
+    notes: str,
+    found_by: str = STRUCTURE,
+) -> PruningState:
+    provenance: JsonObject = {"found_by": found_by, "notes": notes}
+    data = {**_document(source), "name": name, "provenance": provenance, **changes}
+    return load_state(json.dumps(data))
+
+
+def _document(source: PruningState) -> JsonObject:
+    data: JsonObject = json.loads(source.dumps())
+    return data
+
+
+def _object(value: JsonValue) -> JsonObject:
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.zoo.states import BUDGETS, QUOTAS, SOURCE, Entry, zoo
+from vllm_autoprune import load_state, materialize
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.load import shipped_states
+
+SHIPPED = shipped_states()
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[Entry]:
+    return zoo(load_state(SOURCE))
+
+
+def test_what_is_shipped_is_what_the_zoo_builds(entries: list[Entry]) -> None:
+    built = {entry.state.name: entry.state.digest for entry in entries}
+    assert {name: load_state(name).digest for name in SHIPPED} == built
+    assert all(load_state(name).name == name for name in SHIPPED)
+
+
+def test_every_budget_and_backbone_of_the_paper_is_there(entries: list[Entry]) -> None:
+    carried = [entry.state for entry in entries if entry.family == "transfer"]
+    assert sorted(materialize(state).budget for state in carried) == sorted(
+        k for budgets in BUDGETS.values() for k in budgets
+    )
+    source = load_state(SOURCE)
+    for made in carried:
+        assert made.scoring == source.scoring and made.constraints == source.constraints
+        policy = materialize(made)
+        assert (policy.quota, policy.r_min) == (2, policy.budget - 2)
+
+
+def test_a_base_policy_alone_exchanges_nothing_and_reads_no_signal() -> None:
+    for name, policy in BASE_POLICIES.items():
+        alone = materialize(load_state(name), 16)
+        assert alone.base.name == name and not alone.refines
+        assert alone.needs == policy.needs
+
+
+def test_the_sweep_of_quotas() -> None:
+    names = {q: f"ablation-quota-{q}" if q != 2 else SOURCE for q in QUOTAS}
+    for quota, name in names.items():
+        policy = materialize(load_state(name), 32)
+        assert (policy.quota, policy.r_min) == (quota, 32 - quota)
+
+
+def test_ablations_take_one_thing_away() -> None:
+    source = load_state(SOURCE)
+    free = materialize(load_state("ablation-without-anchoring"))
+    assert (free.quota, free.r_min) == (32, 0)
+    assert len(load_state("ablation-without-fusion").scoring.signals) == 1
+    alike = load_state("ablation-without-diversity")
+    assert [call.atom for call in alike.constraints.pool] == ["quality_pool_builder"]
+    assert alike.scoring == source.scoring
+
+
+def test_the_instruction_free_state_reads_no_instruction() -> None:
+    assert not materialize(load_state("instruction-free")).reads_instruction
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_a_shipped_state_says_where_it_comes_from(name: str) -> None:
+    assert load_state(name).provenance.found_by
