@@ -6,6 +6,7 @@ Knows nothing about what is tested. Used by scenarios, each of which runs in a p
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.minillava.split import Example, evaluation_split
 from tests.serving.paths import CLIP, LLAVA
+from tests.tpdsl.samples import edited, shipped
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
     from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
 
 STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
+
+
+def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
+    """A state that is one base policy and exchanges nothing."""
+    state = {"/base_policy": {"name": base, "params": params}, "/constraints/selector/q_e": 0}
+    return edited(shipped(), {**state, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,12 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
     return LLM(**options)
 
 
+def released(llm: LLM) -> None:
+    """End an engine of this process, so that the next one has its memory."""
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
 def model_of(llm: LLM) -> AutopruneLlavaForConditionalGeneration:
     """The model object; needs the engine in this process."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
@@ -79,6 +93,13 @@ def vision_runs(llm: LLM) -> int:
     vision = model_of(llm).autoprune
     assert vision is not None
     return vision.runs
+
+
+def forget(llm: LLM) -> None:
+    """Empty vLLM's caches; the plugin's own, of features, stays."""
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
 
 
 def chat(llm: LLM, conversations: Sequence[Sequence[object]], tokens: int = 4) -> list[Answer]:

@@ -9,12 +9,25 @@ from tests.serving.scenarios import run
 pytestmark = pytest.mark.engine
 
 
+ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
 def test_ranks_choose_the_same_tokens_and_answer_like_one() -> None:
-    environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    one, two = run("one_rank", **environment), run("two_ranks", **environment)
+    one, two = run("one_rank", **ENVIRONMENT), run("two_ranks", **ENVIRONMENT)
     first, second = two["kept"]
     assert len(first) > 0
     assert first == second
     same = [a["text"] == b["text"] for a, b in zip(one["answers"], two["answers"], strict=True)]
     # Sharded sums round differently, so a near tie may flip; most answers cannot.
     assert sum(same) >= 0.9 * len(same)
+
+
+@pytest.mark.parametrize("name", ["visionzip", "prumerge_plus", "fastv"])
+def test_ranks_choose_the_same_by_what_they_hold_in_parts(name: str) -> None:
+    """Heads of the vision tower and of the language model are spread over the ranks."""
+    report = run(f"two_ranks_{name}", **ENVIRONMENT)
+    first, second = report["kept"]
+    assert len(first) > 0
+    assert first == second
+    assert all(len(kept) in (15, 16) for batch in first for kept in batch)
+    assert all(answer["text"] for answer in report["answers"])

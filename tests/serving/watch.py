@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.serving import batch, prune
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import Chosen, Refined
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 @dataclass
@@ -23,8 +21,8 @@ class Watch:
     """Everything noted so far."""
 
     kept: dict[ItemPlan, list[int]] = field(default_factory=dict)
+    rows: dict[ItemPlan, Tensor] = field(default_factory=dict)
     budgets: list[list[int]] = field(default_factory=list)
-    selections: list[int] = field(default_factory=list)
     before_broadcast: list[list[list[int]]] = field(default_factory=list)
     vision_batches: list[int] = field(default_factory=list)
 
@@ -32,21 +30,18 @@ class Watch:
 def watch(tower: nn.Module | None = None) -> Watch:
     """Note from now on; ``tower`` is the vision tower whose batches are to be noted."""
     seen = Watch()
-    refine_batch, pick, agree = batch.prune_images, prune.prune, prune._agreed
-    current: list[ItemPlan] = []
+    every, some, agree = batch.prune_images, batch._refined, prune._agreed
 
     def images(served: object, plans: Sequence[ItemPlan], *rest: object) -> list[Tensor]:
-        current[:] = plans
         seen.budgets.append([plan.budget for plan in plans])
-        return refine_batch(served, plans, *rest)  # type: ignore[arg-type]
+        return every(served, plans, *rest)  # type: ignore[arg-type]
 
-    def one(policy: PruningPolicy, tokens: VisualTokens, meter: prune.FallbackMeter) -> Refined:
-        refined = pick(policy, tokens, meter)
-        seen.selections.append(tokens.batch)
-        members = [plan for plan in current if plan.budget == policy.budget]
-        for plan, row in zip(members, refined.indices.tolist(), strict=False):
-            seen.kept[plan] = row
-        return refined
+    def refined(served: object, plans: Sequence[ItemPlan], *rest: object) -> Refined:
+        found = some(served, plans, *rest)  # type: ignore[arg-type]
+        for plan, kept, rows in zip(plans, found.indices.tolist(), found.features, strict=True):
+            seen.kept[plan] = kept
+            seen.rows[plan] = rows
+        return found
 
     def agreed(chosen: Chosen) -> Chosen:
         seen.before_broadcast.append(chosen.indices.tolist())
@@ -55,7 +50,7 @@ def watch(tower: nn.Module | None = None) -> Watch:
     from vllm_autoprune.serving.models import llava
 
     patch.object(llava, "prune_images", images).start()
-    patch.object(batch, "prune", one).start()
+    patch.object(batch, "_refined", refined).start()
     patch.object(prune, "_agreed", agreed).start()
     if tower is not None:
         tower.register_forward_pre_hook(

@@ -1,0 +1,82 @@
+"""What questions on one image share, and what relevance is measured by.
+
+Knows nothing about what should be shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from tests.serving.engine import STATE, alone, ask, examples, forget, model_of, start, vision_runs
+from tests.serving.scenarios import Report, scenario
+from tests.serving.watch import watch
+from vllm_autoprune.serving import processor
+from vllm_autoprune.serving.plan import pruned_identity
+
+
+@scenario
+def interleaved() -> Report:
+    """Two questions on each of several images, in turns, prefix caching on."""
+    llm = start({**STATE, "budget": 32})
+    before = vision_runs(llm)
+    report: dict[str, Any] = {"first": [], "again": [], "alone": [], "answers": []}
+    asked = examples(3)
+    for example in asked:
+        report["first"].append(ask(llm, example).plain())
+        report["answers"].append(example.answer)
+    report["vision_runs"] = vision_runs(llm) - before
+    report["images"] = len({e.image_id for e in asked})
+    for example in reversed(asked):
+        report["again"].insert(0, ask(llm, example).plain())
+    report["vision_runs_again"] = vision_runs(llm) - before
+    for example in asked:
+        forget(llm)
+        report["alone"].append(ask(llm, example).plain())
+    return report
+
+
+@scenario
+def instruction_left_out() -> Report:
+    """Negative control: what :func:`interleaved` would be without the instruction's identity."""
+
+    def without(identity: str, digest: str, budget: int, keep: Any, ids: Any) -> str:
+        return pruned_identity(identity, digest, budget, keep, None)
+
+    llm = start({**STATE, "budget": 4})
+    asked = examples(6)
+    right = [ask(llm, e).plain() for e in asked]
+    llm.reset_prefix_cache()
+    with patch.object(processor, "pruned_identity", without):
+        wrong = [ask(llm, e).plain() for e in asked]
+    return {"right": right, "wrong": wrong, "answers": [e.answer for e in asked]}
+
+
+@scenario
+def blind_state() -> Report:
+    """A state that does not read the instruction: questions on one image share everything."""
+    llm = start({"state": alone("divprune"), "budget": 32})
+    before = vision_runs(llm)
+    asked = examples(1)
+    return {
+        "answers": [ask(llm, e).plain() for e in asked],
+        "vision_runs": vision_runs(llm) - before,
+    }
+
+
+@scenario
+def embeddings_for_relevance() -> Report:
+    """No text tower: relevance from the language model's own input embeddings."""
+    llm = start({"state": "autoprune", "budget": 32})
+    seen = watch()
+    answers = [ask(llm, e).plain() for e in examples(2)]
+    vision = model_of(llm).autoprune
+    assert vision is not None
+    relevance = vision.relevance()
+    assert relevance is not None
+    return {
+        "answers": answers,
+        "kind": type(relevance).__name__,
+        "sign": relevance.sign,
+        "kept": list(seen.kept.values()),
+    }

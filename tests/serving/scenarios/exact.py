@@ -1,0 +1,61 @@
+"""How a prompt is processed: with and without a state, in one step or many, caches on or off.
+
+Knows nothing about which of them should agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.serving.engine import STATE, chat, examples, start, turn
+from tests.serving.scenarios import Report, scenario
+from tests.serving.watch import watch
+
+
+@scenario
+def plain() -> Report:
+    """Tokens and exact log-probabilities of a model without a state."""
+    return _exact(None)
+
+
+@scenario
+def everything_kept() -> Report:
+    """As :func:`plain`, with a state whose K is at least N."""
+    return _exact({**STATE, "budget": 4096})
+
+
+def _exact(settings: Mapping[str, object] | None) -> Report:
+    llm = start(settings)
+    asked = [[turn(e.question, e.image)] for e in examples(2)]
+    both = [[turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)]]
+    return [answer.plain() for one in [*asked, *both] for answer in chat(llm, [one], tokens=8)]
+
+
+@scenario
+def whole_prefill() -> Report:
+    """Answers and kept tokens when every prompt is prefilled in one step."""
+    return _prefilled(max_num_batched_tokens=4096)
+
+
+@scenario
+def chunked_prefill() -> Report:
+    """The same in steps of 16 tokens, which cut through the image."""
+    return _prefilled(max_num_batched_tokens=16, max_num_seqs=4)
+
+
+@scenario
+def no_caches() -> Report:
+    """The same with the prefix cache and vLLM's multi-modal caches off, and ours too."""
+    return _prefilled({"feature_cache_gb": 0}, enable_prefix_caching=False, mm_processor_cache_gb=0)
+
+
+def _prefilled(settings: Mapping[str, object] | None = None, **options: object) -> Report:
+    llm = start({**STATE, **(settings or {})}, **options)
+    seen = watch()
+    asked = examples(3)[:8]
+    said = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in asked]
+    pair = chat(llm, [[turn("What digit is on the red shape?", asked[0].image, asked[-1].image)]])
+    return {
+        "answers": [*said, pair[0].plain()],
+        "kept": [[list(p.instruction), rows] for p, rows in seen.kept.items()],
+    }

@@ -1,0 +1,64 @@
+"""Tensor-parallel ranks: what each of them chooses before they agree.
+
+Knows nothing about whether they should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.serving.engine import STATE, alone, chat, examples, start, turn
+from tests.serving.scenarios import Report, scenario
+from tests.serving.watch import watch
+
+
+@scenario
+def one_rank() -> Report:
+    """Answers and kept tokens on one rank, to compare with :func:`two_ranks`."""
+    return _ranked(1)
+
+
+@scenario
+def two_ranks() -> Report:
+    """Answers at TP = 2, and what each rank would have kept before they agree."""
+    return _ranked(2)
+
+
+@scenario
+def two_ranks_visionzip() -> Report:
+    """As :func:`two_ranks`, for a base policy that reads the vision tower."""
+    return _ranked(2, {**STATE, "state": alone("visionzip")}, scenes=2)
+
+
+@scenario
+def two_ranks_prumerge_plus() -> Report:
+    """As :func:`two_ranks`, for one that reads the tower's next layer."""
+    return _ranked(2, {**STATE, "state": alone("prumerge_plus")}, scenes=2)
+
+
+@scenario
+def two_ranks_fastv() -> Report:
+    """As :func:`two_ranks`, for one that reads the language model's first layers."""
+    return _ranked(2, {**STATE, "state": alone("fastv")}, scenes=2)
+
+
+def _ranked(ranks: int, settings: Mapping[str, object] = STATE, scenes: int = 4) -> Report:
+    llm = start(settings, tensor_parallel_size=ranks)
+    llm.collective_rpc(begin_watching)
+    asked = examples(scenes)
+    said = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in asked]
+    return {"answers": said, "kept": llm.collective_rpc(seen_here)}
+
+
+def begin_watching(worker: object) -> None:
+    """Runs in every worker: note what is selected from now on."""
+    _WATCHED.append(watch())
+
+
+def seen_here(worker: object) -> list[list[list[int]]]:
+    """Runs in every worker: the indices it chose, before ranks agree."""
+    return _WATCHED[-1].before_broadcast
+
+
+_WATCHED: list[Any] = []

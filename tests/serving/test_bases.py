@@ -1,0 +1,54 @@
+"""Every base policy alone, served by a real engine: K tokens, and the right ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serving.paths import TOKENS
+from tests.serving.scenarios import run
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+READ_THE_INSTRUCTION = {
+    name for name, base in BASE_POLICIES.items() if base.needs & {"instruction", "language"}
+}
+
+
+def test_all_nine_are_there() -> None:
+    assert set(run("base_policies")["policies"]) == set(BASE_POLICIES)
+    assert len(BASE_POLICIES) >= 9
+
+
+@pytest.mark.parametrize("budget", [16, 8])
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_a_prompt_is_shorter_by_exactly_what_was_removed(name: str, budget: int) -> None:
+    report = run("base_policies")
+    for full, case in zip(report["full"], report["policies"][name][str(budget)], strict=True):
+        assert case["prompt_tokens"] == full - (TOKENS - budget)
+        assert case["text"]
+
+
+@pytest.mark.parametrize("budget", [16, 8])
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_the_server_keeps_what_transformers_would(name: str, budget: int) -> None:
+    """The same tokens, and rows that are equal up to the rounding of float32.
+
+    A policy that does not read the instruction selects once an image: later questions find the
+    rows in vLLM's caches.
+    """
+    cases = run("base_policies")["policies"][name][str(budget)]
+    selected = [case for case in cases if "kept" in case]
+    images = 2
+    assert len(selected) == (len(cases) if name in READ_THE_INSTRUCTION else images)
+    for case in selected:
+        assert case["kept"] == case["offline"]
+        assert case["rows_apart"] < 1e-3
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_nothing_fell_back(name: str) -> None:
+    report = run("base_policies")["policies"][name]
+    assert report["errors"] == {}
+    assert report["fallbacks"]["reference"] == report["fallbacks"]["uniform"] == 0
+    assert report["fallbacks"]["none"] > 0
