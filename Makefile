@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types format lock clean
+.PHONY: help venv demo test lint types policies format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -35,7 +35,7 @@ demo: venv ## serve the embedded model and show what pruning does
 	@echo "demo: benchmarks.demo"
 	@$(PY) -m benchmarks.demo
 
-test: lint types ## everything that CI runs: lint, types, tests
+test: lint types policies ## everything that CI runs: lint, types, shipped states, tests
 	@echo "tests: pytest"
 	@$(PY) -m pytest -q
 
@@ -47,6 +47,11 @@ lint: venv ## style and format, checked
 types: venv ## types, checked
 	@echo "types: mypy"
 	@$(PY) -m mypy
+
+policies: venv ## shipped states, loaded and safety-checked
+	@echo "policies: vllm-autoprune validate"
+	@$(PY) -m vllm_autoprune.cli.main validate policies/*.json > /dev/null || \
+	    $(PY) -m vllm_autoprune.cli.main validate policies/*.json
 
 format: venv ## mend style and format where a machine can
 	@echo "format: ruff"
