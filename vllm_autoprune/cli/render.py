@@ -36,10 +36,15 @@ def table(
     sides = align.ljust(len(head), "<")
     lines: list[str] = []
     for row in (head, ["-" * width for width in widths], *rows):
-        cells = [textwrap.wrap(text, width) for text, width in zip(row, widths, strict=True)]
+        cells = [_lines(text, width) for text, width in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             lines.append("  ".join(map(_cell, parts, widths, sides)).rstrip())
     return "\n".join(lines)
+
+
+def _lines(text: str, width: int) -> list[str]:
+    # Names hold hyphens, and a name that is cut cannot be copied.
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _fitted(widths: Sequence[int], room: int) -> list[int]:

@@ -55,6 +55,13 @@ HOOKS: tuple[Hook, ...] = (
         ),
         "processor: K placeholders and cache identity",
     ),
+    Hook("vllm.multimodal.inputs", ("MultiModalFieldConfig.batched",), "processor: the plan"),
+    Hook("vllm.multimodal.parse", ("ImageEmbeddingItems",), "processor: what comes unpruned"),
+    Hook(
+        "vllm.multimodal.processing.processor",
+        ("PromptUpdateDetails.from_seq",),
+        "processor: K placeholders",
+    ),
     Hook(
         "vllm.model_executor.models.llava",
         (
@@ -65,6 +72,17 @@ HOOKS: tuple[Hook, ...] = (
             "LlavaForConditionalGeneration.load_weights",
         ),
         "models.llava: the vision side",
+    ),
+    Hook("vllm.model_executor.models.utils", ("StageMissingLayer",), "models.llava: text-only"),
+    Hook(
+        "vllm.distributed",
+        (
+            "get_tp_group",
+            "model_parallel_is_initialized",
+            "tensor_model_parallel_all_gather",
+            "tensor_model_parallel_all_reduce",
+        ),
+        "ranks: the same tokens everywhere",
     ),
 )
 

@@ -1,0 +1,53 @@
+"""The list of names within vLLM: complete, and there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_autoprune import serving
+from vllm_autoprune.serving.hooks import HOOKS, Hook, missing
+
+ROOM = Path(serving.__file__).parent
+
+
+def test_names_that_are_gone_are_found() -> None:
+    assert missing(Hook("json", ("JSONEncoder.encode", "dumps"), "a test")) == ()
+    gone = missing(Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "a test"))
+    assert gone == ("JSONEncoder.sing",)
+    (told,) = missing(Hook("no_such_module", ("a", "b"), "a test"))
+    assert told.startswith("no_such_module (ModuleNotFoundError")
+
+
+@pytest.mark.compat
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
+def test_every_hook_is_there(hook: Hook) -> None:
+    assert missing(hook) == ()
+
+
+def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import from vLLM that happens at run time."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from imported(other)
+        elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
+            yield from ((child.module or "", alias.name) for alias in child.names)
+        else:
+            yield from imported(child)
+
+
+def test_everything_that_is_imported_from_vllm_is_on_the_list() -> None:
+    listed = {(hook.module, name.split(".")[0]) for hook in HOOKS for name in hook.names}
+    modules = {hook.module for hook in HOOKS}
+    found = {
+        pair
+        for path in ROOM.rglob("*.py")
+        for pair in imported(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert len(found) > 10
+    assert {(m, n) for m, n in found - listed if f"{m}.{n}" not in modules} == set()
