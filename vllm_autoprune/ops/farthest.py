@@ -22,12 +22,14 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     rows = distance.reshape(batch * tokens, tokens)
     # At minus infinity a token stays for good: fmin keeps the lesser number and passes NaN by.
     nearest = nearest.masked_fill(taken, -torch.inf)
+    flat = nearest.view(-1)
     picks = []
     for _ in range(count):
         pick = nearest.argmax(dim=1)
         picks.append(pick)
-        nearest.scatter_(1, pick[:, None], -torch.inf)
-        torch.fmin(nearest, rows.index_select(0, first + pick), out=nearest)
+        at = pick if batch == 1 else first + pick
+        flat.index_fill_(0, at, -torch.inf)
+        torch.fmin(nearest, rows.index_select(0, at), out=nearest)
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     return torch.stack(picks, dim=1)

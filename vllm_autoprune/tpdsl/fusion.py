@@ -70,6 +70,7 @@ def run_fusion(
     call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Token quality g ``(B, N)`` >= 0 from signals ``(B, N)``, normalised here."""
-    fused = ATOMS.of(call).function(call, [normalise(s) for s in signals], weights, picks)
+    scaled = normalise(torch.stack(list(signals), dim=1)).unbind(dim=1)
+    fused = ATOMS.of(call).function(call, scaled, weights, picks)
     assert isinstance(fused, Tensor)
     return fused

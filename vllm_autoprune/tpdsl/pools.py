@@ -24,7 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.ops.products import cosines_between
+from vllm_autoprune.ops.products import cosines, cosines_between
+from vllm_autoprune.ops.rows import rows_at
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom, by_default
 from vllm_autoprune.tpdsl.numerics import mask_of, places, ranked, raster
 from vllm_autoprune.tpdsl.partitions import grid_cells
@@ -106,22 +107,26 @@ def diversity_pool_builder(
     # The candidates, and after them others up to the bound, which may not be picked.
     found = raster(allowed.mask, allowed.most)
     taken = ~allowed.mask.gather(1, found)
-    nearest = (1 - _cosine_between(tokens, found, reference)).amin(dim=2)
-    distance = 1 - _cosine_between(tokens, found, found)
+    among, to_reference = _cosines_of(tokens, found, reference)
     size = min(allowed.most, call.most(tokens.grid, reference.shape[1]))
-    order = farthest_points(distance, size, nearest=nearest, taken=taken)
+    nearest = (1 - to_reference).amin(dim=2)
+    order = farthest_points(1 - among, size, nearest=nearest, taken=taken)
     return places(found.gather(1, order), allowed.mask)
 
 
-def _cosine_between(tokens: VisualTokens, rows: Tensor, columns: Tensor) -> Tensor:
-    """Cosines ``(B, R, C)`` between tokens at ``(B, R)`` and at ``(B, C)``."""
+def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``."""
     if tokens.grid.tiles == 1 or tokens.known_cosine is not None:
-        of_rows = tokens.cosine.gather(1, rows[:, :, None].expand(-1, -1, tokens.count))
-        return of_rows.gather(2, columns[:, None, :].expand(-1, rows.shape[1], -1))
+        rows = rows_at(tokens.cosine, some)
+        count = some.shape[1]
+        return (
+            rows.gather(2, some[:, None].expand(-1, count, -1)),
+            rows.gather(2, others[:, None].expand(-1, count, -1)),
+        )
     # Over all tiles nothing is known yet, and all of it would be several selections' work.
-    features, width = tokens.features, tokens.features.shape[2]
-    sides = (features.gather(1, at[:, :, None].expand(-1, -1, width)) for at in (rows, columns))
-    return cosines_between(*sides)
+    features = rows_at(tokens.features, some)
+    among = cosines(features, features.norm(dim=-1, keepdim=True))
+    return among, cosines_between(features, rows_at(tokens.features, others))
 
 
 Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]

@@ -17,6 +17,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.rows import rows_at
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, declare
 from vllm_autoprune.tpdsl.numerics import mask_of
 from vllm_autoprune.tpdsl.outcome import Chosen
@@ -115,7 +116,7 @@ Rows = tuple[Tensor, Tensor]
 
 def gather_rows(features: Tensor, indices: Tensor) -> Tensor:
     """Rows ``(B, K, D)`` of features ``(B, N, D)`` at indices ``(B, K)``."""
-    return features.gather(1, indices[:, :, None].expand(-1, -1, features.shape[2]))
+    return rows_at(features, indices)
 
 
 def _idle(call: AtomCall) -> bool:
