@@ -41,7 +41,8 @@ LLaVA-1.5-7B with N = 576 image tokens, in percent of the unpruned prefill
 VERDICT = """\
 PyramidDrop's published last stage ranks at layer 24. Before the model that is three quarters of
 the prefill for the scores alone, and from K = 192 on more than no pruning at all. The default is
-its first stage, a quarter of the depth. A layer of 2 is cheaper still; it is then FastV with `layer: 3`.
+its first stage, a quarter of the depth. A layer of 2 is cheaper still; it is then FastV with
+`layer: 3`.
 """
 
 

@@ -150,7 +150,8 @@ FORMS: dict[str, Form] = {
             "one stage keeps K at once; published: fixed counts after layers 2, 6 and 15",
             "no recycling by default; `recycle` gives up to half of K to cluster rows, found in "
             "the layer's states as published, but made of what enters the model",
-            "no noise on the density: the lower index wins a tie; without a rater all text rates",
+            "no noise on the density: of two tokens as dense, the lower index counts as denser",
+            "where no text token is above the mean, as with a single one, all of them rate",
         ),
     ),
 }

@@ -3,7 +3,8 @@
 Knows nothing about which tokens are recycled or what becomes of a group.
 
 Source: SparseVLM's published code, after Du et al. 2016 (DPC-KNN). The published code adds random
-noise of 1e-6 to the density to break ties; here the lower index wins them [ours].
+noise of 1e-6 to the density, so that of two tokens as dense as each other one belongs to the
+other. Here the lower index is the denser one [ours], or neither, as recordings without noise are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def cluster_count(recycled: int) -> int:
     return int(recycled / 10) + 1
 
 
-def clusters(states: Tensor, count: int) -> Tensor:
+def clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
     """Membership ``(B, n, count)`` float32, one 1 in each row, of states ``(B, n, D)``.
 
     A centre is dense and far from everything denser: the ``count`` largest products of density
@@ -33,6 +34,9 @@ def clusters(states: Tensor, count: int) -> Tensor:
     near = distance.topk(min(count, distance.shape[2]), dim=2, largest=False).values
     density = (-near.square().mean(dim=2)).exp()
     denser = density[:, None, :] > density[:, :, None]
+    if break_ties:
+        place = torch.arange(states.shape[1], device=states.device)
+        denser |= (density[:, None, :] == density[:, :, None]) & (place < place[:, None])
     farthest = distance.flatten(1).amax(dim=1)[:, None, None]
     apart = torch.where(denser, distance, farthest).amin(dim=2)
     chosen = (apart * density).argsort(dim=1, descending=True, stable=True)[:, :count]

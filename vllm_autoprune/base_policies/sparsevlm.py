@@ -57,7 +57,8 @@ def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) ->
     kept = ranked(score)[:, :count].sort(dim=1).values
     left = visual_span(language, language.states(params.layer), tokens.count, dim=1)
     sources = recycled(score, kept)
-    members = clusters(gather_rows(left, sources), cluster_count(sources.shape[1]))
+    made = cluster_count(sources.shape[1])
+    members = clusters(gather_rows(left, sources), made, break_ties=False)
     merged = centres(members, gather_rows(left, sources))
     none = kept.new_full((tokens.batch, merged.shape[1]), -1)
     rows = torch.cat([gather_rows(left, kept).float(), merged], dim=1)

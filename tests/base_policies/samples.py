@@ -1,0 +1,178 @@
+"""Images with every input that a base policy may read.
+
+Knows nothing about what is expected of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune import Grid, Instruction, VisualTokens
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Native, Reference
+from vllm_autoprune.tpdsl.language import RecordedPrefix
+from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+
+WIDTH, TOWER_WIDTH, TEXT, START = 16, 12, 6, 3
+
+
+def images(
+    seed: int = 0,
+    *,
+    batch: int = 2,
+    grid: Grid | None = None,
+    dtype: torch.dtype = torch.float32,
+    noise: float = 0.5,
+    clusters: int = 6,
+) -> VisualTokens:
+    """Images of clustered tokens; of the odd ones the last two text tokens are padding."""
+    grid = grid or Grid(6, 6)
+    source = torch.Generator().manual_seed(seed)
+
+    def bell(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).to(dtype)
+
+    owner = torch.randint(clusters, (batch, grid.tokens), generator=source)
+
+    def clustered(width: int) -> Tensor:
+        return bell(clusters, width)[owner] + noise * bell(batch, grid.tokens, width)
+
+    projector = bell(TOWER_WIDTH, WIDTH)
+    features = clustered(WIDTH)
+    length = START + grid.tokens + TEXT
+    entering = torch.cat([bell(batch, START, WIDTH), features, bell(batch, TEXT, WIDTH)], dim=1)
+    odd = torch.arange(batch)[:, None] % 2
+    return VisualTokens(
+        features,
+        grid,
+        cls_attention=bell(batch, grid.tokens).softmax(dim=1),
+        instruction=Instruction(
+            clustered(8).float(),
+            bell(batch, 2, 8).float(),
+            torch.ones(batch, 2, dtype=torch.bool),
+            sign=-1,
+        ),
+        tower=TowerStates(
+            patches=clustered(TOWER_WIDTH),
+            keys=clustered(8),
+            project=lambda rows: rows @ projector.to(rows.device),
+            cls=bell(batch, grid.tiles, TOWER_WIDTH),
+            next_layer=NextLayer(
+                bell(batch, grid.tokens).float().softmax(dim=1), clustered(TOWER_WIDTH)
+            ),
+        ),
+        language=RecordedPrefix(
+            START,
+            torch.arange(TEXT) < TEXT - 2 * odd,
+            recorded_embeddings=entering,
+            recorded_states=bell(batch, length, WIDTH),
+            recorded_normed=bell(batch, length, WIDTH),
+            recorded_keys=bell(batch, 2, length, 4),
+            recorded_attention=bell(batch, 3, TEXT, length).float().softmax(dim=3),
+        ),
+    )
+
+
+def tower_of(tokens: VisualTokens) -> TowerStates:
+    """The tower's states, which these images have."""
+    assert tokens.tower is not None
+    return tokens.tower
+
+
+def language_of(tokens: VisualTokens) -> RecordedPrefix:
+    """The recording behind an image of this file."""
+    assert isinstance(tokens.language, RecordedPrefix)
+    return tokens.language
+
+
+def mapped(tokens: VisualTokens, change: Callable[[Tensor], Tensor]) -> VisualTokens:
+    """The same images with every input changed."""
+    instruction, tower, language = tokens.instruction, tower_of(tokens), language_of(tokens)
+    following = tokens.require_next_layer()
+    assert instruction is not None and tokens.cls_attention is not None
+
+    def recorded(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else change(tensor)
+
+    return replace(
+        tokens,
+        features=change(tokens.features),
+        cls_attention=change(tokens.cls_attention),
+        instruction=replace(
+            instruction,
+            patches=change(instruction.patches),
+            text=change(instruction.text),
+            segments=change(instruction.segments),
+        ),
+        tower=replace(
+            tower,
+            patches=change(tower.patches),
+            keys=change(tower.keys),
+            cls=None if tower.cls is None else change(tower.cls),
+            next_layer=NextLayer(change(following.attention), change(following.keys)),
+        ),
+        language=replace(
+            language,
+            text=change(language.text),
+            recorded_embeddings=recorded(language.recorded_embeddings),
+            recorded_states=recorded(language.recorded_states),
+            recorded_normed=recorded(language.recorded_normed),
+            recorded_keys=recorded(language.recorded_keys),
+            recorded_attention=recorded(language.recorded_attention),
+        ),
+    )
+
+
+def take(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
+    """Some images of a batch."""
+    return mapped(tokens, lambda tensor: tensor[rows])
+
+
+def select(name: str, tokens: VisualTokens, budget: int, **params: object) -> Reference:
+    """A policy's reference selection with these parameters and the defaults of the others."""
+    policy = BASE_POLICIES[name]
+    call = policy.call.model_validate({"name": name, "params": params})
+    return policy.select(call.params, tokens, budget)
+
+
+def native(name: str, tokens: VisualTokens, budget: int | None = None, **params: object) -> Native:
+    """What the published code makes of it."""
+    policy = BASE_POLICIES[name]
+    call = policy.call.model_validate({"name": name, "params": params})
+    return policy.native(call.params, tokens, budget)
+
+
+def prefix(
+    count: int,
+    text: list[bool],
+    *,
+    start: int = 1,
+    embeddings: Tensor | None = None,
+    states: Tensor | None = None,
+    normed: Tensor | None = None,
+    keys: Tensor | None = None,
+    attention: Tensor | None = None,
+    layers: int = 32,
+) -> VisualTokens:
+    """One image of ``count`` tokens with what is recorded of its sequence, no batch axis given."""
+
+    def one(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[None]
+
+    return VisualTokens(
+        torch.eye(count)[None],
+        Grid(1, count),
+        language=RecordedPrefix(
+            start,
+            torch.tensor([text]),
+            layers,
+            one(embeddings),
+            one(states),
+            one(normed),
+            one(keys),
+            one(attention),
+        ),
+    )

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.base_policies.samples import prefix, select
+from vllm_autoprune import SelectionError
+from vllm_autoprune.base_policies.attended import last_row, surviving
+from vllm_autoprune.tpdsl.language import RecordedPrefix
+
+NOTHING = torch.nan
+
+
+def attention_of(last: list[list[float]], rows: int = 3, at: int = 2) -> Tensor:
+    """``(H, rows, L)`` of which one row is known and the others are not numbers."""
+    made = torch.full((len(last), rows, len(last[0])), NOTHING)
+    made[:, at] = torch.tensor(last)
+    return made
+
+
+# One token before the image, four of it, three after.
+HEADS = [
+    [9.0, 0.1, 0.4, 0.0, 0.2, 9.0, 9.0, 9.0],
+    [9.0, 0.1, 0.0, 0.5, 0.3, 9.0, 9.0, 9.0],
+]
+
+
+def test_the_last_tokens_attention_decides_averaged_over_heads() -> None:
+    tokens = prefix(4, [True] * 3, attention=attention_of(HEADS))
+    # Means 0.1, 0.2, 0.25, 0.25: no head's own favourite, and the tie goes to the lower index.
+    assert select("fastv", tokens, 3).picks.tolist() == [[2, 3, 1]]
+
+
+def test_the_last_token_is_the_last_that_is_no_padding() -> None:
+    tokens = prefix(4, [True, True, False], attention=attention_of(HEADS, at=1))
+    assert select("fastv", tokens, 3).picks.tolist() == [[2, 3, 1]]
+
+
+def test_text_and_what_is_before_the_image_are_never_picked() -> None:
+    tokens = prefix(4, [True] * 3, attention=attention_of(HEADS))
+    found = select("fastv", tokens, 3)
+    assert found.merged is None and found.extra is None
+    assert int(found.picks.max()) < 4
+
+
+class Deep(RecordedPrefix):
+    """Says which layer was asked for."""
+
+    def attention(self, layer: int) -> Tensor:
+        raise KeyError(layer)
+
+
+@pytest.mark.parametrize(("params", "layer"), [({}, 1), ({"layer": 1}, 0), ({"layer": 3}, 2)])
+def test_attention_is_of_the_layer_before_the_one_that_prunes(
+    params: dict[str, object], layer: int
+) -> None:
+    tokens = prefix(4, [True] * 3)
+    object.__setattr__(tokens, "language", Deep(1, torch.ones(1, 3, dtype=torch.bool)))
+    with pytest.raises(KeyError, match=str(layer)):
+        select("fastv", tokens, 2, **params)
+
+
+def test_a_layer_that_the_model_does_not_have_is_an_error_that_says_so() -> None:
+    tokens = prefix(4, [True] * 3, attention=attention_of(HEADS), layers=4)
+    with pytest.raises(SelectionError, match=r"reads layer 7.*layers 0 to 3.*'layer'"):
+        select("fastv", tokens, 2, layer=8)
+
+
+def test_rows_are_taken_where_each_sequence_ends() -> None:
+    rows = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
+    text = torch.tensor([[True, True, True], [True, False, False]])
+    assert last_row(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
+
+
+def test_what_is_left_of_the_whole_sequence() -> None:
+    # S = 2, N = 5, Lt = 2.
+    assert surviving(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]

@@ -1,0 +1,159 @@
+"""What every base policy promises, whatever it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.base_policies.samples import WIDTH, images, mapped, select, take
+from tests.tpdsl.samples import state
+from vllm_autoprune import Grid, SelectionError, VisualTokens, materialize, safety_check
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Reference
+
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    **{name: (name, {}) for name in sorted(BASE_POLICIES)},
+    "divprune global": ("divprune", {"tile_scope": "global"}),
+    "visionzip with cls": ("visionzip", {"patch_only": False}),
+    "visionzip many contextual": ("visionzip", {"contextual": 6}),
+    "visionzip none contextual": ("visionzip", {"contextual": 0}),
+    "prumerge": ("prumerge_plus", {"plus": False}),
+    "prumerge_plus drop_extra": ("prumerge_plus", {"drop_extra": True}),
+    "dart embeddings": ("dart", {"space": "embeddings"}),
+    "sparsevlm recycle": ("sparsevlm", {"recycle": True}),
+    "pyramiddrop layer": ("pyramiddrop", {"layer": 24}),
+}
+GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]
+
+
+def run(variant: str, tokens: VisualTokens, budget: int) -> Reference:
+    name, params = VARIANTS[variant]
+    return select(name, tokens, budget, **params)
+
+
+def parts(found: Reference) -> list[Tensor]:
+    return [part for part in (found.picks, found.merged, found.extra) if part is not None]
+
+
+def assert_sound(found: Reference, tokens: VisualTokens, budget: int) -> None:
+    extra = 0 if found.extra is None else found.extra.shape[1]
+    assert found.picks.dtype == torch.int64
+    assert found.picks.shape == (tokens.batch, budget - extra)
+    assert all(row.unique().numel() == row.numel() > 0 for row in found.picks)
+    assert int(found.picks.min()) >= 0 and int(found.picks.max()) < tokens.count
+    if found.merged is not None:
+        assert found.merged.shape == (tokens.batch, budget - extra, WIDTH)
+    if found.extra is not None:
+        assert found.extra.shape == (tokens.batch, extra, WIDTH) and extra > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exactly_k_rows(variant: str, grid: Grid, dtype: torch.dtype) -> None:
+    tokens = images(1, grid=grid, dtype=dtype)
+    for budget in (1, 2, 3, 4, 5, 8, 11, 12, 13, 20, grid.tokens - 1):
+        found = run(variant, tokens, budget)
+        assert_sound(found, tokens, budget)
+        assert all(bool(part.isfinite().all()) for part in parts(found))
+        assert found.rows(tokens).dtype == dtype
+        if found.extra is not None:
+            assert found.extra.dtype == dtype
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_images_of_a_batch_do_not_see_each_other(variant: str, grid: Grid) -> None:
+    tokens = images(2, batch=3, grid=grid)
+    for budget in (1, 7, 13):
+        together = parts(run(variant, tokens, budget))
+        for image in range(3):
+            alone = parts(run(variant, take(tokens, [image]), budget))
+            assert all(
+                torch.equal(a[image : image + 1], b) for a, b in zip(together, alone, strict=True)
+            )
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("grid", GRIDS[:2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_not_finite_never_makes_an_index_repeat(
+    variant: str, grid: Grid, poison: float
+) -> None:
+    clean = images(3, grid=grid)
+
+    def spoil(share: float, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        hit = torch.rand(tensor[0].shape, generator=torch.Generator().manual_seed(4)) < share
+        return torch.cat([tensor[:1].masked_fill(hit, poison), tensor[1:]])
+
+    for share in (0.05, 1.0):
+        tokens = mapped(clean, partial(spoil, share))
+        for budget in (1, 9, 30):
+            found = run(variant, tokens, budget)
+            assert_sound(found, tokens, budget)
+            wanted = run(variant, clean, budget)
+            assert all(
+                torch.equal(a[1], b[1]) for a, b in zip(parts(found), parts(wanted), strict=True)
+            )
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_that_cannot_be_told_apart(variant: str, value: float) -> None:
+    def flat(tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, value) if tensor.is_floating_point() else tensor
+
+    tokens = mapped(images(5, grid=Grid(3, 4, tiles=3)), flat)
+    for budget in (1, 5, 20, 35):
+        found = run(variant, tokens, budget)
+        assert_sound(found, tokens, budget)
+        assert all(bool(part.isfinite().all()) for part in parts(found))
+
+
+@pytest.mark.parametrize("grid", GRIDS[:2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_everything_is_decided_on_the_device(variant: str, grid: Grid) -> None:
+    # Tensors of the meta device have no values to read, and mixing in one of the host's fails.
+    tokens = mapped(images(6, grid=grid), lambda tensor: tensor.to("meta"))
+    assert all(part.is_meta for part in parts(run(variant, tokens, 9)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_shape_depends_on_a_value(variant: str) -> None:
+    with FakeTensorMode():
+        tokens = images(7, grid=Grid(3, 4, tiles=3))
+        found = run(variant, tokens, 10)
+        extra = 0 if found.extra is None else found.extra.shape[1]
+        assert found.picks.shape == (2, 10 - extra)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_safety_check_runs_it(variant: str) -> None:
+    name, params = VARIANTS[variant]
+    for budget in (1, 4, 32):
+        changes: dict[str, object] = {"/base_policy": {"name": name, "params": params}}
+        record = safety_check(materialize(state(changes), budget))
+        assert record.failures() == ()
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_what_is_missing_is_named(name: str) -> None:
+    tokens = images(8)
+    given = {
+        "cls_attention": replace(tokens, cls_attention=None),
+        "instruction": replace(tokens, instruction=None),
+        "tower": replace(tokens, tower=None),
+        "language": replace(tokens, language=None),
+    }
+    for need in BASE_POLICIES[name].needs & set(given):
+        with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None"):
+            select(name, given[need], 4)
+    bare = VisualTokens(tokens.features, tokens.grid)
+    if not BASE_POLICIES[name].needs:
+        assert_sound(select(name, bare, 4), bare, 4)
