@@ -1,4 +1,4 @@
-"""Paste generated parts into README.md: what the demo measured, and the table of support.
+"""Paste generated parts into README.md: what the demo measured, the zoo, the table of support.
 
 Knows nothing about how they are made. Run ``make demo`` first; then ``python scripts/readme.py``.
 """
@@ -9,9 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from vllm_autoprune.serving.support import as_markdown
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installed
+
+from benchmarks.zoo import table  # noqa: E402
+from vllm_autoprune.serving import support  # noqa: E402
+
 README = ROOT / "README.md"
 
 
@@ -25,10 +28,11 @@ def pasted(text: str, name: str, part: str) -> str:
 
 def main() -> int:
     """Rewrite README.md; parts whose source is missing stay as they are, and are named."""
-    text = pasted(README.read_text(), "support", as_markdown())
-    table = ROOT / "out" / "demo" / "table.md"
-    if table.is_file():
-        text = pasted(text, "demo", table.read_text())
+    text = pasted(README.read_text(), "support", support.as_markdown())
+    text = pasted(text, "zoo", table.as_markdown())
+    measured = ROOT / "out" / "demo" / "table.md"
+    if measured.is_file():
+        text = pasted(text, "demo", measured.read_text())
     else:
         print("no out/demo/table.md: run `make demo` to renew the figures", file=sys.stderr)
     README.write_text(text)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.zoo build | measure``: makes ``policies/``, and measures what is in it.
+"""``python -m benchmarks.zoo build | measure | table``: makes ``policies/`` and its evidence.
 
 Knows nothing about what a state does.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.zoo.evidence import Evidence, known, with_evidence
 from benchmarks.zoo.files import write
 from benchmarks.zoo.states import SOURCE, zoo
+from benchmarks.zoo.table import as_markdown
 from vllm_autoprune import PruningState, load_state
 
 # An engine in this process, and quiet: there are many of them.
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write every state; evidence that still holds is kept")
+    commands.add_parser("table", help="print the table that README.md shows")
     asked = commands.add_parser("measure", help="measure states without evidence, one by one")
     asked.add_argument("--scenes", type=int, default=100, help="of the held-out split")
     asked.add_argument("--budgets", type=int, nargs="+", default=[16, 8])
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "build":
         build(POLICIES)
+    elif options.command == "table":
+        print(as_markdown(), end="")
     else:
         measure_all(POLICIES, options.scenes, options.budgets, options.again)
     return 0
