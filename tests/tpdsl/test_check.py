@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tpdsl.every import means
 from tests.tpdsl.samples import images, plain, state
 from vllm_autoprune import (
     Grid,
@@ -102,7 +103,7 @@ def test_no_probes_is_no_reason_to_pass() -> None:
 def test_a_budget_too_large_to_probe_is_looked_at_smaller_and_the_record_says_so(
     budget: int,
 ) -> None:
-    largest = {
+    largest: dict[str, object] = {
         "/constraints/selector": {"atom": "reference_residual_exchange_selector", "q_e": 640}
     }
     policy = materialize(state(largest), budget)
@@ -135,6 +136,7 @@ class TestVerdicts:
     """Each verdict fails for its own reason and leaves the others standing."""
 
     @pytest.mark.parametrize("count", [3, 5])
+    @means("preserve_budget")
     def test_exact_count(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         replace_outcome(
             monkeypatch, lambda _: {"indices": torch.arange(count).expand(2, -1).clone()}
@@ -191,12 +193,14 @@ class TestVerdicts:
         ],
         ids=["fewer rows", "narrower rows", "another dtype"],
     )
+    @means("no_shape_change")
     def test_shapes(
         self, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]
     ) -> None:
         replace_outcome(monkeypatch, lambda found: {"features": change(found.features)})
         assert "shapes" in failed(safety_check(materialize(state(), 4)))
 
+    @means("deterministic")
     def test_determinism(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def random(params: object, tokens: VisualTokens, budget: int) -> Tensor:
             return torch.rand(tokens.batch, tokens.count).argsort(dim=1)[:, :budget]

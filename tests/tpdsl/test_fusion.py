@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tpdsl.every import means
 from tests.tpdsl.samples import call
 from vllm_autoprune.tpdsl.fusion import run_fusion
 
@@ -10,6 +11,7 @@ PRODUCT = call("weighted_product_fusion")
 PICKS = torch.tensor([[2, 0]])
 
 
+@means("weighted_product_fusion")
 def test_product_of_powers_by_hand() -> None:
     first = torch.tensor([[0.0, 5.0, 10.0]])  # normalised: 0, 0.5, 1
     second = torch.tensor([[8.0, 4.0, 0.0]])  # normalised: 1, 0.5, 0
@@ -46,3 +48,24 @@ def test_images_are_normalised_each_on_its_own() -> None:
 def test_nan_is_not_hidden_by_the_floor() -> None:
     g = run_fusion(PRODUCT, [torch.tensor([[0.0, torch.nan], [0.0, 1.0]])], [1.0], PICKS)
     assert not g[0].isfinite().all() and g[1].isfinite().all()
+
+
+@means("weighted_sum_fusion")
+def test_sum_by_hand() -> None:
+    first = torch.tensor([[0.0, 5.0, 10.0]])
+    second = torch.tensor([[8.0, 4.0, 0.0]])
+    g = run_fusion(call("weighted_sum_fusion"), [first, second], [2.0, 0.5], PICKS)
+    assert g.tolist() == [[0.5, 1.25, 2.0]]
+
+
+@means("reference_confidence_weighted_product_fusion")
+def test_confidence_raises_the_first_pick_most_by_hand() -> None:
+    fusion = call("reference_confidence_weighted_product_fusion", beta=0.5)
+    signal = torch.tensor([[0.0, 5.0, 10.0]])
+    g = run_fusion(fusion, [signal], [1.0], PICKS)
+    # Token 2 was picked first: confidence 1; token 0 second of two: 0.5; token 1 not at all.
+    assert g[0].tolist() == pytest.approx([0.001 * 1.25, 0.5, 1.5], rel=1e-5)
+    none = call("reference_confidence_weighted_product_fusion", beta=0.0)
+    assert torch.equal(
+        run_fusion(none, [signal], [1.0], PICKS), run_fusion(PRODUCT, [signal], [1.0], PICKS)
+    )

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.tpdsl.every import means
 from tests.tpdsl.samples import call, plain
 from vllm_autoprune.tpdsl.kernels import run_kernel, sharpen
 
@@ -16,6 +17,7 @@ def approx(rows: list[list[float]]) -> list[object]:
     return [pytest.approx(row, abs=1e-6) for row in rows]
 
 
+@means("pairwise_cosine_kernel")
 def test_cosine_is_blind_to_quality() -> None:
     kernel = run_kernel(call("pairwise_cosine_kernel"), TOKENS, G)
     assert kernel.similarity[0].tolist() == approx([[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]])
@@ -27,6 +29,7 @@ def test_opposite_tokens_may_count_as_unrelated() -> None:
     assert kernel.similarity[0].tolist() == approx([[1, 0.6, 0], [0.6, 1, 0], [0, 0, 1]])
 
 
+@means("runtime_conditional_similarity_kernel")
 def test_the_conditional_kernel_scales_by_normalised_quality() -> None:
     kernel = run_kernel(call("runtime_conditional_similarity_kernel", eps=1e-3), TOKENS, G)
     assert torch.equal(kernel.similarity, TOKENS.cosine)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.tpdsl.every import means
 from tests.tpdsl.samples import state
 from vllm_autoprune import BudgetError, materialize
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
@@ -104,6 +105,7 @@ def test_r_min_that_fills_the_budget_leaves_the_base_policy() -> None:
     assert materialize(chosen, 33).refines and materialize(chosen, 33).reads_instruction
 
 
+@means("fallback_to_selection")
 def test_falling_back_is_what_the_state_asks_for() -> None:
     assert materialize(state()).falls_back
     assert not materialize(state({"/safety": ["preserve_budget"]})).falls_back

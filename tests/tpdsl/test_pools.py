@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tpdsl.every import means
 from tests.tpdsl.samples import call, images, plain
+from vllm_autoprune import Grid
 from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.numerics import mask_of
 from vllm_autoprune.tpdsl.pools import PoolCall, SizedPool, build_pool
@@ -18,12 +20,14 @@ def positions(mask: torch.Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in mask]
 
 
+@means("quality_pool_builder")
 def test_quality_takes_the_best_outside_the_reference() -> None:
     g = torch.tensor([[0.9, 0.8, 0.1, 0.7, 0.6, 0.2]])
     pool = build_pool([QUALITY], plain(torch.eye(6)), g, torch.tensor([[0, 4]]))
     assert positions(pool) == [[1, 3]]
 
 
+@means("diversity_pool_builder")
 def test_diversity_takes_the_farthest_from_the_reference_and_from_each_other() -> None:
     angles = torch.tensor([0.0, 5.0, 90.0, 95.0, 180.0, 185.0]).deg2rad()
     tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1))
@@ -90,3 +94,69 @@ def test_nan_in_one_image_stays_there_and_keeps_the_reference_out(name: str) -> 
     pool = build_pool([call(name)], tokens, g, reference)
     assert torch.equal(pool[0], build_pool([call(name)], clean, g, reference)[0])
     assert not pool[:, :6].any()
+
+
+@means("spatial_coverage_pool_builder")
+def test_coverage_takes_the_best_of_each_cell_without_a_reference_token() -> None:
+    # Two by two cells of two by two tokens; token 0 is in the reference, and so is its cell.
+    g = torch.tensor(
+        [[0.9, 0.9, 0.1, 0.2, 0.9, 0.9, 0.4, 0.3, 0.5, 0.6, 0.0, 0.0, 0.8, 0.7, 0.0, 0.0]]
+    )
+    tokens, coverage = (
+        plain(torch.eye(16), Grid(4, 4)),
+        call("spatial_coverage_pool_builder", cells=2),
+    )
+    # The last cell is all alike: the first of its tokens.
+    assert positions(build_pool([coverage], tokens, g, torch.tensor([[0]]))) == [[6, 10, 12]]
+    assert positions(build_pool([coverage], tokens, g, torch.tensor([[0, 2, 8, 15]]))) == [[]]
+
+
+def test_coverage_after_another_builder_sees_what_that_left() -> None:
+    g = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]])
+    tokens = plain(torch.eye(8), Grid(2, 4))
+    wide, coverage = (
+        call("quality_pool_builder", pool_ratio=3.0),
+        call("spatial_coverage_pool_builder", cells=2),
+    )
+    # Cells are columns 0-1 and 2-3 of each row; quality leaves tokens 1, 2 and 3.
+    assert positions(build_pool([wide, coverage], tokens, g, torch.tensor([[0]]))) == [[2]]
+
+
+@means("multi_source_pool_builder")
+def test_sources_take_turns_until_the_pool_is_full() -> None:
+    angles = torch.tensor([0.0, 5.0, 10.0, 180.0, 90.0, 15.0]).deg2rad()
+    tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1))
+    g, reference = torch.tensor([[0.0, 0.9, 0.8, 0.1, 0.2, 0.7]]), torch.tensor([[0]])
+
+    def joined(ratio: float) -> list[list[int]]:
+        # By quality 1, 2, 5, ...; by diversity 3, 4, ...
+        sources = [
+            {"atom": "quality_pool_builder", "pool_ratio": 8.0},
+            {"atom": "diversity_pool_builder", "pool_ratio": 2.0},
+        ]
+        pool = call("multi_source_pool_builder", pool_ratio=ratio, sources=sources)
+        return positions(build_pool([pool], tokens, g, reference))
+
+    assert [joined(r) for r in (1.0, 2.0, 3.0, 4.0, 5.0)] == [
+        [[1]],
+        [[1, 3]],
+        [[1, 2, 3]],
+        [[1, 2, 3, 4]],
+        [[1, 2, 3, 4, 5]],
+    ]
+
+
+def test_a_joined_pool_narrows_what_follows_it_like_any_other() -> None:
+    g = torch.tensor([[0.0, 0.9, 0.8, 0.7]])
+    first, then = call("multi_source_pool_builder", pool_ratio=2.0), call("quality_pool_builder")
+    tokens = plain(torch.eye(4), Grid(2, 2))
+    reference = torch.tensor([[0]])
+    both = build_pool([first, then], tokens, g, reference)
+    assert positions(both) == [[1]] and bool(
+        (build_pool([first], tokens, g, reference) | ~both).all()
+    )
+
+
+def test_a_source_is_no_joined_pool_itself() -> None:
+    with pytest.raises(ValueError, match="multi_source_pool_builder"):
+        call("multi_source_pool_builder", sources=[{"atom": "multi_source_pool_builder"}])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.tpdsl.every import means
 from tests.tpdsl.samples import call, images, plain, with_relevance
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
 from vllm_autoprune.tpdsl.atom import ATOMS
@@ -18,10 +19,11 @@ SIGNALS = ATOMS.names("scoring")
 E1, E2 = [1.0, 0.0], [0.0, 1.0]
 
 
-def score(name: str, tokens: VisualTokens, **parameters: object) -> Tensor:
-    return run_signal(
-        call(name, **parameters), tokens, torch.zeros(tokens.batch, 1, dtype=torch.int64)
-    )
+def score(
+    name: str, tokens: VisualTokens, picks: Tensor | None = None, **parameters: object
+) -> Tensor:
+    first = torch.zeros(tokens.batch, 1, dtype=torch.int64)
+    return run_signal(call(name, **parameters), tokens, first if picks is None else picks)
 
 
 def rounded(values: Tensor) -> list[float]:
@@ -50,6 +52,7 @@ def test_nan_in_one_image_stays_there(name: str) -> None:
     assert torch.equal(score(name, tokens)[0], score(name, clean)[0])
 
 
+@means("instruction_guided_visual_relevance")
 class TestRelevance:
     NAME = "instruction_guided_visual_relevance"
 
@@ -102,6 +105,7 @@ class TestRelevance:
             score(self.NAME, plain(torch.eye(3)))
 
 
+@means("attention_proxy_saliency")
 class TestAttention:
     NAME = "attention_proxy_saliency"
 
@@ -129,6 +133,7 @@ class TestAttention:
         assert rounded(score(self.NAME, tokens)[0]) == expected
 
 
+@means("spatial_centrality_prior")
 class TestCentrality:
     NAME = "spatial_centrality_prior"
 
@@ -150,6 +155,7 @@ class TestCentrality:
         assert found.reshape(3, 9).argmax(dim=1).tolist() == [4, 4, 4]
 
 
+@means("redundancy_density_penalty")
 class TestRedundancy:
     NAME = "redundancy_density_penalty"
 
@@ -168,6 +174,7 @@ class TestRedundancy:
         assert rounded(score(self.NAME, tokens, m=1)[0]) == [0.0, 0.0, -1.0, -1.0]
 
 
+@means("local_contrast_saliency")
 class TestContrast:
     NAME = "local_contrast_saliency"
 
@@ -203,3 +210,91 @@ def test_relevance_survives_the_helper_that_other_tests_build_it_with() -> None:
         "instruction_guided_visual_relevance", with_relevance(plain(torch.eye(3)), wanted)
     )
     assert rounded(found[0]) == [0.9, -0.3, 0.0]
+
+
+@means("visual_token_norm_saliency")
+def test_length_is_euclidean_or_the_sum_of_absolute_values() -> None:
+    tokens = plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]]))
+    assert score("visual_token_norm_saliency", tokens).tolist() == [[5, 2]]
+    assert score("visual_token_norm_saliency", tokens, p=1).tolist() == [[7, 2]]
+
+
+@means("cluster_centroid_representativeness")
+def test_the_middle_of_a_cluster_is_more_like_its_centroid_than_the_rim() -> None:
+    angles = torch.tensor([-10.0, 0.0, 10.0, 170.0, 190.0]).deg2rad()
+    tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1))
+    found = score("cluster_centroid_representativeness", tokens, clusters=2)
+    # Centroids point to 0 and 180 degrees.
+    rim = math.cos(math.radians(10))
+    assert found[0].tolist() == pytest.approx([rim, 1.0, rim, rim, rim], abs=1e-6)
+
+
+class TestGlobalMean:
+    NAME = "global_mean_representativeness"
+    TOKENS = plain(
+        torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 5.0], [0.0, 3.0]]), Grid(1, 2, tiles=2)
+    )
+
+    @means("global_mean_representativeness")
+    def test_by_hand(self) -> None:
+        # Directions add up to (1, 3), whatever the lengths.
+        along = [1 / math.sqrt(10), *[3 / math.sqrt(10)] * 3]
+        assert score(self.NAME, self.TOKENS)[0].tolist() == pytest.approx(along)
+
+    def test_of_each_tile_by_hand(self) -> None:
+        half = 1 / math.sqrt(2)
+        found = score(self.NAME, self.TOKENS, scope="tile")
+        assert found[0].tolist() == pytest.approx([half, half, 1.0, 1.0])
+
+
+@means("channel_entropy_informativeness")
+def test_entropy_is_largest_where_all_channels_are_alike() -> None:
+    tokens = plain(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 50.0], [0, 0, 0, 0]]))
+    found = score("channel_entropy_informativeness", tokens)[0].tolist()
+    assert found == pytest.approx([1.0, 0.0, 1.0], abs=1e-6)
+    # Two channels with |x| = ln 3 and 0 have shares 3/4 and 1/4.
+    two = plain(torch.tensor([[-math.log(3), 0.0]]))
+    expected = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
+    assert float(score("channel_entropy_informativeness", two)) == pytest.approx(expected)
+    warm = plain(torch.tensor([[2 * math.log(3), 0.0]]))
+    found = score("channel_entropy_informativeness", warm, temperature=2.0)[0].tolist()
+    assert found == pytest.approx([expected])
+
+
+@means("reference_selection_confidence")
+def test_confidence_falls_with_the_order_of_picks() -> None:
+    tokens, picks = plain(torch.eye(5)), torch.tensor([[3, 0, 4, 1]])
+    found = score("reference_selection_confidence", tokens, picks)
+    assert found.tolist() == [[0.75, 0.25, 0.0, 1.0, 0.5]]
+    raised = score("reference_selection_confidence", tokens, picks, floor=0.5)
+    assert raised.tolist() == [[0.875, 0.625, 0.5, 1.0, 0.75]]
+
+
+class TestDetail:
+    NAME = "local_detail_energy"
+
+    @means("local_detail_energy")
+    def test_it_is_the_variance_of_directions_in_the_window(self) -> None:
+        tokens = images(3, grid=Grid(4, 5, tiles=2))
+        found = score(self.NAME, tokens, radius=1)
+        unit = tokens.unit.reshape(2, 2, 4, 5, -1)
+        for image, tile, y, x in ((0, 0, 0, 0), (1, 1, 2, 3), (0, 1, 3, 4)):
+            window = unit[image, tile, max(0, y - 1) : y + 2, max(0, x - 1) : x + 2]
+            rows = window.reshape(-1, window.shape[-1])
+            variance = (rows - rows.mean(dim=0)).square().sum(dim=1).mean()
+            here = found.reshape(2, 2, 4, 5)[image, tile, y, x]
+            assert float(here) == pytest.approx(float(variance), abs=1e-5)
+
+    def test_print_stands_out_from_a_blank_page_and_from_one_odd_token(self) -> None:
+        # Nine letters, each another direction, in the middle of a page of one direction.
+        rows = torch.zeros(7, 7, 12)
+        rows[..., 0] = 1.0
+        rows[2:5, 2:5] = torch.eye(12)[1:10].reshape(3, 3, 12)
+        found = score(self.NAME, plain(rows.reshape(49, 12), Grid(7, 7)))[0].reshape(7, 7)
+        assert found[3, 3] == found.max() and float(found[0, 0]) == pytest.approx(0, abs=1e-6)
+        assert float(found[3, 3]) == pytest.approx(1 - 1 / 9, abs=1e-6)
+        odd = torch.zeros(49, 12)
+        odd[:, 0] = 1.0
+        odd[24] = torch.eye(12)[5]
+        alone = score(self.NAME, plain(odd, Grid(7, 7)))[0]
+        assert float(alone.max()) < float(found[3, 3]) / 2

@@ -16,6 +16,9 @@ from vllm_autoprune.tpdsl.numerics import products
 from vllm_autoprune.tpdsl.partitions import SETTLED
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
+ROUNDING = 1e-5
+"""Gain in cosine that is no gain: in a group of two both are as near to the middle."""
+
 
 class BlendCall(AtomCall):
     """Parameters of the residual and the average; strength 0 leaves every row as it is."""
@@ -98,7 +101,7 @@ def exchange(call: ExchangeCall, groups: Groups) -> Tensor:
     length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
     near = along / length
     best, which = near.masked_fill(~groups.member, -torch.inf).max(dim=1)
-    taken = best - near.gather(1, indices)[:, 0] > call.margin
+    taken = best - near.gather(1, indices)[:, 0] > call.margin + ROUNDING
     features = groups.tokens.features
     rows = features.gather(1, which[:, :, None].expand(-1, -1, features.shape[2]))
     return torch.where(taken[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
