@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,16 +10,13 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import (
     BudgetError,
     PruningState,
-    UnsupportedModelError,
     load_state,
     materialize,
 )
 from vllm_autoprune.backbones import GEOMETRIES, LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, Geometry
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS
 from vllm_autoprune.tpdsl.changes import put
-from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.transfer import Transfer, document, transfer
+from vllm_autoprune.tpdsl.transfer import Transfer, check_transfer, document, transfer
 
 STRUCTURE = ("base_policy", "scoring", "reassembly", "safety")
 
@@ -76,8 +72,9 @@ def test_r_min_is_never_negative() -> None:
 
 
 def test_every_transferred_policy_passes_its_safety_check() -> None:
-    for budget in (16, 64, 160):
-        assert safety_check(transfer(state(), budget, LLAVA_NEXT_7B).policy).valid
+    for budget in (16, 48, 160):
+        for backbone in (None, LLAVA_NEXT_7B, QWEN_7B):
+            assert check_transfer(transfer(state(), budget, backbone), backbone).valid
 
 
 @pytest.mark.parametrize(("backbone", "sign"), [(LLAVA_7B, "-"), (QWEN_7B, "+")])
@@ -172,14 +169,15 @@ def test_a_transferred_state_loads_again() -> None:
     assert again == made and again.digest == made.digest
 
 
-def test_a_base_policy_whose_input_the_backbone_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reads_cls = replace(BASE_POLICIES["cdpruner"], needs=frozenset({"cls_attention"}))
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", reads_cls)
-    assert transfer(state(), 64, LLAVA_NEXT_7B).policy.budget == 64
-    with pytest.raises(UnsupportedModelError, match="/base_policy/name"):
-        transfer(state(), 64, QWEN_7B)
+def test_a_policy_that_reads_what_the_backbone_lacks_fails_its_check() -> None:
+    zipped = {"name": "visionzip", "params": {"patch_only": False}}
+    made = transfer(state({"/base_policy": zipped}), 64, LLAVA_NEXT_7B)
+    assert check_transfer(made, LLAVA_NEXT_7B).valid
+    failed = check_transfer(transfer(state({"/base_policy": zipped}), 64, QWEN_7B), QWEN_7B)
+    assert "use VisionZip with patch_only" in failed.failures()[0].detail
+    alone = transfer(state({"/base_policy": {"name": "visionzip"}}), 64, QWEN_7B)
+    assert check_transfer(alone, QWEN_7B).valid
+    assert "/base_policy/name" in {field.where for field in alone.resolved}
 
 
 @pytest.mark.parametrize("budget", [1, 33, 48, 1000, 65536])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
@@ -37,12 +37,7 @@ def page(explanation: Explanation) -> str:
 <style>{_style(explanation)}</style>
 <h1>{question}</h1>
 <p>{html.escape(explanation.summary)}</p>
-<p class="legend">
-  <span><i class="kept"></i>kept</span>
-  <span><i class="left">&minus;</i>swapped out</span>
-  <span><i class="entered">+</i>swapped in</span>
-  <span><i class="ramp"></i>low to high, each map on its own scale</span>
-</p>
+<p class="legend">{_legend(explanation.panels)}</p>
 <output id="told">Point at a token to read its values.</output>
 <main>
 {figures}
@@ -51,6 +46,17 @@ def page(explanation: Explanation) -> str:
 <script>{_SCRIPT}</script>
 </html>
 """
+
+
+def _legend(panels: Sequence[Panel]) -> str:
+    """What the marks and colours mean, as far as some panel shows them."""
+    found = ['<span><i class="kept"></i>kept</span>']
+    if any(panel.left or panel.entered for panel in panels):
+        found.append('<span><i class="left">&minus;</i>swapped out</span>')
+        found.append('<span><i class="entered">+</i>swapped in</span>')
+    if any(panel.heat is not None for panel in panels):
+        found.append('<span><i class="ramp"></i>low to high, each map on its own scale</span>')
+    return "".join(found)
 
 
 def _figure(panel: Panel, grid: Grid) -> str:

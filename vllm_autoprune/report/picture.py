@@ -65,7 +65,7 @@ def draw(explanation: Explanation) -> Image.Image:
         left, above = GAP + column * (width + GAP), top + row * step
         _caption(pen, (left, above), width, panel)
         sheet.paste(_panel(base, panel, grid, size), (left, above + _TITLE + 10))
-    _legend(pen, (GAP, top + rows * step), sheet_width)
+    _legend(pen, (GAP, top + rows * step), explanation.panels)
     return sheet
 
 
@@ -142,10 +142,14 @@ def _caption(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int, panel
         pen.text((x + used + 10, y + _TITLE - _DETAIL), panel.detail, QUIET, detail)
 
 
-def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int) -> None:
+def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[Panel]) -> None:
+    """What the marks and colours mean, as far as some panel shows them."""
     x, y = place
     font, side = _font(_NOTE), _NOTE + 6
-    marks = ((STAYED, "kept", ""), (LEFT, "swapped out", "-"), (ENTERED, "swapped in", "+"))
+    exchanged = any(panel.left or panel.entered for panel in panels)
+    marks = [(STAYED, "kept", "")]
+    if exchanged:
+        marks += [(LEFT, "swapped out", "-"), (ENTERED, "swapped in", "+")]
     for colour, words, sign in marks:
         box = (x, y, x + side, y + side)
         pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), INK)
@@ -154,10 +158,11 @@ def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int) -> Non
             _sign(pen, box, colour, plus=sign == "+")
         pen.text((x + side + 10, y + 1), words, QUIET, font)
         x += side + 10 + int(pen.textlength(words, font)) + GAP
-    bar = 160
-    for step in range(bar):
-        pen.line((x + step, y, x + step, y + side - 1), heat(step / (bar - 1)))
-    pen.text((x + bar + 8, y + 1), "low to high, each map on its own scale", QUIET, font)
+    if any(panel.heat is not None for panel in panels):
+        bar = 160
+        for step in range(bar):
+            pen.line((x + step, y, x + step, y + side - 1), heat(step / (bar - 1)))
+        pen.text((x + bar + 8, y + 1), "low to high, each map on its own scale", QUIET, font)
 
 
 def _wrapped(text: str, size: int, width: int) -> list[str]:

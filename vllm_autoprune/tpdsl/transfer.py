@@ -9,21 +9,23 @@ transfer), and what was said about the old ones.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
 from vllm_autoprune.backbones import GEOMETRIES, Geometry
-from vllm_autoprune.errors import Problem, UnsupportedModelError
 from vllm_autoprune.tpdsl.atom import ATOMS, by_default
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, BudgetCall, split_over_tiles
 from vllm_autoprune.tpdsl.changes import Change, put
+from vllm_autoprune.tpdsl.check import LARGEST_PROBED, safety_check
 from vllm_autoprune.tpdsl.constraints import BoundedSelector
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
+from vllm_autoprune.tpdsl.probes import synthetic_probes
+from vllm_autoprune.tpdsl.safety import SafetyRecord
 from vllm_autoprune.tpdsl.scoring import Relevance
 from vllm_autoprune.tpdsl.source import EmbeddedView, ProjectedView, TowerView, ViewCall
 from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _R_MIN = "/constraints/selector/r_min"
 _MAX_R_MIN = 640
@@ -60,8 +62,7 @@ def transfer(
 ) -> Transfer:
     """The state for K tokens (by default its own) on a backbone (by default whatever serves it).
 
-    Raises :class:`BudgetError` where the state does not allow K, and
-    :class:`UnsupportedModelError` where its base policy reads what the backbone does not have.
+    Raises :class:`BudgetError` where the state does not allow K.
     """
     found: list[Change] = []
     if budget is not None:
@@ -69,7 +70,6 @@ def transfer(
             materialize(state, budget)  # refuses it, in the words of every other command
         found += _for_budget(state, budget)
     if backbone is not None:
-        _require_inputs(state, backbone)
         found += _for_backbone(state, backbone)
     if found or backbone is not None or name is not None:
         found += _told_apart(state, budget, backbone, name)
@@ -80,6 +80,19 @@ def transfer(
     target = PruningState.model_validate(data)
     policy = materialize(target, budget)
     return Transfer(target, policy, made, _resolved(policy, backbone))
+
+
+def check_transfer(made: Transfer, backbone: Geometry | None = None) -> SafetyRecord:
+    """The safety check of a transferred policy, on images as the backbone sees them."""
+    probes = synthetic_probes(min(made.policy.budget, LARGEST_PROBED))
+    if backbone is None or backbone.has_cls or made.policy.budget > LARGEST_PROBED:
+        return safety_check(made.policy)
+    return safety_check(made.policy, [_without_cls(probe) for probe in probes])
+
+
+def _without_cls(tokens: VisualTokens) -> VisualTokens:
+    """Attention of a tower without [CLS] is a mean over its queries, but there is no [CLS] row."""
+    return replace(tokens, tower=replace(tokens.require_tower(), cls=None))
 
 
 def document(state: PruningState) -> dict[str, JsonValue]:
@@ -130,6 +143,7 @@ def _for_backbone(state: PruningState, backbone: Geometry) -> list[Change]:
     return found
 
 
+_NO_CLS = "no [CLS] here: the mean attention over queries stands in"
 _SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
 
 
@@ -162,16 +176,6 @@ def _renamed(name: str, budget: int, backbone: Geometry | None) -> str:
     return match["stem"][: 128 - len(suffix)] + suffix
 
 
-def _require_inputs(state: PruningState, backbone: Geometry) -> None:
-    policy = BASE_POLICIES[state.base_policy.name]
-    if "cls_attention" in policy.needs and not backbone.has_cls:
-        what = f"{policy.name} reads the attention of [CLS], which {backbone.name} does not have"
-        mend = "choose a state with another base policy; its search has to be done anew"
-        raise UnsupportedModelError(
-            f"state {state.name}", [Problem("/base_policy/name", what, mend)]
-        )
-
-
 def _resolved(policy: PruningPolicy, backbone: Geometry | None) -> tuple[Resolved, ...]:
     """Every field that depends on budget or backbone, as it is in the new state."""
     state = policy.state
@@ -188,13 +192,16 @@ def _resolved(policy: PruningPolicy, backbone: Geometry | None) -> tuple[Resolve
         near = "within each tile" if view.tile_scope == "per_tile" else "over all tiles"
         means = f"likeness is looked for {near}"
         found.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
+    no_cls = backbone is not None and not backbone.has_cls
+    if no_cls and "cls_attention" in policy.base.needs:
+        found.append(Resolved("/base_policy/name", policy.base.name, _NO_CLS))
     for index, call in enumerate(state.scoring.signals):
         where = f"/scoring/signals/{index}"
         if isinstance(call, Relevance):
             means = "as the text tower says" if backbone is None else f"{backbone.sign} here"
             found.append(Resolved(f"{where}/sign", call.sign, f"direction of relevance: {means}"))
-        if backbone and not backbone.has_cls and "cls_attention" in ATOMS.of(call).needs:
-            means = f"no [CLS] on {backbone.name}: closeness to the mean token stands in"
+        if no_cls and "cls_attention" in ATOMS.of(call).needs_of(call):
+            means = f"{_NO_CLS}, or closeness to the mean token"
             found.append(Resolved(f"{where}/atom", call.atom, means))
     return tuple(found)
 

@@ -14,10 +14,9 @@ from vllm_autoprune.backbones import GEOMETRIES, geometry
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.files import write
 from vllm_autoprune.cli.render import WIDTH, as_json, brief, table
-from vllm_autoprune.tpdsl.check import safety_check
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.safety import SafetyRecord
-from vllm_autoprune.tpdsl.transfer import Transfer, transfer
+from vllm_autoprune.tpdsl.transfer import Transfer, check_transfer, transfer
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     backbone = None if options.backbone is None else geometry(options.backbone)
     made = transfer(load_state(options.state), options.budget, backbone, options.name)
-    record = safety_check(made.policy)
+    record = check_transfer(made, backbone)
     written = record.valid and options.output is not None
     if written:
         write(options.output, made.state.dumps().encode())
