@@ -100,7 +100,8 @@ def section(found: dict[Size, Times]) -> Section:
         rows,
     )
     setup = [
-        f"CDPruner from features (bfloat16, D = 4096) to indices; {torch.get_num_threads()} threads",
+        "CDPruner from features (bfloat16, D = 4096) to indices; "
+        f"{torch.get_num_threads()} threads",
         "product: the float32 cosines in one call, directions given; published: a straightforward "
         "form of the published code, all images in one loop",
         "random clustered features; the three in turn, every other round backwards",

@@ -43,8 +43,8 @@ class Peak:
 
     @property
     def rows(self) -> int:
-        """Directions of one tile in float32, and a quarter of them in bfloat16 on the way."""
-        return self.of.per_tile * WIDTH * FLOAT * 9 // 8
+        """Directions of one tile: in bfloat16, and the float32 that is made from them."""
+        return self.of.per_tile * WIDTH * FLOAT * 3 // 2
 
     @property
     def factors(self) -> int:
@@ -88,7 +88,7 @@ def section(found: list[Peak]) -> Section:
     ]
     setup = [
         "CDPruner from features (bfloat16, D = 4096) to indices; bytes beyond the inputs",
-        "matrices a tile: the peak beyond the larger of one tile's float32 rows and the factors, "
+        "matrices a tile: the peak beyond the larger of one tile's directions and all factors, "
         "which grow with N, not with its square",
     ]
     columns = ("N → K", "peak", "matrices of all tiles", "one tile's rows", "factors", "published")

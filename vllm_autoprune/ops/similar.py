@@ -28,15 +28,15 @@ def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int)
     similarity ``(B, n, n)`` between the ``n = height * width`` tokens of one grid in raster order;
     distance is Chebyshev's. A token without neighbours has 0.
     """
-    device = similarity.device
-    y = torch.arange(height, device=device).repeat_interleave(width)
-    x = torch.arange(width, device=device).repeat(height)
-    window = torch.arange(-radius, radius + 1, device=device)
-    to_y = y[:, None, None] + window[:, None]
-    to_x = x[:, None, None] + window
-    inside = (to_y >= 0) & (to_y < height) & (to_x >= 0) & (to_x < width)
-    inside[:, radius, radius] = False
-    inside = inside.flatten(1)
-    place = (to_y * width + to_x).flatten(1).where(inside, 0)
+    window = torch.arange(-radius, radius + 1, device=similarity.device)
+    to_y = torch.arange(height, device=similarity.device)[:, None] + window
+    to_x = torch.arange(width, device=similarity.device)[:, None] + window
+    in_y, in_x = (to_y >= 0) & (to_y < height), (to_x >= 0) & (to_x < width)
+    # (height, width, rows of the window, columns of the window), then one row a token.
+    inside = in_y[:, None, :, None] & in_x[:, None, :]
+    inside[:, :, radius, radius] = False
+    down, right = to_y.clamp(0, height - 1) * width, to_x.clamp(0, width - 1)
+    place = (down[:, None, :, None] + right[:, None, :]).view(1, height * width, -1)
+    inside = inside.view(height * width, -1)
     near = similarity.gather(2, place.expand(similarity.shape[0], -1, -1))
     return near.where(inside, 0.0).sum(dim=-1) / inside.sum(dim=-1).clamp_min(1)

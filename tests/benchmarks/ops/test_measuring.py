@@ -1,0 +1,95 @@
+"""The tools: alternating times, live bytes, and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.ops import gpu
+from benchmarks.ops.__main__ import NO_GPU, PARTS, main, parser
+from benchmarks.ops.alternate import alternately
+from benchmarks.ops.live_bytes import peak
+from benchmarks.ops.prefill import HEADS, WIDTH, Layer, _rotated
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_other_round_goes_backwards() -> None:
+    order: list[str] = []
+    works = {name: lambda name=name: order.append(name) for name in "abc"}
+    taken = alternately(works, 3, warm_up=1)
+    assert "".join(order) == "abc" + "abc" + "cba" + "abc"
+    assert all(len(taken[name]) == 3 and min(taken[name]) >= 0 for name in "abc")
+
+
+def test_peak_counts_what_is_alive_at_once() -> None:
+    ones = torch.ones(1000, 1000)
+    one_at_a_time = peak(lambda: [(ones + i).sum() for i in range(3)])
+    all_at_once = peak(lambda: sum((ones + 1, ones + 2), ones))
+    assert 4_000_000 <= one_at_a_time < 4_100_000
+    assert 12_000_000 <= all_at_once < 16_100_000
+
+
+def test_a_layer_attends_to_earlier_tokens_alone() -> None:
+    with torch.inference_mode():
+        layer = Layer(torch.float32)
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            linear.weight.mul_(0.1)
+        rows = torch.randn(4, WIDTH)
+        changed = rows.clone()
+        changed[3] += 1
+        first, second = layer(rows), layer(changed)
+    assert torch.allclose(first[:3], second[:3], atol=1e-5)
+    assert not torch.allclose(first[3], second[3], atol=1e-3)
+
+
+def test_rotation_keeps_lengths_and_the_first_token() -> None:
+    heads = torch.randn(HEADS, 5, 16)
+    turned = _rotated(heads)
+    assert torch.allclose(turned.norm(dim=-1), heads.norm(dim=-1), atol=1e-5)
+    assert torch.allclose(turned[:, 0], heads[:, 0]) and not torch.allclose(turned, heads)
+
+
+def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        assert gpu.missing() is None
+        return
+    assert main(["gpu"]) == NO_GPU
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "CUDA" in said.err
+
+
+def test_the_gpu_s_run_imports_torch_and_triton_but_no_engine_and_no_pydantic() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['pydantic'] = None\n"
+        "import importlib.util as util\n"
+        "real = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'pydantic' else real(name, *more)\n"
+        "from benchmarks.ops import __main__, gpu\n"
+        "gpu._package_without_its_start()\n"
+        "from vllm_autoprune.ops import dpp, dpp_triton, products\n"
+        "print([n for n in ('vllm', 'transformers', 'numpy.random') if n in sys.modules][:2])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "vllm" not in ran.stdout and "transformers" not in ran.stdout
+
+
+def test_the_command_line_has_defaults() -> None:
+    assert parser().parse_args([]).device == "cpu"
+    assert parser().parse_args(["--only", "memory", "--quick"]).only == "memory"
+
+
+def test_a_quick_run_prints_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "memory" in PARTS
+    assert main(["--only", "memory", "--quick", "--json"]) == 0
+    (section,) = json.loads(capsys.readouterr().out)
+    assert section["name"] == "memory" and section["claims"][0]["verdict"] == "holds"
