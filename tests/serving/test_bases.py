@@ -52,3 +52,24 @@ def test_nothing_fell_back(name: str) -> None:
     assert report["errors"] == {}
     assert report["fallbacks"]["reference"] == report["fallbacks"]["uniform"] == 0
     assert report["fallbacks"]["none"] > 0
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_a_batch_keeps_what_each_question_keeps_alone(name: str) -> None:
+    report = run("base_policies")["policies"][name]
+    together, alone = report["together"]["kept"], report["alone"]
+    assert report["together"]["at_once"] > 1
+    assert together
+    assert together == {plan: alone[plan] for plan in together}
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_no_instruction_and_no_image_stops_the_engine(name: str) -> None:
+    """10,000 words; none; and features that are not numbers, which leave an even spread."""
+    report = run("base_policies")["policies"][name]
+    full = run("base_policies")["full"]
+    for asked, answer in zip((0, -1, 0), report["survived"], strict=True):
+        assert answer["prompt_tokens"] == full[asked] - (TOKENS - 16)
+        assert answer["text"] is not None
+    assert report["broken"]["uniform"] == 1
+    assert report["errors_at_last"] == {}

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 
 def test_without_a_state_the_plugin_changes_no_bit() -> None:
     inert = run("plain")
-    absent = run("plain", VLLM_AUTOPRUNE_DISABLE="1")
+    absent = run("plain", {"VLLM_AUTOPRUNE_DISABLE": "1"})
     assert inert == absent
 
 

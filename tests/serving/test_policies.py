@@ -21,7 +21,7 @@ def test_a_shipped_state_serves(name: str) -> None:
     144 that this model has; no image fell back, nothing was raised. A state that keeps all 144 is
     also asked to keep 72, by the request. Whether the answer is right is not looked at.
     """
-    report = run("shipped", PATIENCE)
+    report = run("shipped", patience=PATIENCE)
     served, full = report["states"][name], report["full"]
     assert "error" not in served, served["error"]
     assert min(map(int, served["answers"])) < TOKENS

@@ -16,6 +16,7 @@ from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.instruction import instruction_of_prompt
+from vllm_autoprune.serving.metrics import count
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
 from vllm_autoprune.serving.request import REQUEST_KEY, read_request
 from vllm_autoprune.serving.words import LAST_WORDS, Words
@@ -114,7 +115,7 @@ class PrunedProcessor(_Stock):
         asked = kwargs.pop(REQUEST_KEY, None)
         profile = kwargs.pop(_PROFILE, None) is _PROFILING
         plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
-        plan = self._planned(plain, asked, profile)
+        plan = self._profiled(plain) if profile else self._planned(plain, asked)
         return super().apply(
             replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan}), timing_ctx
         )
@@ -167,44 +168,48 @@ class PrunedProcessor(_Stock):
 
     # ---- planning ----
 
-    def _planned(self, inputs: ProcessorInputs, asked: object, profile: bool) -> RequestPlan:
+    def _profiled(self, inputs: ProcessorInputs) -> RequestPlan:
+        """Plans of dummy images: the server's own budget, the longest text that may be read."""
+        hashes = super()._get_mm_hashes(inputs)
+        policy = self._served.policy()
+        said, _ = self._words.read("profile", policy.needs)
+        longest = (0,) * LAST_WORDS if "language" in policy.needs else ()
+        items = []
+        for i in range(len(hashes.get("image", []))):
+            budget = policy.at(self._unpruned(inputs.mm_data_items, i)).budget
+            items.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
+        return RequestPlan(tuple(items), hashes)
+
+    def _planned(self, inputs: ProcessorInputs, asked: object) -> RequestPlan:
+        """Plans of a request's images, and identities that say what was decided."""
         hashes = super()._get_mm_hashes(inputs)
         images = hashes.get("image", [])
         if not images or not _prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
         request = read_request(asked)
         policy = self._served.policy(request.budget, request.keep)
-        if profile:
-            said, _ = self._words.read("profile", policy.needs)
-            longest = (0,) * LAST_WORDS if "language" in policy.needs else ()
-            dummies = []
-            for i in range(len(images)):
-                budget = policy.at(self._unpruned(inputs.mm_data_items, i)).budget
-                dummies.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
-            return RequestPlan(tuple(dummies), hashes)
         needs = policy.needs if request.keep != "random" else frozenset()
         reads = policy.reads_instruction and request.keep != "random"
         given = request.instructions
         texts = self._instructions(inputs, given, len(images)) if reads else [""] * len(images)
         told = {text: self._words.read(text, needs) for text in set(texts)}
-        items, identities = [], []
-        for i, (identity, text) in enumerate(zip(images, texts, strict=True)):
-            tokens = self._unpruned(inputs.mm_data_items, i)
-            kept, key = policy.tokens_kept(tokens), image_key(identity)
-            items.append(ItemPlan(kept, key, *told[text], request.keep))
+        unpruned = [self._unpruned(inputs.mm_data_items, i) for i in range(len(images))]
+        kept = [policy.tokens_kept(tokens) for tokens in unpruned]
+        items = tuple(
+            ItemPlan(k, image_key(identity), *told[text], request.keep)
+            for identity, text, k in zip(images, texts, kept, strict=True)
+        )
+        identities = [
             # Where everything is kept the image is what it is in stock vLLM, caches included.
-            identities.append(
-                identity
-                if kept >= tokens
-                else pruned_identity(
-                    identity,
-                    self._served.identity,
-                    kept,
-                    request.keep,
-                    told[text] if reads else None,
-                )
+            identity
+            if k >= tokens
+            else pruned_identity(
+                identity, self._served.identity, k, request.keep, told[text] if reads else None
             )
-        return RequestPlan(tuple(items), {**hashes, "image": identities})
+            for identity, text, k, tokens in zip(images, texts, kept, unpruned, strict=True)
+        ]
+        count(request.keep, zip(unpruned, kept, strict=True))
+        return RequestPlan(items, {**hashes, "image": identities})
 
     def _unpruned(self, mm_items: MultiModalDataItems, index: int) -> int:
         """N of an image, a pure function of its size."""

@@ -33,16 +33,18 @@ def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
     return function
 
 
-def run(name: str, patience: float = PATIENCE, **environment: str) -> Report:
+def run(
+    name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
+) -> Report:
     """The report of a scenario, run once a test session and environment."""
-    report, failure = _outcome(name, patience, tuple(sorted(environment.items())))
+    report, failure = _outcome(name, tuple(sorted((environment or {}).items())), patience)
     assert failure is None, failure
     return report
 
 
 @cache
 def _outcome(
-    name: str, patience: float, environment: tuple[tuple[str, str], ...]
+    name: str, environment: tuple[tuple[str, str], ...], patience: float
 ) -> tuple[Report, str | None]:
     # A failure is remembered too: every test of the scenario would wait for it again.
     done = subprocess.run(

@@ -7,12 +7,14 @@ against what decides between two tokens.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.minillava.split import Example
 from tests.serving.engine import (
     STATE,
     alone,
     examples,
+    forget,
     generate,
     model_of,
     picture,
@@ -22,17 +24,21 @@ from tests.serving.engine import (
 )
 from tests.serving.offline import Offline
 from tests.serving.scenarios import Report, scenario
+from tests.serving.scenarios.hostile import breaking
 from tests.serving.watch import Watch, watch
-from vllm_autoprune import materialize
+from vllm_autoprune import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.load import load_state
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 SMALL = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64}
 
 
 @scenario
 def base_policies() -> Report:
-    """For each of them: prompt lengths, what is kept at two budgets, and what transformers keeps.
+    """For each of them: prompt lengths and kept tokens at two budgets, beside transformers' own.
 
     ``full`` has the prompt lengths of a server without a state.
     """
@@ -52,25 +58,59 @@ def base_policies() -> Report:
 def _served(name: str, offline: Offline, seen: Watch) -> Report:
     llm = start({**STATE, "state": alone(name), "budget": 16}, **SMALL)
     state = load_state(json.dumps(alone(name)))
-    report: dict[str, Any] = {}
-    for budget in (16, 8):
-        policy = materialize(state, budget)
-        cases = []
-        for example in examples(2):
-            seen.kept.clear()
-            answer = generate(llm, [prompt(example, budget)])[0]
-            expected = offline.kept(policy, picture(example.image), example.question)
-            case: dict[str, Any] = {
-                "prompt_tokens": answer.prompt_tokens,
-                "text": answer.text,
-                "offline": expected.indices[0].tolist(),
-            }
-            for plan, kept in seen.kept.items():  # nothing, where questions share what is kept
-                apart = (seen.rows[plan] - expected.features[0]).abs().max()
-                case |= {"kept": kept, "rows_apart": float(apart)}
-            cases.append(case)
-        report[str(budget)] = cases
     meter = model_of(llm).autoprune_meter
-    report["fallbacks"], report["errors"] = meter.counts(), meter.raised
+    report: dict[str, Any] = {}
+    for budget in (8, 16):
+        seen.kept.clear()
+        policy = materialize(state, budget)
+        report[str(budget)] = [_beside(llm, offline, policy, seen, e) for e in examples(2)]
+    report["fallbacks"], report["errors"] = meter.counts(), dict(meter.raised)
+    report["alone"] = {str(plan): kept for plan, kept in seen.kept.items()}
+    report["together"] = _together(llm, seen)
+    report["survived"] = _survived(llm)
+    report["broken"], report["errors_at_last"] = meter.counts(), meter.raised
     released(llm)
     return report
+
+
+def _beside(
+    llm: LLM, offline: Offline, policy: PruningPolicy, seen: Watch, example: Example
+) -> Report:
+    """One answer, the tokens that were kept for it, and those that transformers would keep."""
+    before = set(seen.kept)
+    answer = generate(llm, [prompt(example, policy.budget)])[0]
+    expected = offline.kept(policy, picture(example.image), example.question)
+    case: dict[str, Any] = {
+        "prompt_tokens": answer.prompt_tokens,
+        "text": answer.text,
+        "offline": expected.indices[0].tolist(),
+    }
+    for plan in set(seen.kept) - before:  # none, where questions share what is kept
+        apart = (seen.rows[plan] - expected.features[0]).abs().max()
+        case |= {"kept": seen.kept[plan], "rows_apart": float(apart)}
+    return case
+
+
+def _together(llm: LLM, seen: Watch) -> Report:
+    """The tokens kept of all examples when they are asked at the same moment, nothing cached."""
+    vision = model_of(llm).autoprune
+    assert vision is not None
+    vision.cache.clear()
+    forget(llm)
+    seen.kept.clear()
+    seen.budgets.clear()
+    generate(llm, [prompt(e, 16) for e in examples(2)])
+    kept = {str(plan): kept for plan, kept in seen.kept.items()}
+    return {"kept": kept, "at_once": max(map(len, seen.budgets))}
+
+
+def _survived(llm: LLM) -> Report:
+    """Answers to a document as instruction, to none at all, and of features that are no numbers."""
+    example, other = examples(2)[0], examples(2)[-1]
+    unseen = {"multi_modal_data": {"image": picture(example.image).rotate(9)}}
+    document = generate(llm, [prompt(example, instruction=" ".join(["red"] * 10_000))])[0]
+    nothing = generate(llm, [prompt(other, instruction="")])[0]
+    broken = breaking(model_of(llm).multi_modal_projector, float("nan"))
+    spoilt = generate(llm, [{**prompt(example), **unseen}])[0]
+    broken.remove()
+    return [answer.plain() for answer in (document, nothing, spoilt)]

@@ -50,7 +50,7 @@ def hostile() -> Report:
     report["long"] = generate(llm, [prompt(other, instruction=long)])[0].plain()
     survived("long")
     for name, value in (("nan", float("nan")), ("inf", float("inf"))):
-        broken = _breaking(model.multi_modal_projector, value)
+        broken = breaking(model.multi_modal_projector, value)
         # An image not seen before, whose features are not cached yet.
         unseen = picture(other.image).rotate(len(name) + 90 * (name == "inf"))
         report[name] = chat(llm, [[turn(f"{name}?", unseen)]])[0].plain()
@@ -81,7 +81,9 @@ def hostile() -> Report:
     return report
 
 
-def _breaking(module: Any, value: float) -> Any:
+def breaking(module: Any, value: float) -> Any:
+    """Make a module give a number that is none; the handle's ``remove`` mends it."""
+
     def spoil(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()
         output[:, 5] = value

@@ -212,7 +212,7 @@ class Prefix:
 
     def __init__(self, image: Tensor, ids: Ids) -> None:
         self.image, self.ids = image, ids
-        self.start = 1
+        self.start, self.layers = 1, 4
         self.text = torch.ones(1, max(1, len(ids)), dtype=torch.bool)
 
     def embeddings(self) -> Tensor:

@@ -60,7 +60,7 @@ class Served:
             cos, sin = llama.rotary_emb(query[None], positions[None])
             heads = [part.unflatten(-1, (-1, HEAD)).transpose(0, 1)[None] for part in (query, key)]
             turned = apply_rotary_pos_emb(heads[0], heads[1], cos, sin)
-            return tuple(part[0].transpose(0, 1).flatten(1) for part in turned)  # type: ignore[return-value]
+            return tuple(part[0].transpose(0, 1).flatten(1) for part in turned)
 
         def mlp(hidden: Tensor) -> Tensor:
             self.ran.append(index)
@@ -90,7 +90,7 @@ def image(tokens: int = 9, seed: int = 0) -> Tensor:
 
 
 def read(served: Served, *ids: int, shown: Tensor | None = None) -> LlamaPrefix:
-    first = FirstLayers(served, (BOS,), CPU)  # type: ignore[arg-type]
+    first = FirstLayers(served, (BOS,), CPU)
     return first.read(image() if shown is None else shown, ids)
 
 
