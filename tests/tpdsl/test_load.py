@@ -450,7 +450,7 @@ class TestFields:
             ({"/name": 7}, "/name", "7 is refused"),
             ({"/name": "x" * 129}, "/name", f'"{"x" * 57}..." is refused'),
             ({"/$schema": 7}, "/$schema", "7 is refused"),
-            ({"/safety/1": "deterministic"}, "/safety", '["preserve_budget", "deterministic", '),
+            ({"/safety/1": "deterministic"}, "/safety", '[{"atom": "preserve_budget"}, "determ'),
             ({"/budget/limit": 31}, "/budget/limit", "limit 31 is below the state's own K = 32"),
             (
                 {"/constraints/selector/r_min": 33},
@@ -486,14 +486,20 @@ class TestFields:
             ({"/reassembly/strength": 2}, "input should be less than or equal to 0.5"),
             ({"/scoring/kernel/atom": DELETE}, 'add "atom": "..."'),
             ({"/scoring/signals/0/wieght": 1}, "remove it: 'weight' is there already"),
-            ({"/scoring/signals/1/temprature": 1}, "did you mean 'temperature'?"),
-            ({"/budget/Limit": 64}, "did you mean 'limit'?"),
+            (
+                {"/scoring/signals/1/temperature": DELETE, "/scoring/signals/1/temprature": 1},
+                "did you mean 'temperature'?",
+            ),
+            ({"/budget/limit": DELETE, "/budget/Limit": 64}, "did you mean 'limit'?"),
             ({"/scoring/fussion": 1}, "remove it: 'fusion' is there already"),
             ({"/provenance": {"note": ""}}, "did you mean 'notes'?"),
-            ({"/base_policy/params/teta": 0.5}, "did you mean 'theta'?"),
+            (
+                {"/base_policy/params/theta": DELETE, "/base_policy/params/teta": 0.5},
+                "did you mean 'theta'?",
+            ),
             ({"/base_policy/parms": {}}, "remove it: 'params' is there already"),
             ({"/zzz": 1}, "remove it or correct its name"),
-            ({"/provenence": {}}, "did you mean 'provenance'?"),
+            ({"/provenance": DELETE, "/provenence": {}}, "did you mean 'provenance'?"),
             ({"/budget/limit": 31}, "write 32 or more, or null for no limit"),
             (
                 {"/constraints/selector/r_min": 33},

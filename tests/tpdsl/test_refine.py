@@ -21,10 +21,12 @@ from vllm_autoprune import (
     materialize,
     refine,
 )
+from vllm_autoprune.tpdsl.language import RecordedPrefix
 from vllm_autoprune.tpdsl.load import shipped_states
 from vllm_autoprune.tpdsl.numerics import evenly, mask_of
 from vllm_autoprune.tpdsl.reassembly import gather_rows
 from vllm_autoprune.tpdsl.refine import keep_evenly, keep_reference, keep_these
+from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
 
 BAD = [torch.nan, torch.inf, -torch.inf]
 EVENLY: list[int] = evenly(1, 36, 8, torch.device("cpu"))[0].tolist()
@@ -440,6 +442,23 @@ class TestNoWaiting:
             return torch.empty(*shape, device=device, dtype=dtype)
 
         count = grid.tokens
+        length, text = 2 + count + 6, 6
+        tower = TowerStates(
+            patches=empty(3, count, 24, dtype=dtype),
+            keys=empty(3, count, 8, dtype=dtype),
+            project=lambda rows: rows @ empty(24, 32, dtype=dtype),
+            cls=empty(3, grid.tiles, 24, dtype=dtype),
+            next_layer=NextLayer(empty(3, count), empty(3, count, 24, dtype=dtype)),
+        )
+        language = RecordedPrefix(
+            start=2,
+            text=empty(3, text, dtype=torch.bool),
+            recorded_embeddings=empty(3, length, 32, dtype=dtype),
+            recorded_states=empty(3, length, 32, dtype=dtype),
+            recorded_normed=empty(3, length, 32, dtype=dtype),
+            recorded_keys=empty(3, 2, length, 8, dtype=dtype),
+            recorded_attention=empty(3, 2, text, length),
+        )
         return VisualTokens(
             empty(3, count, 32, dtype=dtype),
             grid,
@@ -447,6 +466,8 @@ class TestNoWaiting:
             Instruction(
                 empty(3, count, 16), empty(3, 2, 16), empty(3, 2, dtype=torch.bool), sign=-1
             ),
+            tower=tower,
+            language=language,
         )
 
     @pytest.mark.parametrize("name", shipped_states())
@@ -454,8 +475,10 @@ class TestNoWaiting:
     def test_shipped_states_decide_everything_on_the_device(self, name: str, grid: Grid) -> None:
         # Tensors of the meta device have no values to read, and mixing in one of the host's fails.
         tokens = self.shapes_alone("meta", grid, torch.float16)
-        found = refine(materialize(load_state(name)), tokens)
-        assert found.features.shape == (3, 32, 32) and found.features.dtype == torch.float16
+        policy = materialize(load_state(name)).at(grid.tokens)
+        found = refine(policy, tokens)
+        assert found.features.shape == (3, min(policy.budget, grid.tokens), 32)
+        assert found.features.dtype == torch.float16
         assert found.features.is_meta and found.indices.is_meta and found.fallback.is_meta
 
     @pytest.mark.parametrize("variant", VARIANTS)
