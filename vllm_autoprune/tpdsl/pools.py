@@ -141,7 +141,7 @@ class JoinedPool(PoolCall):
             by_default(SourceCall, "quality_pool_builder"),
             by_default(SourceCall, "spatial_coverage_pool_builder"),
         ),
-        description="builders whose pools are joined; none: quality and spatial coverage",
+        description="builders whose pools are joined",
     )
 
     def most(self, grid: Grid, picked: int) -> int:

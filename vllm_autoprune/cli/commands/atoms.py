@@ -10,13 +10,22 @@ import argparse
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import WIDTH, as_json, table
 from vllm_autoprune.tpdsl.atom import ATOMS, ROLES
+from vllm_autoprune.tpdsl.catalogue import page, proposer_text
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", choices=list(ROLES), help="atoms of one group only")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="the reference page, docs/atoms.md")
+    form.add_argument(
+        "--prompt", action="store_true", help="the language as an LLM proposer reads it"
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.markdown or options.prompt:
+        print(page() if options.markdown else proposer_text(), end="")
+        return 0
     found = [ATOMS[name] for name in ATOMS.names(options.group)]
     if options.json:
         described = [

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_autoprune.cli.main import main
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "atoms.md"
+
+
+def test_the_reference_page_is_what_the_declarations_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["atoms", "--markdown"]) == 0
+    stale = "run: vllm-autoprune atoms --markdown > docs/atoms.md"
+    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out, stale
