@@ -10,6 +10,7 @@ import pytest
 from tests.tpdsl.samples import state
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.tpdsl.materialize import inputs_read
 
 Captured = pytest.CaptureFixture[str]
 
@@ -69,6 +70,17 @@ def test_materialize_writes_a_state_and_tells_what_changed(
     written = load_state(target)
     assert written.name == "autoprune-llava-next-7b-k160"
     assert spoken(capsys, "validate", str(target)).startswith(f"{target}: valid, K = 160")
+
+
+def test_an_instruction_free_variant_reads_no_instruction(tmp_path: Path, capsys: Captured) -> None:
+    target = tmp_path / "free.json"
+    asked = ("--instruction-free", "--budget", "64", "-o", str(target), "--json")
+    told = json.loads(spoken(capsys, "materialize", "autoprune", *asked))
+    changed = {change["where"] for change in told["changes"]}
+    assert {"/base_policy/name", "/budget/atom", "/scoring/signals/0"} <= changed
+    made = load_state(target)
+    assert inputs_read(made, exchange=True) == {"cls_attention"}
+    assert told["budget"] == 64 and made.digest == told["digest"]
 
 
 def test_materialize_as_json_holds_the_state(capsys: Captured) -> None:

@@ -1,4 +1,4 @@
-"""`materialize`: a state for another budget or backbone, with the record of what changed.
+"""`materialize`: a state for another budget, backbone or traffic, with the record of what changed.
 
 Knows nothing about what may change.
 """
@@ -10,12 +10,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-from vllm_autoprune.backbones import GEOMETRIES, geometry
+from vllm_autoprune.backbones import GEOMETRIES, Geometry, geometry
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.files import write
 from vllm_autoprune.cli.render import WIDTH, as_json, brief, table
+from vllm_autoprune.tpdsl.instruction_free import instruction_free
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.safety import SafetyRecord
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.transfer import Transfer, check_transfer, transfer
 
 
@@ -23,6 +25,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("state", help="file, or name of a shipped state")
     parser.add_argument("--budget", type=int, metavar="K", help="tokens one image contributes")
     parser.add_argument("--backbone", metavar="NAME", help=", ".join(GEOMETRIES))
+    parser.add_argument(
+        "--instruction-free",
+        action="store_true",
+        help="read no instruction, so that questions on one image share KV blocks",
+    )
     parser.add_argument("--name", help="name of the new state (default: made from the old one)")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the new state here"
@@ -31,7 +38,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     backbone = None if options.backbone is None else geometry(options.backbone)
-    made = transfer(load_state(options.state), options.budget, backbone, options.name)
+    made = _made(load_state(options.state), options, backbone)
     record = check_transfer(made, backbone)
     written = record.valid and options.output is not None
     if written:
@@ -41,6 +48,14 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(_told(made, record) + (f"\n\nwrote {options.output}" if written else ""))
     return 0 if record.valid else 1
+
+
+def _made(state: PruningState, options: argparse.Namespace, backbone: Geometry | None) -> Transfer:
+    if not options.instruction_free:
+        return transfer(state, options.budget, backbone, options.name)
+    free = instruction_free(state)
+    made = transfer(free.state, options.budget, backbone, options.name)
+    return dataclasses.replace(made, changes=(*free.changes, *made.changes))
 
 
 def _record(made: Transfer, safety: SafetyRecord) -> dict[str, object]:
