@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import greedy_map_torch
+from vllm_autoprune.ops.dpp_torch import greedy_map_torch
 
 GPUS = (80, 90)
 """Compute capabilities of an A100 and an H100."""

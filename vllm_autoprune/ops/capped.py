@@ -4,8 +4,8 @@ Knows nothing about what a cell is.
 
 Which tokens are open depends on what was picked, so the whole conditioned similarity is carried
 along: after a pick S loses the outer product of its scaled row. That is N^2 work a step where
-:mod:`vllm_autoprune.ops.dpp` does N times the steps so far; elementwise, so the bits of an image
-do not depend on its batch.
+:mod:`vllm_autoprune.ops.dpp_torch` does N times the steps so far; elementwise, so the bits of an
+image do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import DIVISOR, EXHAUSTED
+from vllm_autoprune.ops.dpp_torch import DIVISOR, EXHAUSTED
 
 
 def capped_greedy_map(

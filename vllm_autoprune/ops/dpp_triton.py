@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp import DIVISOR, EXHAUSTED, HUGE, greedy_map_torch
+from vllm_autoprune.ops.dpp_torch import DIVISOR, EXHAUSTED, HUGE, greedy_map_torch
 
 logger = logging.getLogger("vllm.autoprune")
 
