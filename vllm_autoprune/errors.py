@@ -8,7 +8,8 @@ Knows nothing about states, tensors or servers: it only gives failures a shape.
     ├── RequestError             a request says something about pruning that is not understood
     ├── ConfigError              flags or settings that do not fit together
     ├── UnsupportedModelError    the served architecture has no plugin form
-    └── SelectionError           tensors that do not fit the policy they are given to
+    ├── SelectionError           tensors that do not fit the policy they are given to
+    └── SearchError              an offline search that cannot start or go on
 """
 
 from __future__ import annotations
@@ -77,3 +78,7 @@ class UnsupportedModelError(ProblemsError):
 
 class SelectionError(AutopruneError, ValueError):
     """Tensors handed to a policy do not fit it or each other."""
+
+
+class SearchError(AutopruneError):
+    """An offline search that cannot start or go on; what it has done so far is kept."""

@@ -1,0 +1,137 @@
+"""Questions with reference answers, in three disjoint splits, read from a folder.
+
+Knows nothing about models. A folder has ``search.jsonl``, ``validation.jsonl`` and ``test.jsonl``;
+a line is ``{"image": "images/7.png", "question": ..., "answer": ..., "category": ...}``, and may
+have ``"pair": 3``, shared by the yes and the no question that MME scores together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import get_args
+
+from pydantic import Field, ValidationError
+
+from offline_search.records import Split
+from offline_search.settings import Frozen
+from vllm_autoprune.errors import ConfigError, Problem
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+class Example(Frozen):
+    """One question about one image; the image's path is relative to the folder of its split."""
+
+    image: str = Field(min_length=1)
+    question: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+    category: str = "all"
+    pair: int | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The three splits of one folder, each in the order in which it is asked."""
+
+    folder: Path
+    splits: Mapping[Split, Sequence[Example]]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all questions and answers."""
+        lines = [e.model_dump_json() for split in SPLITS for e in self.splits[split]]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def of(self, split: Split) -> Sequence[Example]:
+        """The examples of a split."""
+        return self.splits[split]
+
+    def image(self, example: Example) -> bytes:
+        """The file of an example's image."""
+        return (self.folder / example.image).read_bytes()
+
+
+def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Dataset:
+    """Read and check the splits; each is shuffled by image, and cut to ``limit`` images if given.
+
+    Shuffled, because a race looks at the first examples only; by image, because a server computes
+    an image's features once. Raises :class:`ConfigError` that lists every problem: a file that
+    cannot be read, lines that are no examples, images that are missing or in two splits.
+    """
+    problems: list[Problem] = []
+    found: dict[Split, Sequence[Example]] = {}
+    for split in SPLITS:
+        examples = _read(folder / f"{split}.jsonl", problems)
+        found[split] = _shuffled(examples, seed, limit)
+        if not examples and not problems:
+            mend = "give it at least one example"
+            problems.append(Problem(f"{split}.jsonl", "holds no example", mend))
+    problems += _shared(folder, found)
+    if problems:
+        raise ConfigError(f"data {folder}", problems[:20])
+    return Dataset(folder, found)
+
+
+def _read(path: Path, problems: list[Problem]) -> list[Example]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        mend = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
+        problems.append(Problem(path.name, f"cannot be read ({reason})", mend))
+        return []
+    examples = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(Example.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "line"
+            mend = 'a line is {"image": ..., "question": ..., "answer": ...}'
+            problems.append(Problem(f"{path.name}:{number}", f"{where}: {first['msg']}", mend))
+    return examples
+
+
+def _shuffled(examples: Sequence[Example], seed: int, limit: int | None) -> list[Example]:
+    groups = [list(group) for _, group in groupby(examples, key=lambda example: example.image)]
+    random.Random(seed).shuffle(groups)
+    return [example for group in groups[:limit] for example in group]
+
+
+def _shared(folder: Path, splits: Mapping[Split, Sequence[Example]]) -> list[Problem]:
+    """Images that are missing, or whose content is in two splits under whatever name."""
+    problems, seen = [], dict[str, Split]()
+    for split, examples in splits.items():
+        for name in dict.fromkeys(example.image for example in examples):
+            try:
+                content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            except OSError as error:
+                mend = "paths are relative to the data folder"
+                problems.append(Problem(name, f"cannot be read ({error.strerror})", mend))
+                continue
+            other = seen.setdefault(content, split)
+            if other != split:
+                what = f"the same image is in {other} and in {split}"
+                problems.append(Problem(name, what, "splits must share no image"))
+    return problems
+
+
+def categories(examples: Sequence[Example]) -> Mapping[str, int]:
+    """Questions of each category, the most frequent first."""
+    return dict(Counter(example.category for example in examples).most_common())
+
+
+def write_split(path: Path, examples: Sequence[Example]) -> None:
+    """Write a split as :func:`read_dataset` reads it."""
+    lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,123 @@
+"""H: everything that was tried, and what can be read from it.
+
+Knows nothing about who reads it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offline_search.answers import Floats
+from offline_search.records import Proposed, Tried
+from vllm_autoprune.tpdsl.atom import AtomCall
+from vllm_autoprune.tpdsl.state import PruningState
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate and what became of it; values are its relative log-probabilities ``(M,)``."""
+
+    proposed: Proposed
+    tried: Tried
+    state: PruningState | None = None
+    values: Floats | None = None
+
+    @property
+    def name(self) -> str:
+        """``round.index``."""
+        return self.proposed.name
+
+    @property
+    def objective(self) -> float | None:
+        """The objective where the whole search split was answered."""
+        return self.tried.objective if self.tried.status == "evaluated" else None
+
+
+@dataclass
+class History:
+    """Trials in the order they were proposed, and the base policy that they are held against."""
+
+    base: Tried
+    base_values: Floats
+    trials: list[Trial] = field(default_factory=list)
+
+    def ranked(self) -> list[Trial]:
+        """Trials that were evaluated to the end, best first; the earlier first among equals."""
+        whole = [trial for trial in self.trials if trial.objective is not None]
+        return sorted(whole, key=lambda trial: -(trial.objective or 0.0))
+
+    def best(self) -> Trial | None:
+        """The argmax so far."""
+        return next(iter(self.ranked()), None)
+
+    def rival(self) -> Floats:
+        """Values of the best so far, or of the base policy where that is better."""
+        best, base = self.best(), self.base.objective or 0.0
+        if best is None or best.values is None or (best.objective or 0.0) <= base:
+            return self.base_values
+        return best.values
+
+    def failures(self) -> Counter[str]:
+        """How often each reason kept a candidate from being evaluated."""
+        reasons: Counter[str] = Counter()
+        for trial in self.trials:
+            if trial.tried.status in ("invalid", "unsafe", "unevaluated"):
+                reasons.update(trial.proposed.problems or (trial.tried.reason,))
+        return reasons
+
+    def trend(self) -> list[tuple[int, float, float]]:
+        """(round, mean, best) of the objective of each round in which anything was evaluated."""
+        rounds: dict[int, list[float]] = {}
+        for trial in self.trials:
+            if trial.objective is not None:
+                rounds.setdefault(trial.proposed.round, []).append(trial.objective)
+        return [(number, sum(f) / len(f), max(f)) for number, f in sorted(rounds.items())]
+
+    def effects(self) -> list[tuple[str, float, int]]:
+        """(atom, mean objective with it less the mean without it, trials with it), best first.
+
+        Only of atoms that some evaluated trials have and some have not.
+        """
+        scored = [(parts(t.state), t.objective) for t in self.trials if t.state and t.objective]
+        found = []
+        for name in sorted({name for names, _ in scored for name in names}):
+            having = [value for names, value in scored if name in names and value is not None]
+            lacking = [value for names, value in scored if name not in names and value is not None]
+            if having and lacking:
+                gap = sum(having) / len(having) - sum(lacking) / len(lacking)
+                found.append((name, gap, len(having)))
+        return sorted(found, key=lambda effect: -effect[1])
+
+
+def calls(state: PruningState) -> list[AtomCall]:
+    """The atoms that a proposer chose, in the order of a state."""
+    scoring, constraints = state.scoring, state.constraints
+    return [
+        *scoring.signals,
+        scoring.kernel,
+        scoring.fusion,
+        *constraints.pool,
+        constraints.partition,
+        constraints.selector,
+        state.reassembly,
+    ]
+
+
+def parts(state: PruningState) -> frozenset[str]:
+    """Names of the atoms that a proposer chose, the quota among them."""
+    selector = state.constraints.selector
+    quota = selector.model_dump().get("q_e")
+    names = {call.atom for call in calls(state)}
+    return frozenset(names if quota is None else names | {f"q_e={quota}"})
+
+
+def structure(state: PruningState) -> tuple[str, ...]:
+    """Which atoms a state is made of, in order: all of it but its numbers."""
+    return tuple(call.atom for call in calls(state))
+
+
+def states(trials: Sequence[Trial]) -> list[PruningState]:
+    """The states of trials that have one."""
+    return [trial.state for trial in trials if trial.state is not None]

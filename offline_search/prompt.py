@@ -1,0 +1,132 @@
+"""What a proposer is told: the language, the task, the history, and what to write.
+
+Knows nothing about endpoints. The part that never changes comes first and is the same in every
+request, so that a server's prefix cache reads it once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from offline_search.history import Trial
+from offline_search.proposal import JsonObject, alpha
+from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.atom import ATOMS, Atom, Group
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.reassembly import PRINTED
+from vllm_autoprune.tpdsl.state import PruningState
+
+
+class Message(TypedDict):
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+Messages = tuple[Message, ...]
+
+_GROUPS: tuple[tuple[Group, str], ...] = (
+    ("scoring", "scoring.signals, one to six; each may have a weight"),
+    ("score_fusion", "scoring.fusion"),
+    ("similarity_kernel", "scoring.kernel"),
+    ("candidate_pool", "constraints.pool, one to three; a partition goes to constraints.partition"),
+    ("selection_constraints", "constraints.selector"),
+    ("reassembly", "reassembly"),
+)
+
+
+def library() -> str:
+    """L: every atom that may be proposed, a line each, made from the registry."""
+    return "\n".join(_library())
+
+
+def _library() -> Iterator[str]:
+    for group, field in _GROUPS:
+        yield f"{field}:"
+        names = ATOMS.names(group)
+        if group == "reassembly":
+            # The other cells of the 3 x 3 x 3 x 3 would be most of the text.
+            names = list(PRINTED.values())
+        yield from (_line(ATOMS[name]) for name in names)
+
+
+def _line(atom: Atom) -> str:
+    """``- name(weight 0..4, sigma 0.1..2): what it does``."""
+    schema: JsonObject = atom.call.model_json_schema()
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    told = [
+        f"{name}{_range(described)}"
+        for name, described in properties.items()
+        if name not in ("atom", "r_min") and isinstance(described, dict)
+    ]
+    return f"- {atom.name}({', '.join(told)}): {atom.doc.rstrip('.')}"
+
+
+def _range(described: JsonObject) -> str:
+    low = described.get("minimum", described.get("exclusiveMinimum"))
+    high = described.get("maximum", described.get("exclusiveMaximum"))
+    if low is not None and high is not None:
+        return f" {low}..{high}"
+    choices = described.get("enum")
+    return f" {'|'.join(map(str, choices))}" if isinstance(choices, list) else ""
+
+
+def task(settings: Settings) -> str:
+    """The unchanging part: what is designed, in which language, and how it is scored."""
+    policy = BASE_POLICIES[settings.base_policy]
+    budget = settings.source_budget
+    return f"""You design a policy that decides which visual tokens of an image a vision-language \
+model keeps. The base policy {policy.name} picks {budget} of them: {policy.doc} Your policy scores \
+all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
+q_e of the {budget} picks for better candidates. Higher scores are better; a small q_e is safe, \
+diverse signals help. Use only these atoms:
+
+{library()}
+
+Answer with one JSON object and nothing else: {{"scoring": {{"signals": [...], "kernel": ..., \
+"fusion": ...}}, "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...}}"""
+
+
+def propose(
+    settings: Settings, summary: str, example: PruningState, number: int, count: int
+) -> Messages:
+    """Algorithm 2's LLMPropose: one of ``count`` candidates, given H_(t-1)."""
+    shown = json.dumps(alpha(example), separators=(",", ":"))
+    asked = (
+        f"{summary}\n\nA valid candidate looks like this:\n{shown}\n\n"
+        f"Propose candidate {number + 1} of {count}: change atoms, weights or q_e where the "
+        "history says that it pays. JSON only."
+    )
+    return ({"role": "system", "content": task(settings)}, {"role": "user", "content": asked})
+
+
+def cross(settings: Settings, parents: Sequence[Trial]) -> Messages:
+    """EvoPrompting: parents with their scores, and the score a child should exceed."""
+    told = []
+    for parent in parents:
+        assert parent.state is not None and parent.objective is not None
+        shown = json.dumps(alpha(parent.state), separators=(",", ":"))
+        told.append(f"Score {1000 * parent.objective:+.0f}:\n{shown}")
+    aim = max(parent.objective or 0.0 for parent in parents)
+    asked = (
+        "Parents:\n" + "\n".join(told) + "\n\nCombine the parents and change one thing, to score "
+        f"above {1000 * aim:+.0f}. JSON only."
+    )
+    return ({"role": "system", "content": task(settings)}, {"role": "user", "content": asked})
+
+
+def repair(asked: Messages, reply: str, problems: Sequence[str]) -> Messages:
+    """The same conversation, with what was wrong with the reply."""
+    told = "\n".join(f"- {problem[:300]}" for problem in problems[:8])
+    wrong: Message = {
+        "role": "user",
+        "content": f"That is not valid:\n{told}\nWrite the corrected JSON object, nothing else.",
+    }
+    said: Message = {"role": "assistant", "content": reply[:4000]}
+    return (*asked, said, wrong)

@@ -1,0 +1,64 @@
+"""What a search is asked to do: written first into its ledger, and never changed after.
+
+Knows nothing about how any of it is done.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_autoprune.tpdsl.atom import by_default
+from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
+
+Across = Literal["mean", "worst"]
+"""How the objectives of several budgets become one: their mean, or the least of them."""
+
+
+class Frozen(BaseModel):
+    """Base of everything that a ledger holds: frozen, and nothing unknown in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Settings(Frozen):
+    """One search. Two runs with equal settings, replies and evaluations make equal ledgers."""
+
+    strategy: str = Field("autoprune+", description="who proposes states")
+    rounds: int = Field(10, ge=1, le=10_000, description="T, rounds of proposals")
+    per_round: int = Field(5, ge=1, le=1000, description="m, candidates a round")
+    base_policy: str = Field("cdpruner", description="pi_P, which every candidate modifies")
+    budgets: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
+        (32,), description="K_0, tokens kept; with several, every candidate is measured at each"
+    )
+    across: Across = Field("mean", description="how several budgets become one objective")
+    seed: int = Field(0, ge=0, lt=2**31, description="of everything that is drawn")
+    equal_evaluations: bool = Field(
+        False, description="go on past T rounds until T x m full evaluations are spent"
+    )
+    confirmed: int = Field(3, ge=1, le=50, description="candidates that are measured again")
+    proposer: str = Field("", description="model that proposes; empty: none")
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="of the proposer")
+    reply_tokens: int = Field(1024, ge=64, le=32768, description="longest reply of the proposer")
+    evaluator: str = Field("", description="what candidates are measured on: model and data")
+
+    @property
+    def source_budget(self) -> int:
+        """K_0, the budget that a candidate's own state names."""
+        return self.budgets[0]
+
+    @property
+    def candidates(self) -> int:
+        """T x m: what the search may spend, in evaluations of the whole search split."""
+        return self.rounds * self.per_round
+
+
+def budget_call(budget: int) -> BudgetCall:
+    """The budget atom that keeps exactly K tokens."""
+    if budget in FIXED_BUDGETS:
+        return by_default(BudgetCall, f"fixed_budget@{budget}")
+    # No fixed budget of the language: floor and ceiling in one, as `transfer` writes it.
+    return RatioBudget.model_validate(
+        {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
+    )

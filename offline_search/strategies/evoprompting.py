@@ -1,0 +1,52 @@
+"""`evoprompting`: a language model crosses and mutates parents drawn by rank (EvoPrompting).
+
+Knows nothing about the summary of the history: parents and their scores are all that is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+from offline_search.history import Trial
+from offline_search.prompt import cross, propose
+from offline_search.proposal import Draft
+from offline_search.settings import Settings
+from offline_search.strategies.protocol import Round
+from offline_search.strategies.starts import paper_state
+
+_PARENTS = 2
+_POPULATION = 10
+
+
+class EvoPrompting:
+    """The best trials are the population; there is a first generation before there are parents."""
+
+    asks = True
+    races = False
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    async def propose(self, this: Round) -> list[Draft]:
+        """Each candidate has parents of its own."""
+        population = this.history.ranked()[:_POPULATION]
+        asked = []
+        for index in range(this.count):
+            if len(population) < _PARENTS:
+                shown = paper_state(self._settings)
+                messages = propose(self._settings, "", shown, index, this.count)
+                asked.append(this.ask(index, messages, "llm", ()))
+                continue
+            parents = _drawn(population, this.dice)
+            names = tuple(parent.name for parent in parents)
+            asked.append(this.ask(index, cross(self._settings, parents), "crossover", names))
+        return list(await asyncio.gather(*asked))
+
+
+def _drawn(population: Sequence[Trial], dice: Random) -> list[Trial]:
+    """Two different parents, a better one likelier by its rank."""
+    first = dice.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
+    others = [trial for trial in population if trial is not first]
+    return [first, dice.choice(others)]

@@ -1,0 +1,57 @@
+"""Where a search may begin: the base policy alone, and the paper's state at several quotas.
+
+Knows nothing about strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offline_search.proposal import COMPONENTS, JsonObject, assembled
+from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.state import PruningState
+
+QUOTAS = (2, 1, 4)
+"""q_e of warm starts, the paper's choice first; q_e = 0 is the base policy, measured anyway."""
+
+
+def base_state(settings: Settings) -> PruningState:
+    """The base policy alone, as a state of this search."""
+    return paper_state(settings).without_exchange()
+
+
+def paper_state(settings: Settings, quota: int = 2) -> PruningState:
+    """The structure that the paper selected, on this search's base policy and budget."""
+    return edited(load_state("autoprune"), settings, quota=quota)
+
+
+def warm_starts(settings: Settings) -> Sequence[PruningState]:
+    """The paper's structure at several quotas, then each of its signals alone."""
+    source = paper_state(settings)
+    quotas = [edited(source, settings, quota=quota) for quota in QUOTAS]
+    alone = [
+        edited(source, settings, signals=[{**call.model_dump(mode="json"), "weight": 1.0}])
+        for call in source.scoring.signals[:2]
+    ]
+    return [*quotas, *alone]
+
+
+def edited(
+    state: PruningState,
+    settings: Settings,
+    *,
+    quota: int | None = None,
+    signals: Sequence[JsonObject] | None = None,
+) -> PruningState:
+    """A state of this search with another quota, or other signals."""
+    body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS))
+    scoring, constraints = body["scoring"], body["constraints"]
+    assert isinstance(scoring, dict) and isinstance(constraints, dict)
+    selector = constraints["selector"]
+    assert isinstance(selector, dict)
+    if quota is not None:
+        selector |= {"q_e": min(quota, settings.source_budget), "r_min": None}
+    if signals is not None:
+        scoring["signals"] = list(signals)
+    return assembled(body, settings, "candidate")

@@ -1,0 +1,123 @@
+"""A task with a known answer: states score by what they are made of, and nothing is served.
+
+Knows nothing about models. Relevance is what helps, in the right share; a larger quota helps up to
+four; merging hurts. Every example adds noise of its own that all states share in part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+
+from offline_search.answers import Answers
+from offline_search.evaluators.protocol import EvaluationFailed, Job
+from offline_search.examples import Dataset, Example, read_dataset, write_split
+from offline_search.prompt import Messages
+from offline_search.proposal import JsonObject
+from offline_search.proposers.protocol import Reply
+from offline_search.records import Cost
+from vllm_autoprune.tpdsl.probes import synthetic_probes
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+def dataset(folder: Path, images: int = 12) -> Dataset:
+    """Two questions on each image, three splits; images are files whose content is their name."""
+    for split in ("search", "validation", "test"):
+        examples = []
+        for number in range(images):
+            name = f"{split}-{number}.png"
+            (folder / name).write_text(name)
+            examples += [
+                Example(image=name, question=f"Is it {n}?", answer=("yes", "no")[n],
+                        category=("digit", "colour")[number % 2], pair=number)
+                for n in range(2)
+            ]  # fmt: skip
+        write_split(folder / f"{split}.jsonl", examples)
+    return read_dataset(folder)
+
+
+class SyntheticEvaluator:
+    """Counts what it is asked; ``fails`` are digests that cannot be measured."""
+
+    def __init__(self, data: Dataset, probes: bool = True, delay: float = 0.0) -> None:
+        self.name = f"synthetic {data.digest[:8]}"
+        self.dataset = data
+        self.asked: list[Job] = []
+        self.fails: set[str] = set()
+        self._probes = probes
+        self._delay = delay
+
+    def probes(self) -> Sequence[VisualTokens]:
+        return synthetic_probes(8)[:1] if self._probes else []
+
+    async def prepare(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    async def evaluate(self, job: Job) -> Answers:
+        self.asked.append(job)
+        if self._delay:
+            await asyncio.sleep(self._delay)
+        if job.state is not None and job.state.digest in self.fails:
+            raise EvaluationFailed("the server answered 500")
+        examples = self.dataset.of(job.split)[job.start : job.stop]
+        value = 0.0 if job.state is None else worth(job.state)
+        drawn = [_noise(job, example) for example in examples]
+        logprob = tuple(-1.0 + value + 0.05 * noise for noise in drawn)
+        return Answers(logprob, tuple(value > -1.2 for value in logprob))
+
+
+def worth(state: PruningState) -> float:
+    """At most 0, which is what all tokens are worth."""
+    weights = {call.atom: call.weight for call in state.scoring.signals}
+    share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
+    quota = state.constraints.selector.bounds(8)[0]
+    merges = float(state.reassembly.model_dump().get("strength", 0.0))
+    return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
+
+
+def _noise(job: Job, example: Example) -> float:
+    whose = "full" if job.state is None else job.state.digest
+    shared = Random(f"{example.image} {example.question}").gauss(0, 1)
+    own = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
+    return shared + 0.1 * own
+
+
+class ScriptedProposer:
+    """Replies that follow from the request: the same request gets the same reply, always."""
+
+    def __init__(self, replies: Sequence[str | None]) -> None:
+        self.replies = replies
+        self.asked: list[Messages] = []
+
+    async def prepare(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    async def reply(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
+        self.asked.append(messages)
+        chosen = self.replies[scripted(messages, seed) % len(self.replies)]
+        if chosen is None:
+            return Reply(None, "the endpoint is down", Cost())
+        return Reply(chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01))
+
+
+def scripted(messages: Messages, seed: int) -> int:
+    """A number that follows from a request."""
+    text = f"{seed} {messages[-1]['content']}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def quiet_torch() -> None:
+    """One thread: two would only wait for each other here."""
+    torch.set_num_threads(1)
