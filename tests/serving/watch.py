@@ -47,9 +47,9 @@ def watch(tower: nn.Module | None = None) -> Watch:
         seen.before_broadcast.append(chosen.indices.tolist())
         return agree(chosen)
 
-    from vllm_autoprune.serving.models import llava
+    from vllm_autoprune.serving.models import pruned
 
-    patch.object(llava, "prune_images", images).start()
+    patch.object(pruned, "prune_images", images).start()
     patch.object(batch, "_refined", refined).start()
     patch.object(prune, "_agreed", agreed).start()
     if tower is not None:

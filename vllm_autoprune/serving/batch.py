@@ -6,21 +6,23 @@ Knows nothing about any one model: features come in, K rows an image go out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.serving.config import ServedState
-from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.plan import Ids, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
 from vllm_autoprune.serving.relevance import Relevance
+from vllm_autoprune.serving.split import split_over_regions
 from vllm_autoprune.tpdsl.language import LanguagePrefix
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import Refined
+from vllm_autoprune.tpdsl.reassembly import orders_by_quality
 from vllm_autoprune.tpdsl.refine import keep_evenly
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
 from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
 
 
@@ -33,7 +35,6 @@ class ModelParts:
     served state needs none.
     """
 
-    grid: Grid
     project: Callable[[Tensor], Tensor]
     relevance: Relevance | None = None
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
@@ -46,74 +47,136 @@ def prune_images(
     parts: ModelParts,
     meter: FallbackMeter,
 ) -> list[Tensor]:
-    """``(K_i, D)`` rows of every image, in the order given.
+    """``(K_i, D + E)`` rows of every image, in the order given.
 
-    Images of one budget are selected together; different budgets make one selection each. All
-    images share one grid.
+    Images of one budget and one shape are selected together; others make selections of their own.
     """
     rows: list[Tensor | None] = [None] * len(plans)
-    for members in _groups(served, plans, parts.grid):
-        plan = plans[members[0]]
-        if plan.budget >= parts.grid.tokens:
+    for members in _groups(served, plans, images):
+        plan, first = plans[members[0]], images[members[0]]
+        if plan.budget >= first.candidates:
             for i in members:
-                rows[i] = images[i].projected
+                rows[i] = images[i].rows(plan.budget)
             continue
-        refined = _refined(
+        kept = _kept(
             served, [plans[i] for i in members], [images[i] for i in members], parts, meter
         )
         for row, i in enumerate(members):
             # Profiling is told the unpruned size, and has paid for the selection by now.
-            rows[i] = images[i].projected if plans[i].profile else refined.features[row]
+            rows[i] = images[i].rows() if plans[i].profile else kept[row]
     done = [row for row in rows if row is not None]
-    _assert_sizes(plans, done, parts.grid)
+    _assert_sizes(plans, images, done)
     return done
 
 
-def _groups(served: ServedState, plans: Sequence[ItemPlan], grid: Grid) -> Iterator[list[int]]:
+def _groups(
+    served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+) -> Iterator[list[int]]:
     """Positions of the images that are selected together."""
-    for budget, keep in sorted({(plan.budget, plan.keep) for plan in plans}):
-        members = [i for i, p in enumerate(plans) if (p.budget, p.keep) == (budget, keep)]
-        chosen = budget < grid.tokens and keep != "random"
-        if chosen and "language" in served.policy(budget, keep).needs:
+    found: dict[object, list[int]] = {}
+    for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
+        found.setdefault((plan.group, _shape(image)), []).append(i)
+    for members in found.values():
+        plan = plans[members[0]]
+        chosen = plan.budget < images[members[0]].candidates and plan.keep != "random"
+        if chosen and "language" in served.planned(plan).needs:
             # Instructions differ in length, and neither padding nor a batch may change a choice.
             yield from ([i] for i in members)
         else:
             yield members
 
 
-def _refined(
+def _shape(image: ImageFeatures) -> tuple[object, ...]:
+    return (image.gaps, *((region.grid, region.share) for region in image.regions))
+
+
+def _kept(
     served: ServedState,
     plans: Sequence[ItemPlan],
     images: Sequence[ImageFeatures],
     parts: ModelParts,
     meter: FallbackMeter,
+) -> Tensor:
+    """``(B, K, D + E)`` of images of one budget, below N, and one shape."""
+    plan = plans[0]
+    policy = None if plan.keep == "random" else served.planned(plan)
+    split = split_over_regions(plan.budget, images[0].regions)
+    rows, places = [], []
+    for at, budget in enumerate(split):
+        if budget == 0:
+            continue
+        regions = [image.regions[at] for image in images]
+        if policy is None:
+            refined = keep_at_random(budget, _bare(regions), [plan.key for plan in plans])
+        else:
+            quota = split_over_regions(policy.quota, images[0].regions)[at]
+            own = policy
+            if len(split) > 1:
+                own = replace(policy, budget=budget, quota=quota, r_min=min(policy.r_min, budget))
+            refined = _refined(own, plans, regions, parts, meter)
+        rows.append(_with_riders(refined, regions))
+        places.append(_places(refined, regions))
+    joined = torch.cat(rows, dim=1)
+    by_quality = policy is not None and orders_by_quality(policy.state.reassembly)
+    if by_quality or images[0].regions[0].order is None:
+        return joined
+    order = torch.cat(places, dim=1).argsort(dim=1, stable=True)
+    return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
+
+
+def _with_riders(refined: Refined, regions: Sequence[Region]) -> Tensor:
+    """``(B, K, D + E)``: what goes along with a token goes with its row.
+
+    A row that stands for no single token takes the riders of the last one that is kept.
+    """
+    riders = _stacked([region.riders for region in regions])
+    if riders is None:
+        return refined.features
+    last = refined.indices[:, -1:].expand(-1, refined.extra)
+    of = torch.cat([refined.indices, last], dim=1)
+    gone = riders.gather(1, of[:, :, None].expand(-1, -1, riders.shape[2]))
+    return torch.cat([refined.features, gone.to(refined.features.dtype)], dim=2)
+
+
+def _places(refined: Refined, regions: Sequence[Region]) -> Tensor:
+    """``(B, K)``: where each row lies among all rows of its image, those without a token last."""
+    orders = _stacked([region.order for region in regions])
+    found = refined.indices if orders is None else orders.gather(1, refined.indices)
+    last = found.new_full((found.shape[0], refined.extra), torch.iinfo(found.dtype).max)
+    return torch.cat([found, last], dim=1)
+
+
+def _bare(regions: Sequence[Region]) -> VisualTokens:
+    return VisualTokens(torch.stack([region.projected for region in regions]), regions[0].grid)
+
+
+def _refined(
+    policy: PruningPolicy,
+    plans: Sequence[ItemPlan],
+    regions: Sequence[Region],
+    parts: ModelParts,
+    meter: FallbackMeter,
 ) -> Refined:
-    """One selection for images of one budget, below N."""
-    features = torch.stack([image.projected for image in images])
-    budget, keep = plans[0].budget, plans[0].keep
-    if keep == "random":
-        tokens = VisualTokens(features, parts.grid)
-        return keep_at_random(budget, tokens, [plan.key for plan in plans])
-    policy = served.policy(budget, keep)
+    """One selection from the same region of every image."""
     try:
-        tokens = _tokens(policy, features, plans, images, parts)
+        tokens = _tokens(policy, plans, regions, parts)
     except Exception as error:  # as in prune(): the engine has to live
         meter.error(error)
-        return keep_evenly(budget, VisualTokens(features, parts.grid))
+        return keep_evenly(policy.budget, _bare(regions))
     return prune(policy, tokens, meter)
 
 
 def _tokens(
     policy: PruningPolicy,
-    features: Tensor,
     plans: Sequence[ItemPlan],
-    images: Sequence[ImageFeatures],
+    regions: Sequence[Region],
     parts: ModelParts,
 ) -> VisualTokens:
+    features = torch.stack([region.projected for region in regions])
     instruction, language = None, None
     if "instruction" in policy.needs and parts.relevance is not None:
         text, segments = parts.relevance.instructions([plan.instruction for plan in plans])
-        patches = _stacked([image.patches for image in images])
+        patches = _stacked([region.patches for region in regions])
         instruction = Instruction(
             features if patches is None else patches, text, segments, parts.relevance.sign
         )
@@ -122,20 +185,18 @@ def _tokens(
         language = parts.language(features[0], plan.language)
     return VisualTokens(
         features,
-        parts.grid,
-        _stacked([image.cls_attention for image in images]),
+        regions[0].grid,
+        _stacked([region.cls_attention for region in regions]),
         instruction,
-        _stacked([image.cosine for image in images]),
-        _tower(images, parts.project),
+        _stacked([region.cosine for region in regions]),
+        _tower(regions, parts.project),
         language,
     )
 
 
-def _tower(
-    images: Sequence[ImageFeatures], project: Callable[[Tensor], Tensor]
-) -> TowerStates | None:
-    seen = [image.tower for image in images if image.tower is not None]
-    if len(seen) < len(images):
+def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> TowerStates | None:
+    seen = [region.tower for region in regions if region.tower is not None]
+    if len(seen) < len(regions):
         return None
     attention = _stacked([tower.next_attention for tower in seen])
     keys = _stacked([tower.next_keys for tower in seen])
@@ -154,10 +215,12 @@ def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(made) if len(made) == len(parts) else None
 
 
-def _assert_sizes(plans: Sequence[ItemPlan], rows: Sequence[Tensor], grid: Grid) -> None:
+def _assert_sizes(
+    plans: Sequence[ItemPlan], images: Sequence[ImageFeatures], rows: Sequence[Tensor]
+) -> None:
     # vLLM's runners slice what they get to the placeholder's length, so a row too many would
     # be cut off in silence.
-    for plan, row in zip(plans, rows, strict=True):
-        wanted = grid.tokens if plan.profile else min(plan.budget, grid.tokens)
+    for plan, image, row in zip(plans, images, rows, strict=True):
+        wanted = image.tokens if plan.profile else min(plan.budget, image.tokens)
         if row.shape[0] != wanted:
             raise AssertionError(f"{row.shape[0]} rows for a placeholder of {wanted}")

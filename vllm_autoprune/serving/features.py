@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_autoprune.tpdsl.tokens import Grid
+
 Key = tuple[int, int]
 
 
@@ -48,26 +50,86 @@ class TowerFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFeatures:
-    """One image after the vision tower.
+class Region:
+    """Tokens of one image that are chosen from together, in equal tiles.
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
     where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the projected tokens; tower only where the state reads it.
+    between the projected tokens; tower only where the state reads it. riders ``(N, E)`` go along
+    with each row as they are: nothing chooses by them or merges them. order ``(N,)`` is the place
+    of each token among all rows that the model makes of the image, None where it is its own
+    index. share is the region's part of the budget, in tiles of the vision tower.
     """
 
+    grid: Grid
     projected: Tensor
-    cls_attention: Tensor | None
-    patches: Tensor | None
+    cls_attention: Tensor | None = None
+    patches: Tensor | None = None
     cosine: Tensor | None = None
     tower: TowerFeatures | None = None
+    riders: Tensor | None = None
+    order: Tensor | None = None
+    share: int = 1
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is held."""
         held = (self.projected, self.cls_attention, self.patches, self.cosine)
-        yield from (part for part in held if part is not None)
+        yield from (part for part in (*held, self.riders, self.order) if part is not None)
         if self.tower is not None:
             yield from self.tower.tensors()
+
+    @property
+    def rows(self) -> Tensor:
+        """``(N, D + E)``: every token as the model reads it."""
+        if self.riders is None:
+            return self.projected
+        return torch.cat([self.projected, self.riders.to(self.projected.dtype)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """One image after the vision tower.
+
+    filler ``(D,)`` is a row that stands for no token, of which the model puts ``gaps`` between
+    them (LLaVA-NeXT's newline); None where it has no such rows.
+    """
+
+    regions: tuple[Region, ...]
+    filler: Tensor | None = None
+    gaps: int = 0
+
+    @property
+    def candidates(self) -> int:
+        """Tokens that can be chosen."""
+        return sum(region.grid.tokens for region in self.regions)
+
+    @property
+    def tokens(self) -> int:
+        """Rows that the unpruned model makes of the image, N."""
+        return self.candidates + self.gaps
+
+    def rows(self, count: int | None = None) -> Tensor:
+        """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""
+        (first, *more) = self.regions
+        if not more and first.order is None:
+            return first.rows
+        tokens = torch.cat([region.rows for region in self.regions])
+        places = torch.cat([r.order for r in self.regions if r.order is not None])
+        if self.filler is None:
+            return tokens[places.argsort()]
+        whole = self.filler.to(tokens.dtype).expand(self.tokens, -1).clone()
+        whole[places] = tokens
+        if count is None or count >= self.tokens:
+            return whole
+        spare = torch.ones(self.tokens, dtype=torch.bool, device=whole.device)
+        spare[places] = False
+        late = spare & (spare.cumsum(0) > count - self.candidates)
+        return whole[late.to(torch.uint8).argsort(stable=True)[:count]]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is held, but the filler: it is a weight of the model."""
+        for region in self.regions:
+            yield from region.tensors()
 
     @property
     def nbytes(self) -> int:

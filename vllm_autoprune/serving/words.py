@@ -14,7 +14,7 @@ from vllm_autoprune.serving.towers import TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from vllm.model_executor.models.llava import BaseLlavaProcessingInfo
+    from vllm.multimodal.processing import BaseProcessingInfo
 
 LAST_WORDS = 256
 """Tokens that the language model's first layers see of an instruction: its last ones.
@@ -26,9 +26,10 @@ Their attention to all tokens before them is held, which a pasted document would
 class Words:
     """Tokenizers of one served model and of the text tower beside it."""
 
-    def __init__(self, info: BaseLlavaProcessingInfo, tower: TextTower | None) -> None:
+    def __init__(self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int) -> None:
         self._info = info
         self._tower = tower
+        self._image_token = image_token
 
     def read(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
         """Ids for (relevance, language model); empty where nobody reads them."""
@@ -47,7 +48,6 @@ class Words:
         return lambda text: tuple(clip(text, truncation=False, verbose=False)["input_ids"])
 
     def _language(self, text: str) -> Ids:
-        image = self._info.get_hf_config().image_token_index
         ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)
         # A literal image token has no meaning here, and in some models no embedding.
-        return tuple(token for token in ids if token != image)
+        return tuple(token for token in ids if token != self._image_token)

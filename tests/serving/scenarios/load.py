@@ -17,6 +17,7 @@ from tests.serving.engine import (
     start,
     turn,
 )
+from tests.serving.paths import TOKENS
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
 
@@ -63,7 +64,7 @@ def batches() -> Report:
         "budgets_at_once": max(len(set(b)) for b in mixed),
         "twenty": [a.plain() for a in twenty],
         "vision_batches": seen.vision_batches,
-        "bound": model.autoprune_batch,
+        "bound": model.autoprune_bound // TOKENS,
         "turn_one": first.plain(),
         "turn_two": chat(llm, [later])[0].plain(),
     }

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from tests.tpdsl.samples import state
 from vllm_autoprune.serving.config import ServedState
-from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.tpdsl.tokens import Grid
 
 LLAVA = "LlavaForConditionalGeneration"
 BOS, EOS, SEGMENT, WIDTH, VISION_WIDTH = 62, 63, 8, 12, 24
+SIX = Grid(6, 6)
 WORDS = ("what", "colour", "is", "the", "cat")
 
 
@@ -65,19 +67,24 @@ def served(
     return ServedState(LLAVA, state(changes), budget, tower, cache_bytes)
 
 
-def image(seed: int, tokens: int, width: int = 16) -> ImageFeatures:
-    """Random features of one image, without patches of their own."""
+def region(seed: int, grid: Grid, width: int = 16) -> Region:
+    """Random features of tokens, without patches of their own."""
     source = torch.Generator().manual_seed(seed)
-    return ImageFeatures(
-        torch.randn(tokens, width, generator=source),
-        torch.rand(tokens, generator=source),
-        None,
+    return Region(
+        grid,
+        torch.randn(grid.tokens, width, generator=source),
+        torch.rand(grid.tokens, generator=source),
     )
+
+
+def image(seed: int, grid: Grid = SIX, width: int = 16) -> ImageFeatures:
+    """An image of one region."""
+    return ImageFeatures((region(seed, grid, width),))
 
 
 def rows_of(features: ImageFeatures, rows: Tensor) -> list[int]:
     """Which of an image's tokens these rows are."""
-    same = (rows[:, None] == features.projected[None]).all(dim=2)
+    same = (rows[:, None] == features.rows()[None]).all(dim=2)
     assert bool((same.sum(dim=1) == 1).all()), "a row is no token of this image"
     return [int(i) for i in same.long().argmax(dim=1)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.serving.unit.samples import image, rows_of, served
+from tests.serving.unit.samples import image, region, rows_of, served
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens
 from vllm_autoprune.serving import batch as under_test
 from vllm_autoprune.serving.batch import ModelParts, prune_images
@@ -46,11 +46,11 @@ def plan(budget: int, key: int = 0, ids: Ids = (7,), **said: Any) -> ItemPlan:
 
 
 def parts(space: Space | None = None) -> ModelParts:
-    return ModelParts(GRID, lambda rows: rows, space or Space())
+    return ModelParts(lambda rows: rows, space or Space())
 
 
 def images(count: int) -> list[ImageFeatures]:
-    return [image(seed, N) for seed in range(count)]
+    return [image(seed) for seed in range(count)]
 
 
 def pruned(
@@ -105,7 +105,7 @@ def test_nothing_is_selected_or_copied_where_everything_is_kept(
 ) -> None:
     one, other = images(2)
     all_rows, few = pruned([plan(budget), plan(8)], [one, other])
-    assert all_rows is one.projected
+    assert all_rows is one.regions[0].projected
     assert few.shape == (8, 16)
     assert selections == [(8, 1)]
 
@@ -113,7 +113,7 @@ def test_nothing_is_selected_or_copied_where_everything_is_kept(
 def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
     shown = images(3)
     rows = pruned([plan(8, profile=True)] * 3, shown)
-    assert all(torch.equal(r, i.projected) for r, i in zip(rows, shown, strict=True))
+    assert all(torch.equal(r, i.rows()) for r, i in zip(rows, shown, strict=True))
     assert selections == [(8, 3)]
 
 
@@ -175,8 +175,9 @@ def test_a_state_that_reads_no_instruction_embeds_none() -> None:
 
 def test_patches_are_compared_where_the_images_have_them() -> None:
     (one,) = images(1)
-    mirrored = ImageFeatures(one.projected, one.cls_attention, -one.projected)
-    itself = ImageFeatures(one.projected, one.cls_attention, one.projected)
+    (whole,) = one.regions
+    mirrored = ImageFeatures((dataclasses.replace(whole, patches=-whole.projected),))
+    itself = ImageFeatures((dataclasses.replace(whole, patches=whole.projected),))
     plain, same, other = (pruned([plan(8)], [i])[0] for i in (one, itself, mirrored))
     assert torch.equal(plain, same)
     assert not torch.equal(plain, other)
@@ -254,13 +255,13 @@ def towered(seed: int) -> ImageFeatures:
         return torch.randn(*shape, generator=source)
 
     tower = TowerFeatures(made(N, 5), made(1, 5), made(N, 3), made(N).abs(), made(N, 5))
-    return dataclasses.replace(image(seed, N), tower=tower)
+    return ImageFeatures((dataclasses.replace(region(seed, GRID), tower=tower),))
 
 
 def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[VisualTokens]) -> None:
     shown = [towered(1), towered(2)]
     plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=(7,))]
-    model = ModelParts(GRID, lambda rows: 2 * rows, Space(), Prefix)
+    model = ModelParts(lambda rows: 2 * rows, Space(), Prefix)
     meter = FallbackMeter()
     rows = prune_images(blind(), plans, shown, model, meter)
     assert meter.raised == {}
@@ -269,8 +270,8 @@ def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[Visual
         assert tokens.batch == 1, "instructions differ in length, and nothing may be padded"
         assert isinstance(tokens.language, Prefix)
         assert tokens.language.ids == asked.language
-        assert torch.equal(tokens.language.image, one.projected)
-        tower, known = tokens.require_tower(), one.tower
+        assert torch.equal(tokens.language.image, one.rows())
+        tower, known = tokens.require_tower(), one.regions[0].tower
         assert known is not None
         assert torch.equal(tower.patches[0], known.patches)
         assert torch.equal(tower.keys[0], known.keys)
@@ -293,11 +294,11 @@ def test_the_tower_alone_is_read_of_many_images_at_once(
     meter = FallbackMeter()
     prune_images(blind(), plans, shown, parts(), meter)
     assert meter.raised == {}
-    assert [tokens.batch for tokens in reading] == [1, 2]
-    assert reading[1].language is None
-    third = shown[2].tower
+    assert [tokens.batch for tokens in reading] == [2, 1]
+    assert reading[0].language is None
+    third = shown[2].regions[0].tower
     assert third is not None
-    assert torch.equal(reading[1].require_tower().patches[1], third.patches)
+    assert torch.equal(reading[0].require_tower().patches[1], third.patches)
 
 
 def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,5 +314,5 @@ def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch
     meter = FallbackMeter()
     (rows,) = prune_images(blind(), [plan(8)], [one], parts(), meter)
     assert meter.raised == {}
-    assert torch.equal(rows[:6], one.projected[:6])
+    assert torch.equal(rows[:6], one.rows()[:6])
     assert torch.equal(rows[6:], extra[0])

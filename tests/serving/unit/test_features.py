@@ -4,27 +4,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Region, TowerFeatures
+from vllm_autoprune.tpdsl.tokens import Grid
+
+FIVE = Grid(1, 5)
+
+
+def _towered(tower: TowerFeatures) -> ImageFeatures:
+    region = Region(FIVE, torch.zeros(5, 4), cosine=torch.zeros(5, 5), tower=tower)
+    return ImageFeatures((region,))
 
 
 def sized(units: int) -> ImageFeatures:
     """Features of ``16 * units`` bytes."""
-    return ImageFeatures(torch.zeros(units, 4), None, None)
+    return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 4)),))
 
 
 def test_bytes_count_everything_that_is_held() -> None:
-    full = ImageFeatures(torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(5), torch.zeros(5, 3))
+    half = torch.zeros(5, 4, dtype=torch.bfloat16)
+    full = ImageFeatures((Region(FIVE, half, torch.zeros(5), torch.zeros(5, 3)),))
     assert full.nbytes == 5 * 4 * 2 + 5 * 4 + 5 * 3 * 4
 
 
 def test_bytes_count_what_is_held_of_the_tower() -> None:
     half = torch.zeros(5, 8, dtype=torch.bfloat16)
     tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
-    image = ImageFeatures(torch.zeros(5, 4), None, None, torch.zeros(5, 5), tower)
+    image = _towered(tower)
     seen = 5 * 8 * 2 + 8 * 2 + 5 * 2 * 4
     assert image.nbytes == 5 * 4 * 4 + 5 * 5 * 4 + seen
     following = TowerFeatures(half, half[:1], torch.zeros(5, 2), torch.zeros(5), half)
-    more = ImageFeatures(torch.zeros(5, 4), None, None, torch.zeros(5, 5), following)
+    more = _towered(following)
     assert more.nbytes == image.nbytes + 5 * 4 + 5 * 8 * 2
 
 

@@ -13,7 +13,6 @@ from tests.serving.unit.samples import hf_config, image, served
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.features import FeatureCache
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import ItemPlan
 
 
 @pytest.mark.compat
@@ -87,42 +86,35 @@ def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
     return LlavaVision(model, state), tower.shown
 
 
-def _pixels(*values: float) -> Tensor:
-    return torch.stack([torch.full((3, 6, 6), float(value)) for value in values])
+def _pixels(*values: float) -> list[dict[str, Tensor]]:
+    return [{"pixel_values": torch.full((3, 6, 6), float(value))} for value in values]
 
 
-def _plans(*keys: int, profile: bool = False) -> list[ItemPlan]:
-    return [ItemPlan(8, (key, key), profile=profile) for key in keys]
+def _keys(*keys: int) -> list[tuple[int, int]]:
+    return [(key, key) for key in keys]
 
 
 def test_each_image_is_encoded_once_and_then_remembered() -> None:
     vision, shown = _vision(cache_bytes=1 << 20)
-    first = vision.features(_plans(1, 2, 1), _pixels(1, 2, 1))
+    first = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
     assert shown == [[1.0, 2.0]]
-    assert [f.projected[0, 0].item() for f in first] == [1, 2, 1]
-    again = vision.features(_plans(2, 3), _pixels(2, 3))
+    assert [f.rows()[0, 0].item() for f in first] == [1, 2, 1]
+    again = vision.features(_keys(2, 3), _pixels(2, 3))
     assert shown[1:] == [[3.0]]
-    assert [f.projected[0, 0].item() for f in again] == [2, 3]
+    assert [f.rows()[0, 0].item() for f in again] == [2, 3]
 
 
 def test_cached_rows_do_not_hold_their_batch() -> None:
     vision, _ = _vision(cache_bytes=1 << 20)
-    for found in vision.features(_plans(1, 2), _pixels(1, 2)):
-        parts = [part for part in (found.projected, found.cosine) if part is not None]
-        assert sum(part.untyped_storage().nbytes() for part in parts) == found.nbytes
+    for found in vision.features(_keys(1, 2), _pixels(1, 2)):
+        assert sum(p.untyped_storage().nbytes() for p in found.tensors()) == found.nbytes
 
 
 def test_profiling_encodes_every_dummy_although_they_look_alike() -> None:
     vision, shown = _vision(cache_bytes=1 << 20)
-    assert len(vision.features(_plans(0, 0, 0, profile=True), _pixels(0, 0, 0))) == 3
+    assert len(vision.features(_keys(0, 0, 0), _pixels(0, 0, 0), profile=True)) == 3
     assert shown == [[0.0, 0.0, 0.0]]
     assert len(vision.cache) == 0
-
-
-def test_images_of_one_shape_may_come_as_a_list() -> None:
-    vision, shown = _vision(cache_bytes=0)
-    vision.features(_plans(1, 2), list(_pixels(1, 2)))
-    assert shown == [[1.0, 2.0]]
 
 
 @pytest.mark.compat
@@ -136,7 +128,7 @@ def test_new_weights_drop_the_features_of_the_old_ones(monkeypatch: pytest.Monke
     model = AutopruneLlavaForConditionalGeneration.__new__(AutopruneLlavaForConditionalGeneration)
     nn.Module.__init__(model)
     cache = FeatureCache(1 << 20)
-    cache.put((1, 1), image(0, 4))
+    cache.put((1, 1), image(0))
     vision = SimpleNamespace(heard=lambda weights: weights, loaded=cache.clear)
     model.__dict__["autoprune"] = vision
     assert model.load_weights([]) == {"w"}

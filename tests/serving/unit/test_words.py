@@ -20,12 +20,11 @@ def info() -> Any:
 
     return SimpleNamespace(
         get_tokenizer=lambda: SimpleNamespace(encode=encode),
-        get_hf_config=lambda: SimpleNamespace(image_token_index=IMAGE),
     )
 
 
 def test_only_who_reads_is_told() -> None:
-    words = Words(info(), None)
+    words = Words(info(), None, IMAGE)
     assert words.read("ab", ()) == ((), ())
     assert words.read("ab", {"cls_attention", "tower", "next_layer"}) == ((), ())
     assert words.read("ab", {"instruction"}) == ((97, 98), ())
@@ -34,20 +33,20 @@ def test_only_who_reads_is_told() -> None:
 
 
 def test_a_text_tower_has_words_of_its_own(tiny_clip: TinyClip) -> None:
-    words = Words(info(), describe_tower(str(tiny_clip.folder)))
+    words = Words(info(), describe_tower(str(tiny_clip.folder)), IMAGE)
     said, read = words.read("the cat", {"instruction", "language"})
     assert (said[0], said[-1], len(said)) == (BOS, EOS, 4)
     assert read == tuple(map(ord, "the cat"))
 
 
 def test_a_literal_image_token_is_no_word() -> None:
-    words = Words(info(), None)
+    words = Words(info(), None, IMAGE)
     assert words.read("a#b", {"instruction", "language"}) == ((97, 98), (97, 98))
     assert words.read("#", {"language"}) == ((), ())
 
 
 def test_the_language_model_sees_the_end_of_a_long_instruction() -> None:
     long = "a" * 10_000 + "b" * (LAST_WORDS - 1)
-    said, read = Words(info(), None).read(long, {"instruction", "language"})
+    said, read = Words(info(), None, IMAGE).read(long, {"instruction", "language"})
     assert len(said) == len(long)
     assert read == (97,) + (98,) * (LAST_WORDS - 1)

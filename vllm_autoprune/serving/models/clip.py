@@ -1,0 +1,108 @@
+"""The vision side of LLaVA models with a CLIP tower: [CLS], every layer that policies look into.
+
+Knows nothing about how a model cuts an image into tiles: a subclass does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vllm_autoprune.serving.batch import ModelParts
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import TowerFeatures
+from vllm_autoprune.serving.language import FirstLayers
+from vllm_autoprune.serving.last_layer import LastLayer, Projected
+from vllm_autoprune.serving.models.vision import Vision
+from vllm_autoprune.serving.next_layer import FollowingLayer
+from vllm_autoprune.tpdsl.tokens import Grid
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """M tiles of n tokens each, after the vision tower; a field is None where nobody reads it.
+
+    projected ``(M, n, D)``, attention of [CLS] ``(M, n)``, patches where relevance is measured
+    ``(M, n, C)``, tower with M in front of each shape.
+    """
+
+    projected: Tensor
+    attention: Tensor | None
+    patches: Tensor | None
+    tower: TowerFeatures | None
+
+
+class ClipVision(Vision):
+    """What LLaVA-1.5 and LLaVA-NeXT have in common."""
+
+    _model: LlavaForConditionalGeneration
+
+    def __init__(self, model: LlavaForConditionalGeneration, served: ServedState) -> None:
+        super().__init__(model, served)
+        config = model.config.vision_config
+        side = config.image_size // config.patch_size
+        self.grid = Grid(side, side)
+        layers = model.vision_tower.vision_model.encoder.layers
+        inside = not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"})
+        self._last = LastLayer(layers[-1].self_attn) if inside else None
+        self._next = FollowingLayer(config, len(layers)) if "next_layer" in self.needs else None
+        self._language: FirstLayers | None = None
+
+    @staticmethod
+    def tower(model: LlavaForConditionalGeneration) -> nn.Module:
+        """As :meth:`Vision.tower`."""
+        found: nn.Module = model.vision_tower
+        return found
+
+    def project(self, rows: Tensor) -> Tensor:
+        """As :meth:`Vision.project`."""
+        projected: Tensor = self._model.multi_modal_projector(rows.to(self.like.dtype))
+        return projected
+
+    def parts(self) -> ModelParts:
+        """As :meth:`Vision.parts`, with the language model's first layers."""
+        if self._language is None and "language" in self.needs:
+            first = self._model.config.text_config.bos_token_id
+            model = self._model.language_model.model
+            self._language = FirstLayers(model, (first,), self.like.device)
+        language = None if self._language is None else self._language.read
+        return ModelParts(self.project, self.relevance(), language)
+
+    def heard(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """As :meth:`Vision.heard`: the next layer is in the checkpoint, not in the model."""
+        return weights if self._next is None else self._next.heard(weights, self.like)
+
+    def loaded(self) -> None:
+        """As :meth:`Vision.loaded`."""
+        super().loaded()
+        if self._next is not None:
+            self._next.require()
+
+    def tiles(self, pixels: Tensor) -> Tiles:
+        """One pass of the vision tower over ``(M, 3, H, W)``."""
+        model, relevance = self._model, self.relevance()
+        states = model.vision_tower(pixels)
+        hidden = states[:, 1:]
+        last = None if self._last is None else self._last.take()
+        return Tiles(
+            model.multi_modal_projector(hidden),
+            last.cls_attention() if last and "cls_attention" in self.needs else None,
+            None if relevance is None else relevance.patches(hidden),
+            None if last is None else self._inside(states, last),
+        )
+
+    def _inside(self, states: Tensor, last: Projected) -> TowerFeatures | None:
+        """Of all tiles, from states ``(M, 1 + n, Dv)``."""
+        if self.needs.isdisjoint({"tower", "next_layer"}):
+            return None
+        attention, keys = None, None
+        if self._next is not None:
+            self._next.make_up(self.like)
+            attention, keys = self._next(states)
+        return TowerFeatures(states[:, 1:], states[:, :1], last.mean_keys(), attention, keys)

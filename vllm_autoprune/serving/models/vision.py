@@ -1,0 +1,157 @@
+"""What all backbones share: features of each image, made once, and what policies read beside them.
+
+Knows nothing about any one model: a backbone says how its images are told apart and encoded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+from vllm_autoprune.serving.batch import ModelParts
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Key
+from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
+
+Given = Mapping[str, Tensor | list[Tensor]]
+"""Arguments of one call of ``embed_multimodal``."""
+
+Inputs = Mapping[str, Tensor]
+"""What of them belongs to one image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One image as it reaches the model; tokens is N, what the unpruned model makes of it."""
+
+    inputs: Inputs
+    tokens: int
+
+
+class Vision(ABC):
+    """The vision side of one served model.
+
+    Kept out of the module tree: what it holds beyond the model's own modules (CLIP's text
+    tower, cached features) is no weight of the checkpoint, and vLLM's loader must not look for it.
+    """
+
+    def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
+        self.cache = FeatureCache(served.cache_bytes)
+        self.runs = 0
+        self.served = served
+        self.needs = served.needs
+        self._model = model
+        self._relevance: Relevance | None = None
+
+    # ---- what a backbone says ----
+
+    @staticmethod
+    @abstractmethod
+    def tower(model: SupportsMultiModal) -> nn.Module:
+        """The vision tower; vLLM leaves a ``StageMissingLayer`` where no images are served."""
+
+    @abstractmethod
+    def images(self, inputs: Given) -> list[Shown]:
+        """The images of one call of ``embed_multimodal``, one by one."""
+
+    @abstractmethod
+    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+        """One pass of the vision tower over these images."""
+
+    def project(self, rows: Tensor) -> Tensor:
+        """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
+        raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
+
+    # ---- what follows from it ----
+
+    @property
+    def like(self) -> Tensor:
+        """A parameter of the vision tower: its device and dtype."""
+        return next(self.tower(self._model).parameters())
+
+    def relevance(self) -> Relevance | None:
+        """Where relevance is measured, loaded at first use.
+
+        That is at the end of weight loading, or while profiling where weights are dummies; both
+        times vLLM counts its memory.
+        """
+        if self._relevance is None and "instruction" in self.needs:
+            tower = self.served.tower
+            if tower is not None:
+                self._relevance = ClipTower(tower, self.like.device)
+            else:
+                embed = self._model.get_language_model().embed_input_ids
+                self._relevance = InputEmbeddings(embed, self.like.device)
+        return self._relevance
+
+    def parts(self) -> ModelParts:
+        """What policies read beside the features of an image."""
+        return ModelParts(self.project, self.relevance())
+
+    def heard(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The checkpoint as it streams by; what the model leaves out of it is taken here."""
+        return weights
+
+    def loaded(self) -> None:
+        """The weights are new: nothing made with the old ones is kept.
+
+        Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
+        """
+        self.cache.clear()
+        self.relevance()
+
+    def features(
+        self, keys: Sequence[Key], images: Sequence[Inputs], profile: bool = False
+    ) -> list[ImageFeatures]:
+        """Features of every image: cached ones, and one pass for each image not seen yet."""
+        if profile:
+            # All dummies look alike; telling them apart would measure too little memory.
+            return self._encoded(images)
+        known: dict[Key, ImageFeatures] = {}
+        missing: dict[Key, Inputs] = {}
+        for key, image in zip(keys, images, strict=True):
+            if key in known or key in missing:
+                continue
+            found = self.cache.get(key)
+            if found is None:
+                missing[key] = image
+            else:
+                known[key] = found
+        if missing:
+            made = self._encoded(list(missing.values()))
+            for key, features in zip(missing, made, strict=True):
+                known[key] = features
+                self.cache.put(key, features)
+        return [known[key] for key in keys]
+
+    def _encoded(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+        self.runs += 1
+        return self.encode(images)
+
+
+def batches(images: Sequence[Shown], bound: int) -> Iterator[slice]:
+    """Runs of neighbouring images with at most ``bound`` unpruned tokens, or of a single one."""
+    start, held = 0, 0
+    for at, image in enumerate(images):
+        if at > start and held + image.tokens > bound:
+            yield slice(start, at)
+            start, held = at, 0
+        held += image.tokens
+    if start < len(images):
+        yield slice(start, len(images))
+
+
+def each_image(inputs: Given) -> list[dict[str, Tensor]]:
+    """Fields that hold one entry an image, stacked or in a list, as one mapping an image."""
+    names = list(inputs)
+    return [dict(zip(names, parts, strict=True)) for parts in zip(*inputs.values(), strict=True)]
+
+
+def stacked(images: Sequence[Inputs], name: str) -> Tensor:
+    """One field of images of one shape, ``(B, ...)``."""
+    return torch.stack([image[name] for image in images])
