@@ -43,6 +43,13 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
         "Bound of the per-image feature cache on each worker's device, which lets further "
         "questions on an image skip the vision tower; 0 turns it off. Default: 0.25.",
     ),
+    (
+        "requests",
+        "LEVEL[:MIN-MAX]",
+        "What a request may set for itself: `none`; `budget`, a budget or no pruning; `policies`, "
+        "also a state that ships; `states`, any state. A range bounds the tokens of one image. "
+        "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from packaging.version import Version
@@ -89,6 +89,29 @@ def register_renderer(mode: str, module: str, name: str) -> None:
     from vllm.renderers.registry import RENDERER_REGISTRY
 
     RENDERER_REGISTRY.renderers[mode] = (module, name)
+
+
+def let_pass(key: str) -> None:
+    """Let one entry of a request's ``mm_processor_kwargs`` pass vLLM's check of them.
+
+    Why: ``--trust-request-mm-kwargs`` is all or nothing, and an operator who lets clients choose
+    a budget has no reason to let them choose the size of images as well. Every other entry is
+    judged as before; who reads this one judges it for itself.
+    Remove when: vLLM can trust entries one by one.
+    """
+    from vllm.renderers import online_renderer
+
+    stock = online_renderer.validate_request_mm_kwargs
+    if getattr(stock, _MARK, False):
+        return
+
+    @functools.wraps(stock)
+    def validate(*, mm_processor_kwargs: Mapping[str, object] | None, **rest: object) -> None:
+        others = {k: v for k, v in (mm_processor_kwargs or {}).items() if k != key}
+        stock(mm_processor_kwargs=others or None, **rest)
+
+    setattr(validate, _MARK, True)
+    online_renderer.validate_request_mm_kwargs = validate
 
 
 def rust_frontend() -> bool:

@@ -5,20 +5,28 @@ Knows nothing about requests: what is decided here holds for the life of the ser
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from vllm_autoprune.errors import AutopruneError, BudgetError, ConfigError, Problem, StateError
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
+from vllm_autoprune.serving.carried import unpacked
 from vllm_autoprune.serving.cli import KEY
 from vllm_autoprune.serving.compat import attach, attached, require_vllm, rust_frontend
 from vllm_autoprune.serving.models import BACKBONES, Backbone
-from vllm_autoprune.serving.plan import Keep
-from vllm_autoprune.serving.towers import TextTower, describe_tower
-from vllm_autoprune.tpdsl.check import safety_check
+from vllm_autoprune.serving.plan import ItemPlan, Keep
+from vllm_autoprune.serving.rules import UNSTATED, RequestRules, read_rules
+from vllm_autoprune.serving.settings import (
+    SETTINGS,
+    read_budget,
+    read_cache_bytes,
+    read_state,
+    read_tower,
+)
+from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.serving.vetting import vetted
 from vllm_autoprune.tpdsl.constraints import resolve_constraints
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, inputs_read, materialize
@@ -31,14 +39,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.autoprune")
 
 ATTRIBUTE = "autoprune"
-DEFAULT_CACHE_GB = 0.25
-CHECKED_BUDGET = 256
-_KNOWN = ("state", "budget", "text_tower", "feature_cache_gb")
+
+Lacks = tuple[tuple[Need, str], ...]
+"""Inputs that cannot be made as this model is served, each with the reason."""
 
 
 @dataclass(frozen=True)
 class ServedState:
-    """What a server runs: a state, its default budget, and where relevance comes from."""
+    """What a server runs: a state, its default budget, and where relevance comes from.
+
+    ``follows`` where K follows from an image's size, as the state has it; budget is then the
+    most. ``rules`` say what requests may set; ``lacks`` what no state of theirs can read.
+    """
 
     architecture: str
     state: PruningState
@@ -46,31 +58,46 @@ class ServedState:
     tower: TextTower | None
     cache_bytes: int
     follows: bool = False
-    """True where K follows from an image's size, as the state has it; budget is then the most."""
+    rules: RequestRules = UNSTATED
+    lacks: Lacks = ()
 
     def policy(self, budget: int | None = None, keep: Keep = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
         if budget is None and not self.follows:
             budget = self.budget
-        return _policy(self.state, budget, keep == "state")
+        return policy_of(self.state, budget, keep)
 
-    @property
-    def identity(self) -> str:
-        """What decides which tokens are kept, beside image, K and instruction."""
+    def planned(self, plan: ItemPlan) -> PruningPolicy:
+        """The policy that a plan asks for, by the server's state or by one that it carries."""
+        state = unpacked(plan.state) if plan.state else self.state
+        return policy_of(state, plan.budget, plan.keep)
+
+    def identity_of(self, state: PruningState) -> str:
+        """What decides which tokens a state keeps, beside image, K and instruction."""
         tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
-        return self.state.digest + tower
+        return state.digest + tower
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Inputs that any budget a request may ask for can read: quotas grow with K."""
+        """Inputs that any request may make the workers read: quotas grow with K.
+
+        Where requests bring states, that is all that can be made: which ones they read is not
+        known before, and an image's features are made once, for all of them.
+        """
         quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
-        return inputs_read(self.state, exchange=quota > 0)
+        own = inputs_read(self.state, exchange=quota > 0)
+        if not self.rules.allows("policies"):
+            return own
+        return own | (frozenset(NEEDS) - {need for need, _ in self.lacks})
 
     def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path;
         # and because a process that receives a state must start to serve it.
-        arguments = (self.state.dumps(), self.budget, self.tower, self.cache_bytes, self.follows)
-        return _revive, (self.architecture, *arguments)
+        rest = (self.budget, self.tower, self.cache_bytes, self.follows, self.rules, self.lacks)
+        return _revive, (self.architecture, self.state.dumps(), *rest)
+
+
+NEEDS: tuple[Need, ...] = get_args(Need)
 
 
 def _revive(
@@ -80,16 +107,20 @@ def _revive(
     tower: TextTower | None,
     cache_bytes: int,
     follows: bool,
+    rules: RequestRules,
+    lacks: Lacks,
 ) -> ServedState:
     from vllm_autoprune.serving.plugin import activate
 
     activate(architecture)
-    return ServedState(architecture, load_state(text), budget, tower, cache_bytes, follows)
+    state = load_state(text)
+    return ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
 
 
-@lru_cache(maxsize=1024)
-def _policy(state: PruningState, budget: int | None, exchange: bool) -> PruningPolicy:
-    return materialize(state if exchange else state.without_exchange(), budget)
+@lru_cache(maxsize=512)
+def policy_of(state: PruningState, budget: int | None, keep: Keep = "state") -> PruningPolicy:
+    """The policy of a state at a budget; of its base policy alone where the plan keeps that."""
+    return materialize(state if keep == "state" else state.without_exchange(), budget)
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
@@ -133,14 +164,15 @@ def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
         problem = Problem(f"additional_config/{KEY}", "not an object", 'give {"state": ...}')
         raise ConfigError("settings", [problem])
     problems = [
-        Problem(f"additional_config/{KEY}/{name}", "unknown setting", f"use: {', '.join(_KNOWN)}")
+        Problem(f"additional_config/{KEY}/{name}", "unknown setting", f"use: {', '.join(SETTINGS)}")
         for name in settings
-        if name not in (*_KNOWN, "from_flags")
+        if name not in (*SETTINGS, "from_flags")
     ]
-    state = _state(settings.get("state"), problems)
-    budget = _budget(settings.get("budget"), state, problems)
-    tower = _tower(settings.get("text_tower"), problems)
-    cache_bytes = _cache_bytes(settings.get("feature_cache_gb"), problems)
+    state = read_state(settings.get("state"), problems)
+    budget = read_budget(settings.get("budget"), state, problems)
+    tower = read_tower(settings.get("text_tower"), problems)
+    cache_bytes = read_cache_bytes(settings.get("feature_cache_gb"), problems)
+    rules = read_rules(settings.get("requests"), problems)
     architecture, backbone = _backbone(vllm_config, problems)
     if state is not None and budget is not None and not problems:
         state = _safe(state, budget, problems)
@@ -149,85 +181,11 @@ def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
     if problems or state is None or budget is None:
         raise ConfigError("cannot serve pruned", problems)
     follows = settings.get("budget") is None and materialize(state).varies
-    served = ServedState(architecture, state, budget, tower, cache_bytes, follows)
-    if backbone is not None:
-        problems += backbone.input_problems(vllm_config.model_config.hf_config, served.needs)
-    problems += _input_problems(vllm_config, served.needs)
-    if problems:
+    lacks = _lacks(vllm_config, backbone)
+    served = ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
+    if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
-
-
-def _state(value: object, problems: list[Problem]) -> PruningState | None:
-    if value is None:
-        what = "no state is given, and the other settings mean nothing without one"
-        problems.append(Problem("--autoprune-state", what, "give a file or a shipped name"))
-        return None
-    if isinstance(value, PruningState):
-        return value
-    try:
-        return load_state(_as_json(value) if isinstance(value, Mapping) else str(value))
-    except StateError as error:
-        for p in error.problems:
-            where = f"--autoprune-state {str(value)[:80]}" if not isinstance(value, Mapping) else ""
-            problems.append(Problem(f"{where}#{p.where}", p.what, p.mend))
-        return None
-
-
-def _as_json(value: Mapping[object, object]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
-        what = f"not JSON: {str(error)[:200]}"
-        mend = "give a dictionary such as json.load returns"
-        raise StateError("state", [Problem("", what, mend)]) from None
-
-
-def _budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:
-    flag, budget = "--autoprune-budget", None
-    if value is not None:
-        try:
-            budget = int(str(value))
-        except ValueError:
-            what = f"{value!r} is not a whole number"
-            problems.append(Problem(flag, what, "give the number of tokens to keep, such as 64"))
-            return None
-    if state is None:
-        if budget is not None and budget < 1:
-            what = f"K = {budget} is not a number of tokens"
-            problems.append(Problem(flag, what, "give 1 or more"))
-        return None
-    try:
-        return materialize(state, budget).budget
-    except BudgetError as error:
-        problems += [
-            Problem(f"{flag if budget is not None else 'state'}#{p.where}", p.what, p.mend)
-            for p in error.problems
-        ]
-        return None
-
-
-def _tower(value: object, problems: list[Problem]) -> TextTower | None:
-    if value is None:
-        return None
-    try:
-        return describe_tower(str(value))
-    except ConfigError as error:
-        problems += error.problems
-        return None
-
-
-def _cache_bytes(value: object, problems: list[Problem]) -> int:
-    try:
-        size = DEFAULT_CACHE_GB if value is None else float(str(value))
-    except ValueError:
-        size = -1.0
-    if not 0 <= size <= 1024:
-        what = f"{value!r} is not a size in GB"
-        mend = "give a number from 0 to 1024"
-        problems.append(Problem("--autoprune-feature-cache-gb", what, mend))
-        return 0
-    return int(size * (1 << 30))
 
 
 def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
@@ -250,13 +208,23 @@ def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Ba
     return architecture, backbone
 
 
-def _input_problems(vllm_config: VllmConfig, needs: Collection[Need]) -> list[Problem]:
-    """How the model is served, against what the state reads of it."""
+def _lacks(vllm_config: VllmConfig, backbone: Backbone | None) -> Lacks:
+    wrong = ((need, _input_problems(vllm_config, backbone, {need})) for need in NEEDS)
+    return tuple((need, f"{found[0].where}: {found[0].what}") for need, found in wrong if found)
+
+
+def _input_problems(
+    vllm_config: VllmConfig, backbone: Backbone | None, needs: Collection[Need]
+) -> list[Problem]:
+    """What is read of the model, against the checkpoint and the way it is served."""
+    problems: list[Problem] = []
+    if backbone is not None:
+        problems += backbone.input_problems(vllm_config.model_config.hf_config, needs)
     if "language" not in needs:
-        return []
-    problems, mend = [], "serve without it, or another state"
-    what = "the state reads the language model's first layers, which are run as they are"
+        return problems
+    mend = "serve without it, or another state"
     if vllm_config.lora_config is not None:
+        what = "the state reads the language model's first layers, which are run as they are"
         problems.append(Problem("--enable-lora", what, mend))
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         what = "the state reads the language model's first layers on every rank"
@@ -265,22 +233,11 @@ def _input_problems(vllm_config: VllmConfig, needs: Collection[Need]) -> list[Pr
 
 
 def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
-    """Algorithm 1, line 4: an invalid policy is replaced by its base policy, or refused."""
-    # Start-up must not wait for a very large K: promises are kept or broken at a smaller one.
-    least = state.constraints.selector.insists_on or 0
-    policy = materialize(state, min(budget, max(CHECKED_BUDGET, least)))
-    record = safety_check(policy)
-    if record.valid:
+    try:
+        return vetted(state, budget)
+    except StateError as error:
+        problems += [Problem(f"state#{p.where}", p.what, p.mend) for p in error.problems]
         return state
-    told = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
-    if not policy.falls_back:
-        mend = 'mend the state, or list "fallback_to_selection" under safety'
-        problems.append(Problem("state#/safety", f"the safety check fails ({told})", mend))
-        return state
-    logger.warning(
-        "State %r fails its safety check (%s): serving its base policy.", state.name, told
-    )
-    return state.without_exchange()
 
 
 def _announce(served: ServedState) -> None:

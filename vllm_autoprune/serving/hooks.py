@@ -44,6 +44,11 @@ HOOKS: tuple[Hook, ...] = (
         "renderer: the instruction",
     ),
     Hook(
+        "vllm.renderers.online_renderer",
+        ("validate_request_mm_kwargs",),
+        "compat: requests may set what --autoprune-requests says",
+    ),
+    Hook(
         "vllm.multimodal.processing",
         (
             "BaseMultiModalProcessor.apply",

@@ -21,6 +21,8 @@ so that a running server can be measured against them on its own traffic."""
 
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 
+_WORD = 8
+"""Bytes of an int64."""
 
 Ids = tuple[int, ...]
 """Token ids of a text."""
@@ -33,7 +35,8 @@ class ItemPlan:
     The instruction comes once for each need that reads it, since their tokenizers differ:
     ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
     where the policy does not read it. ``profile`` marks vLLM's memory profiling: the unpruned
-    size is returned, after paying for a selection as well.
+    size is returned, after paying for a selection as well. ``state`` is one that the request
+    brought (:func:`vllm_autoprune.serving.carried.packed`), empty where the server's own is meant.
     """
 
     budget: int
@@ -42,20 +45,34 @@ class ItemPlan:
     language: Ids = ()
     keep: Keep = "state"
     profile: bool = False
+    state: bytes = b""
+
+    @property
+    def group(self) -> tuple[int, Keep, bytes]:
+        """Images that are alike in this are selected by one policy."""
+        return self.budget, self.keep, self.state
 
     def encode(self) -> Tensor:
-        """As int64 ``(6 + number of ids,)``."""
+        """As int64 ``(7 + number of ids + bytes of the state / 8, rounded up,)``."""
         keep = KEEPS.index(self.keep)
-        split = len(self.instruction)
-        head = (self.budget, keep, int(self.profile), *self.key, split)
-        return torch.tensor([*head, *self.instruction, *self.language])
+        sizes = (len(self.instruction), len(self.state))
+        head = (self.budget, keep, int(self.profile), *self.key, *sizes)
+        padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
+        words = [
+            int.from_bytes(padded[i : i + _WORD], "little", signed=True)
+            for i in range(0, len(padded), _WORD)
+        ]
+        return torch.tensor([*head, *words, *self.instruction, *self.language])
 
     @staticmethod
     def decode(row: Tensor) -> ItemPlan:
         """Inverse of :meth:`encode`; the row must lie on the CPU."""
-        budget, keep, profile, high, low, split, *ids = row.tolist()
+        budget, keep, profile, high, low, split, size, *rest = row.tolist()
+        words = -(-size // _WORD)
+        state = b"".join(w.to_bytes(_WORD, "little", signed=True) for w in rest[:words])[:size]
+        ids = rest[words:]
         said, read = tuple(ids[:split]), tuple(ids[split:])
-        return ItemPlan(budget, (high, low), said, read, KEEPS[keep], bool(profile))
+        return ItemPlan(budget, (high, low), said, read, KEEPS[keep], bool(profile), state)
 
 
 def image_key(identity: str) -> tuple[int, int]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ImageEmbeddingItems
-from vllm.multimodal.processing.processor import PromptUpdateDetails
 
+from vllm_autoprune.serving.choice import Choice, choose_for
 from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.instruction import instruction_of_prompt
 from vllm_autoprune.serving.metrics import count
+from vllm_autoprune.serving.placeholders import Extent, Placeholders, shortened
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
 from vllm_autoprune.serving.request import REQUEST_KEY, read_request
 from vllm_autoprune.serving.words import LAST_WORDS, Words
@@ -24,7 +25,6 @@ from vllm_autoprune.serving.words import LAST_WORDS, Words
 if TYPE_CHECKING:
     from transformers import BatchFeature
     from vllm.inputs import MultiModalHashes, MultiModalInput
-    from vllm.model_executor.models.llava import BaseLlavaProcessingInfo
     from vllm.multimodal.inputs import MultiModalKwargsItems
     from vllm.multimodal.parse import MultiModalDataItems
     from vllm.multimodal.processing import (
@@ -57,7 +57,7 @@ class RequestPlan:
     hashes: Mapping[str, list[str]]
 
 
-def pruned_factories(stock: _ProcessorFactories) -> _ProcessorFactories:
+def pruned_factories(stock: _ProcessorFactories, placeholders: Placeholders) -> _ProcessorFactories:
     """vLLM's ``_ProcessorFactories`` of a model, building the pruned form of its processor."""
 
     def build(info: BaseProcessingInfo, dummy_inputs: BaseDummyInputsBuilder) -> _Stock:
@@ -65,7 +65,9 @@ def pruned_factories(stock: _ProcessorFactories) -> _ProcessorFactories:
         if served_state(info.ctx.model_config) is None:
             return processor
         kind = type(processor)
-        pruned = type(f"Autoprune{kind.__name__}", (PrunedProcessor, kind), {})
+        pruned = type(
+            f"Autoprune{kind.__name__}", (PrunedProcessor, kind), {"_placeholders": placeholders}
+        )
         return pruned(info, dummy_inputs)
 
     return replace(stock, processor=build)
@@ -78,7 +80,8 @@ class PrunedProcessor(_Stock):
     of the processor arguments, which each override takes out before stock code sees them.
     """
 
-    info: BaseLlavaProcessingInfo
+    info: BaseProcessingInfo
+    _placeholders: Placeholders
 
     @cached_property
     def _served(self) -> ServedState:
@@ -88,7 +91,7 @@ class PrunedProcessor(_Stock):
 
     @cached_property
     def _words(self) -> Words:
-        return Words(self.info, self._served.tower)
+        return Words(self.info, self._served.tower, self._placeholders.token(self.info))
 
     @cached_property
     def _suffix(self) -> str:
@@ -176,7 +179,8 @@ class PrunedProcessor(_Stock):
         longest = (0,) * LAST_WORDS if "language" in policy.needs else ()
         items = []
         for i in range(len(hashes.get("image", []))):
-            budget = policy.at(self._unpruned(inputs.mm_data_items, i)).budget
+            whole = self._unpruned(inputs, i)
+            budget = policy.at(whole.tokens, whole.tiles).budget
             items.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
         return RequestPlan(tuple(items), hashes)
 
@@ -184,58 +188,52 @@ class PrunedProcessor(_Stock):
         """Plans of a request's images, and identities that say what was decided."""
         hashes = super()._get_mm_hashes(inputs)
         images = hashes.get("image", [])
+        request = read_request(asked)
         if not images or not _prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        request = read_request(asked)
-        policy = self._served.policy(request.budget, request.keep)
-        needs = policy.needs if request.keep != "random" else frozenset()
-        reads = policy.reads_instruction and request.keep != "random"
-        given = request.instructions
-        texts = self._instructions(inputs, given, len(images)) if reads else [""] * len(images)
-        told = {text: self._words.read(text, needs) for text in set(texts)}
-        unpruned = [self._unpruned(inputs.mm_data_items, i) for i in range(len(images))]
-        kept = [policy.tokens_kept(tokens) for tokens in unpruned]
+        sizes = [self._unpruned(inputs, i).tokens for i in range(len(images))]
+        choices = choose_for(self._served, request, sizes)
+        texts = self._instructions(inputs, request.instructions, choices)
+        told = [self._words.read(text, c.needs) for text, c in zip(texts, choices, strict=True)]
         items = tuple(
-            ItemPlan(k, image_key(identity), *told[text], request.keep)
-            for identity, text, k in zip(images, texts, kept, strict=True)
+            ItemPlan(c.kept, image_key(image), *ids, c.keep, state=c.state)
+            for image, ids, c in zip(images, told, choices, strict=True)
         )
         identities = [
             # Where everything is kept the image is what it is in stock vLLM, caches included.
-            identity
-            if k >= tokens
+            image
+            if c.whole
             else pruned_identity(
-                identity, self._served.identity, k, request.keep, told[text] if reads else None
+                image, c.identity, c.kept, c.keep, ids if c.reads_instruction else None
             )
-            for identity, text, k, tokens in zip(images, texts, kept, unpruned, strict=True)
+            for image, ids, c in zip(images, told, choices, strict=True)
         ]
-        count(request.keep, zip(unpruned, kept, strict=True))
+        count(request.keep, [(c.tokens, c.kept) for c in choices])
         return RequestPlan(items, {**hashes, "image": identities})
 
-    def _unpruned(self, mm_items: MultiModalDataItems, index: int) -> int:
-        """N of an image, a pure function of its size."""
-        items = mm_items["image"]
+    def _unpruned(self, inputs: ProcessorInputs, index: int) -> Extent:
+        """N and the tiles of an image, a pure function of its size and of the request."""
+        items = inputs.mm_data_items["image"]
         if items.get(index) is None:  # named by its uuid alone, to be found in a cache
-            most: int = self.info.get_max_image_tokens()
-            return most
+            return self._placeholders.most(self.info)
         size = items.get_image_size(index)
-        tokens: int = self.info.get_num_image_tokens(
-            image_width=size.width, image_height=size.height
-        )
-        return tokens
+        return self._placeholders.extent(self.info, size, inputs.hf_processor_mm_kwargs)
 
     def _instructions(
-        self, inputs: ProcessorInputs, given: Sequence[str] | None, images: int
+        self, inputs: ProcessorInputs, given: Sequence[str] | None, choices: Sequence[Choice]
     ) -> list[str]:
-        if given is not None and len(given) == images:
+        if not any(choice.reads_instruction for choice in choices):
+            return [""] * len(choices)
+        if given is not None and len(given) == len(choices):
             return list(given)
         # No messages (a raw prompt), or messages of a form in which the images were not found.
         text = instruction_of_prompt(
             inputs.prompt,
-            self.info.get_hf_config().image_token_index,
+            self._placeholders.token(self.info),
             self.info.get_tokenizer().decode,
             self._suffix,
         )
-        return [text] * images
+        return [text] * len(choices)
 
 
 def _taken_out(kwargs: Mapping[str, object]) -> tuple[RequestPlan, dict[str, object]]:
@@ -250,8 +248,7 @@ def _prunable(mm_items: MultiModalDataItems) -> bool:
 
 
 def _shortened(update: ResolvedPromptUpdate, item: ItemPlan) -> ResolvedPromptUpdate:
-    """A resolved prompt update whose placeholder holds K of its N tokens."""
-    full = update.content.full
-    if item.profile or item.budget >= len(full):
+    """A resolved prompt update whose text holds K of its N placeholders."""
+    if item.profile:
         return update
-    return replace(update, content=PromptUpdateDetails.from_seq(full[: item.budget]))
+    return replace(update, content=shortened(update.content, item.budget))

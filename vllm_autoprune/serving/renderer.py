@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, cast
 
 from vllm.renderers.hf import HfRenderer
 
+from vllm_autoprune.serving.compat import let_pass
 from vllm_autoprune.serving.config import served_state
 from vllm_autoprune.serving.instruction import instructions_of
 from vllm_autoprune.serving.request import REQUEST_KEY
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
     from vllm.renderers.chat_utils import ChatCompletionMessageParam, ConversationMessage
     from vllm.renderers.inputs import DictPrompt
     from vllm.renderers.params import ChatParams
+    from vllm.tokenizers.hf import HfTokenizer
 
 _STASH = "_autoprune_instructions"
 
@@ -28,6 +31,12 @@ class AutopruneHfRenderer(HfRenderer):
     The messages are seen here, the processor's arguments are built later
     (``_apply_prompt_extras`` overwrites them), so the instruction waits in the prompt between.
     """
+
+    def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
+        super().__init__(config, tokenizer)
+        served = served_state(config.model_config)
+        if served is not None and served.rules.stated:
+            let_pass(REQUEST_KEY)
 
     def render_messages(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams

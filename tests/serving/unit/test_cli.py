@@ -60,9 +60,14 @@ def test_every_flag_lands_in_additional_config_as_it_was_typed(
     found = parsed(
         *("--autoprune-state", "autoprune", "--autoprune-budget", "64"),
         *("--autoprune-text-tower", "some/clip", "--autoprune-feature-cache-gb", "0.5"),
+        *("--autoprune-requests", "budget:16-64"),
     )
     assert found == ours(
-        state="autoprune", budget="64", text_tower="some/clip", feature_cache_gb="0.5"
+        state="autoprune",
+        budget="64",
+        text_tower="some/clip",
+        feature_cache_gb="0.5",
+        requests="budget:16-64",
     )
 
 
@@ -153,6 +158,7 @@ def test_the_flags_are_a_group_of_their_own_added_once(parser: Any) -> None:
         ["--autoprune-budget"],
         ["--autoprune-text-tower"],
         ["--autoprune-feature-cache-gb"],
+        ["--autoprune-requests"],
     ]
     assert all(action.help for action in group._group_actions)
     assert isinstance(group, argparse._ArgumentGroup)

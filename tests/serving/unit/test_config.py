@@ -18,8 +18,8 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import ConfigError, PruningPolicy, SafetyRecord, VisualTokens
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving import config as config_module
 from vllm_autoprune.serving.config import ServedState, adopt, resolve, served_state
+from vllm_autoprune.serving.rules import RequestRules
 from vllm_autoprune.serving.towers import SIGN_KEY, TextTower
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Reference
 from vllm_autoprune.tpdsl.load import shipped_states
@@ -275,6 +275,19 @@ def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
     resolve(_of("divprune"), config)
 
 
+def test_what_cannot_be_read_limits_only_what_requests_may_bring() -> None:
+    config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
+    found = resolve({"state": "autoprune", "requests": "states"}, config)
+    ((need, reason),) = found.lacks
+    assert (need, reason.partition(":")[0]) == ("language", "--enable-lora")
+    assert found.needs == {"cls_attention", "instruction", "tower", "next_layer"}
+    resolve({"state": "autoprune", "requests": "budget:16-64"}, config)
+
+
+def test_rules_for_requests_that_are_none() -> None:
+    assert places({"state": "autoprune", "requests": "everything"}) == ["--autoprune-requests"]
+
+
 @pytest.mark.parametrize("layer", [-1, 4])
 def test_a_tower_that_is_read_to_its_end_has_no_next_layer(layer: int) -> None:
     resolve(_of("prumerge_plus"), vllm_config())
@@ -325,12 +338,15 @@ def test_needs_are_those_of_every_budget_a_request_may_ask_for() -> None:
 def test_a_served_state_travels(how: str, registered: Registered) -> None:
     tower = TextTower("some/clip", 1, "because", 77, 768, 1024)
     sent = served({"/base_policy": {"name": "divprune"}}, 16, tower, cache_bytes=5)
+    rules = RequestRules("states", 8, 64, stated=True)
+    sent = dataclasses.replace(sent, rules=rules, lacks=(("language", "because"),))
     found = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
     assert isinstance(found, ServedState)
     assert found.state.digest == sent.state.digest
     assert found.policy() == sent.policy()
     assert found.policy(8, "reference") == sent.policy(8, "reference")
     assert (found.budget, found.tower, found.cache_bytes) == (16, tower, 5)
+    assert (found.rules, found.lacks) == (rules, sent.lacks)
     # Where a state arrives it is served: a process without the flags knows of nothing else.
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
 
@@ -405,7 +421,7 @@ def test_start_up_does_not_wait_for_a_large_budget(monkeypatch: pytest.MonkeyPat
         checked.append(policy.budget)
         return SafetyRecord(())
 
-    monkeypatch.setattr(config_module, "safety_check", noted)
+    monkeypatch.setattr("vllm_autoprune.serving.vetting.safety_check", noted)
     for budget in (16, 256, 4096):
         resolve({"state": "autoprune", "budget": budget}, vllm_config())
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}

@@ -24,6 +24,7 @@ PLANS = st.builds(
     language=st.lists(st.integers(0, 2**31), max_size=40).map(tuple),
     keep=st.sampled_from(KEEPS),
     profile=st.booleans(),
+    state=st.binary(max_size=40),
 )
 SAME: tuple[str, str, int, Keep, tuple[Ids, Ids] | None] = (
     "img",
@@ -38,8 +39,21 @@ SAME: tuple[str, str, int, Keep, tuple[Ids, Ids] | None] = (
 def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
-    assert row.shape == (6 + len(plan.instruction) + len(plan.language),)
+    words = (len(plan.state) + 7) // 8
+    assert row.shape == (7 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
+
+
+def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> None:
+    plan = ItemPlan(8, (1, 2), (3,), state=b"a state")
+    assert plan.group == ItemPlan(8, (5, 6), (7,), (8,), state=b"a state").group
+    for other in (
+        ItemPlan(9, (1, 2), (3,), state=b"a state"),
+        ItemPlan(8, (1, 2), (3,), keep="reference", state=b"a state"),
+        ItemPlan(8, (1, 2), (3,)),
+        ItemPlan(8, (1, 2), (3,), state=b"another"),
+    ):
+        assert other.group != plan.group
 
 
 @given(st.text(max_size=20))

@@ -4,11 +4,11 @@ import pytest
 
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.plan import KEEPS
-from vllm_autoprune.serving.request import PruningRequest, read_request
+from vllm_autoprune.serving.request import TOLD, PruningRequest, Shared, read_request
 
 
 def test_nothing_asked_is_the_server_s_own_choice() -> None:
-    nothing = PruningRequest(budget=None, keep="state", instructions=None)
+    nothing = PruningRequest(budget=None, policy=None, enabled=True, keep="state")
     assert read_request(None) == read_request({}) == nothing
 
 
@@ -20,8 +20,36 @@ def test_everything_asked_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "read"), [(16, 16), ([16, 8], (16, 8)), ({"shared": 24}, Shared(shared=24))]
+)
+def test_the_three_forms_of_a_budget(asked: object, read: object) -> None:
+    assert read_request({"budget": asked}).budget == read
+
+
+def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
+    assert read_request({"policy": "visionzip"}).policy == "visionzip"
+    state = {"schema": "x", "name": [{"deep": None}]}
+    assert read_request({"policy": state}).policy == state
+    assert not read_request({"enabled": False}).enabled
+
+
+@pytest.mark.parametrize(
     ("asked", "where"),
     [
+        ({"budget": []}, "budget"),
+        ({"budget": [8, True]}, "budget"),
+        ({"budget": [8, None]}, "budget"),
+        ({"budget": {}}, "budget"),
+        ({"budget": {"shared": 1.0}}, "budget"),
+        ({"budget": {"shared": 8, "by": "size"}}, "budget"),
+        ({"budget": {"total": 8}}, "budget"),
+        ({"policy": 3}, "policy"),
+        ({"policy": ["visionzip"]}, "policy"),
+        ({"enabled": "false"}, "enabled"),
+        ({"enabled": 0}, "enabled"),
+        ({"enabled": None}, "enabled"),
+        ({"strange": 1}, "strange"),
+        ({3: 1}, None),
         ({"budget": "16"}, "budget"),
         ({"budget": 1.5}, "budget"),
         ({"budget": 16.0}, "budget"),
@@ -52,3 +80,10 @@ def test_all_problems_are_told_at_once() -> None:
         read_request({"budget": "x", "keep": "y", "z": 1})
     assert {p.where.rpartition("/")[2] for p in caught.value.problems} == {"budget", "keep", "z"}
     assert isinstance(caught.value, ValueError)  # vLLM answers those by 400
+
+
+def test_an_answer_stays_short_whatever_is_asked() -> None:
+    with pytest.raises(RequestError) as caught:
+        read_request({"x" * 10_000 + str(i): "y" * 10_000 for i in range(1000)})
+    assert len(caught.value.problems) <= TOLD
+    assert len(str(caught.value)) < 10_000

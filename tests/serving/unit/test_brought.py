@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tpdsl.samples import edited, shipped, state
+from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
+from vllm_autoprune.serving import vetting
+from vllm_autoprune.serving.brought import MAX_TEXT, brought
+from vllm_autoprune.tpdsl.safety import Verdict
+
+
+def refused(policy: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        brought(policy)
+    for problem in caught.value.problems:
+        assert problem.where.startswith("mm_processor_kwargs/autoprune/policy")
+        assert problem.what and problem.mend
+    assert len(str(caught.value)) < 10_000
+    return str(caught.value)
+
+
+def test_a_shipped_name_and_a_whole_state() -> None:
+    assert brought("visionzip").digest == load_state("visionzip").digest
+    assert brought(shipped()).digest == state().digest
+
+
+def test_a_name_is_never_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(shipped()))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(file), "mine.json", "mine", "../policies/autoprune.json", "/etc/passwd", "~"):
+        assert "ships with this server" in refused(name)
+
+
+def test_a_name_is_never_the_text_of_a_state() -> None:
+    assert "ships with this server" in refused(json.dumps(shipped()))
+
+
+@pytest.mark.parametrize("name", ["", "visionzi", "VISIONZIP", "x" * 1_000_000, "\0", "\ud800"])
+def test_a_name_that_nobody_knows(name: str) -> None:
+    assert "ships with this server" in refused(name)
+
+
+def test_a_state_with_mistakes_is_pointed_at() -> None:
+    said = refused(
+        edited(shipped(), {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1})
+    )
+    assert "policy/scoring/fusion/atom" in said
+    assert "policy/constraints/selector/q_e" in said
+
+
+def test_a_state_of_many_megabytes_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(text: str) -> object:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr("vllm_autoprune.serving.brought.load_state", never)
+    huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
+    assert str(MAX_TEXT) in refused(huge)
+
+
+def test_junk_of_every_kind() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for junk in ({}, {"a": 1}, deep, {"schema": float("nan")}, {"x": object()}, {1: {2: 3}}):
+        refused(junk)
+
+
+def test_a_state_that_breaks_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is served as its base policy, or refused where it says so; either way by its digest."""
+
+    def broken(policy: PruningPolicy) -> SafetyRecord:
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(vetting, "safety_check", broken)
+    falling = edited(shipped(), {"/constraints/selector/q_e": 7})
+    found = brought(falling)
+    assert found.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    strict = edited(falling, {"/safety": ["preserve_budget"]})
+    assert "made to fail" in refused(strict)
+
+
+def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    real = vetting.safety_check
+
+    def noted(policy: PruningPolicy) -> SafetyRecord:
+        asked.append(policy.state.digest)
+        return real(policy)
+
+    monkeypatch.setattr(vetting, "safety_check", noted)
+    one = edited(shipped(), {"/constraints/selector/q_e": 6})
+    for name in ("a", "b", "c"):
+        brought(edited(one, {"/name": name}))
+    assert asked == [state({"/constraints/selector/q_e": 6}).digest]

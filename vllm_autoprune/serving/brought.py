@@ -1,0 +1,80 @@
+"""States that requests bring, by name or whole: read within bounds, checked, and kept by digest.
+
+Knows nothing about budgets or images, nor about whether this request may bring one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+
+from vllm_autoprune.errors import Problem, RequestError, StateError
+from vllm_autoprune.serving.carried import KEPT, packed, unpacked
+from vllm_autoprune.serving.request import ENTRY, TOLD, refusal
+from vllm_autoprune.serving.vetting import vetted
+from vllm_autoprune.tpdsl.diagnosis import nearest
+from vllm_autoprune.tpdsl.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.shown import printable
+from vllm_autoprune.tpdsl.state import PruningState
+
+MAX_TEXT = 1 << 16
+"""Characters of a whole state as JSON; what decides behaviour is bounded again, much lower."""
+
+
+def brought(policy: str | Mapping[object, object]) -> PruningState:
+    """The state that a request names or holds, fit to be served.
+
+    Raises :class:`RequestError`; then nothing of it is kept. A name is looked up among the states
+    that ship and is never a path.
+    """
+    try:
+        state = _named(policy) if isinstance(policy, str) else _loaded(_text(policy))
+        return _vetted(packed(state))
+    except StateError as error:
+        problems = [
+            Problem(f"{ENTRY}/policy{p.where}", p.what, p.mend) for p in error.problems[:TOLD]
+        ]
+        raise RequestError("request", problems) from None
+
+
+def _named(name: str) -> PruningState:
+    file = _shipped().get(name)
+    if file is None:
+        what = f"no state of the name {printable(name[:80], 80)!r} ships with this server"
+        raise refusal("policy", what, nearest(name[:80], list(_shipped())))
+    return _read(file)
+
+
+def _text(state: Mapping[object, object]) -> str:
+    try:
+        text = json.dumps(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refusal("policy", f"no JSON: {str(error)[:200]}", "send a state as JSON") from None
+    if len(text) > MAX_TEXT:
+        what = f"{len(text)} characters, and a request may bring {MAX_TEXT}"
+        raise refusal("policy", what, "a state is a few kilobytes: shorten its provenance")
+    return text
+
+
+@cache
+def _shipped() -> dict[str, Path]:
+    return shipped_states()
+
+
+@lru_cache(maxsize=KEPT)
+def _read(file: Path) -> PruningState:
+    return load_state(file)
+
+
+@lru_cache(maxsize=KEPT)
+def _loaded(text: str) -> PruningState:
+    return load_state(text)
+
+
+@lru_cache(maxsize=KEPT)
+def _vetted(text: bytes) -> PruningState:
+    state = unpacked(text)
+    return vetted(state, materialize(state).budget)
