@@ -24,7 +24,7 @@ MAX_TEXT = 1 << 16
 """Characters of a whole state as JSON; what decides behaviour is bounded again, much lower."""
 
 
-def brought(policy: str | Mapping[object, object]) -> PruningState:
+def brought(policy: str | Mapping[str, object]) -> PruningState:
     """The state that a request names or holds, fit to be served.
 
     Raises :class:`RequestError`; then nothing of it is kept. A name is looked up among the states
@@ -48,7 +48,7 @@ def _named(name: str) -> PruningState:
     return _read(file)
 
 
-def _text(state: Mapping[object, object]) -> str:
+def _text(state: Mapping[str, object]) -> str:
     try:
         text = json.dumps(state)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
 """From a request to what each of its images gets: K, and which policy chooses.
 
-Knows nothing about vLLM, pixels or words: sizes of images in, choices out.
+Knows nothing about vLLM, pixels or words: extents of images in, choices out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from vllm_autoprune.serving.brought import brought
 from vllm_autoprune.serving.carried import packed
 from vllm_autoprune.serving.config import ServedState, policy_of
+from vllm_autoprune.serving.placeholders import Extent
 from vllm_autoprune.serving.plan import Keep
 from vllm_autoprune.serving.request import PruningRequest, Shared, refusal
 from vllm_autoprune.serving.rules import FLAG, Level, RequestRules
@@ -46,27 +47,29 @@ class Choice:
 
 
 def choose_for(
-    served: ServedState, request: PruningRequest, sizes: Sequence[int]
+    served: ServedState, request: PruningRequest, images: Sequence[Extent]
 ) -> tuple[Choice, ...]:
-    """What a request's images get, in order, by their numbers of tokens.
+    """What a request's images get, in order.
 
     Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
     """
     _permitted(served.rules, request)
+    sizes = [image.tokens for image in images]
     if not request.enabled:
         for size in sizes:
             _within(served.rules, size, "enabled", "all tokens of an image")
         return tuple(Choice(size, size, request.keep) for size in sizes)
     state = served.state if request.policy is None else brought(request.policy)
     choices = []
-    for budget, size in zip(_budgets(request, sizes), sizes, strict=True):
+    for budget, image in zip(_budgets(request, sizes), images, strict=True):
+        size = image.tokens
         if request.policy is None and budget is None:
             policy = served.policy(None, request.keep)
         else:
             policy = policy_of(state, budget, request.keep)
             field = "policy" if budget is None else "budget"
-            _within(served.rules, policy.at(size).budget, field, "K")
-        kept = policy.tokens_kept(size)
+            _within(served.rules, policy.at(size, image.tiles).budget, field, "K")
+        kept = policy.tokens_kept(size, image.tiles)
         if kept >= size:
             choices.append(Choice(size, size, request.keep))
             continue

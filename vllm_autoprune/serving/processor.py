@@ -191,8 +191,8 @@ class PrunedProcessor(_Stock):
         request = read_request(asked)
         if not images or not _prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        sizes = [self._unpruned(inputs, i).tokens for i in range(len(images))]
-        choices = choose_for(self._served, request, sizes)
+        extents = [self._unpruned(inputs, i) for i in range(len(images))]
+        choices = choose_for(self._served, request, extents)
         texts = self._instructions(inputs, request.instructions, choices)
         told = [self._words.read(text, c.needs) for text, c in zip(texts, choices, strict=True)]
         items = tuple(

@@ -53,7 +53,7 @@ def _policy(value: object) -> object:
 
 # Each with one error in our words, where a union has one for every form that a value is not.
 Budget = Annotated[int | tuple[int, ...] | Shared | None, PlainValidator(_budget)]
-Policy = Annotated[str | dict[object, object] | None, PlainValidator(_policy)]
+Policy = Annotated[str | dict[str, object] | None, PlainValidator(_policy)]
 
 
 class PruningRequest(BaseModel):

@@ -10,6 +10,7 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import vetting
 from vllm_autoprune.serving.brought import MAX_TEXT, brought
+from vllm_autoprune.tpdsl import check
 from vllm_autoprune.tpdsl.safety import Verdict
 
 
@@ -76,7 +77,7 @@ def test_a_state_that_breaks_its_promises(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(policy: PruningPolicy) -> SafetyRecord:
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
-    monkeypatch.setattr(vetting, "safety_check", broken)
+    monkeypatch.setattr(f"{vetting.__name__}.safety_check", broken)
     falling = edited(shipped(), {"/constraints/selector/q_e": 7})
     found = brought(falling)
     assert found.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
@@ -86,13 +87,13 @@ def test_a_state_that_breaks_its_promises(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    real = vetting.safety_check
+    real = check.safety_check
 
     def noted(policy: PruningPolicy) -> SafetyRecord:
         asked.append(policy.state.digest)
         return real(policy)
 
-    monkeypatch.setattr(vetting, "safety_check", noted)
+    monkeypatch.setattr(f"{vetting.__name__}.safety_check", noted)
     one = edited(shipped(), {"/constraints/selector/q_e": 6})
     for name in ("a", "b", "c"):
         brought(edited(one, {"/name": name}))

@@ -11,8 +11,9 @@ from vllm_autoprune import BudgetError, RequestError, load_state
 from vllm_autoprune.serving.carried import packed, unpacked
 from vllm_autoprune.serving.choice import Choice, choose_for
 from vllm_autoprune.serving.config import NEEDS, ServedState
+from vllm_autoprune.serving.placeholders import Extent
 from vllm_autoprune.serving.request import read_request
-from vllm_autoprune.serving.rules import RequestRules
+from vllm_autoprune.serving.rules import LEVELS, RequestRules
 
 N = 144
 
@@ -22,7 +23,8 @@ def server(level: Any = "states", least: int = 1, most: int = 65536, **more: Any
 
 
 def chosen(asked: object, *sizes: int, on: ServedState | None = None) -> tuple[Choice, ...]:
-    return choose_for(on or server(), read_request(asked), sizes or (N,))
+    images = [Extent(size) for size in sizes or (N,)]
+    return choose_for(on or server(), read_request(asked), images)
 
 
 def kept(asked: object, *sizes: int, on: ServedState | None = None) -> list[int]:
@@ -36,7 +38,7 @@ def refused(asked: object, *sizes: int, on: ServedState | None = None) -> str:
 
 
 def test_nothing_asked_is_what_the_server_runs() -> None:
-    for level in ("none", "budget", "policies", "states"):
+    for level in LEVELS:
         one, small = chosen(None, N, 5, on=server(level))
         assert (one.kept, one.keep, one.state) == (8, "state", b"")
         assert one.identity == served().state.digest
@@ -95,14 +97,23 @@ def test_a_range_bounds_every_way_to_ask() -> None:
     ],
     ids=str,
 )
-def test_each_field_belongs_to_a_level(asked: object, least: str) -> None:
-    for level in ("none", "budget", "policies", "states"):
-        rules = RequestRules(level)  # type: ignore[arg-type]
-        if rules.allows(least):  # type: ignore[arg-type]
+def test_each_field_belongs_to_a_level(asked: object, least: Any) -> None:
+    for level in LEVELS:
+        rules = RequestRules(level)
+        if rules.allows(least):
             chosen(asked, on=server(level))
         else:
             said = refused(asked, on=server(level))
             assert f"--autoprune-requests {least}" in said
+
+
+def test_a_budget_that_follows_the_tiles() -> None:
+    tiled = edited(shipped(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
+    images = [Extent(N, tiles=3), Extent(N, tiles=1)]
+    request = read_request({"policy": tiled})
+    assert [c.kept for c in choose_for(server(), request, images)] == [30, 10]
+    with pytest.raises(RequestError, match="K = 30"):
+        choose_for(server(most=20), request, images)
 
 
 def test_no_pruning_is_what_stock_vllm_does() -> None:
