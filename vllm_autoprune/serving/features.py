@@ -37,6 +37,17 @@ class TowerFeatures:
         held = (self.patches, self.cls, self.keys, self.next_attention, self.next_keys)
         yield from (part for part in held if part is not None)
 
+    def some(self, images: slice) -> TowerFeatures:
+        """Some images of a batch, as views."""
+        attention, keys = self.next_attention, self.next_keys
+        return TowerFeatures(
+            self.patches[images],
+            self.cls[images],
+            self.keys[images],
+            None if attention is None else attention[images],
+            None if keys is None else keys[images],
+        )
+
     def of(self, image: int) -> TowerFeatures:
         """One image of a batch, copied: a view would keep the whole batch alive."""
         attention, keys = self.next_attention, self.next_keys

@@ -37,6 +37,7 @@ def hf_config(**changes: object) -> Any:
     )
     text = SimpleNamespace(model_type="llama", bos_token_id=1, max_position_embeddings=4096)
     fields: dict[str, object] = {
+        "model_type": "llava",
         "vision_config": vision,
         "text_config": text,
         "vision_feature_select_strategy": "default",
@@ -50,7 +51,15 @@ def vllm_config(
 ) -> Any:
     """As much of a VllmConfig as settings are checked against."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(architecture=architecture, hf_config=hf_config(**changes)),
+        model_config=SimpleNamespace(
+            architecture=architecture,
+            hf_config=hf_config(**changes),
+            dtype=torch.bfloat16,
+            get_total_num_hidden_layers=lambda: 4,
+            get_total_num_kv_heads=lambda: 6,
+            get_head_size=lambda: 32,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         additional_config={"autoprune": settings, "theirs": {"x": 1}},
         lora_config=lora,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.features import ImageFeatures, Region
+from vllm_autoprune.serving.features import ImageFeatures, Region, TowerFeatures
+from vllm_autoprune.serving.models.vision import Tiles
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -60,40 +61,51 @@ def joined(join: Join, tiles: int, side: int) -> Joined:
     return Joined((first, Place(Grid(height, width), rows.flatten(), tiles - 1)), newlines)
 
 
-@dataclass(frozen=True, slots=True)
-class Signals:
-    """Of one image's T tiles: projected ``(T, n, D)``; attention ``(T, n)`` and patches
-    ``(T, n, C)`` where somebody reads them."""
-
-    projected: Tensor
-    attention: Tensor | None = None
-    patches: Tensor | None = None
-
-
-def any_resolution(signals: Signals, join: Join, newline: Tensor, side: int) -> ImageFeatures:
+def any_resolution(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:
     """One image of T tiles, with whatever is known of its tokens joined as the tokens are."""
-    device = signals.projected.device
-    layout = joined(join, signals.projected.shape[0], side)
-    rows = join(signals.projected, newline)
-    attention = None
-    if signals.attention is not None:
-        attention = join(signals.attention[:, :, None], signals.attention.new_zeros(1))[:, 0]
-    patches = None
-    if signals.patches is not None:
-        patches = join(signals.patches, signals.patches.new_zeros(signals.patches.shape[2]))
-    regions = []
+    layout = joined(join, tiles.projected.shape[0], side)
+    rows = join(tiles.projected, newline)
+    regions, first = [], 0
     for place in layout.places:
-        order = place.order.to(device, non_blocking=True)
+        order = place.order.to(rows.device, non_blocking=True)
         tokens = rows[order]
         regions.append(
             Region(
                 place.grid,
                 tokens,
-                None if attention is None else attention[order],
-                None if patches is None else patches[order],
+                None if tiles.attention is None else _row(tiles.attention, join)[order],
+                None if tiles.patches is None else _rows(tiles.patches, join)[order],
                 VisualTokens(tokens[None], place.grid).cosine[0],
+                None if tiles.tower is None else _tower(tiles.tower, join, place, order, first),
                 order=order,
                 share=place.share,
             )
         )
+        first += place.share
     return ImageFeatures(tuple(regions), newline, layout.newlines)
+
+
+def _rows(tiles: Tensor, join: Join) -> Tensor:
+    """Something known of each token ``(T, n, C)``, joined as the tokens are."""
+    return join(tiles, tiles.new_zeros(tiles.shape[2]))
+
+
+def _row(tiles: Tensor, join: Join) -> Tensor:
+    return _rows(tiles[:, :, None], join)[:, 0]
+
+
+def _tower(
+    tower: TowerFeatures, join: Join, place: Place, order: Tensor, first: int
+) -> TowerFeatures:
+    """The tower's states of one region, whose tiles begin at ``first``."""
+    cls = tower.cls[first : first + place.share, 0]
+    # Crops that are one grid have one [CLS] together.
+    cls = cls if place.grid.tiles == place.share else cls.mean(dim=0, keepdim=True)
+    attention, keys = tower.next_attention, tower.next_keys
+    return TowerFeatures(
+        _rows(tower.patches, join)[order],
+        cls.clone(),
+        _rows(tower.keys, join)[order],
+        None if attention is None else _row(attention, join)[order],
+        None if keys is None else _rows(keys, join)[order],
+    )

@@ -6,7 +6,6 @@ Knows nothing about how a model cuts an image into tiles: a subclass does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -16,26 +15,12 @@ from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import TowerFeatures
 from vllm_autoprune.serving.language import FirstLayers
 from vllm_autoprune.serving.last_layer import LastLayer, Projected
-from vllm_autoprune.serving.models.vision import Vision
+from vllm_autoprune.serving.models.vision import Tiles, Vision
 from vllm_autoprune.serving.next_layer import FollowingLayer
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """M tiles of n tokens each, after the vision tower; a field is None where nobody reads it.
-
-    projected ``(M, n, D)``, attention of [CLS] ``(M, n)``, patches where relevance is measured
-    ``(M, n, C)``, tower with M in front of each shape.
-    """
-
-    projected: Tensor
-    attention: Tensor | None
-    patches: Tensor | None
-    tower: TowerFeatures | None
 
 
 class ClipVision(Vision):

@@ -15,7 +15,7 @@ from transformers.models.llava_next.modeling_llava_next import get_anyres_image_
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 
 from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.models.any_resolution import Join, Signals, any_resolution, joined
+from vllm_autoprune.serving.models.any_resolution import Join, any_resolution, joined
 from vllm_autoprune.serving.models.clip import ClipVision
 from vllm_autoprune.serving.models.llava import image_token
 from vllm_autoprune.serving.models.pruned import PrunedModel
@@ -64,18 +64,13 @@ class LlavaNextVision(ClipVision):
 
     def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
-        made = self.tiles(torch.cat([image["pixel_values"] for image in images]))
         counts = [len(image["pixel_values"]) for image in images]
-        nothing = [None] * len(images)
-        attention = nothing if made.attention is None else made.attention.split(counts)
-        patches = nothing if made.patches is None else made.patches.split(counts)
-        features = []
-        for image, *seen in zip(
-            images, made.projected.split(counts), attention, patches, strict=True
-        ):
-            newline, side = self._model.image_newline, self.grid.height
-            features.append(any_resolution(Signals(*seen), self._join(image), newline, side))
-        return features
+        made = self.tiles(torch.cat([image["pixel_values"] for image in images]))
+        newline, side = self._model.image_newline, self.grid.height
+        return [
+            any_resolution(one, self._join(image), newline, side)
+            for image, one in zip(images, made.split(counts), strict=True)
+        ]
 
     def _join(self, image: Inputs) -> Join:
         size: Any = image["image_sizes"]

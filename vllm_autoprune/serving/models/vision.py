@@ -15,7 +15,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.batch import ModelParts
 from vllm_autoprune.serving.config import ServedState
-from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Key
+from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Key, TowerFeatures
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 
 Given = Mapping[str, Tensor | list[Tensor]]
@@ -31,6 +31,33 @@ class Shown:
 
     inputs: Inputs
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """M tiles of n tokens each, after the vision tower; a field is None where nobody reads it.
+
+    projected ``(M, n, D)``, attention that a token gets ``(M, n)``, patches where relevance is
+    measured ``(M, n, C)``, tower with M in front of each shape.
+    """
+
+    projected: Tensor
+    attention: Tensor | None = None
+    patches: Tensor | None = None
+    tower: TowerFeatures | None = None
+
+    def split(self, counts: Sequence[int]) -> Iterator[Tiles]:
+        """The tiles of each image, as many as it has."""
+        first = 0
+        for count in counts:
+            some = slice(first, first + count)
+            yield Tiles(
+                self.projected[some],
+                None if self.attention is None else self.attention[some],
+                None if self.patches is None else self.patches[some],
+                None if self.tower is None else self.tower.some(some),
+            )
+            first += count
 
 
 class Vision(ABC):

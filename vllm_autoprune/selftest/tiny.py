@@ -1,0 +1,261 @@
+"""Tiny random models, one of every backbone: real configs, real processors, no trained weight.
+
+Knows nothing about serving. Their answers are noise, so what is compared is which tokens are kept,
+where they stand, how many there are, and log-probabilities with and without pruning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+WORDS = (
+    *("what", "which", "colour", "shape", "is", "the", "a", "of", "in", "on", "left", "right"),
+    *("red", "green", "blue", "cat", "dog", "sky", "how", "many", "are", "there", "user", "you"),
+)
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }} "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %} {% endfor %}"
+    "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}you {% endif %}"
+)
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+VOCABULARY = 160
+
+NO_NAMES: Mapping[str, str] = {}
+CLIP_NAMES: Mapping[str, str] = {"vision_tower.": "vision_tower.vision_model."}
+
+BUILDERS: dict[str, Callable[[Path], None]] = {}
+"""Name of a backbone -> writes its model to a folder."""
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write the tiny model of one backbone to ``folder``, and give the folder back."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BUILDERS[name](folder)
+    return folder
+
+
+def builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+    """Enter a function that writes a backbone's tiny model."""
+
+    def enter(function: Callable[[Path], None]) -> Callable[[Path], None]:
+        BUILDERS[name] = function
+        return function
+
+    return enter
+
+
+def words(image: str, *special: str, image_text: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words; ``image`` and ``special`` are tokens of their own."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        additional_special_tokens=[image, *special],
+        chat_template=CHAT.replace("IMAGE", image_text or image),
+    )
+
+
+def token(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    """The id of one token."""
+    found = tokenizer.convert_tokens_to_ids(text)
+    assert isinstance(found, int)
+    return found
+
+
+def write(folder: Path, config: PreTrainedConfig, renamed: Mapping[str, str] = NO_NAMES) -> None:
+    """Random weights for a config, spread so that tokens and layers differ.
+
+    ``renamed`` has parts of names as transformers writes them, and as published checkpoints do.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 or "newline" in name or "class_embedding" in name:
+            torch.nn.init.normal_(weight, std=0.15)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for written, published in renamed.items():
+        weights = {name.replace(written, published): held for name, held in weights.items()}
+    save_file(weights, file, {"format": "pt"})
+
+
+@builder("llava_next")
+def _llava_next(folder: Path) -> None:
+    from transformers import (
+        LlavaNextConfig,
+        LlavaNextImageProcessor,
+        LlavaNextProcessor,
+    )
+
+    tokenizer = words("<image>")
+    side, patch = 56, 14
+    pinpoints = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+    config = LlavaNextConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "image_size": side,
+            "patch_size": patch,
+            **VISION,
+        },
+        text_config={"model_type": "llama", "vocab_size": VOCABULARY, **TEXT},
+        image_token_index=token(tokenizer, "<image>"),
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-2,
+    )
+    write(folder, config, CLIP_NAMES)
+    pixels = LlavaNextImageProcessor(
+        size={"shortest_edge": side},
+        crop_size={"height": side, "width": side},
+        image_grid_pinpoints=pinpoints,
+    )
+    LlavaNextProcessor(
+        pixels,
+        tokenizer,
+        patch_size=patch,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+Side = Mapping[str, object]
+
+
+def _qwen(folder: Path, kind: str, processor: Any, moving: Any, vision: Side, text: Side) -> None:
+    from transformers import AutoConfig, Qwen2VLImageProcessor
+
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    image, video = "<|image_pad|>", "<|video_pad|>"
+    tokenizer = words(image, video, start, end, image_text=f"{start}{image}{end}")
+    config = AutoConfig.for_model(
+        kind,
+        vision_config=dict(vision),
+        text_config={
+            **TEXT,
+            "vocab_size": VOCABULARY,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 6, 6],
+            },
+            **text,
+        },
+        image_token_id=token(tokenizer, image),
+        video_token_id=token(tokenizer, video),
+        vision_start_token_id=token(tokenizer, start),
+        vision_end_token_id=token(tokenizer, end),
+    )
+    write(folder, config)
+    shape = {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 512 * 512},
+    }
+    pixels = Qwen2VLImageProcessor(**shape)
+    made = processor(pixels, tokenizer, moving(**shape), chat_template=tokenizer.chat_template)
+    made.save_pretrained(folder)
+
+
+@builder("qwen2_vl")
+def _qwen2(folder: Path) -> None:
+    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    vision: dict[str, object] = {
+        "depth": 3,
+        "embed_dim": 64,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    _qwen(folder, "qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, vision, {})
+
+
+@builder("qwen2_5_vl")
+def _qwen2_5(folder: Path) -> None:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    vision: dict[str, object] = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [2],
+    }
+    _qwen(folder, "qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, vision, {})
+
+
+@builder("qwen3_vl")
+def _qwen3(folder: Path) -> None:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    vision: dict[str, object] = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    text: dict[str, object] = {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    _qwen(folder, "qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, vision, text)
