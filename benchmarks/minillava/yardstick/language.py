@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.minillava.yardstick.attention import LEAN
 from benchmarks.minillava.yardstick.layout import Canvas
+from benchmarks.minillava.yardstick.phrases import PHRASE_KINDS, training_phrases
 from benchmarks.minillava.yardstick.questions import Question, training_questions
+from benchmarks.minillava.yardstick.render import Scene
 from benchmarks.minillava.yardstick.towers import WIDTH, pixels, training_scenes
 from benchmarks.minillava.yardstick.vocabulary import (
     AFTER_IMAGE,
@@ -31,10 +34,23 @@ from benchmarks.minillava.yardstick.vocabulary import (
 from benchmarks.minillava.yardstick.wordings import KINDS
 
 LANGUAGE_WIDTH = 192
-QUESTIONS_PER_IMAGE = 14
 # Blocks of a sequence: the shared image prefix, and padding that only sees itself.
 _PREFIX, _PADDING = -1, -2
 _UNSCORED = -1
+EVERY_KIND = (*KINDS, *PHRASE_KINDS)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a stage asks about an image: `number` questions, each put into `frame`."""
+
+    ask: Callable[[random.Random, Scene, Canvas, int], list[Question]]
+    number: int
+    frame: str
+
+
+PHRASES = Course(training_phrases, 36, " {question}")
+QUESTIONS = Course(training_questions, 14, AFTER_IMAGE)
 
 
 class Projector(nn.Module):
@@ -78,7 +94,8 @@ class LanguageBatch:
     """Sequences of a prefix ("USER: " and K image tokens) and one block a question.
 
     `kept` (B, K) raster patches ascending; `before` (P,) ids; `texts`, `labels`, `kinds` (B, L),
-    kinds are indices into `KINDS` where an answer is scored; `positions`, `blocks` (B, P + K + L).
+    kinds are indices into `EVERY_KIND` where an answer is scored; `positions`, `blocks`
+    (B, P + K + L).
     """
 
     values: Tensor
@@ -128,10 +145,16 @@ class _Row:
 
 
 def language_batch(
-    seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int
+    seed: int,
+    size: int,
+    tokenizer: Tokenizer,
+    canvas: Canvas,
+    budget: int,
+    course: Course = QUESTIONS,
+    most: int | None = None,
 ) -> LanguageBatch:
-    """Draw one batch of the language stage that keeps `budget` image tokens."""
-    drawn = training_scenes(seed, size, canvas)
+    """Draw one batch that keeps `budget` image tokens of scenes of at most `most` shapes."""
+    drawn = training_scenes(seed, size, canvas, most)
     rng = random.Random(seed + 1)
     before = tokenizer.encode(BEFORE_IMAGE).ids
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
@@ -139,14 +162,14 @@ def language_batch(
     rows: list[_Row] = []
     kept: list[list[int]] = []
     for scene in drawn.scenes:
-        asked = training_questions(rng, scene, canvas, QUESTIONS_PER_IMAGE)
+        asked = course.ask(rng, scene, canvas, course.number)
         whole = budget == canvas.patches
         kept.append(list(range(budget)) if whole else _kept(rng, asked, budget, canvas.patches))
-        texts = tokenizer.encode_batch([AFTER_IMAGE.format(question=one.text) for one in asked])
+        texts = tokenizer.encode_batch([course.frame.format(question=one.text) for one in asked])
         answers = tokenizer.encode_batch([f" {one.answer}" for one in asked])
         row = _Row(start, [], [], [], [], [])
         for block, (question, text, answer) in enumerate(zip(asked, texts, answers, strict=True)):
-            row.add(block, KINDS.index(question.kind), text.ids, [*answer.ids, end])
+            row.add(block, EVERY_KIND.index(question.kind), text.ids, [*answer.ids, end])
         rows.append(row)
     longest = max(len(row.texts) for row in rows)
 
@@ -203,7 +226,7 @@ def language_loss(
     loss = F.cross_entropy(logits, wanted)
     right = (logits.detach().argmax(-1) == wanted).float()
     parts = {"loss": float(loss.detach())}
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(EVERY_KIND):
         ours = kinds == number
         if ours.any():
             parts[kind] = float(right[ours].mean())

@@ -20,6 +20,8 @@ COLOURS: tuple[str, ...] = (
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "diamond", "cross")
 SIGN = "sign"
 LONGEST_NUMBER = 4
+MOST_THINGS = 13
+"""Shapes of the fullest scene of 4 x 4 cells."""
 
 Style = Literal["scattered", "crowded", "signs", "ring", "bands"]
 TRAINING_STYLES: tuple[Style, ...] = ("scattered", "crowded", "signs")
@@ -162,7 +164,9 @@ def draw_layout(rng: random.Random, style: Style, canvas: Canvas) -> Layout:
     cells = _cells(rng, style, canvas.cells)
     wanted = {"signs": 2, "scattered": rng.randint(0, 1), "crowded": 1, "ring": 1, "bands": 0}
     signs = _place_signs(rng, cells, wanted[style], canvas.cells)
-    least, most = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, 13)}.get(style, (5, 8))
+    least, most = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MOST_THINGS)}.get(
+        style, (5, 8)
+    )
     count = min(len(cells), rng.randint(least, most) * area)
     hues = len(COLOURS) if area > 1 else rng.randint(3, 4)
     forms = len(SHAPES) if count > 3 * hues - 1 else rng.randint(3, 4)

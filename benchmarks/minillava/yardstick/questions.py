@@ -170,6 +170,15 @@ class Asker:
 
     def _relation(self) -> Question | None:
         """The text names an anchor; the answer is on the shape beside it."""
+        found = self._beside()
+        if found is None:
+            return None
+        anchor, relation, target = found
+        slots = {"name": anchor.name, "relation": relation}
+        return self._about("relation", (target, anchor), str(target.digit), **slots)
+
+    def _beside(self) -> tuple[Thing, str, Thing] | None:
+        """An anchor, how its neighbour lies to it, and the neighbour."""
         layout = self.scene.layout
         found = [
             (anchor, relation, target)
@@ -177,11 +186,7 @@ class Asker:
             for relation, step in zip(RELATIONS, NEIGHBOURS, strict=True)
             if (target := layout.neighbour(anchor, *step)) is not None
         ]
-        if not found:
-            return None
-        anchor, relation, target = self.rng.choice(found)
-        slots = {"name": anchor.name, "relation": relation}
-        return self._about("relation", (target, anchor), str(target.digit), **slots)
+        return self.rng.choice(found) if found else None
 
 
 # Shares of training; what needs more than one look gets more.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tokenizers import Tokenizer
@@ -151,10 +151,11 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
     return torch.tensor([row + [end] * (longest - len(row)) for row in rows])
 
 
-def training_scenes(seed: int, size: int, canvas: Canvas) -> Batch:
-    """Draw scenes of the arrangements that training may see."""
+def training_scenes(seed: int, size: int, canvas: Canvas, most: int | None = None) -> Batch:
+    """Draw scenes of the arrangements that training may see, of at most `most` shapes."""
     rng = random.Random(seed)
     layouts = [draw_layout(rng, rng.choice(TRAINING_STYLES), canvas) for _ in range(size)]
+    layouts = [replace(layout, things=layout.things[:most]) for layout in layouts]
     return render(layouts, canvas, seed)
 
 

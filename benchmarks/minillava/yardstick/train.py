@@ -1,4 +1,4 @@
-"""The one training script: a reading primer, the towers, the language model, the checkpoint.
+"""The one training script: a reading primer, towers, phrases, questions, the checkpoint.
 
 Knows nothing about evaluation; scenes of the held-out splits are never drawn here.
 """
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from benchmarks.minillava.yardstick.export import export
 from benchmarks.minillava.yardstick.language import (
+    PHRASES,
+    QUESTIONS,
+    LanguageBatch,
     Projector,
     draw_budget,
     language_batch,
     language_loss,
     language_model,
 )
-from benchmarks.minillava.yardstick.layout import Canvas, training_seed
+from benchmarks.minillava.yardstick.layout import MOST_THINGS, Canvas, training_seed
 from benchmarks.minillava.yardstick.optimiser import FlatMuon, schedule
 from benchmarks.minillava.yardstick.towers import (
     DenseHeads,
@@ -38,12 +41,14 @@ from benchmarks.minillava.yardstick.towers import (
 from benchmarks.minillava.yardstick.vocabulary import clip_tokenizer, language_tokenizer
 
 RANKS = 2
-STAGES = ("reading", "towers", "language")
-STEPS = {"reading": 300, "towers": 1500, "language": 4000}
-# Images a rank and step; a language step asks many questions about each.
-IMAGES = {"reading": 16, "towers": 16, "language": 8}
-PEAK = {"reading": 2e-3, "towers": 2e-3, "language": 4e-3}
-WARMUP = {"reading": 50, "towers": 100, "language": 100}
+STAGES = ("reading", "towers", "phrases", "questions")
+STEPS = {"reading": 300, "towers": 1500, "phrases": 1500, "questions": 2500}
+# Images a rank and step; the last two stages ask many questions about each.
+IMAGES = {"reading": 16, "towers": 16, "phrases": 8, "questions": 8}
+PEAK = {"reading": 2e-3, "towers": 2e-3, "phrases": 4e-3, "questions": 4e-3}
+WARMUP = {"reading": 50, "towers": 100, "phrases": 100, "questions": 100}
+# Scenes of the phrase stage start with two shapes and have all of them at this share of it.
+GROWN = 0.5
 SIZES = {"small": Canvas(4), "large": Canvas(8)}
 SNAPSHOT_SECONDS = 180.0
 REPORT_EVERY = 50
@@ -58,7 +63,8 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }
 
-Loss = Callable[[int], tuple[Tensor, dict[str, float]]]
+Loss = Callable[[int, int], tuple[Tensor, dict[str, float]]]
+"""(scene seed, step) → the loss and what the log says of it."""
 
 
 def say(text: str) -> None:
@@ -91,7 +97,7 @@ def run_stage(
     saved_at = began
     for step in range(first, steps):
         drawn = training_seed(seed, STAGES.index(stage), step, dist.get_rank())
-        value, parts = loss(drawn)
+        value, parts = loss(drawn, step)
         value.backward()
         warmup = min(WARMUP[stage], max(1, steps // 10))
         norm = optimiser.step(schedule(step, steps, warmup))
@@ -129,13 +135,13 @@ def work_of_rank(rank: int, arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     steps = {name: max(1, round(STEPS[name] * arguments.steps_scale)) for name in STAGES}
     say(f"seed {arguments.seed}, size {arguments.size}, {RANKS} ranks, torch {torch.__version__}")
-    say(f"token dropout in {arguments.token_dropout:.0%} of language steps")
+    say(f"token dropout in {arguments.token_dropout:.0%} of steps on questions")
     common = (work, arguments.resume)
 
-    def reading(seed: int) -> tuple[Tensor, dict[str, float]]:
+    def reading(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
         return reading_loss(clip, heads, seed, IMAGES["reading"], canvas)
 
-    def towers(seed: int) -> tuple[Tensor, dict[str, float]]:
+    def towers(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
         return tower_loss(clip, heads, tower_batch(seed, IMAGES["towers"], eyes, canvas))
 
     for stage, loss in (("reading", reading), ("towers", towers)):
@@ -143,16 +149,25 @@ def work_of_rank(rank: int, arguments: argparse.Namespace) -> None:
         run_stage(stage, arguments.seed, steps[stage], optimiser, loss, *common)
     clip.requires_grad_(False)
 
-    def language(seed: int) -> tuple[Tensor, dict[str, float]]:
-        # One budget for both ranks, or the shorter sequence would wait for the longer one.
-        budget = draw_budget(seed // RANKS, arguments.token_dropout, canvas)
-        batch = language_batch(seed, IMAGES["language"], words, canvas, budget)
+    def answer(batch: LanguageBatch) -> tuple[Tensor, dict[str, float]]:
         with torch.no_grad():
             patches = penultimate(clip, batch.values)[:, 1:]
         return language_loss(model, projector, batch, patches)
 
-    optimiser = FlatMuon({"projector": projector, "model": model}, PEAK["language"])
-    run_stage("language", arguments.seed, steps["language"], optimiser, language, *common)
+    def phrases(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
+        whole = MOST_THINGS * canvas.cells**2 // 16
+        most = 2 + int(whole * step / (GROWN * steps["phrases"]))
+        images = IMAGES["phrases"]
+        return answer(language_batch(seed, images, words, canvas, canvas.patches, PHRASES, most))
+
+    def questions(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
+        # One budget for both ranks, or the shorter sequence would wait for the longer one.
+        budget = draw_budget(seed // RANKS, arguments.token_dropout, canvas)
+        return answer(language_batch(seed, IMAGES["questions"], words, canvas, budget, QUESTIONS))
+
+    for stage, loss in (("phrases", phrases), ("questions", questions)):
+        optimiser = FlatMuon({"projector": projector, "model": model}, PEAK[stage])
+        run_stage(stage, arguments.seed, steps[stage], optimiser, loss, *common)
     if rank == 0:
         export(arguments.out, canvas, clip, projector, model, eyes, words)
         say(f"wrote {arguments.out.name}/ after {time.monotonic() - began:.0f}s in this run")
@@ -172,7 +187,7 @@ def main() -> None:
         "--token-dropout",
         type=float,
         default=0.0,
-        help="share of language steps on fewer image tokens",
+        help="share of steps on questions with fewer image tokens",
     )
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

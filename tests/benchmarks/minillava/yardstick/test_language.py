@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.minillava.yardstick.language import (
-    QUESTIONS_PER_IMAGE,
+    PHRASES,
+    QUESTIONS,
     LanguageBatch,
     Projector,
     draw_budget,
@@ -17,8 +18,8 @@ from benchmarks.minillava.yardstick.language import (
     language_loss,
     language_model,
 )
-from benchmarks.minillava.yardstick.layout import Canvas
-from benchmarks.minillava.yardstick.towers import WIDTH
+from benchmarks.minillava.yardstick.layout import MOST_THINGS, Canvas
+from benchmarks.minillava.yardstick.towers import WIDTH, training_scenes
 from benchmarks.minillava.yardstick.vocabulary import END, language_tokenizer, token_id
 
 CANVAS = Canvas()
@@ -44,12 +45,12 @@ def test_only_answers_and_their_ends_are_labelled(batch: LanguageBatch, words: T
     end = token_id(words, END)
     asked = batch.labels[0] >= 0
 
-    assert int((batch.labels[0] == end).sum()) == QUESTIONS_PER_IMAGE
+    assert int((batch.labels[0] == end).sum()) == QUESTIONS.number
     labelled = words.decode(batch.labels[0][asked].tolist(), skip_special_tokens=False)
     answers = [text.strip() for text in labelled.split(END) if text.strip()]
-    assert len(answers) == QUESTIONS_PER_IMAGE
+    assert len(answers) == QUESTIONS.number
     assert not any("ASSISTANT" in text or "?" in text for text in answers)
-    assert (batch.kinds[0][asked] >= 0).sum() == asked.sum() - QUESTIONS_PER_IMAGE
+    assert (batch.kinds[0][asked] >= 0).sum() == asked.sum() - QUESTIONS.number
 
 
 def test_labels_are_the_tokens_that_follow(batch: LanguageBatch) -> None:
@@ -60,7 +61,7 @@ def test_labels_are_the_tokens_that_follow(batch: LanguageBatch) -> None:
 
 def test_every_question_starts_right_after_the_image(batch: LanguageBatch) -> None:
     start = len(batch.before) + CANVAS.patches
-    for block in range(QUESTIONS_PER_IMAGE):
+    for block in range(QUESTIONS.number):
         positions = batch.positions[0][batch.blocks[0] == block]
         assert positions.tolist() == list(range(start, start + len(positions)))
 
@@ -83,6 +84,24 @@ def test_a_question_sees_the_image_but_no_other_question(
 
     assert torch.equal(loss, beside_others)
     assert not torch.equal(loss, other_image)
+
+
+def test_a_phrase_is_all_that_stands_between_image_and_answer(words: Tokenizer) -> None:
+    batch = language_batch(5, 2, words, CANVAS, CANVAS.patches, PHRASES)
+    first = batch.texts[0][batch.blocks[0, -batch.texts.shape[1] :] == 0]
+    scored = float((batch.labels >= 0).sum()) / float((batch.blocks >= 0).sum())
+
+    told = words.decode(first.tolist(), skip_special_tokens=False)
+    assert "ASSISTANT" not in told and told.endswith(END)
+    assert scored > 0.4
+
+
+def test_scenes_grow_up_to_all_their_shapes() -> None:
+    few, all_ = (training_scenes(5, 4, CANVAS, most) for most in (2, MOST_THINGS))
+    whole = training_scenes(5, 4, CANVAS)
+
+    assert [len(scene.layout.things) for scene in few.scenes] == [2] * 4
+    assert torch.equal(all_.images, whole.images)
 
 
 def test_dropped_tokens_spare_the_evidence(words: Tokenizer) -> None:
