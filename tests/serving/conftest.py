@@ -26,8 +26,8 @@ def stock() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def pruned() -> Iterator[Server]:
-    """The shipped state at its own K = 32; requests may ask for other budgets."""
-    with serve(LLAVA, *COMMON, *PRUNED, "--trust-request-mm-kwargs") as server:
+    """The shipped state at its own K = 32; requests may bring any other."""
+    with serve(LLAVA, *COMMON, *PRUNED, "--autoprune-requests", "states") as server:
         yield server
 
 

@@ -25,6 +25,22 @@ def test_fallbacks_are_counted_by_reason() -> None:
     assert report["errors"] == {"RuntimeError": 1}
 
 
+def test_fallbacks_are_in_the_metrics() -> None:
+    exported = run("hostile")["exported"].splitlines()
+    assert 'autoprune_fallbacks_total{kept="uniform",reason="scores"} 2.0' in exported
+    assert 'autoprune_fallbacks_total{kept="reference",reason="error"} 1.0' in exported
+    assert 'autoprune_selection_errors_total{error="RuntimeError"} 1.0' in exported
+    assert "autoprune_unsafe_states_total 1.0" in exported
+
+
+def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy() -> None:
+    report = run("hostile")["unsafe"]
+    assert report["counted"] == 1
+    assert report["broken"] == report["base"]
+    # It has had its chance: what it breaks once it may break again.
+    assert report["mended"] == report["other_base"]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("zero", "K = 0"), ("text", "budget"), ("unknown", "buget"), ("list", "autoprune")],

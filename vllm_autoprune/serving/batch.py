@@ -162,7 +162,11 @@ def _refined(
         tokens = _tokens(policy, plans, regions, parts)
     except Exception as error:  # as in prune(): the engine has to live
         meter.error(error)
-        return keep_evenly(policy.budget, _bare(regions))
+        refined = keep_evenly(policy.budget, _bare(regions))
+        meter.add(refined.fallback, "error")
+        return refined
+    if meter.first is not None and not plans[0].profile:
+        policy = meter.first.vetted(policy, tokens)
     return prune(policy, tokens, meter)
 
 

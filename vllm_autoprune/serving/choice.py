@@ -81,6 +81,15 @@ def choose_for(
     return tuple(choices)
 
 
+def called_by(served: ServedState, request: PruningRequest) -> str:
+    """What a request's policy is counted under; a state of its own has no name worth keeping."""
+    if not request.enabled:
+        return "off"
+    if request.policy is None:
+        return served.state.name
+    return request.policy if isinstance(request.policy, str) else "request"
+
+
 def _permitted(rules: RequestRules, request: PruningRequest) -> None:
     asked: list[tuple[str, Level]] = []
     if request.budget is not None:

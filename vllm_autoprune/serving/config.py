@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, get_args
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
+from vllm_autoprune.serving.accounts import open_accounts
 from vllm_autoprune.serving.carried import unpacked
 from vllm_autoprune.serving.cli import KEY
 from vllm_autoprune.serving.compat import attach, attached, require_vllm, rust_frontend
@@ -155,6 +156,7 @@ def adopt(vllm_config: VllmConfig) -> None:
 
     activate(served.architecture)
     attach(vllm_config.model_config, ATTRIBUTE, served)
+    open_accounts(vllm_config)
     _announce(served)
 
 

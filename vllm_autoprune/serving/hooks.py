@@ -78,6 +78,11 @@ HOOKS: tuple[Hook, ...] = (
         ),
         "models.llava: the vision side",
     ),
+    Hook(
+        "vllm.utils.torch_utils",
+        ("kv_cache_dtype_str_to_dtype",),
+        "accounts: bytes of one token",
+    ),
     Hook("vllm.model_executor.models.utils", ("StageMissingLayer",), "models.llava: text-only"),
     Hook(
         "vllm.distributed",

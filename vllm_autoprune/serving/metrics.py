@@ -1,7 +1,6 @@
-"""Prometheus counters of the API server: images, and their visual tokens before and after.
+"""What ``/metrics`` says about pruning: every name, and the counters of the API server.
 
-Knows nothing about workers. They count fallbacks and cache hits for themselves and log the first
-of each kind: vLLM carries no numbers of a plugin's from a worker to ``/metrics``.
+Knows nothing about workers, which write down their own (``worker_metrics``).
 
 Names do not begin with "vllm:", because vLLM drops every collector that does when it sets up its
 own (``unregister_vllm_metrics``).
@@ -13,19 +12,35 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter
 
-from vllm_autoprune.serving.plan import Keep
+from vllm_autoprune.serving.choice import Choice
 
-_IMAGES = Counter(
-    "autoprune_images", "Images of processed prompts, by who chose their tokens.", ["keep"]
+_REQUESTS = Counter(
+    "autoprune_requests",
+    "Requests with images that were processed, by the policy they asked for: a name, 'request' "
+    "for a state of their own, 'off' for none.",
+    ["policy"],
 )
+_REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
+_IMAGES = Counter("autoprune_images", "Images of those requests, by who chose tokens.", ["keep"])
 _TOKENS = Counter(
     "autoprune_visual_tokens", "Their visual tokens: as the model has them, and kept.", ["stage"]
 )
+_KV_BYTES = Counter(
+    "autoprune_kv_bytes_saved",
+    "Bytes of KV cache that visual tokens would have taken and did not, where nothing is shared.",
+)
 
 
-def count(keep: Keep, images: Iterable[tuple[int, int]]) -> None:
-    """Count images of one prompt, each as (N, K); a prompt that is only tokenized counts too."""
-    for unpruned, kept in images:
-        _IMAGES.labels(keep).inc()
-        _TOKENS.labels("before").inc(unpruned)
-        _TOKENS.labels("after").inc(kept)
+def count(policy: str, choices: Iterable[Choice], kv_bytes: int) -> None:
+    """Count one processed request and its images."""
+    _REQUESTS.labels(policy).inc()
+    for choice in choices:
+        _IMAGES.labels(choice.keep).inc()
+        _TOKENS.labels("before").inc(choice.tokens)
+        _TOKENS.labels("after").inc(choice.kept)
+        _KV_BYTES.inc((choice.tokens - choice.kept) * kv_bytes)
+
+
+def count_refused() -> None:
+    """Count one request that asked for what it cannot have."""
+    _REFUSED.inc()

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ImageEmbeddingItems
 
-from vllm_autoprune.serving.choice import Choice, choose_for
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.accounts import accounts_of
+from vllm_autoprune.serving.choice import Choice, called_by, choose_for
 from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.instruction import instruction_of_prompt
-from vllm_autoprune.serving.metrics import count
+from vllm_autoprune.serving.metrics import count, count_refused
 from vllm_autoprune.serving.placeholders import Extent, Placeholders, shortened
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
-from vllm_autoprune.serving.request import REQUEST_KEY, read_request
+from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, UNCOUNTED, read_request
 from vllm_autoprune.serving.words import LAST_WORDS, Words
 
 if TYPE_CHECKING:
@@ -51,10 +53,15 @@ _PROFILING = object()
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """Plans of a request's images and the cache identities of all its items."""
+    """Plans of a request's images and the cache identities of all its items.
+
+    ``choices`` are what the plans were made from, under the name that ``policy`` is counted by.
+    """
 
     items: tuple[ItemPlan, ...]
     hashes: Mapping[str, list[str]]
+    choices: tuple[Choice, ...] = ()
+    policy: str = ""
 
 
 def pruned_factories(stock: _ProcessorFactories, placeholders: Placeholders) -> _ProcessorFactories:
@@ -90,6 +97,11 @@ class PrunedProcessor(_Stock):
         return served
 
     @cached_property
+    def _kv_bytes(self) -> int:
+        accounts = accounts_of(self.info.ctx.model_config)
+        return 0 if accounts is None else accounts.kv_bytes
+
+    @cached_property
     def _words(self) -> Words:
         return Words(self.info, self._served.tower, self._placeholders.token(self.info))
 
@@ -117,11 +129,18 @@ class PrunedProcessor(_Stock):
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         asked = kwargs.pop(REQUEST_KEY, None)
         profile = kwargs.pop(_PROFILE, None) is _PROFILING
+        counted = kwargs.pop(UNCOUNTED, None) is not NOT_SERVED
         plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
-        plan = self._profiled(plain) if profile else self._planned(plain, asked)
-        return super().apply(
-            replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan}), timing_ctx
-        )
+        try:
+            plan = self._profiled(plain) if profile else self._planned(plain, asked)
+        except AutopruneError:
+            count_refused()
+            raise
+        planned = replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan})
+        processed = super().apply(planned, timing_ctx)
+        if plan.choices and counted:
+            count(plan.policy, plan.choices, self._kv_bytes)
+        return processed
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:
         plan = inputs.hf_processor_mm_kwargs[_PLAN]
@@ -208,8 +227,8 @@ class PrunedProcessor(_Stock):
             )
             for image, ids, c in zip(images, told, choices, strict=True)
         ]
-        count(request.keep, [(c.tokens, c.kept) for c in choices])
-        return RequestPlan(items, {**hashes, "image": identities})
+        called = called_by(self._served, request)
+        return RequestPlan(items, {**hashes, "image": identities}, choices, called)
 
     def _unpruned(self, inputs: ProcessorInputs, index: int) -> Extent:
         """N and the tiles of an image, a pure function of its size and of the request."""

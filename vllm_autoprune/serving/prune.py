@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from vllm_autoprune.serving.first_images import FirstImages
 from vllm_autoprune.serving.ranks import as_rank_zero, ranks
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import FALLBACKS, Chosen, Refined
@@ -28,25 +30,36 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 logger = logging.getLogger("vllm.autoprune")
 
 
-class FallbackMeter:
-    """Counts fallbacks by reason and tells of each kind once; never waits for the device."""
+Reason = Literal["scores", "error"]
+"""Why an image fell back: its scores were not finite, or its policy raised."""
 
-    def __init__(self) -> None:
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class FallbackMeter:
+    """Counts fallbacks by reason and tells of each kind once; never waits for the device.
+
+    ``first`` looks at each state's first real image, where a server wants that.
+    """
+
+    def __init__(self, first: FirstImages | None = None) -> None:
+        self.first = first
         self.raised: dict[str, int] = {}
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         self._told: set[str] = set()
 
-    def add(self, codes: Tensor) -> None:
+    def add(self, codes: Tensor, reason: Reason = "scores") -> None:
         """Count fallback codes ``(B,)``; the host looks at the counts of the call before."""
         kinds = torch.arange(len(FALLBACKS), device=codes.device)
-        found = (codes[:, None] == kinds).sum(dim=0)
+        found = torch.zeros(len(REASONS), len(FALLBACKS), dtype=torch.int64, device=codes.device)
+        found[REASONS.index(reason)] = (codes[:, None] == kinds).sum(dim=0)
         self._counts = found if self._counts is None else self._counts + found
         if self._seen is not None:
-            self._tell(self._seen.tolist())
+            self._tell(self._seen.sum(dim=0).tolist())
         if self._seen is None:
             pinned = codes.device.type == "cuda"
-            self._seen = torch.zeros(len(FALLBACKS), dtype=torch.int64, pin_memory=pinned)
+            self._seen = torch.zeros(found.shape, dtype=torch.int64, pin_memory=pinned)
         self._seen.copy_(self._counts, non_blocking=True)
 
     def error(self, error: Exception) -> None:
@@ -58,8 +71,17 @@ class FallbackMeter:
 
     def counts(self) -> dict[str, int]:
         """Images by fallback kind so far; waits for the device, so not for the hot path."""
-        seen = [0] * len(FALLBACKS) if self._counts is None else self._counts.tolist()
+        seen = [0] * len(FALLBACKS) if self._counts is None else self._counts.sum(dim=0).tolist()
         return dict(zip(FALLBACKS, seen, strict=True))
+
+    def seen(self) -> dict[tuple[str, Reason], int]:
+        """Images that fell back, by kind and reason, as far as the device has told the host."""
+        rows = [[0] * len(FALLBACKS)] * len(REASONS) if self._seen is None else self._seen.tolist()
+        return {
+            (kind, reason): count
+            for reason, row in zip(REASONS, rows, strict=True)
+            for kind, count in zip(FALLBACKS[1:], row[1:], strict=True)
+        }
 
     def _tell(self, seen: list[int]) -> None:
         for kind, count in zip(FALLBACKS[1:], seen[1:], strict=True):
@@ -74,6 +96,7 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
     The policy, then its base policy's selection, then an even spread: the last reads nothing.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
+    reason: Reason = "scores"
     try:
         if policy.budget >= tokens.count:
             refined = everything(tokens)
@@ -81,12 +104,13 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
             refined = assemble(policy, tokens, _agreed(choose(policy, tokens)))
     except Exception as error:  # whatever a policy does, the engine has to live
         meter.error(error)
+        reason = "error"
         try:
             refined = keep_reference(policy, tokens)
         except Exception as second:
             meter.error(second)
             refined = keep_evenly(policy.budget, tokens)
-    meter.add(refined.fallback)
+    meter.add(refined.fallback, reason)
     return refined
 
 

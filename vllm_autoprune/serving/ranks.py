@@ -15,6 +15,13 @@ def ranks() -> int:
     return int(get_tp_group().world_size) if model_parallel_is_initialized() else 1
 
 
+def is_first_rank() -> bool:
+    """True on rank 0, and where nothing is distributed."""
+    from vllm.distributed import get_tp_group
+
+    return ranks() == 1 or int(get_tp_group().rank_in_group) == 0
+
+
 def summed_over_ranks(part: Tensor) -> Tensor:
     """The sum of every rank's tensor, the same bits everywhere."""
     from vllm.distributed import tensor_model_parallel_all_reduce

@@ -5,12 +5,15 @@ Knows nothing about what it should answer.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from PIL import Image
+from prometheus_client import generate_latest
 
+from benchmarks.minillava.split import Example
 from tests.serving.engine import (
     STATE,
     ask,
@@ -25,13 +28,17 @@ from tests.serving.engine import (
     turn,
 )
 from tests.serving.scenarios import Report, scenario
+from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune.tpdsl import refine as executor
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 @scenario
 def hostile() -> Report:
     """Requests that must not stop the engine, and whether it still answers after each."""
-    llm = start({**STATE, "budget": 8})
+    llm = start({**STATE, "budget": 8, "requests": "states"})
     model = model_of(llm)
     example, other = examples(2)[0], examples(2)[-1]
     sane = ask(llm, example).plain()
@@ -65,6 +72,9 @@ def hostile() -> Report:
         report["raised"] = chat(llm, [[turn("raise?", other.image)]])[0].plain()
     report["errors"] = model.autoprune_meter.raised
     survived("raised")
+    report["unsafe"] = _unsafe_at_first_sight(llm, raising)
+    survived("unsafe")
+    report["exported"] = generate_latest().decode()
     for name, asked in (
         ("zero", {"budget": 0}),
         ("text", {"budget": "8"}),
@@ -78,6 +88,31 @@ def hostile() -> Report:
         except ValueError as error:
             report[name] = str(error)
     survived("refused")
+    return report
+
+
+def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
+    """A state that fails on the first real image it is asked about, and its base policy's answer.
+
+    ``broken`` and ``mended`` are its answers while it fails and when it would not any more.
+    """
+    brought = edited(shipped(), {"/constraints/selector/q_e": 5})
+    asked, other = examples(3)[1], examples(3)[-2]
+    report: dict[str, Any] = {}
+
+    def said(name: str, about: Example, keep: str) -> None:
+        entry = {"policy": brought, "budget": 8, "keep": keep}
+        raw = {**prompt(about), "mm_processor_kwargs": {"autoprune": entry}}
+        forget(llm)
+        report[name] = generate(llm, [raw])[0].plain()
+
+    with patch.object(executor, "run_fusion", raising):
+        said("broken", asked, "state")
+    said("mended", other, "state")
+    said("base", asked, "reference")
+    said("other_base", other, "reference")
+    first = model_of(llm).autoprune_meter.first
+    report["counted"] = 0 if first is None else first.unsafe
     return report
 
 

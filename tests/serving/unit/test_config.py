@@ -501,10 +501,7 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.config.utils import get_hash_factors, hash_factors
 
-    class Model:
-        architecture = LLAVA
-        hf_config = vllm_config().model_config.hf_config
-
+    class Model(SimpleNamespace):
         def compute_hash(self) -> str:
             return "model"
 
@@ -512,14 +509,14 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
         config = VllmConfig.__new__(VllmConfig)
         vars(config).update(vars(stock))
         additional = {"theirs": 1}
-        vars(config).update(model_config=Model(), additional_config=additional)
+        vars(config).update(model_config=Model(**model), additional_config=additional)
         if settings is not None:
             vars(config).update(additional_config={**additional, "autoprune": settings})
             adopt(config)
             assert served_state(config.model_config) is not None
         return config.compute_hash()
 
-    stock = VllmConfig()
+    stock, model = VllmConfig(), vars(vllm_config().model_config)
     assert hashed({"state": "autoprune"}) == hashed({"state": "autoprune", "budget": 64})
     assert hashed({"state": "autoprune"}) == hashed(None)
     # A model config hashes the fields it declares, and ours is none of them.

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from vllm.model_executor.models.utils import StageMissingLayer
 
+from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.batch import prune_images
 from vllm_autoprune.serving.config import ServedState, served_state
+from vllm_autoprune.serving.first_images import FirstImages
 from vllm_autoprune.serving.models.vision import Vision, batches
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter
+from vllm_autoprune.serving.ranks import is_first_rank
+from vllm_autoprune.serving.stopwatch import Stopwatch
+from vllm_autoprune.serving.worker_metrics import WorkerMetrics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,8 +46,11 @@ class PrunedModel(_Stock):
         if served is None or isinstance(self.autoprune_vision.tower(self), StageMissingLayer):
             return
         self.autoprune_served: ServedState = served
-        self.autoprune_meter = FallbackMeter()
+        self.autoprune_meter = FallbackMeter(FirstImages())
         self.autoprune = self.autoprune_vision(self, served)
+        self.autoprune_watch = Stopwatch(self.autoprune.like.device)
+        accounts = accounts_of(vllm_config.model_config)
+        self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
         # vLLM counts a pruned image as K tokens, so a step may hold far more images than
         # profiling saw: features and selections are made for as many at a time as it did see.
         self.autoprune_bound: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
@@ -73,14 +81,15 @@ class PrunedModel(_Stock):
         for some in batches(images, total if profile else self.autoprune_bound):
             keys = [plan.key for plan in plans[some]]
             shown = [image.inputs for image in images[some]]
-            done += prune_images(
-                self.autoprune_served,
-                plans[some],
-                vision.features(keys, shown, profile),
-                vision.parts(),
-                self.autoprune_meter,
-            )
+            features, parts = vision.features(keys, shown, profile), vision.parts()
+            with self.autoprune_watch.running():
+                done += prune_images(
+                    self.autoprune_served, plans[some], features, parts, self.autoprune_meter
+                )
         del reserved
+        if self.autoprune_metrics is not None and not profile and is_first_rank():
+            metered = self.autoprune_watch, self.autoprune_meter, vision.cache
+            self.autoprune_metrics.publish(*metered)
         return done
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

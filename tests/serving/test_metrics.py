@@ -1,0 +1,101 @@
+"""``/metrics`` adds up to what the client counted, with one API server and with two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.server import Server
+from tests.serving.engine import examples
+from tests.serving.http import ask, body, budget
+from tests.serving.paths import TOKENS
+
+pytestmark = pytest.mark.engine
+
+KV_BYTES = 3072
+"""Keys and values of one token of mini-LLaVA: 2 x 4 layers x 6 heads x 32 x 2 bytes."""
+
+
+def samples(server: Server) -> dict[str, float]:
+    """Everything of ours in ``/metrics``, by name and labels."""
+    return {
+        sample.name + "".join(f" {key}={sample.labels[key]}" for key in sorted(sample.labels)): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(server.get("/metrics"))
+        for sample in family.samples
+        if sample.name.startswith("autoprune_")
+    }
+
+
+def grown(server: Server, asking: Callable[[], None]) -> Callable[..., float]:
+    """By how much a sample grew while ``asking`` ran."""
+    before = samples(server)
+    asking()
+    after = samples(server)
+
+    def by(name: str) -> float:
+        assert name in after, sorted(after)
+        return after[name] - before.get(name, 0.0)
+
+    return by
+
+
+def test_one_front_end(pruned: Server) -> None:
+    asked = examples(2)[:4]
+
+    def asking() -> None:
+        for k, example in enumerate(asked):
+            ask(pruned, example, **budget(50 + k))
+        ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"enabled": False}})
+        ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"policy": "dart", "budget": 9}})
+        bad = body(pruned, asked[0], **budget(0))
+        assert pruned.post("/v1/chat/completions", bad)[0] == 400
+        # Not served, not counted.
+        looked_at = {"model": pruned.model, "messages": body(pruned, asked[0])["messages"]}
+        assert pruned.post("/tokenize", looked_at)[0] == 200
+
+    by = grown(pruned, asking)
+    assert by("autoprune_requests_total policy=autoprune") == 4
+    assert by("autoprune_requests_total policy=off") == 1
+    assert by("autoprune_requests_total policy=dart") == 1
+    assert by("autoprune_requests_refused_total") == 1
+    assert by("autoprune_images_total keep=state") == 6
+    kept = 50 + 51 + 52 + 53 + TOKENS + 9
+    assert by("autoprune_visual_tokens_total stage=before") == 6 * TOKENS
+    assert by("autoprune_visual_tokens_total stage=after") == kept
+    assert by("autoprune_kv_bytes_saved_total") == (6 * TOKENS - kept) * KV_BYTES
+    # In the worker: one image a step, and the tower skipped where the image was there.
+    assert by("autoprune_selection_seconds_count") == 6
+    assert by("autoprune_selection_seconds_sum") > 0
+    hits = by("autoprune_feature_cache_hits_total")
+    assert hits + by("autoprune_feature_cache_misses_total") == 6
+    assert hits >= 6 - len({example.image_id for example in asked})
+    assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
+    assert by("autoprune_unsafe_states_total") == 0
+    assert by("autoprune_fallbacks_total kept=reference reason=error") == 0
+
+
+def test_two_front_ends_show_the_same_sums(two_front_ends: Server) -> None:
+    asked = examples(1)[:2]
+
+    def asking() -> None:
+        for i in range(20):
+            ask(two_front_ends, asked[i % 2])
+
+    by = grown(two_front_ends, asking)
+    assert by("autoprune_requests_total policy=autoprune") == 20
+    assert by("autoprune_images_total keep=state") == 20
+    assert by("autoprune_visual_tokens_total stage=before") == 20 * TOKENS
+    assert by("autoprune_visual_tokens_total stage=after") == 20 * 16
+    assert by("autoprune_kv_bytes_saved_total") == 20 * (TOKENS - 16) * KV_BYTES
+    # Whichever front end answers shows all of it, the workers' part as well.
+    shown = [samples(two_front_ends) for _ in range(8)]
+    for name in (
+        "autoprune_requests_total policy=autoprune",
+        "autoprune_selection_seconds_count",
+    ):
+        assert len({each[name] for each in shown}) == 1
+    assert shown[0]["autoprune_selection_seconds_count"] > 0
