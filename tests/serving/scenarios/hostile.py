@@ -29,6 +29,7 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.tpdsl.samples import edited, shipped
+from vllm_autoprune.serving.brought import brought
 from vllm_autoprune.tpdsl import refine as executor
 
 if TYPE_CHECKING:
@@ -96,12 +97,13 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
 
     ``broken`` and ``mended`` are its answers while it fails and when it would not any more.
     """
-    brought = edited(shipped(), {"/constraints/selector/q_e": 5})
+    state = edited(shipped(), {"/constraints/selector/q_e": 5})
+    brought(state)  # sound by all that can be known of it beforehand
     asked, other = examples(3)[1], examples(3)[-2]
     report: dict[str, Any] = {}
 
     def said(name: str, about: Example, keep: str) -> None:
-        entry = {"policy": brought, "budget": 8, "keep": keep}
+        entry = {"policy": state, "budget": 8, "keep": keep}
         raw = {**prompt(about), "mm_processor_kwargs": {"autoprune": entry}}
         forget(llm)
         report[name] = generate(llm, [raw])[0].plain()
