@@ -70,8 +70,17 @@ def builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], No
     return enter
 
 
-def words(image: str, *special: str, image_text: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words; ``image`` and ``special`` are tokens of their own."""
+def words(
+    image: str,
+    *special: str,
+    image_text: str | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words; ``image`` and ``special`` are tokens of their own.
+
+    ``image_text`` is what a chat writes for an image, ``extra`` the names processors know tokens
+    by.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -87,6 +96,7 @@ def words(image: str, *special: str, image_text: str | None = None) -> PreTraine
         unk_token="<unk>",
         pad_token="<pad>",
         additional_special_tokens=[image, *special],
+        extra_special_tokens=dict(extra or {}),
         chat_template=CHAT.replace("IMAGE", image_text or image),
     )
 
@@ -259,3 +269,129 @@ def _qwen3(folder: Path) -> None:
         },
     }
     _qwen(folder, "qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, vision, text)
+
+
+@builder("llava_onevision")
+def _onevision(folder: Path) -> None:
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+    )
+
+    tokenizer = words("<image>", "<video>")
+    side, patch = 56, 14
+    pinpoints = [[side * i, side * j] for i in range(1, 7) for j in range(1, 7)]
+    config = LlavaOnevisionConfig(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "image_size": side,
+            "patch_size": patch,
+            "vision_use_head": False,
+            **VISION,
+        },
+        text_config={"model_type": "qwen2", "vocab_size": VOCABULARY, **TEXT},
+        image_token_index=token(tokenizer, "<image>"),
+        video_token_index=token(tokenizer, "<video>"),
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    write(folder, config, CLIP_NAMES)
+    pixels = LlavaOnevisionImageProcessor(
+        size={"height": side, "width": side}, image_grid_pinpoints=pinpoints
+    )
+    LlavaOnevisionProcessor(
+        pixels,
+        tokenizer,
+        LlavaOnevisionVideoProcessor(size={"height": side, "width": side}),
+        num_image_tokens=(side // patch) ** 2,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+@builder("internvl")
+def _internvl(folder: Path) -> None:
+    from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLConfig,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+    )
+
+    special = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = words("<IMG_CONTEXT>", "<img>", "</img>", "<video>", extra=special)
+    side = 56
+    config = InternVLConfig(
+        vision_config={
+            "image_size": [side, side],
+            "patch_size": [14, 14],
+            "num_channels": 3,
+            **VISION,
+        },
+        text_config={"model_type": "qwen2", "vocab_size": VOCABULARY, **TEXT},
+        image_token_id=token(tokenizer, "<IMG_CONTEXT>"),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+        vision_feature_layer=-1,
+    )
+    write(folder, config)
+    size = {"height": side, "width": side}
+    InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=6),
+        tokenizer,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+@builder("gemma3")
+def _gemma3(folder: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
+
+    special = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    newlines = ["\n" * count for count in range(1, 5)]
+    tokenizer = words(
+        "<start_of_image>", "<end_of_image>", "<image_soft_token>", *newlines, extra=special
+    )
+    side = 112
+    config = Gemma3Config(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "image_size": side,
+            "patch_size": 14,
+            "vision_use_head": False,
+            **VISION,
+        },
+        text_config={
+            "model_type": "gemma3_text",
+            "vocab_size": VOCABULARY,
+            **TEXT,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 512,
+        },
+        image_token_index=token(tokenizer, "<image_soft_token>"),
+        boi_token_index=token(tokenizer, "<start_of_image>"),
+        eoi_token_index=token(tokenizer, "<end_of_image>"),
+        mm_tokens_per_image=16,
+    )
+    write(folder, config, CLIP_NAMES)
+    Gemma3Processor(
+        Gemma3ImageProcessor(size={"height": side, "width": side}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=16,
+    ).save_pretrained(folder)

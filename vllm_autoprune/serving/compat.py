@@ -19,7 +19,8 @@ LOWEST, BELOW = Version("0.32"), Version("0.34")
 """The hooks below were read in these releases; another one needs a look at each of them."""
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, MultiModalConfig
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -135,3 +136,53 @@ def attached(model_config: ModelConfig, name: str) -> object:
 def attach(model_config: ModelConfig, name: str, value: object) -> None:
     """Set what :func:`attached` reads."""
     setattr(model_config, name, value)
+
+
+_POSITIONS = "autoprune_positions"
+
+
+def keep_positions(config: MultiModalConfig) -> None:
+    """Have the model asked for the positions of its image tokens, now that it has chosen them.
+
+    Why: runners ask ``recompute_mrope_positions`` only where video pruning is on. Turning that on
+    would change how videos are served; saying yes to the one question they ask does not. Qwen3-VL
+    sizes its table of rotations by the same question, as it must: kept tokens may stand beyond the
+    number of tokens.
+    Remove when: runners ask every model that declares ``supports_multimodal_pruning``.
+    """
+    wrap(type(config), "is_multimodal_pruning_enabled", _or_positions)
+    setattr(config, _POSITIONS, True)
+
+
+def _or_positions(stock: Callable[[MultiModalConfig], bool]) -> Callable[[MultiModalConfig], bool]:
+    def enabled(self: MultiModalConfig) -> bool:
+        return stock(self) or getattr(self, _POSITIONS, False)
+
+    return enabled
+
+
+def let_cpu_runner_ask() -> None:
+    """Let the CPU's model runner V1 ask for positions too.
+
+    Why: ``CPUModelRunner.load_model`` replaces the method that looks whether to ask.
+    Remove when: it looks for itself.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    wrap(CPUModelRunner, "load_model", _then_ask)
+
+
+def _then_ask(stock: Callable[..., None]) -> Callable[..., None]:
+    def load_model(self: CPUModelRunner, *args: bool, **named: bool) -> None:
+        from vllm.model_executor.models.interfaces import supports_multimodal_pruning
+
+        stock(self, *args, **named)
+        config = self.model_config.multimodal_config
+        if config is not None and supports_multimodal_pruning(self.get_model()):
+            self.is_multimodal_pruning_enabled = config.is_multimodal_pruning_enabled()
+
+    return load_model

@@ -55,13 +55,20 @@ def activate(architecture: str) -> None:
     Idempotent. The classes put in place serve stock models unchanged, because each looks for a
     state in its own model's config.
     """
-    from vllm_autoprune.serving.compat import register_model, register_renderer
+    from vllm_autoprune.serving.compat import (
+        let_cpu_runner_ask,
+        register_model,
+        register_renderer,
+    )
     from vllm_autoprune.serving.models import BACKBONES
 
     if architecture in _active:
         return
     _active.add(architecture)
-    register_model(architecture, BACKBONES[architecture].model)
+    backbone = BACKBONES[architecture]
+    register_model(architecture, backbone.model)
+    if backbone.mrope:
+        let_cpu_runner_ask()
     register_renderer("hf", "vllm_autoprune.serving.renderer", "AutopruneHfRenderer")
 
 

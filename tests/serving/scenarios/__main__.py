@@ -11,6 +11,7 @@ import sys
 from tests.serving.scenarios import (  # noqa: F401  # each enters its scenarios
     MARK,
     SCENARIOS,
+    backbones,
     bases,
     caches,
     exact,

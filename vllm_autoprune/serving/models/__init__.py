@@ -17,6 +17,7 @@ from vllm_autoprune.serving.models.fits import (
     no_problems,
     no_text_tower,
     rows_only,
+    siglip_problems,
 )
 from vllm_autoprune.serving.towers import TextTower
 from vllm_autoprune.tpdsl.tokens import Need
@@ -51,8 +52,22 @@ def _clip(name: str, stock: str) -> Backbone:
 _LLAVA = "LlavaForConditionalGeneration"
 _LLAVA_NEXT = "LlavaNextForConditionalGeneration"
 
+_ONEVISION = "LlavaOnevisionForConditionalGeneration"
+_GEMMA3 = "Gemma3ForConditionalGeneration"
+_QWEN = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+
 BACKBONES: dict[str, Backbone] = {
     _LLAVA: _clip("llava", _LLAVA),
     _LLAVA_NEXT: _clip("llava_next", _LLAVA_NEXT),
+    **{stock: Backbone(name, _at("qwen_vl", stock), mrope=True) for name, stock in _QWEN.items()},
+    _ONEVISION: Backbone("llava_onevision", _at("llava_onevision", _ONEVISION), siglip_problems),
+    "InternVLForConditionalGeneration": Backbone(
+        "internvl", _at("internvl", "InternS1ForConditionalGeneration")
+    ),
+    _GEMMA3: Backbone("gemma3", _at("gemma3", _GEMMA3)),
 }
 """Hugging Face architecture name -> backbone."""

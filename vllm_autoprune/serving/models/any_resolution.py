@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.serving.features import ImageFeatures, Region, TowerFeatures
-from vllm_autoprune.serving.models.vision import Tiles
+from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Tiles, each_image
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -59,6 +59,17 @@ def joined(join: Join, tiles: int, side: int) -> Joined:
         return Joined((Place(Grid(side, side, tiles), whole, tiles),), newlines)
     first = Place(Grid(side, side), base, 1)
     return Joined((first, Place(Grid(height, width), rows.flatten(), tiles - 1)), newlines)
+
+
+def each_joined(inputs: Given, join: Callable[[Inputs], Join], side: int) -> list[Shown]:
+    """The images of one call, each with its tiles, its size and its number of rows."""
+    fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
+    shown = []
+    for one in each_image(fields):
+        layout = joined(join(one), len(one["pixel_values"]), side)
+        tokens = sum(place.grid.tokens for place in layout.places)
+        shown.append(Shown(one, tokens + layout.newlines))
+    return shown
 
 
 def any_resolution(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:

@@ -14,7 +14,12 @@ from vllm_autoprune.serving.words import LAST_WORDS
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from transformers import LlavaConfig, LlavaNextConfig, PreTrainedConfig
+    from transformers import (
+        LlavaConfig,
+        LlavaNextConfig,
+        LlavaOnevisionConfig,
+        PreTrainedConfig,
+    )
 
 _MEND = "serve another state, or another checkpoint"
 
@@ -60,6 +65,19 @@ def clip_problems(config: LlavaConfig) -> Sequence[Problem]:
     if not isinstance(config.vision_feature_layer, int):
         what = "reads several vision layers at once"
         problems.append(Problem("model", what, "serve a LLaVA with one vision_feature_layer"))
+    return problems
+
+
+def siglip_problems(config: LlavaOnevisionConfig) -> Sequence[Problem]:
+    """LLaVA-OneVision as it is published: SigLIP, all patches of one layer."""
+    problems = []
+    kind = config.vision_config.model_type
+    if kind != "siglip_vision_model":
+        what = f"vision tower {kind!r}"
+        problems.append(Problem("model", what, "serve a LLaVA-OneVision with a SigLIP tower"))
+    if config.vision_feature_select_strategy != "full":
+        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+        problems.append(Problem("model", what, "only 'full' (all patches) is known"))
     return problems
 
 

@@ -15,11 +15,11 @@ from transformers.models.llava_next.modeling_llava_next import get_anyres_image_
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 
 from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.models.any_resolution import Join, any_resolution, joined
+from vllm_autoprune.serving.models.any_resolution import Join, any_resolution, each_joined
 from vllm_autoprune.serving.models.clip import ClipVision
 from vllm_autoprune.serving.models.llava import image_token
 from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, each_image
+from vllm_autoprune.serving.models.vision import Given, Inputs, Shown
 from vllm_autoprune.serving.placeholders import Extent, Placeholders
 from vllm_autoprune.serving.processor import pruned_factories
 
@@ -54,13 +54,7 @@ class LlavaNextVision(ClipVision):
     def images(self, inputs: Given) -> list[Shown]:
         """As :meth:`Vision.images`."""
         self._model._parse_and_validate_image_input(**inputs)
-        fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
-        shown = []
-        for one in each_image(fields):
-            layout = joined(self._join(one), len(one["pixel_values"]), self.grid.height)
-            tokens = sum(place.grid.tokens for place in layout.places) + layout.newlines
-            shown.append(Shown(one, tokens))
-        return shown
+        return each_joined(inputs, self._join, self.grid.height)
 
     def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""

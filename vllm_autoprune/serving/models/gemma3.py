@@ -1,0 +1,81 @@
+"""Gemma 3: one pooled square of tokens an image, and one for each crop where it pans and scans.
+
+Knows nothing about the attention among an image's tokens: vLLM takes it from their placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+
+from vllm_autoprune.serving.models.pruned import PrunedModel
+from vllm_autoprune.serving.models.tiled import TiledVision
+from vllm_autoprune.serving.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.processor import pruned_factories
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
+    from vllm.multimodal.parse import ImageSize
+
+
+def extent(info: Gemma3ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+    """The whole image, and its crops."""
+    processor = info.get_hf_processor(**kwargs)
+    tokens = info.get_num_image_tokens(
+        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+    )
+    return Extent(tokens, tokens // processor.image_seq_length)
+
+
+def most(info: Gemma3ProcessingInfo) -> Extent:
+    """Of the image size with most tokens."""
+    return extent(info, info.get_image_size_with_most_features(), {})
+
+
+def image_token(info: Gemma3ProcessingInfo) -> int:
+    """The id of ``<image_soft_token>``."""
+    token: int = info.get_hf_config().image_token_index
+    return token
+
+
+class Gemma3Vision(TiledVision):
+    """The vision side of Gemma 3."""
+
+    _model: Gemma3ForConditionalGeneration
+    pixels = "pixel_values"
+    counts = "num_patches"
+
+    @staticmethod
+    def tower(model: Gemma3ForConditionalGeneration) -> nn.Module:
+        """As :meth:`Vision.tower`."""
+        found: nn.Module = model.vision_tower
+        return found
+
+    def tile_tokens(self) -> int:
+        """As :meth:`TiledVision.tile_tokens`."""
+        return int(self._model.config.mm_tokens_per_image)
+
+    def last_attention(self) -> nn.Module:
+        """As :meth:`TiledVision.last_attention`."""
+        layers = self._model.vision_tower.vision_model.encoder.layers
+        found: nn.Module = layers[-1].self_attn.attn
+        return found
+
+    def rows(self, tiles: Tensor) -> Tensor:
+        """As :meth:`TiledVision.rows`."""
+        model = self._model
+        features = model._image_pixels_to_features(model.vision_tower, tiles)
+        rows: Tensor = model.multi_modal_projector(features)
+        return rows
+
+
+class AutopruneGemma3ForConditionalGeneration(PrunedModel, Gemma3ForConditionalGeneration):
+    """``Gemma3ForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = pruned_factories(
+        Gemma3ForConditionalGeneration._processor_factory, Placeholders(extent, most, image_token)
+    )
+    autoprune_vision = Gemma3Vision

@@ -1,0 +1,79 @@
+"""InternVL as transformers has it: crops and a thumbnail, each a pixel-shuffled square of tokens.
+
+Knows nothing about videos, which are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
+
+from vllm_autoprune.serving.models.pruned import PrunedModel
+from vllm_autoprune.serving.models.tiled import TiledVision
+from vllm_autoprune.serving.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.processor import pruned_factories
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
+    from vllm.multimodal.parse import ImageSize
+
+
+def extent(info: InternS1ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+    """Equal tiles, as many as the processor cuts."""
+    processor = info.get_hf_processor(**kwargs)
+    tokens = info.get_num_image_tokens(
+        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+    )
+    return Extent(tokens, tokens // processor.image_seq_length)
+
+
+def most(info: InternS1ProcessingInfo) -> Extent:
+    """Of the image size with most tiles."""
+    return extent(info, info.get_image_size_with_most_features(), {})
+
+
+def image_token(info: InternS1ProcessingInfo) -> int:
+    """The id of ``<IMG_CONTEXT>``."""
+    token: int = info.get_hf_processor().image_token_id
+    return token
+
+
+class InternVLVision(TiledVision):
+    """The vision side of InternVL."""
+
+    _model: InternS1ForConditionalGeneration
+    pixels = "pixel_values"
+    counts = "image_num_patches"
+
+    @staticmethod
+    def tower(model: InternS1ForConditionalGeneration) -> nn.Module:
+        """As :meth:`Vision.tower`."""
+        found: nn.Module = model.vision_tower
+        return found
+
+    def tile_tokens(self) -> int:
+        """As :meth:`TiledVision.tile_tokens`."""
+        return int(self._model.num_image_token)
+
+    def last_attention(self) -> nn.Module:
+        """As :meth:`TiledVision.last_attention`."""
+        found: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
+        return found
+
+    def rows(self, tiles: Tensor) -> Tensor:
+        """As :meth:`TiledVision.rows`."""
+        rows: Tensor = self._model.extract_feature(tiles)
+        return rows
+
+
+class AutopruneInternS1ForConditionalGeneration(PrunedModel, InternS1ForConditionalGeneration):
+    """``InternVLForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = pruned_factories(
+        InternS1ForConditionalGeneration._processor_factory,
+        Placeholders(extent, most, image_token),
+    )
+    autoprune_vision = InternVLVision

@@ -1,0 +1,92 @@
+"""LLaVA-OneVision: tiles of any resolution through a SigLIP tower, shrunk where there are many.
+
+Knows nothing about videos, which are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
+
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.models.any_resolution import (
+    Join,
+    any_resolution,
+    each_joined,
+)
+from vllm_autoprune.serving.models.heard import HeardAttention
+from vllm_autoprune.serving.models.llava_next import PLACEHOLDERS
+from vllm_autoprune.serving.models.pruned import PrunedModel
+from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Tiles, Vision
+from vllm_autoprune.serving.processor import pruned_factories
+
+
+class OnevisionVision(Vision):
+    """The vision side of LLaVA-OneVision."""
+
+    _model: LlavaOnevisionForConditionalGeneration
+
+    def __init__(self, model: LlavaOnevisionForConditionalGeneration, served: ServedState) -> None:
+        super().__init__(model, served)
+        config = model.config.vision_config
+        self.side: int = config.image_size // config.patch_size
+        layers = model.vision_tower.vision_model.encoder.layers
+        reads = "cls_attention" in self.needs
+        self._heard = HeardAttention(layers[-1].self_attn.attn) if reads else None
+
+    @staticmethod
+    def tower(model: LlavaOnevisionForConditionalGeneration) -> nn.Module:
+        """As :meth:`Vision.tower`."""
+        found: nn.Module = model.vision_tower
+        return found
+
+    def images(self, inputs: Given) -> list[Shown]:
+        """As :meth:`Vision.images`."""
+        self._model._parse_and_validate_image_input(**inputs)
+        return each_joined(inputs, self._join, self.side)
+
+    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+        """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
+        model = self._model
+        counts = [len(image["pixel_values"]) for image in images]
+        pixels = torch.cat([image["pixel_values"] for image in images])
+        hidden = model._image_pixels_to_features(model.vision_tower, pixels)
+        made = Tiles(
+            model.multi_modal_projector(hidden),
+            None if self._heard is None else torch.stack(self._heard.take()),
+        )
+        return [
+            any_resolution(one, self._join(image), model.image_newline, self.side)
+            for image, one in zip(images, made.split(counts), strict=True)
+        ]
+
+    def _join(self, image: Inputs) -> Join:
+        size: Any = image["image_sizes"]
+        merge = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
+
+        def join(tiles: Tensor, newline: Tensor) -> Tensor:
+            # The method reads no other part of the model, so anything can be sent through it.
+            model = SimpleNamespace(config=self._model.config, image_newline=newline)
+            rows: Tensor = merge(
+                model, size, tiles, image_newline=newline, strategy="spatial_unpad"
+            )
+            return rows
+
+        return join
+
+
+class AutopruneLlavaOnevisionForConditionalGeneration(
+    PrunedModel, LlavaOnevisionForConditionalGeneration
+):
+    """``LlavaOnevisionForConditionalGeneration`` with K of N visual tokens of each image."""
+
+    _processor_factory = pruned_factories(
+        LlavaOnevisionForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+    autoprune_vision = OnevisionVision

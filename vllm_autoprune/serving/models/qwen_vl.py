@@ -1,0 +1,267 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, patches merged four to one, M-RoPE.
+
+Knows nothing about which position belongs where: ``mrope`` does. Videos are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.serving.compat import keep_positions
+from vllm_autoprune.serving.config import ServedState, served_state
+from vllm_autoprune.serving.features import ImageFeatures, Region
+from vllm_autoprune.serving.models.heard import HeardAttention
+from vllm_autoprune.serving.models.pruned import PrunedModel
+from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
+from vllm_autoprune.serving.mrope import CHANNELS, channels, input_positions, with_image_positions
+from vllm_autoprune.serving.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.parse import ImageSize
+    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
+else:
+    _Stock = object
+
+
+def extent(info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+    """Merged tokens of an image, resized as the processor resizes it."""
+    processor = info.get_image_processor(**kwargs)
+    tokens = info.get_num_image_tokens(
+        image_width=size.width,
+        image_height=size.height,
+        image_processor=processor,
+        mm_kwargs=kwargs,
+    )
+    return Extent(tokens)
+
+
+def most(info: Qwen2VLProcessingInfo) -> Extent:
+    """Of the largest image that the processor lets through."""
+    return Extent(info.get_max_image_tokens())
+
+
+def image_token(info: Qwen2VLProcessingInfo) -> int:
+    """The id of ``<|image_pad|>``."""
+    token: int = info.get_hf_config().image_token_id
+    return token
+
+
+PLACEHOLDERS = Placeholders(extent, most, image_token)
+
+
+_DEEPSTACK = Qwen3VLForConditionalGeneration
+"""Has rows for later layers beside those of the first; they are pruned alike."""
+
+
+class QwenVision(Vision):
+    """The vision side of all three: tokens, deepstack levels and positions of each image."""
+
+    _model: Qwen2_5_VLForConditionalGeneration
+
+    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, served: ServedState) -> None:
+        super().__init__(model, served)
+        self._merge: int = model.config.vision_config.spatial_merge_size
+        self._width: int = model.get_language_model().config.hidden_size
+        levels = model.deepstack_num_level if isinstance(model, _DEEPSTACK) else 0
+        self.row_width = self._width * (1 + levels)
+        reads = "cls_attention" in self.needs
+        if reads and model.use_data_parallel:
+            what = "splits images over ranks, and the state reads the vision tower's attention"
+            mend = "serve without it, or a state that does not read [CLS] attention"
+            problem = Problem("--mm-encoder-tp-mode data", what, mend)
+            raise ConfigError("cannot serve pruned", [problem])
+        self._heard = HeardAttention(_last_whole(model.visual).attn.attn) if reads else None
+
+    @staticmethod
+    def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
+        """As :meth:`Vision.tower`."""
+        found: nn.Module = model.visual
+        return found
+
+    def images(self, inputs: Given) -> list[Shown]:
+        """As :meth:`Vision.images`; the patches of all images come in one tensor."""
+        grids = inputs["image_grid_thw"]
+        assert isinstance(grids, Tensor)
+        sizes = grids.prod(-1).tolist()
+        field = "pixel_values" if "pixel_values" in inputs else "image_embeds"
+        rows = inputs[field]
+        assert isinstance(rows, Tensor)
+        unit = self._merge**2
+        counts = sizes if field == "pixel_values" else [size // unit for size in sizes]
+        return [
+            Shown({field: part, "image_grid_thw": grid}, size // unit)
+            for part, grid, size in zip(rows.split(counts), grids, sizes, strict=True)
+        ]
+
+    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+        """As :meth:`Vision.encode`: tokens are chosen by the first D channels of each row."""
+        grids = torch.stack([image["image_grid_thw"] for image in images])
+        pixels = torch.cat([image["pixel_values"] for image in images])
+        checked = self._model._parse_and_validate_image_input(
+            pixel_values=pixels, image_grid_thw=grids
+        )
+        assert checked is not None
+        rows = self._model._process_image_input(checked)
+        attention = self._attention(grids)
+        made = []
+        for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
+            grid = Grid(height // self._merge, width // self._merge)
+            tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
+            places = channels(grid.height, grid.width, whole.device).to(whole.dtype)
+            region = Region(
+                grid,
+                tokens,
+                None if attention is None else attention[i],
+                None,
+                VisualTokens(tokens[None], grid).cosine[0],
+                riders=torch.cat([levels, places], dim=1),
+            )
+            made.append(ImageFeatures((region,)))
+        return made
+
+    def bare(self, inputs: Given) -> list[Tensor]:
+        """Rows of embeddings that were made elsewhere, whole, with their positions."""
+        shown = self.images(inputs)
+        made = []
+        for image in shown:
+            rows = image.inputs["image_embeds"].to(self._model.visual.dtype)
+            _, height, width = image.inputs["image_grid_thw"].tolist()
+            places = channels(height // self._merge, width // self._merge, rows.device)
+            made.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
+        return made
+
+    def _attention(self, grids: Tensor) -> list[Tensor] | None:
+        """Attention that each merged token gets ``(N,)``: the mean of its patches."""
+        if self._heard is None:
+            return None
+        unit = self._merge**2
+        received = [
+            part.view(-1, unit).mean(dim=1) for part in self._heard.take(grids.prod(-1).tolist())
+        ]
+        if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
+            return received
+        # This tower works in the order of its windows.
+        back = self._model.visual.prepare_encoder_metadata(grids.tolist())["reverse_indices"]
+        joined = torch.cat(received)[back.to(received[0].device)]
+        return list(joined.split([len(part) for part in received]))
+
+
+def _last_whole(tower: Any) -> Any:
+    """The last block in which every patch of an image sees every other."""
+    if "fullatt_block_indexes" in vars(tower):
+        return tower.blocks[max(tower.fullatt_block_indexes)]
+    return tower.blocks[-1]
+
+
+class PrunedQwen(PrunedModel, _Stock):
+    """Mixin before the three stock classes."""
+
+    autoprune_vision = QwenVision
+    supports_multimodal_pruning: ClassVar[Literal[True]] = True
+    """vLLM asks a model for positions anew only where it says this."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if served_state(vllm_config.model_config) is not None:
+            keep_positions(vllm_config.model_config.multimodal_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.autoprune is not None:
+            # Of videos: those are what they are in the stock model.
+            self.is_multimodal_pruning_enabled = False
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
+        """As :meth:`PrunedModel.embed_multimodal`; rows of images carry their positions."""
+        vision = self.autoprune
+        if isinstance(vision, QwenVision) and kwargs.get("image_embeds") is not None:
+            return vision.bare({n: g for n, g in kwargs.items() if isinstance(g, Tensor | list)})
+        return super().embed_multimodal(**kwargs)
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """As stock, of the prompt with whole images (``SupportsMRoPE``)."""
+        stock = super().get_mrope_input_positions
+        if self.autoprune is None:
+            return stock(input_tokens, mm_features)
+        unpruned = {}
+        for i, feature in enumerate(mm_features):
+            if feature.modality == "image":
+                assert feature.data is not None
+                grid = feature.data["image_grid_thw"].data
+                assert isinstance(grid, Tensor)
+                unpruned[i] = int(grid.prod()) // self.config.vision_config.spatial_merge_size**2
+        return input_positions(stock, input_tokens, mm_features, unpruned)
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        """Rows without their channels, and positions with those of this step's image tokens.
+
+        Not by the stock method (``SupportsMultiModalPruning``): it moves text on by an image's
+        width, which is wrong for one that is higher than wide. A prompt that ends in an image,
+        without the token that closes it, goes on after the last token that was kept.
+        """
+        vision = self.autoprune
+        assert isinstance(vision, QwenVision)
+        wide = vision.row_width + CHANNELS
+        rows: list[Tensor] = []
+        carried: list[Tensor] = []
+        for one in multimodal_embeddings:
+            if one.shape[1] == wide:
+                carried.append(one[:, -CHANNELS:])
+                one = one[:, :-CHANNELS]
+            rows.append(one)
+        positions = mrope_positions
+        if carried:
+            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
+            image = self.config.image_token_id
+            positions = with_image_positions(ids, positions, carried, image, num_computed_tokens)
+        return rows, positions, int(positions.max()) + 1 - len(input_ids)
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """As stock, but images and videos run eagerly: a graph would go round the pruning."""
+        stock = super().get_encoder_cudagraph_config()
+        return stock if self.autoprune is None else replace(stock, modalities=[])
+
+
+class AutopruneQwen2VLForConditionalGeneration(PrunedQwen, Qwen2VLForConditionalGeneration):
+    """``Qwen2VLForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = pruned_factories(
+        Qwen2VLForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+
+
+class AutopruneQwen2_5_VLForConditionalGeneration(PrunedQwen, Qwen2_5_VLForConditionalGeneration):
+    """``Qwen2_5_VLForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = pruned_factories(
+        Qwen2_5_VLForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+
+
+class AutopruneQwen3VLForConditionalGeneration(PrunedQwen, Qwen3VLForConditionalGeneration):
+    """``Qwen3VLForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = pruned_factories(
+        Qwen3VLForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )

@@ -1,0 +1,88 @@
+"""Models whose image is some equal tiles of placeholders: what the stock code makes of each, split.
+
+Knows nothing about any one of them: they name their fields and their tower's last attention.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from math import isqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import ImageFeatures, Region
+from vllm_autoprune.serving.models.heard import HeardAttention
+from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+class TiledVision(Vision):
+    """The vision side of such a model: the tiles of all images come in one tensor."""
+
+    pixels: ClassVar[str]
+    """The field of tiles ``(M, 3, H, W)``."""
+    counts: ClassVar[str]
+    """The field that says how many of them each image has ``(B,)``, on the CPU."""
+
+    def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
+        super().__init__(model, served)
+        self.side = isqrt(self.tile_tokens())
+        reads = "cls_attention" in self.needs
+        self._heard = HeardAttention(self.last_attention()) if reads else None
+
+    @abstractmethod
+    def tile_tokens(self) -> int:
+        """Tokens of one tile, n: a square."""
+
+    @abstractmethod
+    def last_attention(self) -> nn.Module:
+        """The attention of the last layer that the model reads."""
+
+    @abstractmethod
+    def rows(self, tiles: Tensor) -> Tensor:
+        """``(M, n, D)`` of tiles ``(M, 3, H, W)``, as the stock model makes them."""
+
+    def images(self, inputs: Given) -> list[Shown]:
+        """As :meth:`Vision.images`."""
+        tiles, counts = inputs[self.pixels], inputs[self.counts]
+        assert isinstance(tiles, Tensor) and isinstance(counts, Tensor)
+        return [
+            Shown({self.pixels: part}, len(part) * self.side**2)
+            for part in tiles.split(counts.tolist())
+        ]
+
+    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+        """As :meth:`Vision.encode`."""
+        counts = [len(image[self.pixels]) for image in images]
+        rows = self.rows(torch.cat([image[self.pixels] for image in images]))
+        attention = None if self._heard is None else self._pooled(self._heard.take())
+        made, first = [], 0
+        for count in counts:
+            some = slice(first, first + count)
+            grid = Grid(self.side, self.side, count)
+            tokens = rows[some].flatten(0, 1).clone()
+            region = Region(
+                grid,
+                tokens,
+                None if attention is None else attention[some].flatten(),
+                None,
+                VisualTokens(tokens[None], grid).cosine[0],
+                share=count,
+            )
+            made.append(ImageFeatures((region,)))
+            first += count
+        return made
+
+    def _pooled(self, received: Sequence[Tensor]) -> Tensor:
+        """``(M, n)``: attention of patches, the mean of those that one token is made of."""
+        patches = torch.stack(list(received))
+        across = isqrt(patches.shape[1])
+        # Some towers have a [CLS] token before their patches, which no model here reads.
+        square = patches[:, -across * across :].view(-1, across, across)
+        return functional.avg_pool2d(square, across // self.side).flatten(1)
