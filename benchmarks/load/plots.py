@@ -1,0 +1,173 @@
+"""The plots of a report, as SVG text to be put into a page.
+
+Knows nothing about HTML. Points that are not valid are hollow, and no line is drawn through them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.load.load import Slo
+from benchmarks.load.points import Point, ttft
+from benchmarks.load.statistics import Distribution, Estimate
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Okabe and Ito's, told apart by all kinds of eyes."""
+MARKS = ("o", "s", "^", "D", "v", "P")
+SIZE = (6.4, 4.2)
+
+Along = Callable[[Point], float]
+
+
+def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
+    """Median and p99 TTFT over completed requests a second, closed and open loop."""
+    figure, axes = _axes("completed, requests/s", "TTFT, ms (bars: 95 % interval)")
+    for number, (arm, mine) in enumerate(_arms(points)):
+        for level, style in ((50, "-"), (99, ":")):
+            for kind, chosen in _kinds(mine):
+                # The order of the load, not of the throughput: past the knee a line turns back.
+                name = f"{arm}, {kind}, p{level}"
+                _line(axes, chosen, lambda p: p.completed, level, number, style, name)
+    _promise(axes, slo)
+    axes.set_yscale("log")
+    return _svg(figure, axes)
+
+
+def rate_latency(points: Sequence[Point], slo: Slo) -> str:
+    """Median and p99 TTFT over the offered rate: the sweep."""
+    figure, axes = _axes("offered, requests/s", "TTFT from the scheduled time, ms")
+    for number, (arm, mine) in enumerate(_arms(_open(points))):
+        for level, style in ((50, "-"), (99, ":")):
+            _line(axes, mine, _offered, level, number, style, f"{arm}, p{level}")
+    _promise(axes, slo)
+    axes.set_yscale("log")
+    return _svg(figure, axes)
+
+
+def goodput_rate(points: Sequence[Point]) -> str:
+    """Requests a second that kept the promises, over the offered rate."""
+    figure, axes = _axes("offered, requests/s", "good, requests/s")
+    most = 0.0
+    for number, (arm, mine) in enumerate(_arms(_open(points))):
+        colour, mark = COLOURS[number % 6], MARKS[number % 6]
+        axes.plot([_offered(p) for p in mine], [p.good for p in mine], color=colour, label=arm)
+        for point in mine:
+            face = colour if point.valid else "white"
+            axes.plot(_offered(point), point.good, mark, color=colour, markerfacecolor=face)
+            most = max(most, _offered(point))
+    axes.plot([0, most], [0, most], color="#999", linewidth=0.8, label="all of them")
+    return _svg(figure, axes)
+
+
+def ttft_distribution(points: Sequence[Point]) -> str:
+    """The share of requests whose first token came within a time, at one load."""
+    figure, axes = _axes("TTFT, ms", "share of requests")
+    for number, (arm, mine) in enumerate(_arms(points)):
+        for point in mine:
+            values = sorted(v for found in point.by_request(ttft).values() for v in found)
+            shares = [(place + 1) / len(values) for place in range(len(values))]
+            style = "-" if point.valid else ":"
+            told = arm if point.valid else f"{arm} (not valid)"
+            milliseconds = [1000 * value for value in values]
+            axes.step(
+                milliseconds,
+                shares,
+                where="post",
+                color=COLOURS[number % 6],
+                linestyle=style,
+                label=told,
+            )
+    axes.set_xscale("log")
+    return _svg(figure, axes)
+
+
+def _line(
+    axes: Axes,
+    points: Sequence[Point],
+    along: Along,
+    level: int,
+    number: int,
+    style: str,
+    name: str,
+) -> None:
+    colour, mark = COLOURS[number % 6], MARKS[number % 6]
+    found = [(p, along(p), d.at(level)) for p in points if (d := _ttft(p)) is not None]
+    if not found:
+        return
+    kept = [(x, e.value) for p, x, e in found if p.valid]
+    axes.plot(
+        [x for x, _ in kept], [1000 * y for _, y in kept], style, color=colour, label=name, lw=1.2
+    )
+    for point, x, estimate in found:
+        face = colour if point.valid else "white"
+        below, above = _bars(estimate)
+        axes.errorbar(
+            x,
+            1000 * estimate.value,
+            yerr=[[below], [above]],
+            fmt=mark,
+            color=colour,
+            markerfacecolor=face,
+            markersize=4,
+            elinewidth=0.8,
+            capsize=2,
+        )
+
+
+def _bars(estimate: Estimate) -> tuple[float, float]:
+    below, above = estimate.value - estimate.low, estimate.high - estimate.value
+    return max(1000 * below, 0.0), max(1000 * above, 0.0)
+
+
+def _ttft(point: Point) -> Distribution | None:
+    return point.distribution(ttft)
+
+
+def _offered(point: Point) -> float:
+    return point.offered or point.load.rate or 0.0
+
+
+def _open(points: Sequence[Point]) -> list[Point]:
+    return sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
+
+
+def _kinds(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    closed = sorted((p for p in points if p.load.users), key=lambda p: p.load.users or 0)
+    return [(name, found) for name, found in (("closed", closed), ("open", _open(points))) if found]
+
+
+def _arms(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """Points by arm; an arm has the same place, and colour, in every plot."""
+    names = list(dict.fromkeys(point.arm for point in points))
+    return [(name, [p for p in points if p.arm == name]) for name in names]
+
+
+def _promise(axes: Axes, slo: Slo) -> None:
+    if slo.ttft is not None:
+        axes.axhline(1000 * slo.ttft, color="#999", linewidth=0.8, label="promised TTFT")
+
+
+def _axes(across: str, up: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.grid(color="#ddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure, axes: Axes) -> str:
+    if axes.has_data():
+        figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=3)
+    out = io.StringIO()
+    # A fixed salt and no date: the same figures give the same file.
+    with mpl.rc_context({"svg.hashsalt": "load", "svg.fonttype": "none", "font.family": "sans"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]

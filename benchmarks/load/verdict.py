@@ -1,0 +1,150 @@
+"""Whether a run may be believed, and why not.
+
+Knows nothing about what is compared: a run that is not valid is shown, but no figure of it is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from benchmarks.load.facts import RunFacts
+from benchmarks.load.load import Load
+from benchmarks.load.plain import Plain
+from benchmarks.load.record import Record
+from benchmarks.load.server_metrics import ServerMetrics
+from benchmarks.load.statistics import ENOUGH
+from benchmarks.load.summary import Summary
+from benchmarks.load.workload import Workload
+
+DELAY_SHARE = 0.05
+"""The client's p99 delay may be this share of the median TTFT, or the client was the bottleneck."""
+BUSY = 0.9
+"""Share of a core above which a client's stamps are not trusted (locust's own threshold)."""
+KEPT_UP = 0.95
+"""Share of the offered rate that has to be completed for a server to have kept up."""
+FAILED_SHARE = 0.01
+"""Failed requests that a run may have: latencies are of survivors."""
+
+
+class Verdict(Plain):
+    """Valid where there is no reason against it; notes are to be read, but invalidate nothing."""
+
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def valid(self) -> bool:
+        """Whether the run may be believed."""
+        return not self.reasons
+
+    def spoken(self) -> str:
+        """In words."""
+        return "valid" if self.valid else f"INVALID: {'; '.join(self.reasons)}"
+
+
+def judge(
+    workload: Workload,
+    load: Load,
+    records: Sequence[Record],
+    facts: RunFacts,
+    summary: Summary,
+    metrics: ServerMetrics,
+) -> Verdict:
+    """Every reason at once, not only the first."""
+    return Verdict(
+        reasons=tuple(
+            reason
+            for part in (
+                _complete(records, facts),
+                _answers(workload, records),
+                _client(load, facts, summary),
+                _caches(workload, metrics),
+            )
+            for reason in part
+        ),
+        notes=tuple(_notes(load, summary, metrics)),
+    )
+
+
+def _complete(records: Sequence[Record], facts: RunFacts) -> Iterator[str]:
+    if not facts.planned:
+        yield "the schedule is empty"
+    yield from facts.early
+    counted = [record for record in records if record.phase != "warm-up"]
+    if len(counted) < facts.planned:
+        yield f"only {len(counted)} of {facts.planned} requests are on record"
+    if facts.unwritten:
+        yield f"records could not be written: {facts.unwritten}"
+
+
+def _answers(workload: Workload, records: Sequence[Record]) -> Iterator[str]:
+    counted = [record for record in records if record.phase != "warm-up"]
+    failed = Counter(record.error for record in counted if record.error)
+    if sum(failed.values()) > FAILED_SHARE * len(counted):
+        worst, times = failed.most_common(1)[0]
+        yield f"{sum(failed.values())} of {len(counted)} requests failed; {times} with: {worst}"
+    good = [record for record in counted if record.ok]
+    silent = sum(record.completion_tokens is None for record in good)
+    if silent:
+        yield f"{silent} answers came without usage, so their tokens cannot be counted"
+    other = [
+        record.completion_tokens
+        for record in good
+        if record.completion_tokens not in (None, workload.output_tokens)
+    ]
+    if other and workload.dialect == "vllm":
+        yield (
+            f"{len(other)} answers are not of {workload.output_tokens} tokens (one: {other[0]}): "
+            "a shorter answer would pass for a faster one"
+        )
+
+
+def _client(load: Load, facts: RunFacts, summary: Summary) -> Iterator[str]:
+    busy = [client for client in facts.clients if client.cpu > BUSY]
+    if busy:
+        yield (
+            f"client {busy[0].worker} used {100 * busy[0].cpu:.0f} % of a core: it was the "
+            "bottleneck; give it more workers"
+        )
+    delay, what = client_delay(load, facts, summary)
+    if summary.ttft is None or delay is None:
+        return
+    bound = DELAY_SHARE * summary.ttft.at(50).value
+    if delay > bound:
+        yield (
+            f"the client was the bottleneck: {what} is {1000 * delay:.1f} ms at p99, above "
+            f"{100 * DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
+        )
+
+
+def client_delay(load: Load, facts: RunFacts, summary: Summary) -> tuple[float | None, str]:
+    """The client's own delay at p99, seconds, and its name.
+
+    A closed loop has no schedule to be late for, so there the clients' idle greenlets tell.
+    """
+    if load.rate is not None:
+        return (summary.delay.at(99).value if summary.delay else None), "its schedule delay"
+    return max((client.lag_p99 for client in facts.clients), default=None), "its wake-up lag"
+
+
+def _caches(workload: Workload, metrics: ServerMetrics) -> Iterator[str]:
+    """A cache that answers where none should is an error of the experiment.
+
+    Unique images still share the words before them, so there the prefix cache may be hit.
+    """
+    images, prefix = metrics.mm_cache_hits or 0.0, metrics.prefix_cache_hits or 0.0
+    if workload.cache in ("unique", "off") and images:
+        yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
+    if workload.cache == "off" and prefix:
+        yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
+
+
+def _notes(load: Load, summary: Summary, metrics: ServerMetrics) -> Iterator[str]:
+    if 0 < summary.requests < ENOUGH[99]:
+        yield f"p99 rests on {summary.requests} requests; {ENOUGH[99]} are wanted"
+    if not metrics.read:
+        yield "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
+    offered = summary.offered_rate
+    if load.rate is not None and offered and summary.request_rate < KEPT_UP * offered:
+        yield f"the server completed {summary.request_rate:.2f} of {offered:.2f} requests/s offered"

@@ -1,0 +1,93 @@
+"""Records and results made by hand, for tests of what is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.load.facts import ClientFacts, RunFacts
+from benchmarks.load.load import Load, Slo
+from benchmarks.load.points import Point, Run
+from benchmarks.load.record import Phase, Record
+from benchmarks.load.result import Result
+from benchmarks.load.server_metrics import ServerMetrics
+from benchmarks.load.summary import summarize
+from benchmarks.load.verdict import Verdict
+from benchmarks.load.workload import Workload
+
+WORKLOAD = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides=((64, 1.0),))
+CALM = ClientFacts(cpu=0.2, lag_p50=0.0001, lag_p99=0.0005)
+
+
+def record(
+    index: int,
+    *,
+    scheduled: float = 0.0,
+    ttft: float = 0.2,
+    gap: float = 0.05,
+    delay: float = 0.0,
+    tokens: int = 4,
+    error: str | None = None,
+    phase: Phase = "measured",
+    text: str = "yes",
+) -> Record:
+    """An answered request with even gaps, or a failed one."""
+    deltas = tuple(scheduled + ttft + gap * number for number in range(tokens))
+    return Record(
+        index=index,
+        phase=phase,
+        scheduled=scheduled,
+        started=scheduled + delay,
+        deltas=() if error else deltas,
+        done=deltas[-1],
+        status=200,
+        prompt_tokens=600,
+        completion_tokens=None if error else tokens,
+        text=text,
+        error=error,
+    )
+
+
+def result(
+    records: Sequence[Record],
+    load: Load,
+    *,
+    slo: Slo | None = None,
+    verdict: Verdict | None = None,
+    metrics: ServerMetrics | None = None,
+) -> Result:
+    """A run of these records."""
+    promise = slo or Slo()
+    return Result(
+        label=load.label,
+        url="http://127.0.0.1:1",
+        began="2026-01-01T00:00:00+00:00",
+        workload=WORKLOAD,
+        workload_digest="0123456789abcdef",
+        load=load,
+        slo=promise,
+        verdict=verdict or Verdict(),
+        summary=summarize(records, promise),
+        metrics=metrics or ServerMetrics(),
+        facts=RunFacts(planned=len(records), clients=(CALM,)),
+        environment={"load average": "0.10", "cores": "2"},
+        command=("locust",),
+    )
+
+
+def point(
+    arm: str,
+    load: Load,
+    ttfts: Sequence[Sequence[float]],
+    *,
+    every: float = 0.1,
+    valid: bool = True,
+    slo: Slo | None = None,
+) -> Point:
+    """An arm whose passes have these times to the first token, one request ``every`` seconds."""
+    runs = []
+    for number, times in enumerate(ttfts):
+        records = [record(i, scheduled=i * every, ttft=ttft) for i, ttft in enumerate(times)]
+        verdict = Verdict() if valid else Verdict(reasons=("the client was the bottleneck",))
+        made = result(records, load, slo=slo, verdict=verdict)
+        runs.append(Run(arm, number, made, tuple(records), f"runs/{number}-{arm}/{load.label}"))
+    return Point(arm, load, tuple(runs))

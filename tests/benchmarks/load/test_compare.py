@@ -1,0 +1,73 @@
+"""Two arms at one load: ratios of the same requests, pass by pass, and only of valid runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.load.arms import Arm, in_turn
+from benchmarks.load.compare import agreements, comparisons
+from benchmarks.load.load import Load
+from benchmarks.load.points import points
+from tests.benchmarks.load.samples import point
+
+LOAD = Load(users=2)
+TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
+HALF = [t / 2 for t in TIMES]
+
+
+def test_a_common_factor_is_found_exactly_however_wild_the_times() -> None:
+    stock = point("stock", LOAD, [TIMES, TIMES])
+    pruned = point("AutoPrune", LOAD, [HALF, [0.9 * t for t in HALF]])
+    found = {one.figure: one for one in comparisons([stock, pruned])}
+    first = found["TTFT p50"]
+    assert (first.arm, first.against, first.load) == ("AutoPrune", "stock", "users-2")
+    assert first.by_pass == pytest.approx((0.5, 0.45))
+    assert first.ratio is not None and 0.44 < first.ratio.low <= first.ratio.high < 0.51
+    tpot = found["TPOT p50"].ratio
+    assert tpot is not None and tpot.value == pytest.approx(1.0)
+
+
+def test_no_ratio_is_drawn_from_a_run_that_is_not_valid() -> None:
+    stock = point("stock", LOAD, [TIMES])
+    pruned = point("AutoPrune", LOAD, [HALF], valid=False)
+    assert all(one.ratio is None and not one.by_pass for one in comparisons([stock, pruned]))
+
+
+def test_only_loads_that_both_arms_have_are_compared() -> None:
+    found = comparisons(
+        [
+            point("stock", LOAD, [TIMES]),
+            point("AutoPrune", LOAD, [HALF]),
+            point("AutoPrune", Load(rate=9.0), [HALF]),
+        ]
+    )
+    assert {one.load for one in found} == {"users-2"}
+    assert comparisons([]) == []
+
+
+def test_answers_are_compared_and_stock_with_itself() -> None:
+    stock, pruned = point("stock", LOAD, [TIMES, TIMES]), point("AutoPrune", LOAD, [HALF])
+    told = [
+        record.model_copy(update={"text": "no"}) if record.index < 10 else record
+        for record in pruned.runs[0].records
+    ]
+    other = type(pruned.runs[0])("AutoPrune", 0, pruned.runs[0].result, tuple(told), "")
+    control, found = agreements([stock, type(pruned)("AutoPrune", LOAD, (other,))])
+    assert control.against == "stock, pass 1" and control.same is not None
+    assert control.same.value == 1.0
+    assert found.against == "stock" and found.same is not None and found.same.value == 0.75
+
+
+def test_passes_of_a_load_are_gathered() -> None:
+    made = point("stock", LOAD, [TIMES, HALF])
+    other = point("AutoPrune", LOAD, [HALF])
+    runs = [made.runs[0], other.runs[0], made.runs[1]]
+    assert points(runs) == [made, other]
+    assert made.by_request(lambda record: (record.ttft,))[3] == pytest.approx([TIMES[3], HALF[3]])
+
+
+def test_every_second_pass_goes_backwards() -> None:
+    arms = [Arm(name=name, url="http://x") for name in "ABC"]
+    assert "".join(arm.name for _, arm in in_turn(arms, 2)) == "ABCCBA"
+    assert "".join(arm.name for _, arm in in_turn(arms[:2], 4)) == "ABBAABBA"

@@ -1,0 +1,56 @@
+"""A workload on a disk: bodies as they are sent, whole or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load.errors import LoadError
+from benchmarks.load.prepared import BODIES, load, prepare
+from tests.benchmarks.load.samples import WORKLOAD
+
+
+def test_bodies_are_streamed_chat_requests(tmp_path: Path) -> None:
+    made = prepare(WORKLOAD, tmp_path / "w")
+    assert (len(made.measured), len(made.warm_up)) == (8, 2)
+    body = json.loads(made.body(made.measured[3]))
+    picture, question = body["messages"][0]["content"]
+    assert picture["image_url"]["url"].startswith("data:image/")
+    assert question == {"type": "text", "text": made.measured[3].ask.question}
+    assert (body["model"], body["max_tokens"]) == ("mock", 4)
+    assert body["stream"] and body["stream_options"] == {"include_usage": True}
+    assert body["ignore_eos"] is True
+
+
+def test_other_servers_are_asked_without_vllms_own_fields(tmp_path: Path) -> None:
+    made = prepare(WORKLOAD.model_copy(update={"dialect": "openai"}), tmp_path)
+    assert not {"ignore_eos", "skip_special_tokens"} & json.loads(made.body(made.lines[0])).keys()
+
+
+def test_the_same_settings_give_the_same_bytes_anywhere(tmp_path: Path) -> None:
+    one, other = prepare(WORKLOAD, tmp_path / "one"), prepare(WORKLOAD, tmp_path / "other")
+    assert one.digest == other.digest
+    seeded = prepare(WORKLOAD.model_copy(update={"seed": 1}), tmp_path / "one")
+    assert seeded.digest != one.digest
+
+
+def test_a_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    prepare(WORKLOAD, tmp_path)
+    before = (tmp_path / BODIES).stat().st_mtime_ns
+    prepare(WORKLOAD, tmp_path)
+    assert (tmp_path / BODIES).stat().st_mtime_ns == before
+
+
+def test_a_folder_that_is_not_whole_is_refused_and_prepared_anew(tmp_path: Path) -> None:
+    digest = prepare(WORKLOAD, tmp_path).digest
+    (tmp_path / BODIES).write_bytes((tmp_path / BODIES).read_bytes()[:-10])
+    with pytest.raises(LoadError, match="not whole"):
+        load(tmp_path)
+    assert prepare(WORKLOAD, tmp_path).digest == digest
+
+
+def test_a_folder_that_is_none_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"python -m benchmarks\.load prepare"):
+        load(tmp_path / "nowhere")

@@ -1,0 +1,121 @@
+"""Every reason for which a run may not be believed, and that a good one has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.load.facts import ClientFacts, RunFacts
+from benchmarks.load.load import Load, Slo
+from benchmarks.load.record import Record
+from benchmarks.load.server_metrics import ServerMetrics
+from benchmarks.load.summary import summarize
+from benchmarks.load.verdict import Verdict, judge
+from benchmarks.load.workload import Cache, Workload
+from tests.benchmarks.load.samples import CALM, record
+
+OPEN, CLOSED = Load(rate=10.0), Load(users=2)
+READ = ServerMetrics(read=True, mm_cache_hits=0, prefix_cache_hits=0)
+ANSWERED = [record(n, scheduled=0.1 * n) for n in range(200)]
+
+
+def verdict(
+    records: Sequence[Record] = ANSWERED,
+    load: Load = OPEN,
+    *,
+    planned: int | None = None,
+    client: ClientFacts = CALM,
+    unwritten: str | None = None,
+    broken: str | None = None,
+    metrics: ServerMetrics = READ,
+    cache: Cache = "unique",
+) -> Verdict:
+    facts = RunFacts(
+        planned=len(records) if planned is None else planned,
+        clients=(client,),
+        unwritten=unwritten,
+        broken=broken,
+    )
+    workload = Workload(model="mock", output_tokens=4, cache=cache)
+    return judge(workload, load, records, facts, summarize(records, Slo()), metrics)
+
+
+def test_a_good_run_is_valid_without_a_note() -> None:
+    assert verdict() == Verdict() and verdict().valid
+    assert verdict(load=CLOSED).valid
+
+
+def test_a_client_that_was_late_is_the_bottleneck() -> None:
+    late = [record(n, scheduled=0.1 * n, delay=0.011) for n in range(200)]
+    (reason,) = verdict(late).reasons
+    assert "schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)" in reason
+    # A closed loop has no schedule: there the idle greenlet tells.
+    assert verdict(late, CLOSED).valid
+    lagging = CALM.model_copy(update={"lag_p99": 0.011})
+    assert "wake-up lag is 11.0 ms" in verdict(load=CLOSED, client=lagging).reasons[0]
+    assert verdict(client=lagging).valid
+
+
+def test_a_client_at_the_end_of_its_core_is_the_bottleneck() -> None:
+    (reason,) = verdict(client=CALM.model_copy(update={"cpu": 0.97})).reasons
+    assert "client 0 used 97 % of a core" in reason
+
+
+def test_failures_above_one_per_cent_are_told_with_the_commonest() -> None:
+    some = [record(n, error="status 500: gone") for n in range(3)]
+    (reason,) = verdict([*ANSWERED[3:], *some]).reasons
+    assert reason == "3 of 200 requests failed; 3 with: status 500: gone"
+    assert verdict([*ANSWERED[2:], *some[:2]]).valid
+
+
+def test_answers_without_usage_or_of_other_lengths_cannot_be_compared() -> None:
+    silent = [r.model_copy(update={"completion_tokens": None}) for r in ANSWERED]
+    assert "200 answers came without usage" in verdict(silent).reasons[0]
+    short = [record(n, tokens=3) for n in range(200)]
+    assert "200 answers are not of 4 tokens (one: 3)" in verdict(short).reasons[0]
+
+
+def test_what_is_missing_is_told() -> None:
+    assert "the schedule is empty" in verdict([], planned=0).reasons
+    assert "only 200 of 300 requests are on record" in verdict(planned=300).reasons
+    assert "a worker was lost" in verdict(broken="a worker was lost").reasons
+    (reason,) = verdict(unwritten="[Errno 28] No space left on device").reasons
+    assert reason == "records could not be written: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("cache", "metrics", "told"),
+    [
+        ("unique", {"mm_cache_hits": 3}, "cache state is 'unique', but 3 images came from a cache"),
+        ("off", {"mm_cache_hits": 3}, "cache state is 'off', but 3 images"),
+        ("off", {"prefix_cache_hits": 32}, "32 prompt tokens came from the prefix cache"),
+    ],
+)
+def test_a_cache_that_answered_where_none_should_invalidates(
+    cache: Cache, metrics: dict[str, float], told: str
+) -> None:
+    (reason,) = verdict(cache=cache, metrics=READ.model_copy(update=metrics)).reasons
+    assert told in reason
+
+
+@pytest.mark.parametrize("cache", ["repeat", "same-image"])
+def test_hits_are_welcome_where_they_belong(cache: Cache) -> None:
+    hit = READ.model_copy(update={"mm_cache_hits": 30, "prefix_cache_hits": 3000})
+    assert verdict(cache=cache, metrics=hit).valid
+
+
+def test_every_reason_is_told_not_only_the_first() -> None:
+    late = [record(n, scheduled=0.1 * n, delay=0.5, tokens=3) for n in range(100)]
+    found = verdict(late, planned=101, unwritten="disk full")
+    assert len(found.reasons) == 4
+    assert found.spoken().startswith("INVALID: only 100 of 101")
+
+
+def test_notes_do_not_invalidate() -> None:
+    found = verdict(ANSWERED[:50], metrics=ServerMetrics())
+    assert found.valid
+    assert found.notes[0] == "p99 rests on 50 requests; 200 are wanted"
+    assert "/metrics could not be read" in found.notes[1]
+    slow = [record(n, scheduled=0.1 * n, ttft=20.0) for n in range(200)]
+    assert verdict(slow).notes == ("the server completed 4.99 of 10.00 requests/s offered",)
