@@ -109,7 +109,7 @@ def _sweeps(paired: Paired, found: Sequence[Point]) -> str:
     if not swept:
         return ""
     rows = [_swept(one) for one in swept]
-    head = ["arm", "knee", "highest rate within the promise", "surely", "saturated"]
+    head = ["arm", "knee", "highest rate within the promise", "surely", "saturation"]
     return (
         f"<h2>Knee and highest rate</h2><p>Promise: {_told(slo)} for 99 % of requests. "
         f"Knee: the highest rate that is kept up with, median TTFT at most {KNEE:g} times "
@@ -120,10 +120,14 @@ def _sweeps(paired: Paired, found: Sequence[Point]) -> str:
 
 def _swept(one: Sweep) -> list[str]:
     def rate(value: float | None) -> str:
+        if one.cut:
+            return "not known" if value is None else f"at least {value:g}"
         return "below the lowest" if value is None else f"{value:g}"
 
-    reached = "yes" if one.saturated else "no: try higher rates"
-    return [one.arm, rate(one.knee), rate(one.highest), rate(one.surely), reached]
+    notes = ["reached" if one.saturated else "not reached: try higher rates"]
+    if one.cut:
+        notes.append("the climb ended at a run that is not valid")
+    return [one.arm, rate(one.knee), rate(one.highest), rate(one.surely), "; ".join(notes)]
 
 
 def _pictures(paired: Paired, found: Sequence[Point]) -> str:

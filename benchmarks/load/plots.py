@@ -1,6 +1,6 @@
 """The plots of a report, as SVG text to be put into a page.
 
-Knows nothing about HTML. Points that are not valid are hollow, and no line is drawn through them.
+Knows nothing about HTML. Points that are not valid are hollow, and lines through them pale.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ Along = Callable[[Point], float]
 
 
 def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
-    """Median and p99 TTFT over completed requests a second, closed and open loop."""
-    figure, axes = _axes("completed, requests/s", "TTFT, ms (bars: 95 % interval)")
+    """Median TTFT over completed requests a second: solid in a closed loop, dashed in an open."""
+    figure, axes = _axes("completed, requests/s", "median TTFT, ms (bars: 95 % interval)")
     for number, (arm, mine) in enumerate(_arms(points)):
-        for level, style in ((50, "-"), (99, ":")):
-            for kind, chosen in _kinds(mine):
-                # The order of the load, not of the throughput: past the knee a line turns back.
-                name = f"{arm}, {kind}, p{level}"
-                _line(axes, chosen, lambda p: p.completed, level, number, style, name)
+        for kind, chosen in _kinds(mine):
+            # In the order of the load, not of the throughput: past the knee a line turns back.
+            style = "-" if kind == "closed" else "--"
+            _line(axes, chosen, lambda p: p.completed, 50, number, style, f"{arm}, {kind} loop")
     _promise(axes, slo)
     axes.set_yscale("log")
     return _svg(figure, axes)
@@ -100,6 +99,8 @@ def _line(
     if not found:
         return
     kept = [(x, e.value) for p, x, e in found if p.valid]
+    every = [(x, e.value) for _, x, e in found]
+    axes.plot([x for x, _ in every], [1000 * y for _, y in every], style, color=colour, alpha=0.25)
     axes.plot(
         [x for x, _ in kept], [1000 * y for _, y in kept], style, color=colour, label=name, lw=1.2
     )

@@ -30,6 +30,8 @@ class Sweep(Plain):
     """The highest rate up to which p99 TTFT and goodput were kept."""
     surely: float | None
     """The same by the upper end of the p99 interval."""
+    cut: bool
+    """Whether the climb ended at a run that is not valid: the truth may lie higher."""
     saturated: bool
     """Whether a rate was reached that the server did not keep up with: if not, go higher."""
 
@@ -57,7 +59,8 @@ def sweep(points: Sequence[Point], slo: Slo) -> Sweep:
         knee=_last(ordered, [_keeps_up(p) and _median(p) <= bound for p in ordered]),
         highest=_last(ordered, [_keeps(p, slo, surely=False) for p in ordered]),
         surely=_last(ordered, [_keeps(p, slo, surely=True) for p in ordered]),
-        saturated=any(not _keeps_up(p) for p in ordered),
+        cut=_cut(ordered, slo),
+        saturated=any(p.valid and not _keeps_up(p) for p in ordered),
     )
 
 
@@ -65,6 +68,11 @@ def _last(ordered: Sequence[Point], holds: Sequence[bool]) -> float | None:
     """The rate before the first that does not hold."""
     kept = holds.index(False) if False in holds else len(holds)
     return ordered[kept - 1].load.rate if kept else None
+
+
+def _cut(ordered: Sequence[Point], slo: Slo) -> bool:
+    broken = [p for p in ordered if not _keeps(p, slo, surely=False)]
+    return bool(broken) and not broken[0].valid
 
 
 def _keeps_up(point: Point) -> bool:

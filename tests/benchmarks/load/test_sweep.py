@@ -18,7 +18,7 @@ def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
 
 def test_the_knee_comes_before_the_promise_breaks() -> None:
     found = sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
-    assert found.rates == (1, 2, 4, 8)
+    assert list(found.rates) == [1, 2, 4, 8]
     assert (found.knee, found.highest, found.surely) == (2, 4, 4)
 
 
@@ -29,7 +29,8 @@ def test_a_rate_counts_only_where_all_lower_ones_hold() -> None:
 
 def test_a_run_that_is_not_valid_ends_the_climb() -> None:
     found = sweep([at(1, 0.1), at(2, 0.1, valid=False), at(4, 0.1)], SLO)
-    assert (found.knee, found.highest) == (1, 1)
+    assert (found.knee, found.highest, found.cut) == (1, 1, True)
+    assert not sweep([at(1, 0.1), at(2, 0.9)], SLO).cut
 
 
 def test_one_late_request_in_a_hundred_is_kept_but_not_surely() -> None:
