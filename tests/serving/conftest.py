@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.server import Server, serve
 from tests.serving.paths import CLIP, LLAVA
+from vllm_autoprune.serving.endpoint import NAME
 
 COMMON = (
     *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),
@@ -33,9 +34,13 @@ def pruned() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def two_front_ends() -> Iterator[Server]:
-    """Two API servers before one engine, K = 16 by flag; requests are not trusted."""
+    """Two API servers before one engine, K = 16 by flag; requests may set nothing.
+
+    They have the endpoint that tells what is served.
+    """
     flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--api-server-count", "2")
-    with serve(LLAVA, *flags, "--enable-log-requests") as server:
+    plugins = {"VLLM_PLUGINS": f"autoprune,{NAME}"}
+    with serve(LLAVA, *flags, "--enable-log-requests", env=plugins) as server:
         # Health is answered by whichever process is up first.
         deadline = time.monotonic() + 60
         while server.logged().count("Application startup complete") < 2:

@@ -16,6 +16,7 @@ from vllm_autoprune.serving.accounts import open_accounts
 from vllm_autoprune.serving.carried import unpacked
 from vllm_autoprune.serving.cli import KEY
 from vllm_autoprune.serving.compat import attach, attached, require_vllm, rust_frontend
+from vllm_autoprune.serving.describe import in_one_line
 from vllm_autoprune.serving.models import BACKBONES, Backbone
 from vllm_autoprune.serving.plan import ItemPlan, Keep
 from vllm_autoprune.serving.rules import UNSTATED, RequestRules, read_rules
@@ -157,7 +158,7 @@ def adopt(vllm_config: VllmConfig) -> None:
     activate(served.architecture)
     attach(vllm_config.model_config, ATTRIBUTE, served)
     open_accounts(vllm_config)
-    _announce(served)
+    logger.info("%s", in_one_line(served))
 
 
 def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
@@ -240,28 +241,3 @@ def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningS
     except StateError as error:
         problems += [Problem(f"state#{p.where}", p.what, p.mend) for p in error.problems]
         return state
-
-
-def _announce(served: ServedState) -> None:
-    policy = served.policy()
-    logger.info(
-        "Serving pruned: state %r (%s), base policy %s, K = %d, q_e = %d, r_min = %d.",
-        served.state.name,
-        served.state.digest[:12],
-        policy.base.name,
-        policy.budget,
-        policy.quota,
-        policy.r_min,
-    )
-    if policy.reads_instruction:
-        logger.info("Relevance: %s", reason_of_relevance(served.tower))
-
-
-def reason_of_relevance(tower: TextTower | None) -> str:
-    """Where relevance comes from, and why, in one line for the log."""
-    if tower is None:
-        return (
-            "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
-            "is given."
-        )
-    return f"CLIP text tower {tower.path}, sign {tower.sign:+d}, because {tower.reason}."

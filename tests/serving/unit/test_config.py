@@ -445,9 +445,8 @@ def test_adopted_the_state_is_on_the_model_config_and_our_settings_are_gone(
     assert config.additional_config == {"theirs": {"x": 1}}
     assert "autoprune" in before  # the caller's own dictionary, perhaps of another engine
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
-    told = [record.getMessage() for record in logged.records]
-    assert "K = 16" in told[0] and found.state.digest[:12] in told[0]
-    assert "no --autoprune-text-tower is given" in told[1]
+    (record,) = logged.records
+    assert found.state.digest[:12] in record.getMessage()
 
 
 @pytest.mark.parametrize("additional", [{"theirs": 1}, {}, "opaque"], ids=repr)

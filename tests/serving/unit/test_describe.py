@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.serving.unit.samples import served
+from vllm_autoprune import load_state
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.describe import as_data, in_one_line
+from vllm_autoprune.serving.rules import RequestRules
+from vllm_autoprune.serving.towers import TextTower
+
+TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
+
+
+def test_one_line_says_what_will_happen_and_why() -> None:
+    said = in_one_line(served(budget=16))
+    assert "\n" not in said
+    assert served().state.digest[:12] in said
+    assert "keeps 16 tokens of an image, by --autoprune-budget" in said
+    assert "base policy cdpruner" in said
+    assert "because no --autoprune-text-tower is given" in said
+    assert "requests may set nothing, because no --autoprune-requests is given" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget": 32}, "keeps 32 tokens of an image, as the state has it"),
+        ({"tower": TOWER}, "relevance by CLIP text tower some/clip, sign -1, because its config"),
+        ({"rules": RequestRules("none", stated=True)}, "nothing, by --autoprune-requests none"),
+        ({"rules": RequestRules("budget", 8, 64, True)}, "their budget, 8 to 64 tokens"),
+        ({"rules": RequestRules("states", stated=True)}, "any state, 1 to 65536 tokens"),
+    ],
+)
+def test_each_reason(changes: dict[str, object], said: str) -> None:
+    changed = dataclasses.replace(served(), **changes)  # type: ignore[arg-type]
+    assert said in in_one_line(changed)
+
+
+def test_relevance_is_told_only_where_it_is_read() -> None:
+    blind = ServedState("LlavaForConditionalGeneration", load_state("visionzip"), 64, None, 0)
+    assert "relevance" not in in_one_line(blind)
+    assert as_data(blind)["relevance"] is None
+
+
+def test_data_has_policy_digest_and_evidence() -> None:
+    state = load_state("visionzip")
+    told = as_data(ServedState("LlavaForConditionalGeneration", state, 64, None, 0))
+    assert (told["state"], told["digest"], told["base_policy"]) == (
+        "visionzip",
+        state.digest,
+        "visionzip",
+    )
+    assert told["evidence"] == state.provenance.model_dump(mode="json")
+    assert told["budget"] == {"k": 64, "follows_image_size": False, "q_e": 0, "r_min": 64}

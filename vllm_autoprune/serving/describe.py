@@ -1,0 +1,80 @@
+"""What a server runs: in one line for its log, and as data for whoever asks.
+
+Knows nothing about how it is asked, nor about how it came to run this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+
+from vllm_autoprune import __version__
+from vllm_autoprune.serving.rules import FLAG, RequestRules
+from vllm_autoprune.serving.towers import TextTower
+
+if TYPE_CHECKING:
+    from vllm_autoprune.serving.config import ServedState
+
+
+def in_one_line(served: ServedState) -> str:
+    """What will happen to images from now on, and why."""
+    policy = served.policy()
+    own = served.state.budget.range()[1]
+    kept = f"{policy.budget} tokens of an image"
+    if served.follows:
+        kept, why = f"at most {kept}", "as the state follows its size"
+    else:
+        why = "as the state has it" if policy.budget == own else "by --autoprune-budget"
+    parts = [
+        f"Serving pruned: state {served.state.name!r} ({served.state.digest[:12]}) keeps {kept}, "
+        f"{why}: base policy {policy.base.name}, at most {policy.quota} exchanged, at least "
+        f"{policy.r_min} of its own"
+    ]
+    if policy.reads_instruction:
+        parts.append(f"relevance by {relevance(served.tower)}")
+    parts.append(f"requests may set {permission(served.rules)}")
+    return "; ".join(parts) + "."
+
+
+def relevance(tower: TextTower | None) -> str:
+    """Where relevance comes from, and why."""
+    if tower is None:
+        return (
+            "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
+            "is given"
+        )
+    return f"CLIP text tower {tower.path}, sign {tower.sign:+d}, because {tower.reason}"
+
+
+def permission(rules: RequestRules) -> str:
+    """What requests may set, and why."""
+    if not rules.stated:
+        return f"nothing, because no {FLAG} is given (with --trust-request-mm-kwargs: their budget)"
+    if rules.level == "none":
+        return f"nothing, by {FLAG} none"
+    what = {"budget": "their budget", "policies": "a state that ships", "states": "any state"}
+    return f"{what[rules.level]}, {rules.least} to {rules.most} tokens of an image, by {FLAG}"
+
+
+def as_data(served: ServedState) -> dict[str, JsonValue]:
+    """What `GET /v1/autoprune` answers: the active policy, its digest and its evidence."""
+    policy, state = served.policy(), served.state
+    evidence = state.provenance.model_dump(mode="json")
+    return {
+        "version": __version__,
+        "architecture": served.architecture,
+        "state": state.name,
+        "digest": state.digest,
+        "base_policy": policy.base.name,
+        "budget": {
+            "k": policy.budget,
+            "follows_image_size": served.follows,
+            "q_e": policy.quota,
+            "r_min": policy.r_min,
+        },
+        "reads": [*sorted(policy.needs)],
+        "relevance": relevance(served.tower) if policy.reads_instruction else None,
+        "requests": permission(served.rules),
+        "evidence": evidence,
+    }
