@@ -7,17 +7,16 @@ request, so that a server's prefix cache reads it once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from typing_extensions import TypedDict
 
 from offline_search.history import Trial
-from offline_search.proposal import JsonObject, alpha
+from offline_search.proposal import COMPONENTS, alpha
 from offline_search.settings import Settings
-from vllm_autoprune.tpdsl.atom import ATOMS, Atom, Group
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.reassembly import PRINTED
+from vllm_autoprune.tpdsl.catalogue import proposer_text
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -30,52 +29,6 @@ class Message(TypedDict):
 
 Messages = tuple[Message, ...]
 
-_GROUPS: tuple[tuple[Group, str], ...] = (
-    ("scoring", "scoring.signals, one to six; each may have a weight"),
-    ("score_fusion", "scoring.fusion"),
-    ("similarity_kernel", "scoring.kernel"),
-    ("candidate_pool", "constraints.pool, one to three; a partition goes to constraints.partition"),
-    ("selection_constraints", "constraints.selector"),
-    ("reassembly", "reassembly"),
-)
-
-
-def library() -> str:
-    """L: every atom that may be proposed, a line each, made from the registry."""
-    return "\n".join(_library())
-
-
-def _library() -> Iterator[str]:
-    for group, field in _GROUPS:
-        yield f"{field}:"
-        names = ATOMS.names(group)
-        if group == "reassembly":
-            # The other cells of the 3 x 3 x 3 x 3 would be most of the text.
-            names = list(PRINTED.values())
-        yield from (_line(ATOMS[name]) for name in names)
-
-
-def _line(atom: Atom) -> str:
-    """``- name(weight 0..4, sigma 0.1..2): what it does``."""
-    schema: JsonObject = atom.call.model_json_schema()
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
-    told = [
-        f"{name}{_range(described)}"
-        for name, described in properties.items()
-        if name not in ("atom", "r_min") and isinstance(described, dict)
-    ]
-    return f"- {atom.name}({', '.join(told)}): {atom.doc.rstrip('.')}"
-
-
-def _range(described: JsonObject) -> str:
-    low = described.get("minimum", described.get("exclusiveMinimum"))
-    high = described.get("maximum", described.get("exclusiveMaximum"))
-    if low is not None and high is not None:
-        return f" {low}..{high}"
-    choices = described.get("enum")
-    return f" {'|'.join(map(str, choices))}" if isinstance(choices, list) else ""
-
 
 def task(settings: Settings) -> str:
     """The unchanging part: what is designed, in which language, and how it is scored."""
@@ -87,7 +40,7 @@ all tokens by fused signals, gathers candidates in a pool, and lets a selector e
 q_e of the {budget} picks for better candidates. Higher scores are better; a small q_e is safe, \
 diverse signals help. Use only these atoms:
 
-{library()}
+{proposer_text(COMPONENTS).strip()}
 
 Answer with one JSON object and nothing else: {{"scoring": {{"signals": [...], "kernel": ..., \
 "fusion": ...}}, "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...}}"""

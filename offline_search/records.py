@@ -158,7 +158,7 @@ class Tried(_Record):
     status: Status
     same_as: str = ""
     reason: str = ""
-    examples: int = Field(0, description="answers that were paid for, over all budgets")
+    examples: int = Field(default=0, description="answers that were paid for, over all budgets")
     objective: float | None = None
     accuracy: float | None = None
     accuracy_plus: float | None = None

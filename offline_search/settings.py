@@ -25,23 +25,28 @@ class Frozen(BaseModel):
 class Settings(Frozen):
     """One search. Two runs with equal settings, replies and evaluations make equal ledgers."""
 
-    strategy: str = Field("autoprune+", description="who proposes states")
-    rounds: int = Field(10, ge=1, le=10_000, description="T, rounds of proposals")
-    per_round: int = Field(5, ge=1, le=1000, description="m, candidates a round")
-    base_policy: str = Field("cdpruner", description="pi_P, which every candidate modifies")
+    strategy: str = Field(default="autoprune+", description="who proposes states")
+    rounds: int = Field(default=10, ge=1, le=10_000, description="T, rounds of proposals")
+    per_round: int = Field(default=5, ge=1, le=1000, description="m, candidates a round")
+    base_policy: str = Field(default="cdpruner", description="pi_P, which every candidate modifies")
     budgets: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
-        (32,), description="K_0, tokens kept; with several, every candidate is measured at each"
+        default=(32,),
+        description="K_0, tokens kept; with several, every candidate is measured at each",
     )
-    across: Across = Field("mean", description="how several budgets become one objective")
-    seed: int = Field(0, ge=0, lt=2**31, description="of everything that is drawn")
+    across: Across = Field(default="mean", description="how several budgets become one objective")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="of everything that is drawn")
     equal_evaluations: bool = Field(
-        False, description="go on past T rounds until T x m full evaluations are spent"
+        default=False, description="go on past T rounds until T x m full evaluations are spent"
     )
-    confirmed: int = Field(3, ge=1, le=50, description="candidates that are measured again")
-    proposer: str = Field("", description="model that proposes; empty: none")
-    temperature: float = Field(1.0, ge=0.0, le=2.0, description="of the proposer")
-    reply_tokens: int = Field(1024, ge=64, le=32768, description="longest reply of the proposer")
-    evaluator: str = Field("", description="what candidates are measured on: model and data")
+    confirmed: int = Field(default=3, ge=1, le=50, description="candidates that are measured again")
+    proposer: str = Field(default="", description="model that proposes; empty: none")
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0, description="of the proposer")
+    reply_tokens: int = Field(
+        default=1024, ge=64, le=32768, description="longest reply of the proposer"
+    )
+    evaluator: str = Field(
+        default="", description="what candidates are measured on: model and data"
+    )
 
     @property
     def source_budget(self) -> int:

@@ -20,6 +20,7 @@ from vllm_autoprune.cli.commands import (
     explain,
     materialize,
     schema,
+    search,
     select,
     show,
     support,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "select": select.COMMAND,
     "explain": explain.COMMAND,
     "cost": cost.COMMAND,
+    "search": search.COMMAND,
     "doctor": doctor.COMMAND,
     "support": support.COMMAND,
 }

@@ -6,7 +6,7 @@ Knows nothing about what any atom computes: every word comes from its declaratio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -159,11 +159,18 @@ def _table(names: list[str]) -> list[str]:
     return lines
 
 
-def proposer_text() -> str:
-    """The language as an LLM proposer reads it: fields, base policies, atoms, parameters."""
-    lines = ["Base policies (/base_policy/name):"]
-    lines += [f"- {policy.name}: {policy.doc}" for policy in BASE_POLICIES.values()]
+def proposer_text(components: Collection[str] = ()) -> str:
+    """The language as an LLM proposer reads it: fields, base policies, atoms, parameters.
+
+    With components, such as ``("scoring",)``, no more than the fields of a state below them.
+    """
+    lines = []
+    if not components:
+        lines += ["Base policies (/base_policy/name):"]
+        lines += [f"- {policy.name}: {policy.doc}" for policy in BASE_POLICIES.values()]
     for place in PLACES:
+        if components and place.pointer.split("/")[1] not in components:
+            continue
         many = ", a list" if place.many else ""
         lines += ["", f"{place.group} ({place.pointer}{many}):"]
         lines += _cells() if place.group == "reassembly" else _brief(place)

@@ -114,7 +114,8 @@ def _q4_1(raw: NDArray[np.uint8]) -> Floats:
     """32 weights: scale, minimum, then sixteen bytes whose low nibbles are the first half."""
     scale, least, packed = _halves(raw[:, :2]), _halves(raw[:, 2:4]), raw[:, 4:]
     nibbles = np.concatenate((packed & 15, packed >> 4), axis=1).astype(np.float32)
-    return nibbles * scale + least
+    weights: Floats = nibbles * scale + least
+    return weights
 
 
 def _q8_0(raw: NDArray[np.uint8]) -> Floats:

@@ -1,0 +1,122 @@
+"""A reading as Markdown.
+
+Knows nothing about ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from offline_search.records import Comparison, Measured
+from offline_search.report.reading import Reading, Row
+
+_SHOWN = 10
+
+
+def as_markdown(found: Reading) -> str:
+    """Result, best candidates, causes, what the best share, and both costs."""
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: Reading) -> Iterator[str]:
+    settings = found.settings
+    budgets = ", ".join(map(str, settings.budgets))
+    yield (
+        f"Strategy {settings.strategy}, base policy {settings.base_policy}, K = {budgets}, "
+        f"seed {settings.seed}; {settings.evaluator}; proposer {settings.proposer or 'none'}."
+    )
+    yield ""
+    if found.chosen is not None:
+        yield f"Winner: {found.chosen.winner}, digest {found.chosen.digest[:12]}, on the test split"
+        yield from _result(found.chosen.test, found.chosen.base)
+    else:
+        yield "No winner yet: the search has not ended."
+    yield ""
+    yield from table(HEAD, [cells(row) for row in found.ranked[:_SHOWN]], "lrrrrl")
+    yield ""
+    yield counted(found)
+    yield ""
+    if found.causes:
+        yield from table(["cause", "times"], [[c, str(n)] for c, n in found.causes.items()], "lr")
+        yield ""
+    if found.shared:
+        rows = [[f"`{n}`", percent(a), percent(b)] for n, (a, b) in found.shared.items()]
+        yield from table(["atom", "of the best five", "of all"], rows, "lrr")
+        yield ""
+    yield from spending(found)
+
+
+HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
+
+
+def cells(row: Row) -> list[str]:
+    """One candidate as a row of :data:`HEAD`."""
+    tried = row.tried
+    return [
+        row.name,
+        "" if tried.objective is None else f"{tried.objective:+.4f}",
+        percent(tried.accuracy),
+        percent(tried.accuracy_plus),
+        str(tried.examples),
+        row.proposed.origin,
+    ]
+
+
+def _result(test: Comparison, base: Comparison) -> Iterator[str]:
+    yield f"({test.examples} examples nobody has chosen by; 95 % intervals over images):"
+    yield ""
+    head = ["", "objective", "accuracy %", "accuracy+ %"]
+    rows = [
+        ["winner", measured(test.objective), percent(test.accuracy), percent(test.accuracy_plus)],
+        [
+            "base policy",
+            measured(base.objective),
+            percent(base.accuracy),
+            percent(base.accuracy_plus),
+        ],
+        ["gain, paired", measured(test.gain), measured(test.accuracy_gain, 100), ""],
+    ]
+    yield from table(head, rows, "lrrr")
+
+
+def counted(found: Reading) -> str:
+    """How many candidates there were, and what became of them."""
+    became = ", ".join(f"{number} {status}" for status, number in found.statuses.items())
+    made = ", ".join(f"{origin} {led} of {tried}" for origin, (tried, led) in found.origins.items())
+    return f"{len(found.rows)} candidates: {became}. Led the search when they came: {made}."
+
+
+def spending(found: Reading) -> Iterator[str]:
+    """Both costs."""
+    spent, cost = found.spending, found.spending.proposer
+    yield (
+        f"Proposer: {spent.replies} replies ({spent.failed_replies} failed, {spent.repairs} "
+        f"repairs), {cost.prompt_tokens} + {cost.completion_tokens} tokens, money "
+        f"{cost.money:.4f}, {spent.proposer_seconds:.0f} s."
+    )
+    yield (
+        f"Evaluator: {spent.answers} answers ({spent.failed_evaluations} failed evaluations), "
+        f"{spent.evaluator_seconds:.0f} s. From first to last record: {found.span:.0f} s."
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+    """A Markdown table; ``align`` has ``l`` or ``r`` for each column."""
+    yield _row(head)
+    yield _row(["--:" if side == "r" else ":--" for side in align])
+    yield from (_row([cell.replace("|", "\\|") for cell in row]) for row in rows)
+
+
+def _row(cells_: Sequence[str]) -> str:
+    return f"| {' | '.join(cells_)} |"
+
+
+def measured(value: Measured, scale: float = 1.0) -> str:
+    """A figure with its interval."""
+    low, high = scale * value.low, scale * value.high
+    return f"{scale * value.value:+.4g} ({low:+.4g} to {high:+.4g})"
+
+
+def percent(share: float | None) -> str:
+    """A share in per cent."""
+    return "" if share is None else f"{100 * share:.1f}"

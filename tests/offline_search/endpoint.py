@@ -1,0 +1,84 @@
+"""An OpenAI-compatible endpoint that does as it is told, over real HTTP.
+
+Knows nothing about proposals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Body = dict[str, Any]
+Answer = tuple[int, bytes, dict[str, str]]
+
+
+def said(text: str | None, **message: object) -> Answer:
+    """A chat completion with this text."""
+    choice = {"index": 0, "finish_reason": "stop",
+              "message": {"role": "assistant", "content": text, **message}}  # fmt: skip
+    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m",
+            "choices": [choice],
+            "usage": {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}}  # fmt: skip
+    return 200, json.dumps(body).encode(), {}
+
+
+def error(status: int, message: str = "no", **headers: str) -> Answer:
+    """An error as OpenAI words it."""
+    body = {"error": {"message": message, "type": "x", "code": status}}
+    return status, json.dumps(body).encode(), headers
+
+
+@dataclass
+class Told:
+    """What the endpoint answers, and what it was asked."""
+
+    answer: Callable[[Body, int], Answer]
+    asked: list[Body] = field(default_factory=list)
+    url: str = ""
+
+
+@contextlib.contextmanager
+def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
+    """Serve until the block ends; ``answer`` gets a request's body and its number."""
+    told = Told(answer)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            body = json.loads(self.rfile.read(length))
+            told.asked.append(body)
+            self._send(*told.answer(body, len(told.asked) - 1))
+
+        def do_GET(self) -> None:
+            self._send(200, json.dumps({"object": "list", "data": [{"id": "m"}]}).encode(), {})
+
+        def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    told.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield told
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

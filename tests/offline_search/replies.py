@@ -1,0 +1,42 @@
+"""What a proposer may say: mostly sound proposals, and the worst that an endpoint can send.
+
+Knows nothing about endpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+from offline_search.space import Dice, composed
+
+BUDGET = 8
+
+
+def sound(count: int) -> list[str]:
+    """Valid proposals, drawn at random."""
+    return [json.dumps(composed(Dice(Random(seed)), BUDGET)) for seed in range(count)]
+
+
+HOSTILE = {
+    "empty": "",
+    "blank": " \n\t ",
+    "refusal": "I'm sorry, but I cannot help with that.",
+    "prose": "First, let us think about relevance. " * 40,
+    "cut": sound(1)[0][:-20],
+    "a list": "[1, 2, 3]",
+    "a number": "42",
+    "long": "x" * 100_000,
+    "long object": '{"scoring": "' + "x" * 100_000 + '"}',
+    "deep": '{"scoring": ' + "[" * 5000 + "]" * 5000 + "}",
+    "nan": '{"scoring": NaN, "constraints": Infinity, "reassembly": -Infinity}',
+    "huge number": '{"scoring": ' + "9" * 5000 + "}",
+    "twice": '{"scoring": 1, "scoring": 2, "constraints": 3, "reassembly": 4}',
+    "surrogate": '{"scoring": "\\ud800", "constraints": 3, "reassembly": 4}',
+    "nul": '{"scoring": "\\u0000"}',
+    "other keys": '{"__class__": "os.system", "state": "rm -rf /"}',
+    "script": '{"scoring": "<script>alert(1)</script>"}',
+    "unknown atom": sound(1)[0].replace("_fusion", "_confusion"),
+    "out of range": sound(1)[0].replace('"weight": ', '"weight": 1e9'),
+}
+"""Replies of which none is a proposal."""

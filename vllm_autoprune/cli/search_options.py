@@ -1,0 +1,190 @@
+"""Options of `search`, and what they put together: settings, data, evaluator, proposer.
+
+Knows nothing about what is done with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from offline_search.evaluators.served import ServedEvaluator
+    from offline_search.examples import Dataset
+    from offline_search.proposers.protocol import Proposer
+    from offline_search.settings import Settings
+    from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+def search_arguments(group: argparse._ArgumentGroup) -> None:
+    """What is searched for, and how long."""
+    group.add_argument(
+        "--strategy",
+        default="autoprune+",
+        help="autoprune+ (default), autoprune, evoprompting, random or tpe",
+    )
+    group.add_argument("--rounds", type=int, default=10)
+    group.add_argument("--per-round", type=int, default=5, help="candidates a round")
+    group.add_argument("--base-policy", default="cdpruner")
+    group.add_argument("--budget", type=int, nargs="+", default=[32], metavar="K")
+    group.add_argument(
+        "--across", choices=("mean", "worst"), default="mean", help="of several budgets"
+    )
+    group.add_argument("--seed", type=int, default=0)
+
+
+def measuring_arguments(group: argparse._ArgumentGroup) -> None:
+    """What candidates are measured on."""
+    group.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="search.jsonl, validation.jsonl, test.jsonl"
+    )
+    group.add_argument("--images", type=int, help="use only so many images of each split")
+    group.add_argument(
+        "--server-url",
+        action="append",
+        metavar="URL",
+        help="vllm serve with --autoprune-requests states; several share the work",
+    )
+    group.add_argument("--server-model", metavar="NAME", help="where a server has several")
+    group.add_argument("--at-once", type=int, default=32, help="requests in flight a server")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="the served model's folder: candidates that keep the same tokens count as one",
+    )
+    group.add_argument("--text-tower", type=Path, help="as the server has it, with --checkpoint")
+
+
+def proposer_arguments(group: argparse._ArgumentGroup) -> None:
+    """Who proposes, and what that may cost."""
+    group.add_argument(
+        "--proposer-url", metavar="URL", help="OpenAI-compatible, ends in /v1; none: a small local"
+    )
+    group.add_argument("--proposer-model", metavar="NAME")
+    group.add_argument(
+        "--proposer-key-env", default="OPENAI_API_KEY", help="variable that holds the key"
+    )
+    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument(
+        "--price", type=float, nargs=2, default=[0.0, 0.0], metavar=("IN", "OUT"),
+        help="money for a million tokens, read and written",
+    )  # fmt: skip
+    group.add_argument("--most-tokens", type=int, help="stop asking after so many")
+    group.add_argument("--most-money", type=float, help="stop asking after so much")
+    group.add_argument(
+        "--no-seeds", action="store_true", help="for endpoints that do not bear a seed"
+    )
+
+
+def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
+    """The search that is asked for; raises :class:`ConfigError` with every problem."""
+    from pydantic import ValidationError
+
+    from offline_search.examples import read_dataset
+    from offline_search.settings import Settings
+    from offline_search.strategies import STRATEGIES
+    from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+    problems = []
+    for flag, value, known in (
+        ("--strategy", options.strategy, STRATEGIES),
+        ("--base-policy", options.base_policy, BASE_POLICIES),
+    ):
+        if value not in known:
+            problems.append(Problem(flag, f"{value!r} is not known", f"give {', '.join(known)}"))
+    if problems:
+        raise ConfigError("search", problems)
+    asks = STRATEGIES[options.strategy](Settings()).asks
+    try:
+        settings = Settings(
+            strategy=options.strategy,
+            rounds=options.rounds,
+            per_round=options.per_round,
+            base_policy=options.base_policy,
+            budgets=tuple(options.budget),
+            across=options.across,
+            seed=options.seed,
+            proposer=_proposer_name(options) if asks else "",
+            temperature=options.temperature,
+        )
+    except ValidationError as error:
+        found = [
+            Problem("--" + "/".join(map(str, detail["loc"])), detail["msg"], "give another value")
+            for detail in error.errors(include_url=False)
+        ]
+        raise ConfigError("search", found) from None
+    return settings, read_dataset(options.data, options.seed, options.images)
+
+
+def _proposer_name(options: argparse.Namespace) -> str:
+    from offline_search.proposers.embedded.convert import NAME
+
+    if options.proposer_url is None:
+        return NAME
+    if not options.proposer_model:
+        mend = "name the model to ask at --proposer-url"
+        raise ConfigError("search", [Problem("--proposer-model", "is missing", mend)])
+    return str(options.proposer_model)
+
+
+def evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEvaluator:
+    """The servers that measure."""
+    from offline_search.evaluators.served import ServedEvaluator
+
+    probes: Sequence[VisualTokens] = ()
+    if options.checkpoint is not None:
+        from offline_search.evaluators.probing import local_probes
+
+        probes = local_probes(options.checkpoint, options.text_tower, dataset)
+    return ServedEvaluator(
+        options.server_url,
+        dataset,
+        model=options.server_model,
+        at_once=options.at_once,
+        probes=probes,
+    )
+
+
+@contextlib.asynccontextmanager
+async def proposer(
+    options: argparse.Namespace,
+    settings: Settings,
+    dataset: Dataset,
+    stack: contextlib.ExitStack,
+) -> AsyncIterator[Proposer]:
+    """Who proposes: an endpoint, the embedded model started for it, or nobody."""
+    from offline_search.proposers.endpoint import Endpoint, EndpointProposer, Price
+    from offline_search.replay import Absent
+
+    if not settings.proposer:
+        yield Absent(settings.evaluator, dataset)
+        return
+    url, seeded = options.proposer_url, not options.no_seeds
+    if url is None:
+        from offline_search.proposers.embedded.convert import model_folder
+        from offline_search.proposers.embedded.serve import served
+
+        print("starting the embedded proposer ...", file=sys.stderr, flush=True)
+        url, seeded = stack.enter_context(served(model_folder())), False
+    endpoint = Endpoint(
+        url,
+        settings.proposer,
+        os.environ.get(options.proposer_key_env) or "none",
+        settings.temperature,
+        settings.reply_tokens,
+        Price(*options.price),
+        seeded=seeded,
+    )
+    found = EndpointProposer(endpoint)
+    try:
+        await found.prepare()
+        yield found
+    finally:
+        await found.close()
