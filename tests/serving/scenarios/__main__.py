@@ -13,6 +13,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each enters its scenarios
     SCENARIOS,
     backbones,
     bases,
+    brought,
     caches,
     exact,
     hostile,

@@ -1,0 +1,92 @@
+"""States that requests bring to a server of another state, beside servers of those states.
+
+Knows nothing about what they should agree in.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.minillava.split import Example
+from tests.serving.engine import (
+    STATE,
+    Answer,
+    alone,
+    examples,
+    forget,
+    generate,
+    picture,
+    prompt,
+    released,
+    start,
+)
+from tests.serving.scenarios import Report, scenario
+from tests.serving.watch import watch
+from vllm_autoprune.tpdsl.load import load_state
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+BUDGETS = (8, 24)
+STATES = ("autoprune", "visionzip", "fastv")
+
+
+@scenario
+def brought() -> Report:
+    """Answers and kept tokens of three states at two budgets, natively and brought by requests.
+
+    ``together``: all brought ones at the same moment, on a server that has none of their states
+    as its own. ``again``: one by one, nothing cached. ``batches``: budgets in each step.
+    ``cached``: tokens from the prefix cache, for a state asked first, again, and another state.
+    """
+    asked = examples(1)[:2]
+    report: dict[str, Any] = {"native": {}, "together": {}, "again": {}}
+    for name in STATES:
+        llm = start({**STATE, "state": name, "requests": "budget"})
+        for budget in BUDGETS:
+            for i, example in enumerate(asked):
+                (answer,) = generate(llm, [prompt(example, budget)])
+                report["native"][f"{name}/{budget}/{i}"] = answer.plain()
+        released(llm)
+    llm = start({**STATE, "state": alone("divprune"), "requests": "states"})
+    seen = watch()
+    keys = [f"{name}/{k}/{i}" for name in STATES for k in BUDGETS for i in range(len(asked))]
+    answers = generate(llm, [_bringing(key, asked) for key in keys])
+    report["together"] = {k: a.plain() for k, a in zip(keys, answers, strict=True)}
+    report["batches"] = list(seen.budgets)
+    forget(llm)
+    report["again"] = {key: _answer(llm, key, asked).plain() for key in keys}
+    first, again, other = "visionzip/24/0", "visionzip/24/0", "autoprune/24/0"
+    forget(llm)
+    report["cached"] = [_answer(llm, key, asked).cached for key in (first, again, other)]
+    report["images"] = _several(llm, asked)
+    return report
+
+
+def _answer(llm: LLM, key: str, asked: list[Example]) -> Answer:
+    (answer,) = generate(llm, [_bringing(key, asked)])
+    return answer
+
+
+def _bringing(key: str, asked: list[Example]) -> dict[str, object]:
+    """A raw prompt that brings a state by its name, or whole."""
+    name, budget, i = key.split("/")
+    whole = json.loads(load_state(name).dumps())
+    policy = name if i == "0" else whole
+    entry = {"policy": policy, "budget": int(budget)}
+    return {**prompt(asked[int(i)]), "mm_processor_kwargs": {"autoprune": entry}}
+
+
+def _several(llm: LLM, asked: list[Example]) -> Report:
+    """Prompt tokens of two images under each form of a budget."""
+    scenes = [picture(examples(3)[0].image), picture(examples(3)[-1].image)]
+    counts = {}
+    for budget in (8, [8, 20], {"shared": 21}, {"shared": 1000}):
+        raw = {
+            "prompt": "USER: <image><image>\nWhich? ASSISTANT:",
+            "multi_modal_data": {"image": scenes},
+            "mm_processor_kwargs": {"autoprune": {"budget": budget}},
+        }
+        counts[json.dumps(budget)] = generate(llm, [raw])[0].prompt_tokens
+    return counts

@@ -1,0 +1,106 @@
+"""What requests bring: the same tokens as a server of that state, and nothing bad gets through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.server import Server
+from tests.serving.engine import examples
+from tests.serving.http import ask, body, prompt_tokens, text_of
+from tests.serving.mutate import run as send_mutated
+from tests.serving.paths import TOKENS
+from tests.serving.scenarios import run
+from tests.tpdsl.samples import edited, shipped
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+
+def entry(**said: object) -> dict[str, object]:
+    return {"mm_processor_kwargs": {"autoprune": said}}
+
+
+def refusal(server: Server, **said: object) -> str:
+    sent = body(server, examples(1)[0], **entry(**said))
+    status, answer = server.post("/v1/chat/completions", sent)
+    assert status == 400, answer
+    return str(answer)
+
+
+# ---- in an engine of this machine ----
+
+
+@pytest.mark.parametrize("how", ["together", "again"])
+def test_a_brought_state_is_served_as_if_it_were_the_server_s(how: str) -> None:
+    report = run("brought")
+    assert report["native"].keys() == report[how].keys()
+    for key, native in report["native"].items():
+        answer = report[how][key]
+        assert (answer["text"], answer["prompt_tokens"]) == (
+            native["text"],
+            native["prompt_tokens"],
+        ), key
+        assert answer["logprob"] == pytest.approx(native["logprob"], abs=3e-2), key
+
+
+def test_states_and_budgets_share_a_step() -> None:
+    report = run("brought")
+    assert max(len(set(step)) for step in report["batches"]) == 2
+    assert max(map(len, report["batches"])) >= 6
+
+
+def test_a_state_shares_its_prefix_with_itself_alone() -> None:
+    first, again, other = run("brought")["cached"]
+    assert (first, other) == (0, 0)
+    assert again >= 32
+
+
+def test_each_form_of_a_budget_for_two_images() -> None:
+    counts: dict[str, Any] = run("brought")["images"]
+    words = counts["8"] - 16
+    assert counts["[8, 20]"] == words + 28
+    assert counts['{"shared": 21}'] == words + 21
+    assert counts['{"shared": 1000}'] == words + 2 * TOKENS
+
+
+# ---- over HTTP ----
+
+
+def test_policies_over_http_without_trust_in_anything_else(pruned: Server) -> None:
+    example = examples(1)[0]
+    full = prompt_tokens(ask(pruned, example, **entry(enabled=False)))
+    for policy in ("visionzip", "dart", edited(shipped(), {"/constraints/selector/q_e": 3})):
+        answer = ask(pruned, example, **entry(policy=policy, budget=20))
+        assert prompt_tokens(answer) == full - TOKENS + 20
+        assert text_of(answer)
+    kwargs = {"autoprune": {"budget": 8}, "size": {"height": 10_000, "width": 10_000}}
+    sent = body(pruned, example, mm_processor_kwargs=kwargs)
+    status, answer = pruned.post("/v1/chat/completions", sent)
+    assert status == 400
+    assert "trust-request-mm-kwargs" in str(answer)
+
+
+def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
+    example = examples(1)[1]
+    full = ask(stock, example, logprobs=True)
+    same = ask(pruned, example, logprobs=True, **entry(enabled=False))
+    assert same["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
+    assert same["usage"]["prompt_tokens"] == full["usage"]["prompt_tokens"]
+
+
+def test_a_refusal_says_where_and_how_to_mend_it(pruned: Server) -> None:
+    assert "did you mean 'visionzip'" in refusal(pruned, policy="visionzi")
+    broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
+    said = refusal(pruned, policy=broken)
+    assert "mm_processor_kwargs/autoprune/policy/scoring/fusion/atom" in said
+    assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
+    huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
+    assert "a request may bring" in refusal(pruned, policy=huge)
+
+
+def test_mutated_requests_leave_the_server_as_it_was(pruned: Server) -> None:
+    tally = send_mutated(pruned, 300, seed=5)
+    assert tally.faults == []
+    assert set(tally.statuses) == {200, 400}
+    assert min(tally.statuses.values()) > 20
