@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 from typing_extensions import TypedDict
@@ -30,6 +31,7 @@ class Message(TypedDict):
 Messages = tuple[Message, ...]
 
 
+@cache
 def task(settings: Settings) -> str:
     """The unchanging part: what is designed, in which language, and how it is scored."""
     policy = BASE_POLICIES[settings.base_policy]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Protocol
 
@@ -185,6 +186,7 @@ def _search(value: JsonValue, path: tuple[str | int, ...], found: list[Knob]) ->
                 found.append(Knob((*path, name), *bounds))
 
 
+@cache
 def _parameters(atom: str) -> dict[str, JsonObject]:
     properties = ATOMS[atom].call.model_json_schema()["properties"]
     return {name: described for name, described in properties.items() if name != "atom"}

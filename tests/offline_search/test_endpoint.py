@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from offline_search.prompt import Messages
+from offline_search.proposal import JsonObject
 from offline_search.proposers.endpoint import Endpoint, EndpointProposer, Price
 from offline_search.proposers.protocol import Reply
 from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
 from vllm_autoprune.errors import ConfigError
 
 HELLO: Messages = ({"role": "user", "content": "hello"},)
-SCHEMA = {"type": "object"}
+SCHEMA: JsonObject = {"type": "object"}
 
 
 def quick(told: Told, **changes: object) -> Endpoint:

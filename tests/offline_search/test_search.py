@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ async def searched(
     path: Path,
     settings: Settings,
     evaluator: SyntheticEvaluator,
-    replies: list[str] | list[str | None] | None = None,
+    replies: Sequence[str | None] | None = None,
     limits: Limits | None = None,
 ) -> Chosen:
     """One search on a ledger, from wherever the ledger is."""

@@ -1,0 +1,98 @@
+"""``python -m benchmarks.search data | compare | table``: the offline search on mini-LLaVA.
+
+Knows nothing about searching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.minillava.split import CHECKPOINT
+from benchmarks.minillava.yardstick.split import CHECKPOINT as HARD_CHECKPOINT
+from benchmarks.search.compare import as_markdown
+from benchmarks.search.data import write
+from offline_search.records import Split
+
+ORDER = ("autoprune+", "autoprune", "random")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write data, run a comparison, print its table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    data = commands.add_parser("data", help="write the held-out splits as a data folder")
+    data.add_argument("--out", type=Path, required=True)
+    compare = commands.add_parser("compare", help="run strategies over seeds; goes on if stopped")
+    table = commands.add_parser("table", help="print the table of a comparison")
+    for command in (compare, table):
+        command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
+        command.add_argument("--strategies", nargs="+", default=list(ORDER))
+        command.add_argument("--seeds", type=int, default=5, help="how many")
+    for command in (data, compare):
+        command.add_argument("--hard", action="store_true", help="the yardstick's scenes")
+        command.add_argument("--scenes", type=int, nargs=3, default=[20, 20, 40],
+                             metavar=("SEARCH", "VALIDATION", "TEST"))  # fmt: skip
+    compare.add_argument("--checkpoint", type=Path)
+    compare.add_argument("--base-policy", default="visionzip")
+    compare.add_argument("--budget", type=int, nargs="+", default=[8])
+    compare.add_argument("--rounds", type=int, default=10)
+    compare.add_argument("--per-round", type=int, default=5)
+    compare.add_argument("--proposer-url", help="endpoint; none: the embedded one is started")
+    compare.add_argument("--proposer-model")
+    options = parser.parse_args(arguments)
+    if options.command == "data":
+        write(options.out, _scenes(options), hard=options.hard)
+    elif options.command == "compare":
+        _compare(options)
+    if options.command in ("compare", "table"):
+        print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
+    return 0
+
+
+def _scenes(options: argparse.Namespace) -> dict[Split, int]:
+    search, validation, test = options.scenes
+    return {"search": search, "validation": validation, "test": test}
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from benchmarks.search.compare import Remembering, compare
+    from benchmarks.search.minillava import MiniLlavaEvaluator
+    from offline_search.proposers.embedded.convert import NAME, model_folder
+    from offline_search.proposers.embedded.serve import served
+    from offline_search.proposers.endpoint import Endpoint, EndpointProposer
+    from offline_search.settings import Settings
+    from offline_search.strategies import STRATEGIES
+
+    checkpoint = options.checkpoint or (HARD_CHECKPOINT if options.hard else CHECKPOINT)
+    evaluator = Remembering(MiniLlavaEvaluator(checkpoint, _scenes(options), hard=options.hard))
+    settings = Settings(
+        rounds=options.rounds,
+        per_round=options.per_round,
+        base_policy=options.base_policy,
+        budgets=tuple(options.budget),
+        proposer=options.proposer_model or NAME,
+    )
+
+    async def run(url: str | None) -> None:
+        endpoint = url and Endpoint(url, settings.proposer, seeded=options.proposer_url is not None)
+        proposer = EndpointProposer(endpoint) if endpoint else None
+        seeds = range(options.seeds)
+        try:
+            await compare(options.out, options.strategies, seeds, settings, evaluator, proposer)
+        finally:
+            if proposer is not None:
+                await proposer.close()
+
+    asks = any(STRATEGIES[strategy](settings).asks for strategy in options.strategies)
+    if options.proposer_url or not asks:
+        asyncio.run(run(options.proposer_url))
+        return
+    with served(model_folder()) as url:
+        asyncio.run(run(url))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
