@@ -22,8 +22,8 @@ from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
 from benchmarks.load.errors import LoadError
-from benchmarks.load.keeper import Keeper, users
-from benchmarks.load.options import add, options
+from benchmarks.load.keeper import Keeper
+from benchmarks.load.options import add, options, users
 from benchmarks.load.sender import Sender
 
 _SENDERS: list[Sender] = []
@@ -55,7 +55,7 @@ def _init(environment: Environment, **_: object) -> None:
         if not isinstance(runner, WorkerRunner):
             chosen = options(parsed)
             expected = parsed.expect_workers if isinstance(runner, MasterRunner) else 1
-            parsed.num_users = users(chosen, expected)
+            parsed.num_users = users(chosen.load, expected)
             parsed.spawn_rate = float(parsed.num_users)
             _KEEPERS.append(Keeper(runner, chosen))
         if not isinstance(runner, MasterRunner):

@@ -15,7 +15,6 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import MasterRunner, Runner
 
-from benchmarks.load.errors import LoadError
 from benchmarks.load.facts import ClientFacts, RunFacts
 from benchmarks.load.journal import Journal
 from benchmarks.load.messages import DONE, GO, READY, RECORD, Done, Go, Ready
@@ -155,18 +154,3 @@ class Keeper:
     def _end(self, reason: str) -> None:
         self._broken = self._broken or reason
         gevent.spawn(self._runner.quit)
-
-
-def users(options: Options, expected_workers: int) -> int:
-    """How many locust users a run has: those of a closed loop, or one a worker.
-
-    Raises :class:`LoadError` where a worker would have none.
-    """
-    if options.load.users is None:
-        return expected_workers
-    if options.load.users < expected_workers:
-        raise LoadError(
-            f"{expected_workers} workers cannot share {options.load.users} users "
-            "-> give at least one user a worker"
-        )
-    return options.load.users

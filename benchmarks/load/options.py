@@ -123,6 +123,20 @@ def arguments(chosen: Options) -> Sequence[str]:
     return [part for key, v in told.items() if v is not None for part in (f"--{key}", str(v))]
 
 
+def users(load: Load, workers: int) -> int:
+    """How many locust users a run has: those of a closed loop, or one a worker.
+
+    Raises :class:`LoadError` where a worker would have none.
+    """
+    if load.users is None:
+        return workers
+    if load.users < workers:
+        raise LoadError(
+            f"{workers} workers cannot share {load.users} users -> give each worker at least one"
+        )
+    return load.users
+
+
 def _seconds(milliseconds: float) -> float | None:
     return milliseconds / 1000 if milliseconds else None
 

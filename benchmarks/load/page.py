@@ -6,20 +6,14 @@ Knows nothing about how anything was measured.
 from __future__ import annotations
 
 import html
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.load.compare import FIGURES, agreements, comparisons
-from benchmarks.load.load import Load, Slo
-from benchmarks.load.mix import spoken
+from benchmarks.load import sections
+from benchmarks.load.load import Load
 from benchmarks.load.paired import Paired, read_paired
 from benchmarks.load.plots import goodput_rate, rate_latency, throughput_latency, ttft_distribution
-from benchmarks.load.points import Point, Run, points, ttft
-from benchmarks.load.statistics import Estimate
-from benchmarks.load.sweep import KNEE, Sweep, sweep
-from benchmarks.load.table import estimate, hits, percentiles
-from benchmarks.load.workload import CACHES, Workload
+from benchmarks.load.points import Point, Run, points
 
 REPORT = "report.html"
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -37,18 +31,18 @@ def write(folder: Path) -> Path:
 def page(paired: Paired, runs: Sequence[Run]) -> str:
     """The whole document."""
     found = points(runs)
-    sections = "\n".join(
+    told = "\n".join(
         part
         for part in (
             _verdict(paired, runs),
-            _ratios(found),
-            _sweeps(paired, found),
+            sections.ratios(found),
+            sections.sweeps(paired, found),
             _pictures(paired, found),
-            _latencies(found),
-            _server(found),
-            _same(found),
-            _runs(runs),
-            _setting(paired, runs),
+            sections.latencies(found),
+            sections.server(found),
+            sections.same_answers(found),
+            sections.every_run(runs),
+            sections.setting(paired, runs),
         )
         if part
     )
@@ -60,7 +54,7 @@ def page(paired: Paired, runs: Sequence[Run]) -> str:
 <title>Load test</title>
 <style>{_STYLE}</style>
 <h1>Load test: {html.escape(", ".join(arm.name for arm in paired.plan.arms))}</h1>
-{sections}
+{told}
 </html>
 """
 
@@ -75,59 +69,6 @@ def _verdict(paired: Paired, runs: Sequence[Run]) -> str:
     if paired.broken:
         lines.append(f'<p class="bad">The experiment ended early: {html.escape(paired.broken)}</p>')
     return "".join(lines)
-
-
-def _ratios(found: Sequence[Point]) -> str:
-    compared = comparisons(found)
-    if not compared:
-        return ""
-    loads = list(dict.fromkeys((one.load, one.arm) for one in compared))
-    rows = []
-    for load, arm in loads:
-        cells = {one.figure: one for one in compared if (one.load, one.arm) == (load, arm)}
-        told = [_ratio(cells[name].ratio, cells[name].by_pass) for name in FIGURES]
-        rows.append([load, arm, *told])
-    against = html.escape(compared[0].against)
-    return (
-        f"<h2>Against {against}</h2><p>Ratio to {against}, request by request the same, with its "
-        "95 % interval; in brackets the ratio of each pass alone. Below 1 is less. The interval "
-        "covers which requests were drawn; how passes scatter it cannot know, so look at both.</p>"
-        + _table(["load", "arm", *FIGURES], rows)
-    )
-
-
-def _ratio(of: Estimate | None, by_pass: Sequence[float]) -> str:
-    if of is None:
-        return "not valid"
-    return f"{estimate(of, 1, 3)} [{', '.join(f'{one:.3f}' for one in by_pass)}]"
-
-
-def _sweeps(paired: Paired, found: Sequence[Point]) -> str:
-    slo = paired.plan.slo
-    arms = dict.fromkeys(point.arm for point in found if point.load.rate is not None)
-    swept = [sweep([p for p in found if p.arm == arm], slo) for arm in arms]
-    if not swept:
-        return ""
-    rows = [_swept(one) for one in swept]
-    head = ["arm", "knee", "highest rate within the promise", "surely", "saturation"]
-    return (
-        f"<h2>Knee and highest rate</h2><p>Promise: {_told(slo)} for 99 % of requests. "
-        f"Knee: the highest rate that is kept up with, median TTFT at most {KNEE:g} times "
-        "that of the lowest rate. Rates in requests/s; only those that were tried. "
-        "&ldquo;Surely&rdquo; asks the upper end of the p99 interval.</p>" + _table(head, rows)
-    )
-
-
-def _swept(one: Sweep) -> list[str]:
-    def rate(value: float | None) -> str:
-        if one.cut:
-            return "not known" if value is None else f"at least {value:g}"
-        return "below the lowest" if value is None else f"{value:g}"
-
-    notes = ["reached" if one.saturated else "not reached: try higher rates"]
-    if one.cut:
-        notes.append("the climb ended at a run that is not valid")
-    return [one.arm, rate(one.knee), rate(one.highest), rate(one.surely), "; ".join(notes)]
 
 
 def _pictures(paired: Paired, found: Sequence[Point]) -> str:
@@ -159,131 +100,6 @@ def _shared(found: Sequence[Point]) -> Load | None:
     valid = [load for load in common if all(p.valid for p in found if p.load == load)]
     best = valid or common
     return max(best, key=lambda load: (load.rate or 0, load.users or 0)) if best else None
-
-
-def _latencies(found: Sequence[Point]) -> str:
-    rows = []
-    for point in found:
-        late = point.distribution(ttft)
-        kept = point.goodput
-        rows.append(
-            [
-                point.load.label,
-                point.arm,
-                "valid" if point.valid else "not valid",
-                str(point.requests),
-                percentiles(late) if late else "no answer",
-                f"{point.completed:.2f}",
-                estimate(kept, 100, 1) if kept else "",
-            ]
-        )
-    head = ["load", "arm", "", "requests", "TTFT, ms", "completed/s", "goodput, %"]
-    return (
-        "<h2>Time to first token</h2><p>All passes together; in an open loop from the scheduled "
-        "time. &dagger;: too few requests stand behind this percentile.</p>" + _table(head, rows)
-    )
-
-
-def _server(found: Sequence[Point]) -> str:
-    rows = []
-    for point in found:
-        before = point.mean(lambda r: r.metrics.visual_tokens_before)
-        after = point.mean(lambda r: r.metrics.visual_tokens_after)
-        kv = point.mean(lambda r: r.metrics.peak_kv_use)
-        first = point.runs[0].result
-        rows.append(
-            [
-                point.load.label,
-                point.arm,
-                f"{first.summary.image_rate:.2f}",
-                f"{first.summary.output_token_rate:.1f}",
-                f"{first.summary.prompt_tokens or 0:.1f}",
-                "not counted" if before is None else f"{before:.0f} → {after or 0:.0f}",
-                "not told" if kv is None else f"{100 * kv:.1f}",
-                hits(first.metrics.mm_cache_hits, first.metrics.mm_cache_queries),
-                hits(first.metrics.prefix_cache_hits, first.metrics.prefix_cache_queries),
-            ]
-        )
-    head = [
-        "load", "arm", "images/s", "output tokens/s", "prompt tokens", "visual tokens",
-        "peak KV use, %", "image cache hits", "prefix cache hits (tokens)",
-    ]  # fmt: skip
-    return (
-        "<h2>What the server says</h2><p>From its /metrics and usage, first pass; visual tokens as "
-        "the plugin counts them, before and after. Token throughput is shown and never ranked by: "
-        "pruning lowers it.</p>" + _table(head, rows)
-    )
-
-
-def _same(found: Sequence[Point]) -> str:
-    rows = [
-        [one.load, one.arm, one.against, estimate(one.same, 100, 1) if one.same else ""]
-        for one in agreements(found)
-    ]
-    if not rows:
-        return ""
-    return (
-        "<h2>Same answers</h2><p>Share of requests with the same answer to the last letter, %. "
-        "Greedy and of fixed length. It guards against speed from broken output, and is no "
-        "accuracy.</p>" + _table(["load", "arm", "against", "same, %"], rows)
-    )
-
-
-def _runs(runs: Sequence[Run]) -> str:
-    rows = [
-        [
-            f"{run.number + 1}",
-            run.arm,
-            run.result.load.spoken(),
-            run.result.verdict.spoken(),
-            "; ".join(run.result.verdict.notes),
-            f"{run.folder}/records.jsonl",
-        ]
-        for run in runs
-    ]
-    head = ["pass", "arm", "load", "verdict", "notes", "records"]
-    return "<h2>Every run, in the order it was made</h2>" + _table(head, rows)
-
-
-def _setting(paired: Paired, runs: Sequence[Run]) -> str:
-    arms = [
-        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
-        for arm in paired.plan.arms
-    ]
-    rows = [[key, value] for key, value in _workload(paired.plan.workload)]
-    rows += [[key, value] for key, value in (runs[0].result.environment.items() if runs else ())]
-    busy = [run.result.environment["load average"] for run in runs]
-    rows.append(["load average after each run", ", ".join(busy)])
-    command = html.escape(shlex.join(paired.command))
-    return (
-        f"<h2>Setting</h2><p>Command:</p><pre>{command}</pre>"
-        + _table(["arm", "digest of the state", "served as"], arms)
-        + _table(["", ""], rows)
-    )
-
-
-def _workload(workload: Workload) -> Iterable[tuple[str, str]]:
-    yield "cache state", f"{workload.cache}: {CACHES[workload.cache]}"
-    yield "requests", f"{workload.requests} a run, and {workload.warm_up} before the clock starts"
-    yield "answers", f"{workload.output_tokens} tokens each, greedy"
-    yield "longer side, pixels", spoken(workload.sides)
-    yield "aspect", spoken(workload.aspects)
-    yield "images a request", spoken(workload.images)
-    yield "formats", spoken(workload.formats)
-    yield "words in a question", spoken(workload.words)
-    yield "seed", str(workload.seed)
-
-
-def _told(slo: Slo) -> str:
-    return html.escape(slo.spoken())
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{html.escape(c)}</{kind}>" for c in cells) + "</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f'<div class="wide"><table>{line(head, "th")}{body}</table></div>'
 
 
 _STYLE = """

@@ -104,7 +104,7 @@ def write_llava(folder: Path, layers: int) -> Path:
     _write(folder, "processor_config.json", processor)
     special = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>", PAD: "<pad>"}
     known = {3: "USER", 4: "ASSISTANT", 5: ":"}
-    tokenizer = _tokenizer(VOCABULARY, special, known)
+    tokenizer = word_tokenizer(VOCABULARY, special, known)
     tokenizer.save(str(folder / "tokenizer.json"))
     described: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -150,7 +150,7 @@ def write_clip(folder: Path) -> Path:
     model = CLIPModel(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     begin, finish = "<|startoftext|>", "<|endoftext|>"
-    tokenizer = _tokenizer(CLIP_VOCABULARY, {0: "<unk>", end - 1: begin, end: finish}, {})
+    tokenizer = word_tokenizer(CLIP_VOCABULARY, {0: "<unk>", end - 1: begin, end: finish}, {})
     tokenizer.post_processor = TemplateProcessing(
         single=f"{begin} $A {finish}", special_tokens=[(begin, end - 1), (finish, end)]
     )
@@ -167,7 +167,7 @@ def write_clip(folder: Path) -> Path:
     return folder
 
 
-def _tokenizer(size: int, special: dict[int, str], known: dict[int, str]) -> Tokenizer:
+def word_tokenizer(size: int, special: dict[int, str], known: dict[int, str]) -> Tokenizer:
     """One token a word, ``w0``, ``w1`` and so on; every id has a text, as dummies say anything."""
     fixed = {**special, **known}
     free = (i for i in range(size) if i not in fixed)

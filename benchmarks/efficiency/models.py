@@ -1,0 +1,102 @@
+"""The models that an efficiency table can be made for: folder, geometry, image, flags.
+
+Knows nothing about policies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.efficiency.shapes import write_llava_next, write_qwen
+from benchmarks.minillava.split import CLIP, LLAVA
+from benchmarks.overhead.shape import write_clip, write_llava
+from vllm_autoprune.backbones import LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, Geometry
+
+MINI = "mini-llava"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served, and the image that gives the number of tokens that is published."""
+
+    name: str
+    folder: Path
+    text_tower: Path | None
+    geometry: Geometry
+    """With the depth that is served."""
+    depth: int
+    """Of the published model."""
+    side: int
+    """Of the square image, pixels."""
+    flags: tuple[str, ...]
+    scored: bool
+    """Whether its answers mean anything."""
+
+    @property
+    def whole(self) -> Geometry:
+        """The published depth."""
+        return replace(self.geometry, layers=self.depth)
+
+
+Write = Callable[[Path, int], Path]
+
+SHAPES: Mapping[str, tuple[Geometry, int, Write]] = {
+    LLAVA_7B.name: (LLAVA_7B, 336, write_llava),
+    LLAVA_NEXT_7B.name: (LLAVA_NEXT_7B, 672, write_llava_next),
+    QWEN_7B.name: (QWEN_7B, 1008, write_qwen),
+}
+NAMES = (MINI, *SHAPES)
+
+
+def model(name: str, layers: int, out: Path) -> Model:
+    """The model of that name; shapes are written below ``out`` with so many language layers."""
+    if name == MINI:
+        geometry = geometry_of(LLAVA)
+        return Model(
+            name=MINI,
+            folder=LLAVA,
+            text_tower=CLIP,
+            geometry=geometry,
+            depth=geometry.layers,
+            side=168,
+            flags=("--max-model-len", "1024"),
+            scored=True,
+        )
+    geometry, side, write = SHAPES[name]
+    folder = write(out / f"{name}-{layers}-layers", layers)
+    tower = write_clip(out / "clip") if geometry.relevance == "clip" else None
+    return Model(
+        name=name,
+        folder=folder,
+        text_tower=tower,
+        geometry=replace(geometry, layers=layers),
+        depth=geometry.layers,
+        side=side,
+        flags=("--load-format", "dummy", "--max-model-len", "4096"),
+        scored=False,
+    )
+
+
+def geometry_of(folder: Path) -> Geometry:
+    """The geometry of a LLaVA-1.5 checkpoint, from its config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    side = int(vision["image_size"]) // int(vision["patch_size"])
+    return Geometry(
+        name=folder.name,
+        family="llava",
+        layers=int(text["num_hidden_layers"]),
+        width=int(text["hidden_size"]),
+        feed_forward=int(text["intermediate_size"]),
+        kv_width=int(text["num_key_value_heads"]) * int(text["head_dim"]),
+        grid_height=side,
+        grid_width=side,
+        tiles=1,
+        relevance="clip",
+        has_cls=True,
+        tower_rows=True,
+        source=str(folder),
+    )
