@@ -89,13 +89,13 @@ def words(
     known = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens([image, *special])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
         pad_token="<pad>",
-        additional_special_tokens=[image, *special],
         extra_special_tokens=dict(extra or {}),
         chat_template=CHAT.replace("IMAGE", image_text or image),
     )
@@ -104,7 +104,7 @@ def words(
 def token(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
     """The id of one token."""
     found = tokenizer.convert_tokens_to_ids(text)
-    assert isinstance(found, int)
+    assert isinstance(found, int) and found != tokenizer.unk_token_id, f"{text!r} is no token"
     return found
 
 

@@ -208,6 +208,12 @@ def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Ba
         # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
         what = "the vision tower would differ between requests"
         problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
+    compilation = vllm_config.compilation_config
+    for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
+        if vars(compilation).get(name):
+            what = "the vision tower would run around what listens to it"
+            where = f"--compilation-config {name}"
+            problems.append(Problem(where, what, "serve without it"))
     return architecture, backbone
 
 

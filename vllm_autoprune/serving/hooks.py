@@ -19,9 +19,29 @@ class Hook:
     used_by: str
 
 
+def _model(module: str, kind: str, *methods: str) -> Hook:
+    """A model class, with what every pruned form of one relies on."""
+    common = ("_processor_factory", "embed_multimodal", "load_weights")
+    names = tuple(f"{kind}.{name}" for name in (*common, *methods))
+    return Hook(f"vllm.model_executor.models.{module}", names, f"models: {kind}")
+
+
+_QWEN = (
+    "_parse_and_validate_image_input",
+    "_process_image_input",
+    "get_mrope_input_positions",
+)
+
 HOOKS: tuple[Hook, ...] = (
     Hook("vllm.engine.arg_utils", ("EngineArgs.add_cli_args",), "plugin: the flags"),
-    Hook("vllm.config", ("VllmConfig.try_verify_and_update_config",), "plugin: the settings"),
+    Hook(
+        "vllm.config",
+        (
+            "VllmConfig.try_verify_and_update_config",
+            "MultiModalConfig.is_multimodal_pruning_enabled",
+        ),
+        "plugin: the settings; compat: positions of kept tokens",
+    ),
     Hook(
         "vllm.model_executor.models",
         ("ModelRegistry.register_model",),
@@ -64,26 +84,45 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.multimodal.parse", ("ImageEmbeddingItems",), "processor: what comes unpruned"),
     Hook(
         "vllm.multimodal.processing.processor",
-        ("PromptUpdateDetails.from_seq",),
+        ("PromptUpdateDetails",),
         "processor: K placeholders",
     ),
-    Hook(
-        "vllm.model_executor.models.llava",
-        (
-            "LlavaForConditionalGeneration._processor_factory",
-            "LlavaForConditionalGeneration._image_pixels_to_features",
-            "LlavaForConditionalGeneration._parse_and_validate_image_input",
-            "LlavaForConditionalGeneration.embed_multimodal",
-            "LlavaForConditionalGeneration.load_weights",
-        ),
-        "models.llava: the vision side",
+    _model("llava", "LlavaForConditionalGeneration", "_parse_and_validate_image_input"),
+    _model(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        "_parse_and_validate_image_input",
+        "_merge_image_patch_embeddings",
     ),
+    _model(
+        "llava_onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        "_parse_and_validate_image_input",
+        "_image_pixels_to_features",
+        "_merge_image_patch_embeddings",
+    ),
+    _model("qwen2_vl", "Qwen2VLForConditionalGeneration", *_QWEN),
+    _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", *_QWEN, "recompute_mrope_positions"),
+    _model("qwen3_vl", "Qwen3VLForConditionalGeneration", *_QWEN, "recompute_mrope_positions"),
+    _model("interns1", "InternS1ForConditionalGeneration", "extract_feature"),
+    _model("gemma3_mm", "Gemma3ForConditionalGeneration", "_image_pixels_to_features"),
+    Hook(
+        "vllm.model_executor.models.interfaces",
+        ("SupportsMultiModal.get_language_model", "supports_multimodal_pruning"),
+        "models: relevance by embeddings; positions",
+    ),
+    Hook(
+        "vllm.v1.worker.cpu_model_runner",
+        ("CPUModelRunner.load_model",),
+        "compat: positions of kept tokens on a CPU",
+    ),
+    Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),
     Hook(
         "vllm.utils.torch_utils",
         ("kv_cache_dtype_str_to_dtype",),
         "accounts: bytes of one token",
     ),
-    Hook("vllm.model_executor.models.utils", ("StageMissingLayer",), "models.llava: text-only"),
+    Hook("vllm.model_executor.models.utils", ("StageMissingLayer",), "models: text-only"),
     Hook(
         "vllm.distributed",
         (

@@ -28,7 +28,7 @@ MANY = 4096
 FEW = 5
 """A budget below N of every image here."""
 
-SETTINGS = {"state": "autoprune", "budget": MANY}
+SETTINGS = {"state": "autoprune", "budget": MANY, "requests": "budget"}
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -39,6 +39,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 
 SQUARE, WIDE = picture(112, 112, 0), picture(200, 112, 1)
+LARGE = picture(330, 300, 4)
 HIGH, SMALL = picture(96, 208, 2), picture(120, 96, 3)
 _LONG = " and the sky is blue on the right" * 6
 """So that the image and some of the text fill a block of the prefix cache."""
@@ -47,6 +48,7 @@ ASKED: dict[str, tuple[str, tuple[Image.Image, ...]]] = {
     "square": ("what colour is the cat", (SQUARE,)),
     "wide": ("what colour is the cat", (WIDE,)),
     "high": ("what colour is the cat", (HIGH,)),
+    "large": ("what colour is the cat", (LARGE,)),
     "two": ("how many are there", (HIGH, SMALL)),
     "other question": ("which dog is on the left", (WIDE,)),
 }
@@ -88,21 +90,28 @@ def _engine(folder: Path, settings: dict[str, object] | None, **options: object)
 
 
 def _asked(llm: Any, steps: Steps, name: str, budget: int | None = None) -> dict[str, Any]:
+    text, images = ASKED[name]
+    wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": budget}}}
+    asked = [[turn(text + _LONG, *images)]]
+    (output,) = llm.chat(asked, _sampling(), use_tqdm=False, **wish)
+    return _said(output, steps)
+
+
+def _sampling() -> Any:
     from vllm import SamplingParams
 
-    text, images = ASKED[name]
-    text += _LONG
-    sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
-    wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": budget}}}
-    (output,) = llm.chat([[turn(text, *images)]], sampling, use_tqdm=False, **wish)
-    said = output.outputs[0]
+    return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+
+
+def _said(output: Any, steps: Steps) -> dict[str, Any]:
+    said, cached = output.outputs[0], output.num_cached_tokens or 0
     length = len(output.prompt_token_ids) + len(said.token_ids) - 1
     return {
         "prompt": list(output.prompt_token_ids),
         "ids": list(said.token_ids),
         "logprob": float(said.cumulative_logprob),
-        "cached": output.num_cached_tokens or 0,
-        "positions": steps.take(length - (output.num_cached_tokens or 0)),
+        "cached": cached,
+        "positions": steps.take(length - cached),
     }
 
 
@@ -124,10 +133,12 @@ def _report(folder: Path) -> Report:
     llm = _engine(folder, None)
     steps = _heard(llm)
     report["stock"] = {name: _asked(llm, steps, name) for name in ASKED}
+    video = {"stock": _video(llm, steps)}
     released(llm)
 
     llm = _engine(folder, SETTINGS)
     steps, seen = _heard(llm), watch()
+    report["predicted"] = _predicted(llm)
     report["whole"] = {name: _asked(llm, steps, name) for name in ASKED}
     report["pruned"], report["again"], report["kept"] = {}, {}, {}
     before = _runs(llm)
@@ -139,15 +150,55 @@ def _report(folder: Path) -> Report:
     report["vision_runs"] = _runs(llm) - before
     forget(llm)
     report["alone"] = {name: _asked(llm, steps, name, FEW) for name in ["other question", "wide"]}
-    report["fallbacks"] = model_of(llm).autoprune_meter.counts()
+    counts = model_of(llm).autoprune_meter.counts()
+    report["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
     report["errors"] = model_of(llm).autoprune_meter.raised
     released(llm)
 
     llm = _engine(folder, {**SETTINGS, "budget": FEW}, max_num_batched_tokens=8, max_num_seqs=2)
     steps = _heard(llm)
     report["chunked"] = {name: _asked(llm, steps, name) for name in ASKED}
+    video["pruned"] = _video(llm, steps)
+    report["video"] = video
     released(llm)
     return report
+
+
+def _predicted(llm: Any) -> dict[str, list[int]]:
+    """N of every image by its size alone, before any model runs."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.parse import ImageSize
+
+    processor = MULTIMODAL_REGISTRY.create_processor(llm.llm_engine.model_config)
+    said = processor._placeholders
+    return {
+        name: [said.extent(processor.info, ImageSize(*i.size), {}).tokens for i in images]
+        for name, (_, images) in ASKED.items()
+    }
+
+
+def _video(llm: Any, steps: Steps) -> dict[str, Any] | None:
+    """An answer about four frames; None where the model takes no videos."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    processor = MULTIMODAL_REGISTRY.create_processor(llm.llm_engine.model_config)
+    if "video" not in processor.info.get_supported_mm_limits():
+        return None
+    frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
+    told = {
+        "fps": 2.0,
+        "duration": 2.0,
+        "total_num_frames": 4,
+        "frames_indices": [0, 1, 2, 3],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    shown = type(model_of(llm)).get_placeholder_str("video", 0)
+    prompt = {
+        "prompt": f"user {shown} what is on the left you",
+        "multi_modal_data": {"video": (frames, told)},
+    }
+    return _said(llm.generate([prompt], _sampling(), use_tqdm=False)[0], steps)
 
 
 def _runs(llm: Any) -> int:

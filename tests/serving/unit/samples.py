@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +47,11 @@ def hf_config(**changes: object) -> Any:
 
 
 def vllm_config(
-    settings: object = None, architecture: str = LLAVA, lora: object = None, **changes: object
+    settings: object = None,
+    architecture: str = LLAVA,
+    lora: object = None,
+    compiled: Mapping[str, bool] = MappingProxyType({}),
+    **changes: object,
 ) -> Any:
     """As much of a VllmConfig as settings are checked against."""
     return SimpleNamespace(
@@ -62,6 +66,7 @@ def vllm_config(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         additional_config={"autoprune": settings, "theirs": {"x": 1}},
         lora_config=lora,
+        compilation_config=SimpleNamespace(**compiled),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 

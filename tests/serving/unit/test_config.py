@@ -214,7 +214,7 @@ def test_a_text_tower_of_another_vision_tower(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (vllm_config(architecture="Qwen2VLForConditionalGeneration"), "has no pruned form"),
+        (vllm_config(architecture="PixtralForConditionalGeneration"), "has no pruned form"),
         (
             vllm_config(
                 vision_config=SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
@@ -244,6 +244,13 @@ def test_lora_on_the_vision_tower() -> None:
             assert places({"state": "autoprune"}, config) == ["--enable-tower-connector-lora"]
         else:
             assert resolve({"state": "autoprune"}, config).budget == 32
+
+
+@pytest.mark.parametrize("name", ["cudagraph_mm_encoder", "compile_mm_encoder"])
+def test_a_vision_tower_that_nothing_can_listen_to(name: str) -> None:
+    config = vllm_config(compiled={name: True})
+    assert places({"state": "autoprune"}, config) == [f"--compilation-config {name}"]
+    assert resolve({"state": "autoprune"}, vllm_config(compiled={name: False})).budget == 32
 
 
 def _of(base: str) -> dict[str, object]:

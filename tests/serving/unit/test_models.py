@@ -13,6 +13,7 @@ from tests.serving.unit.samples import hf_config, image, served
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.features import FeatureCache
 from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.fits import no_text_tower, rows_only, siglip_problems
 
 
 @pytest.mark.compat
@@ -33,7 +34,11 @@ def test_every_backbone_is_where_its_record_says(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", BACKBONES)
 def test_a_model_without_problems_has_none(architecture: str) -> None:
-    assert list(BACKBONES[architecture].problems(hf_config())) == []
+    config = hf_config()
+    if BACKBONES[architecture].problems is siglip_problems:
+        config.vision_config.model_type = "siglip_vision_model"
+        config.vision_feature_select_strategy = "full"
+    assert list(BACKBONES[architecture].problems(config)) == []
 
 
 def test_activation_registers_the_class_and_the_renderer_once(registered: Registered) -> None:
@@ -153,3 +158,18 @@ def test_a_server_that_takes_no_images_has_no_vision_side(monkeypatch: pytest.Mo
     model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
     assert model.autoprune is None
     assert model.load_weights([]) == set()
+
+
+def test_the_table_of_support_has_every_backbone_as_it_is() -> None:
+    """The table drives the engine tests too, so nothing is served that is not tested."""
+    from vllm_autoprune.selftest.tiny import BUILDERS
+    from vllm_autoprune.serving.support import BACKBONE_SUPPORT
+
+    by_name = {backbone.name: backbone for backbone in BACKBONES.values()}
+    assert {row.name for row in BACKBONE_SUPPORT} == set(by_name)
+    for row in BACKBONE_SUPPORT:
+        backbone = by_name[row.name]
+        assert backbone.mrope == (row.positions == "time, height, width")
+        assert (backbone.input_problems is rows_only) == (row.tower == "refused")
+        assert (backbone.tower_problems is no_text_tower) == (row.relevance == "embeddings")
+        assert row.name == "llava" or row.name in BUILDERS

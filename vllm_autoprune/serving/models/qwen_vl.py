@@ -6,7 +6,6 @@ Knows nothing about which position belongs where: ``mrope`` does. Videos are lef
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.multimodal.parse import ImageSize
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 else:
     _Stock = object
 
@@ -236,11 +234,6 @@ class PrunedQwen(PrunedModel, _Stock):
             image = self.config.image_token_id
             positions = with_image_positions(ids, positions, carried, image, num_computed_tokens)
         return rows, positions, int(positions.max()) + 1 - len(input_ids)
-
-    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """As stock, but images and videos run eagerly: a graph would go round the pruning."""
-        stock = super().get_encoder_cudagraph_config()
-        return stock if self.autoprune is None else replace(stock, modalities=[])
 
 
 class AutopruneQwen2VLForConditionalGeneration(PrunedQwen, Qwen2VLForConditionalGeneration):
