@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.efficiency.measure import SERVED, Pass, Refused, measure, requests
-from benchmarks.efficiency.models import MINI, NAMES, Model, model
+from benchmarks.efficiency.models import MINI, NAMES, Model, model, text_tower
 from benchmarks.efficiency.table import FULL, markdown
 from benchmarks.load.arms import Arm, in_turn
 from benchmarks.load.result import environment
@@ -102,7 +102,7 @@ def _arms(served: Model, chosen: argparse.Namespace, budget: int) -> list[Arm]:
         "--served-model-name", SERVED, *served.flags, "--block-size", "32", "--enforce-eager",
         "--dtype", "bfloat16", "--no-enable-prefix-caching", "--max-num-seqs", "8",
     )  # fmt: skip
-    tower = served.text_tower
+    tower = text_tower(served, chosen.out)
     pruning = (
         "--autoprune-budget", str(budget), "--autoprune-feature-cache-gb", "0",
         *(() if tower is None else ("--autoprune-text-tower", str(tower))),

@@ -24,7 +24,6 @@ class Model:
 
     name: str
     folder: Path
-    text_tower: Path | None
     geometry: Geometry
     """With the depth that is served."""
     depth: int
@@ -58,7 +57,6 @@ def model(name: str, layers: int, out: Path) -> Model:
         return Model(
             name=MINI,
             folder=LLAVA,
-            text_tower=CLIP,
             geometry=geometry,
             depth=geometry.layers,
             side=168,
@@ -67,17 +65,22 @@ def model(name: str, layers: int, out: Path) -> Model:
         )
     geometry, side, write = SHAPES[name]
     folder = write(out / f"{name}-{layers}-layers", layers)
-    tower = write_clip(out / "clip") if geometry.relevance == "clip" else None
     return Model(
         name=name,
         folder=folder,
-        text_tower=tower,
         geometry=replace(geometry, layers=layers),
         depth=geometry.layers,
         side=side,
         flags=("--load-format", "dummy", "--max-model-len", "4096"),
         scored=False,
     )
+
+
+def text_tower(served: Model, out: Path) -> Path | None:
+    """The CLIP that measures relevance; shapes get one with random weights, written once."""
+    if served.name == MINI:
+        return CLIP
+    return write_clip(out / "clip") if served.geometry.relevance == "clip" else None
 
 
 def geometry_of(folder: Path) -> Geometry:

@@ -27,7 +27,7 @@ from benchmarks.load.summary import summarize
 from benchmarks.load.table import lines
 from benchmarks.load.verdict import judge
 
-POLL = 1.0
+POLL = 0.5
 """Seconds between two looks at the server's ``/metrics``."""
 HEAD_START = 0.5
 """Seconds from the word to go to the start of the schedule, for the word to arrive everywhere."""
