@@ -108,3 +108,26 @@ def test_what_is_attached_is_found_again() -> None:
     assert compat.attached(config, "autoprune") is None
     compat.attach(config, "autoprune", 3)
     assert compat.attached(config, "autoprune") == 3
+
+
+@pytest.mark.compat
+def test_one_entry_passes_vllm_s_check_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers import online_renderer
+
+    name = "validate_request_mm_kwargs"
+    monkeypatch.setattr(online_renderer, name, getattr(online_renderer, name))
+    compat.let_pass("ours")
+    wrapped = getattr(online_renderer, name)
+    compat.let_pass("ours")
+    assert getattr(online_renderer, name) is wrapped
+
+    def validate(kwargs: object, media: object = None, trusted: bool = False) -> None:
+        wrapped(mm_processor_kwargs=kwargs, media_io_kwargs=media, trust_request_mm_kwargs=trusted)
+
+    validate(None)
+    validate({"ours": {"budget": 8}})
+    validate({"ours": 1, "size": 2}, trusted=True)
+    for kwargs, media in (({"ours": 1, "size": 2}, None), ({"size": 2}, None), (None, {"i": {}})):
+        with pytest.raises(VLLMValidationError, match="trust-request-mm-kwargs"):
+            validate(kwargs, media)

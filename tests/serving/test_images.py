@@ -1,0 +1,123 @@
+"""Images that are odd or broken: whatever stock vLLM answers, a pruned server answers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+
+import pytest
+from PIL import Image
+
+from benchmarks.server import Server
+from tests.serving.engine import examples, picture
+from tests.serving.paths import TOKENS
+
+pytestmark = pytest.mark.engine
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    return content.getvalue()
+
+
+def scene(number: int = 0) -> Image.Image:
+    return picture(examples(4)[number].image)
+
+
+def truncated() -> list[bytes]:
+    return [encoded(scene())[:-200]]
+
+
+def header_only() -> list[bytes]:
+    return [encoded(scene())[:20]]
+
+
+def nothing() -> list[bytes]:
+    return [b""]
+
+
+def no_image() -> list[bytes]:
+    return [b"GIF89a not an image"]
+
+
+def one_pixel() -> list[bytes]:
+    return [encoded(Image.new("RGB", (1, 1), (255, 0, 0)))]
+
+
+def thin() -> list[bytes]:
+    return [encoded(Image.new("RGB", (10_000, 10), (0, 99, 0)))]
+
+
+def tall() -> list[bytes]:
+    return [encoded(Image.new("RGB", (10, 10_000), (0, 99, 0)))]
+
+
+def cmyk() -> list[bytes]:
+    return [encoded(scene().convert("CMYK"), "JPEG")]
+
+
+def transparent() -> list[bytes]:
+    return [encoded(scene().convert("RGBA"))]
+
+
+def palette() -> list[bytes]:
+    return [encoded(scene().convert("P"), "GIF")]
+
+
+def sixteen_bits() -> list[bytes]:
+    return [encoded(Image.new("I;16", (40, 40), 40_000))]
+
+
+def animated() -> list[bytes]:
+    frames = [scene(i) for i in range(3)]
+    return [encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])]
+
+
+def twenty() -> list[bytes]:
+    return [encoded(scene().rotate(i)) for i in range(20)]
+
+
+def one_of_two_broken() -> list[bytes]:
+    return [encoded(scene()), encoded(scene())[:-200]]
+
+
+KINDS = (
+    *(truncated, header_only, nothing, no_image, one_pixel, thin, tall, cmyk, transparent),
+    *(palette, sixteen_bits, animated, twenty, one_of_two_broken),
+)
+
+
+def answer(server: Server, images: list[bytes]) -> tuple[int, int]:
+    """Status, and prompt tokens where there is an answer."""
+    urls = ["data:image/png;base64," + base64.b64encode(image).decode() for image in images]
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*shown, {"type": "text", "text": "What is it?"}]
+    sent = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 2,
+    }
+    status, said = server.post("/v1/chat/completions", sent)
+    usage = said.get("usage")
+    return status, int(usage["prompt_tokens"]) if isinstance(usage, dict) else 0
+
+
+@pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
+def test_a_pruned_server_answers_as_stock_does(
+    stock: Server, pruned: Server, made: Callable[[], list[bytes]]
+) -> None:
+    images = made()
+    (status, full), (same, kept) = answer(stock, images), answer(pruned, images)
+    if len(images) * TOKENS > 2048:  # stock has no room for twenty images, and pruned has
+        assert (status, same) == (400, 200)
+        assert kept < len(images) * TOKENS
+        return
+    assert same == status
+    if status == 200:
+        assert kept == full - len(images) * (TOKENS - 32)
+
+
+def test_both_live_on(stock: Server, pruned: Server) -> None:
+    assert answer(stock, [encoded(scene())])[0] == answer(pruned, [encoded(scene())])[0] == 200
