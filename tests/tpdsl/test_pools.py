@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from vllm_autoprune.tpdsl.numerics import mask_of
 from vllm_autoprune.tpdsl.pools import PoolCall, SizedPool, build_pool
 
 QUALITY = call("quality_pool_builder")
+NONE = torch.zeros(1, 4)
 SIZED = ATOMS.of_kind("candidate_pool", SizedPool)
 
 
@@ -39,6 +42,26 @@ def test_diversity_takes_the_farthest_from_the_reference_and_from_each_other() -
     )
     # 180 degrees is farthest from 0; then 90 and 95 are, by 5 degrees, ahead of 185 and 5.
     assert positions(pool) == [[2, 4]]
+
+
+def test_diversity_looks_as_far_as_the_tile_scope_says() -> None:
+    """Token 2 is the reference's twin in another tile; token 1, in its own tile, is at 60 degrees.
+
+    Within tiles the twin is nothing to the reference (cosine 0), so it is the farthest of all but
+    token 3, which lies opposite its own tile's token 2 once that is picked.
+    """
+    angles = torch.tensor([0.0, 60.0, 0.0, 120.0]).deg2rad()
+    tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1), Grid(1, 2, tiles=2))
+    pool, reference = call("diversity_pool_builder"), torch.tensor([[0]])
+    found = {
+        scope: positions(
+            build_pool([pool], dataclasses.replace(tokens, tile_scope=scope), NONE, reference)
+        )
+        for scope in ("per_tile", "global")
+    }
+    assert found == {"per_tile": [[2]], "global": [[3]]}
+    two = call("diversity_pool_builder", pool_ratio=2.0)
+    assert positions(build_pool([two], tokens, NONE, reference)) == [[2, 3]]
 
 
 def test_a_later_builder_sees_only_what_the_one_before_it_left() -> None:

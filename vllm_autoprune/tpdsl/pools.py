@@ -115,8 +115,16 @@ def diversity_pool_builder(
 
 
 def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``."""
-    if tokens.grid.tiles == 1 or tokens.known_cosine is not None:
+    """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``.
+
+    Compared within their tile only, tokens of two tiles count as unlike: their cosine is 0.
+    """
+    grid = tokens.grid
+    if grid.tiles > 1 and tokens.tile_scope == "per_tile":
+        # All rows there are of a token: its tile's. The selection has made them already.
+        rows = rows_at(tokens.by_image(tokens.tile_cosine), some)
+        return _within_tiles(rows, some, some, grid), _within_tiles(rows, some, others, grid)
+    if grid.tiles == 1 or tokens.known_cosine is not None:
         rows = rows_at(tokens.cosine, some)
         count = some.shape[1]
         return (
@@ -127,6 +135,13 @@ def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Ten
     features = rows_at(tokens.features, some)
     among = cosines(features, features.norm(dim=-1, keepdim=True))
     return among, cosines_between(features, rows_at(tokens.features, others))
+
+
+def _within_tiles(rows: Tensor, some: Tensor, others: Tensor, grid: Grid) -> Tensor:
+    """``(B, R, C)`` of rows ``(B, R, n)`` that each belong to the tile of their own token."""
+    place = (others % grid.per_tile)[:, None].expand(-1, some.shape[1], -1)
+    apart = (some // grid.per_tile)[:, :, None] != (others // grid.per_tile)[:, None]
+    return rows.gather(2, place).masked_fill_(apart, 0.0)
 
 
 Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]
