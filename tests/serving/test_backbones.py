@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.scenarios import Report, run
+from tests.serving.scenarios import V2, Report, run
 from vllm_autoprune.selftest.tiny import BUILDERS
 from vllm_autoprune.serving.support import BACKBONE_SUPPORT
 
@@ -117,3 +117,17 @@ def _alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["prompt"] == other["prompt"]
     assert one["ids"] == other["ids"]
     assert one["logprob"] == pytest.approx(other["logprob"], abs=2e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_both_model_runners_keep_the_same(name: str) -> None:
+    """Tokens, positions and answers under model runner V2, by Triton's interpreter."""
+    first, second = _report(name), run(f"backbone_{name}", V2, patience=900)
+    assert second["whole"] == second["stock"]
+    assert second["kept"] == first["kept"]
+    for run_of in ("stock", "pruned", "chunked", "again"):
+        for case, said in second[run_of].items():
+            _alike(said, first[run_of][case])
+            assert said["positions"] == first[run_of][case]["positions"]
+    assert second["video"]["stock"] == second["video"]["pruned"]
+    assert second["errors"] == {}

@@ -26,6 +26,14 @@ PATIENCE = 400.0
 
 MARK = "scenario-report:"
 
+_INTERPRETER = Path(__file__).resolve().parents[1] / "interpreter"
+V2 = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(_INTERPRETER), os.getenv("PYTHONPATH")])),
+}
+"""An environment in which vLLM's model runner V2 runs on a CPU."""
+
 
 def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
     """Enter a scenario under its own name."""

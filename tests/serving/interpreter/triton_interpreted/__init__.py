@@ -1,0 +1,1 @@
+"""A Triton backend for the interpreter: it says that there is a CPU, and compiles nothing."""
