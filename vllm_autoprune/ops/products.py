@@ -72,13 +72,14 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
     policies do it so, and in half precision the order changes which token wins. A zero row has
     cosine 0 with everything. Besides the result only one image's float32 rows are held.
     """
-    batch, tokens, _ = features.shape
+    batch, tokens, width = features.shape
     length = norm.clamp_min(torch.finfo(features.dtype).tiny)
     out = torch.empty(batch, tokens, tokens, dtype=torch.float32, device=features.device)
+    unit = torch.empty(tokens, width, dtype=torch.float32, device=features.device)
     # A GPU is filled by the whole product alone.
     strips = min(_STRIPS, tokens // _THIN) if features.device.type == "cpu" else 1
     for rows, own, gram in zip(features, length, out, strict=True):
-        unit = (rows / own).float()
+        unit.copy_(rows / own)
         if strips > 1:
             _gram_by_strips(unit, -(-tokens // strips), gram)
         else:
