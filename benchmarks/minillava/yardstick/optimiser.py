@@ -23,15 +23,16 @@ _ROUNDS = 5
 _TABLES = ("embed", "lm_head", "heads")
 
 
-def schedule(step: int, steps: int, warmup: int) -> float:
-    """Share of the peak learning rate: linear warm-up, flat to 60 %, then linear to 2 %.
+def schedule(step: int, steps: int, warmup: int, fall: float = 0.4) -> float:
+    """Share of the peak learning rate: linear warm-up, flat, then linear to 2 %.
 
-    A flat stretch lets late-blooming kinds of question take off before the rate falls.
+    The rate falls in the last `fall` of the steps. A flat stretch lets late-blooming kinds of
+    question take off before it does.
     """
     if step < warmup:
         return (step + 1) / warmup
     progress = step / max(1, steps)
-    return 1.0 if progress < 0.6 else 0.02 + 0.98 * (1 - progress) / 0.4
+    return 1.0 if progress < 1 - fall else 0.02 + 0.98 * (1 - progress) / fall
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

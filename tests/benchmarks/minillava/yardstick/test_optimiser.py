@@ -86,3 +86,4 @@ def test_the_rate_warms_up_stays_and_falls() -> None:
     assert set(shares[100:600]) == {1.0}
     assert shares[600:] == sorted(shares[600:], reverse=True)
     assert shares[-1] == pytest.approx(0.02, abs=0.01)
+    assert schedule(999, 1000, 100, fall=0.0) == 1.0
