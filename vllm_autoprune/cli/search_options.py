@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,10 +154,7 @@ def evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEvaluator:
 
 @contextlib.asynccontextmanager
 async def proposer(
-    options: argparse.Namespace,
-    settings: Settings,
-    dataset: Dataset,
-    stack: contextlib.ExitStack,
+    options: argparse.Namespace, settings: Settings, dataset: Dataset
 ) -> AsyncIterator[Proposer]:
     """Who proposes: an endpoint, the embedded model started for it, or nobody."""
     from offline_search.proposers.endpoint import Endpoint, EndpointProposer, Price
@@ -166,25 +163,34 @@ async def proposer(
     if not settings.proposer:
         yield Absent(settings.evaluator, dataset)
         return
-    url, seeded = options.proposer_url, not options.no_seeds
-    if url is None:
-        from offline_search.proposers.embedded.convert import model_folder
-        from offline_search.proposers.embedded.serve import served
+    with _address(options) as url:
+        endpoint = Endpoint(
+            url,
+            settings.proposer,
+            os.environ.get(options.proposer_key_env) or "none",
+            settings.temperature,
+            settings.reply_tokens,
+            Price(*options.price),
+            # The embedded model runs on vLLM, which on a CPU does not bear a request's seed.
+            seeded=options.proposer_url is not None and not options.no_seeds,
+        )
+        found = EndpointProposer(endpoint)
+        try:
+            await found.prepare()
+            yield found
+        finally:
+            await found.close()
 
-        print("starting the embedded proposer ...", file=sys.stderr, flush=True)
-        url, seeded = stack.enter_context(served(model_folder())), False
-    endpoint = Endpoint(
-        url,
-        settings.proposer,
-        os.environ.get(options.proposer_key_env) or "none",
-        settings.temperature,
-        settings.reply_tokens,
-        Price(*options.price),
-        seeded=seeded,
-    )
-    found = EndpointProposer(endpoint)
-    try:
-        await found.prepare()
-        yield found
-    finally:
-        await found.close()
+
+@contextlib.contextmanager
+def _address(options: argparse.Namespace) -> Iterator[str]:
+    """Where the proposer is asked."""
+    if options.proposer_url is not None:
+        yield options.proposer_url
+        return
+    from offline_search.proposers.embedded.convert import model_folder
+    from offline_search.proposers.embedded.serve import served
+
+    print("starting the embedded proposer ...", file=sys.stderr, flush=True)
+    with served(model_folder()) as url:
+        yield url

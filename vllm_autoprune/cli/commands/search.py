@@ -81,18 +81,16 @@ async def _searched(options: argparse.Namespace, settings: Settings, dataset: Da
     from offline_search.proposers.asking import Limits
     from offline_search.search import Search
 
-    measures = evaluator(options, dataset)
-    with contextlib.ExitStack() as stack, Ledger(options.ledger) as ledger:
+    async with contextlib.AsyncExitStack() as stack:
+        ledger = stack.enter_context(Ledger(options.ledger))
+        measures = evaluator(options, dataset)
+        stack.push_async_callback(measures.close)
         await measures.prepare()
         settings = settings.model_copy(update={"evaluator": measures.name})
-        async with proposer(options, settings, dataset, stack) as proposes:
-            limits = Limits(options.most_tokens, options.most_money)
-            watch = Progress(lambda line: print(line, file=sys.stderr, flush=True))
-            search = Search(settings, ledger, measures, proposes, limits, watch)
-            try:
-                return await search.run()
-            finally:
-                await measures.close()
+        proposes = await stack.enter_async_context(proposer(options, settings, dataset))
+        limits = Limits(options.most_tokens, options.most_money)
+        watch = Progress(lambda line: print(line, file=sys.stderr, flush=True))
+        return await Search(settings, ledger, measures, proposes, limits, watch).run()
 
 
 def _told(options: argparse.Namespace, chosen: Chosen) -> int:
