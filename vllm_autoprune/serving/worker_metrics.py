@@ -9,6 +9,7 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
@@ -96,10 +97,10 @@ class WorkerMetrics:
     ) -> None:
         if not self._writes:
             return
-        keys, values = [key for key, _ in labels], [text for _, text in labels]
-        key = mmap_key(name, name + suffix, keys, values, HELP[name])
         try:
-            self._file(kind).write_value(key, float(value), 0.0)  # type: ignore[no-untyped-call]
+            self._file(kind).write_value(  # type: ignore[no-untyped-call]
+                _key(name, suffix, labels), float(value), 0.0
+            )
         except OSError as error:
             self._writes = False
             logger.warning("What this worker counts stays here: %s: %s.", self._folder, error)
@@ -110,3 +111,10 @@ class WorkerMetrics:
             path = self._folder / f"{kind}_autoprune-{os.getpid()}.db"
             self._files[kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
         return self._files[kind]
+
+
+@cache
+def _key(name: str, suffix: str, labels: Labels) -> str:
+    """As prometheus_client writes it; there are some dozens, and each is written every step."""
+    keys, values = [key for key, _ in labels], [text for _, text in labels]
+    return mmap_key(name, name + suffix, keys, values, HELP[name])

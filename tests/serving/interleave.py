@@ -1,0 +1,121 @@
+"""``python -m tests.serving.interleave``: requests of every kind at once, beside each one alone.
+
+Knows nothing about servers: one engine in this process, float32, so that rounding is small against
+what decides a token. Requests are drawn from images x questions x budgets x policies; caches,
+chunked prefill and prefix caching are on, 16 run at once. "Alone" is one request on emptied caches,
+the plugin's feature cache included. Exit status 0 where all say the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+BUDGETS = (4, 8, 16, 31, 64, 144)
+POLICIES = (None, "visionzip", "fastv", "prumerge_plus", "dart", "divprune", "off", "random")
+
+
+def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
+    """``apart``: requests whose tokens differ; ``requests``, ``distinct``: how many there were.
+
+    ``kept_apart`` are images that kept other tokens; ``at_once`` the most images that one call of
+    selection had.
+    """
+    from tests.serving.engine import STATE, examples, start
+    from tests.serving.watch import watch
+
+    random = Random(seed)
+    asked = examples(6)
+    drawn = [
+        (random.randrange(len(asked)), random.choice(BUDGETS), random.choice(POLICIES))
+        for _ in range(count)
+    ]
+    llm = start(
+        {**STATE, "requests": "states"},
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=640,
+    )
+    seen = watch()
+    prompts = {key: _prompt(asked, *key) for key in drawn}
+    together = [tuple(ids) for ids in _tokens(llm, [prompts[key] for key in drawn])]
+    kept, at_once = dict(seen.kept), max(map(len, seen.budgets))
+    seen.kept.clear()
+    alone = {key: _alone(llm, prompt) for key, prompt in prompts.items()}
+    apart = [
+        {"request": list(key), "together": said, "alone": alone[key]}
+        for key, said in zip(drawn, together, strict=True)
+        if said != alone[key]
+    ]
+    kept_apart = [str(plan) for plan, rows in kept.items() if seen.kept.get(plan, rows) != rows]
+    return {
+        "requests": count,
+        "distinct": len(prompts),
+        "images_compared": len(kept.keys() & seen.kept.keys()),
+        "apart": apart,
+        "kept_apart": kept_apart,
+        "at_once": at_once,
+    }
+
+
+def _prompt(asked: Sequence[Any], which: int, budget: int, policy: str | None) -> dict[str, object]:
+    from tests.serving.engine import prompt
+
+    entry: dict[str, object] = {"budget": budget}
+    if policy == "off":
+        entry = {"enabled": False}
+    elif policy == "random":
+        entry["keep"] = "random"
+    elif policy is not None:
+        entry["policy"] = policy
+    return {**prompt(asked[which]), "mm_processor_kwargs": {"autoprune": entry}}
+
+
+def _alone(llm: LLM, prompt: dict[str, object]) -> tuple[int, ...]:
+    from tests.serving.engine import forget, model_of
+
+    vision = model_of(llm).autoprune
+    assert vision is not None
+    vision.cache.clear()
+    forget(llm)
+    (ids,) = _tokens(llm, [prompt])
+    return tuple(ids)
+
+
+def _tokens(llm: LLM, prompts: Sequence[dict[str, object]]) -> list[Sequence[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.serving.interleave", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    begun = time.monotonic()
+    report = interleaved(options.count, options.seed)
+    print(json.dumps(report, indent=2))
+    print(f"{time.monotonic() - begun:.0f} s")
+    return 1 if report["apart"] or report["kept_apart"] else 0
+
+
+if __name__ == "__main__":
+    # Before vLLM is imported, which reads it then: the engine is looked into.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    sys.exit(main())

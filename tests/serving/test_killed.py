@@ -1,0 +1,78 @@
+"""A worker that is killed under load: what stock vLLM does then, a pruned server does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from benchmarks.server import Server, serve
+from tests.serving.conftest import COMMON, PRUNED
+from tests.serving.engine import examples
+from tests.serving.http import body
+from tests.serving.paths import LLAVA
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
+
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """Statuses of the requests that were running (0: no answer), and how the server ended."""
+
+    statuses: frozenset[int]
+    ended: bool
+
+
+def killed(flags: Sequence[str]) -> Aftermath:
+    with serve(LLAVA, *COMMON, *flags) as server, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(_status, server, i) for i in range(4)]
+        deadline = time.monotonic() + PATIENCE
+        while "vllm:num_requests_running" not in _running(server):
+            assert time.monotonic() < deadline, "nothing runs"
+            time.sleep(0.05)
+        _worker(server).kill()
+        statuses = frozenset(future.result() for future in asked)
+        deadline = time.monotonic() + PATIENCE
+        while server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return Aftermath(statuses, server.process.poll() is not None)
+
+
+def _status(server: Server, number: int) -> int:
+    long = {"max_tokens": 1800, "ignore_eos": True}
+    try:
+        return server.post("/v1/chat/completions", body(server, examples(2)[number], **long))[0]
+    except OSError:
+        return 0
+
+
+def _running(server: Server) -> str:
+    """Lines of ``/metrics`` that say that requests are being answered."""
+    lines = server.get("/metrics").splitlines()
+    return "\n".join(
+        line
+        for line in lines
+        if line.startswith("vllm:num_requests_running{") and float(line.rsplit(" ", 1)[1]) > 0
+    )
+
+
+def _worker(server: Server) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    titles = {child: " ".join(child.cmdline()) for child in children}
+    for title in ("VLLM::Worker", "VLLM::EngineCore"):
+        for child, found in titles.items():
+            if found.startswith(title):
+                return child
+    raise AssertionError(f"no worker among {list(titles.values())}")
+
+
+def test_a_killed_worker_ends_a_pruned_server_as_it_ends_stock() -> None:
+    stock, pruned = killed(()), killed((*PRUNED, "--autoprune-requests", "states"))
+    assert pruned == stock
+    assert 200 not in stock.statuses
