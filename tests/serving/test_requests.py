@@ -64,6 +64,13 @@ def test_each_form_of_a_budget_for_two_images() -> None:
     assert counts['{"shared": 1000}'] == words + 2 * TOKENS
 
 
+def test_requests_of_every_kind_answer_at_once_as_they_do_alone() -> None:
+    report = run("every_kind")
+    assert (report["apart"], report["kept_apart"]) == ([], [])
+    assert report["at_once"] > 1
+    assert report["images_compared"] > 30
+
+
 # ---- over HTTP ----
 
 

@@ -94,7 +94,12 @@ SUPPORT: tuple[Support, ...] = (
     Support("Several images, several turns", "yes", "instruction of the turn with the image"),
     Support("Prefix caching, multi-modal caches", "yes", "image + state + K + instruction"),
     Support("Chunked prefill", "yes", "same tokens as whole prefill"),
-    Support("Budget of one request", "yes", "server needs `--trust-request-mm-kwargs`"),
+    Support(
+        "Budget, policy or whole state of one request",
+        "yes",
+        "what `--autoprune-requests` allows; all kinds in one step",
+    ),
+    Support("Metrics of API servers and workers", "yes", "in `/metrics`, one API server or two"),
     Support("`--api-server-count` above 1", "yes", "both processes seen answering"),
     Support("Tensor parallelism", "yes", "TP = 2 on a CPU; ranks choose the same tokens"),
     Support("`image_embeds` inputs", "no", "served unpruned: they come without signals"),

@@ -21,6 +21,7 @@ from tests.serving.engine import (
     released,
     start,
 )
+from tests.serving.interleave import interleaved
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
 from vllm_autoprune.tpdsl.load import load_state
@@ -90,3 +91,9 @@ def _several(llm: LLM, asked: list[Example]) -> Report:
         }
         counts[json.dumps(budget)] = generate(llm, [raw])[0].prompt_tokens
     return counts
+
+
+@scenario
+def every_kind() -> Report:
+    """Requests of every kind at once, beside each one alone."""
+    return interleaved(64)
