@@ -32,6 +32,12 @@ from benchmarks.server import serve
 
 FLOOR = 0.003
 """Seconds that two clients may differ by in any case: the error declared for our stop-watch."""
+THEIR_NAMES: Mapping[str, str] = {
+    "median TTFT": "median_ttft_ms",
+    "mean TPOT": "mean_tpot_ms",
+    "median E2E": "median_e2el_ms",
+}
+FIGURES = tuple(THEIR_NAMES)
 SERVED = "served"
 SCRIPT = Script(first=0.15, gaps=(0.02, 0.03, 0.025), role_first=False)
 """The role's chunk goes out with the first text, as vLLM does it."""
@@ -157,12 +163,14 @@ def _theirs(
     command = [
         str(Path(sys.executable).with_name("vllm")), "bench", "serve",
         "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url,
-        "--model", model, "--skip-tokenizer-init",
+        # Without a tokenizer it gives no TTFT; lengths are the server's own either way.
+        "--model", model, "--tokenizer", str(LLAVA),
         "--dataset-name", "custom_image", "--dataset-path", str(data), "--disable-shuffle",
         "--custom-output-len", str(workload.output_tokens), "--num-prompts", str(wanted.requests),
         "--enable-multimodal-chat", "--ignore-eos", "--temperature", "0",
         "--extra-body", json.dumps({"skip_special_tokens": False}),
         "--max-concurrency", str(wanted.users), "--num-warmups", "1", "--disable-tqdm",
+        "--percentile-metrics", "ttft,tpot,e2el",
         "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -170,14 +178,17 @@ def _theirs(
     if done.returncode or not path.is_file():
         tail = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         raise LoadError(f"vllm bench serve ended with {done.returncode}: {tail}")
-    found = json.loads(path.read_text())
-    if found["completed"] != wanted.requests:
-        raise LoadError(f"vllm bench serve: {found['completed']} of {wanted.requests} answered")
-    return {
-        "median TTFT": found["median_ttft_ms"] / 1000,
-        "mean TPOT": found["mean_tpot_ms"] / 1000,
-        "median E2E": found["median_e2el_ms"] / 1000,
-    }
+    return their_figures(json.loads(path.read_text()), wanted.requests)
+
+
+def their_figures(found: Mapping[str, float], asked: int) -> Mapping[str, float]:
+    """Seconds, from vLLM's result file; raises :class:`LoadError` where it is not all there."""
+    if found.get("completed") != asked:
+        raise LoadError(f"vllm bench serve: {found.get('completed')} of {asked} answered")
+    missing = sorted(THEIR_NAMES[name] for name in FIGURES if THEIR_NAMES[name] not in found)
+    if missing:
+        raise LoadError(f"vllm bench serve: its result has no {', '.join(missing)}")
+    return {name: found[THEIR_NAMES[name]] / 1000 for name in FIGURES}
 
 
 def _median(rounds: list[Mapping[str, float]]) -> Mapping[str, float]:

@@ -1,0 +1,41 @@
+"""What agreement with ``vllm bench serve`` means; the check itself is ``make bench-check``."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.load.crosscheck import FIGURES, Agreement, their_figures
+from benchmarks.load.errors import LoadError
+
+
+def agreement(ours: float, theirs: float, *, valid: bool = True) -> Agreement:
+    return Agreement({"median TTFT": ours}, {"median TTFT": theirs}, 0.1, valid)
+
+
+def test_a_tenth_is_tolerated_and_no_more() -> None:
+    assert agreement(0.109, 0.1).holds and agreement(0.091, 0.1).holds
+    assert not agreement(0.111, 0.1).holds
+    # Three milliseconds in any case: the error declared for the stop-watch.
+    assert agreement(0.0129, 0.010).holds and not agreement(0.0131, 0.010).holds
+
+
+def test_runs_that_failed_agree_with_nothing() -> None:
+    assert not agreement(0.1, 0.1, valid=False).holds
+
+
+def test_the_lines_name_boththeir_figures_and_the_tolerance() -> None:
+    first, last = agreement(0.12, 0.1).lines()
+    assert first == (
+        "median TTFT: 120.00 ms here, 100.00 ms vllm bench serve, +20.0 %: DISAGREE "
+        "(tolerance 10.0 ms)"
+    )
+    assert last == "does not hold"
+
+
+def test_a_result_file_that_is_not_all_there_is_refused() -> None:
+    whole = {"completed": 5, "median_ttft_ms": 100, "mean_tpot_ms": 10, "median_e2el_ms": 170}
+    assert their_figures(whole, 5) == dict(zip(FIGURES, (0.1, 0.01, 0.17), strict=True))
+    with pytest.raises(LoadError, match="4 of 5 answered"):
+        their_figures({**whole, "completed": 4}, 5)
+    with pytest.raises(LoadError, match="has no median_ttft_ms"):
+        their_figures({"completed": 5, "mean_tpot_ms": 1, "median_e2el_ms": 1}, 5)
