@@ -9,6 +9,8 @@ bits alone and in a batch. The loop over the batch costs nothing where the matri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -21,6 +23,9 @@ _STRIPS = 4
 
 _THIN = 128
 """Rows below which a strip is too thin to be multiplied at full speed."""
+
+_ROWS = 576
+"""Rows that are normalised at once where images are smaller than that."""
 
 _CACHED = 2**18
 """Float32 numbers that are still in the cache when they are read again: 1 MiB."""
@@ -36,14 +41,17 @@ def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
     """
     batch, tokens, width = rows.shape
     out = torch.empty(batch, tokens, vectors.shape[1], dtype=torch.float32, device=rows.device)
-    step = tokens if rows.device.type != "cpu" else max(1, _CACHED // width)
     directions = functional.normalize(vectors.float(), dim=-1, eps=_NONZERO).transpose(1, 2)
-    for image, direction in enumerate(directions):
-        strips = zip(rows[image].split(step), out[image].split(step), strict=True)
-        for strip, found in strips:
-            strip = strip.float()
-            length = strip.norm(dim=-1, keepdim=True).clamp_min_(_NONZERO)
-            torch.div(torch.mm(strip, direction), length, out=found)
+    step = tokens if rows.device.type != "cpu" else max(1, _CACHED // width)
+    for images in _groups(batch, tokens, step):
+        for low in range(0, tokens, step):
+            strip = slice(low, low + step)
+            part = rows[images, strip].float()
+            length = part.norm(dim=-1, keepdim=True).clamp_min_(_NONZERO)
+            found = out[images, strip]
+            for own, direction, along in zip(part, directions[images], found, strict=True):
+                torch.mm(own, direction, out=along)
+            found /= length
     return out
 
 
@@ -70,21 +78,32 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
 
     Rows are divided by their length in the features' own dtype and only then cast: the published
     policies do it so, and in half precision the order changes which token wins. A zero row has
-    cosine 0 with everything. Besides the result only one image's float32 rows are held.
+    cosine 0 with everything. Besides the result only one image's float32 rows are held, or those of
+    a few small ones.
     """
     batch, tokens, width = features.shape
     length = norm.clamp_min(torch.finfo(features.dtype).tiny)
     out = torch.empty(batch, tokens, tokens, dtype=torch.float32, device=features.device)
-    unit = torch.empty(tokens, width, dtype=torch.float32, device=features.device)
+    together = min(batch, max(1, _ROWS // tokens))
+    units = torch.empty(together, tokens, width, dtype=torch.float32, device=features.device)
     # A GPU is filled by the whole product alone.
     strips = min(_STRIPS, tokens // _THIN) if features.device.type == "cpu" else 1
-    for rows, own, gram in zip(features, length, out, strict=True):
-        unit.copy_(rows / own)
-        if strips > 1:
-            _gram_by_strips(unit, -(-tokens // strips), gram)
-        else:
-            torch.mm(unit, unit.T, out=gram)
+    for images in _groups(batch, tokens, _ROWS):
+        grams = out[images]
+        held = units[: len(grams)].copy_(features[images] / length[images])
+        for unit, gram in zip(held, grams, strict=True):
+            if strips > 1:
+                _gram_by_strips(unit, -(-tokens // strips), gram)
+            else:
+                torch.mm(unit, unit.T, out=gram)
     return out
+
+
+def _groups(batch: int, tokens: int, rows: int) -> Iterator[slice]:
+    """Images that have ``rows`` rows together, at least one: small ones share what a call costs."""
+    together = max(1, rows // tokens)
+    for low in range(0, batch, together):
+        yield slice(low, min(low + together, batch))
 
 
 def _gram_by_strips(unit: Tensor, step: int, out: Tensor) -> None:
