@@ -14,11 +14,11 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types policies format lock clean
+.PHONY: help venv demo test bench-check lint types policies format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
 
 venv: ## set up the environment in .venv (about two minutes; nothing to do the second time)
 ifeq ($(VENV),none)
@@ -38,6 +38,14 @@ demo: venv ## serve the embedded model and show what pruning does
 test: lint types policies ## everything that CI runs: lint, types, shipped states, tests
 	@echo "tests: pytest"
 	@$(PY) -m pytest -q
+
+bench-check: venv ## the load test's stop-watch against a known schedule and vllm bench serve
+	@echo "bench-check: the stop-watch, against the mock server"
+	@$(PY) -m pytest -q tests/benchmarks/load/test_client.py tests/benchmarks/load/test_run.py
+	@echo "bench-check: vllm bench serve, against the mock server"
+	@$(PY) -m benchmarks.load check --mock --out out/load/check-mock
+	@echo "bench-check: vllm bench serve, against mini-LLaVA"
+	@$(PY) -m benchmarks.load check --out out/load/check
 
 lint: venv ## style and format, checked
 	@echo "lint: ruff check, ruff format"

@@ -1,0 +1,39 @@
+"""Every command on the page of benchmarks is one that the programs understand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks.efficiency.__main__ import parser as efficiency
+from benchmarks.load import arguments
+from benchmarks.load.__main__ import parser as load
+
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+
+
+def commands(program: str) -> list[str]:
+    """Commands in the page's blocks of shell, without their continuation lines."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith(f"python -m {program} ")]
+
+
+@pytest.mark.parametrize("command", commands("benchmarks.load"))
+def test_load(command: str) -> None:
+    parsed = load().parse_args(shlex.split(command)[3:])
+    if parsed.command == "paired" and "shape:" not in command:
+        plan = arguments.plan(parsed)
+        assert len(plan.arms) == (2 if "--attach" in command else 3)
+
+
+@pytest.mark.parametrize("command", commands("benchmarks.efficiency"))
+def test_efficiency(command: str) -> None:
+    efficiency().parse_args(shlex.split(command)[3:])
+
+
+def test_the_page_has_commands() -> None:
+    assert len(commands("benchmarks.load")) >= 5 and len(commands("benchmarks.efficiency")) >= 3
