@@ -39,7 +39,7 @@ def main(given: Sequence[str] | None = None) -> int:
         place = ".".join(str(part) for part in first["loc"])
         print(f"load: {place}: {first['msg']}".replace(": :", ":"), file=sys.stderr)
         return 2
-    except AutopruneError as error:
+    except (AutopruneError, OSError) as error:
         print(f"load: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -98,6 +98,7 @@ def measure(plan: Plan, out: Path) -> Paired:
     paired = Paired(
         plan=plan, made=tuple(made), rates=rates, command=tuple(sys.argv), broken=broken
     )
+    out.mkdir(parents=True, exist_ok=True)
     (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
     return paired
 

@@ -1,0 +1,101 @@
+"""The paired experiment: its order, its rates, and what is kept when it breaks.
+
+Runs are made up here; that a run really sends what it says is ``test_run``'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import paired
+from benchmarks.load.arms import Arm
+from benchmarks.load.errors import LoadError
+from benchmarks.load.load import Slo
+from benchmarks.load.options import Options
+from benchmarks.load.paired import Plan, measure, read_paired
+from benchmarks.load.prepared import load
+from benchmarks.load.result import RECORDS, Result
+from benchmarks.load.sweep import STEPS, grid
+from tests.benchmarks.load.samples import WORKLOAD, record, result
+
+SLO = Slo(ttft=0.5)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """What was asked for, in order; a server keeps up with 2 requests/s, and dies if it must."""
+    asked: list[Options] = []
+
+    def run(options: Options, workers: int = 0) -> Result:
+        asked.append(options)
+        if "dead" in options.url:
+            raise LoadError(f"server {options.url}: /v1/models is not answered")
+        rate = options.load.rate or 2.0
+        late = 0.1 if rate <= 2.0 else 0.9
+        records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]
+        made = result(records, options.load, slo=options.slo)
+        made.write(options.out)
+        lines = (each.model_dump_json() + "\n" for each in records)
+        (options.out / RECORDS).write_text("".join(lines))
+        return made
+
+    monkeypatch.setattr(paired, "run", run)
+    return asked
+
+
+def plan(**changes: object) -> Plan:
+    arms = tuple(Arm(name=name, url=f"http://{name}") for name in ("a", "b"))
+    return Plan(arms=arms, workload=WORKLOAD, slo=SLO).model_copy(update=changes)
+
+
+def test_arms_take_turns_and_every_load_has_images_of_its_own(
+    seen: list[Options], tmp_path: Path
+) -> None:
+    made = measure(plan(users=(1, 2), rates=(1.0,)), tmp_path)
+    order = [(one.url[-1], one.load.label) for one in seen]
+    loads = ["users-1", "users-2", "rate-1"]
+    assert order == [(arm, label) for arm in "abba" for label in loads]
+    digests = {one.load.label: load(one.workload).digest for one in seen}
+    assert len(set(digests.values())) == 3
+    assert len({one.out for one in seen}) == 12
+    assert [run.arm for run in made.runs(tmp_path)] == [arm for arm in "abba" for _ in loads]
+    assert read_paired(tmp_path) == made and made.broken is None
+
+
+def test_rates_are_found_once_and_climbed_until_promises_break(
+    seen: list[Options], tmp_path: Path
+) -> None:
+    made = measure(plan(users=(4,), find_rates=True, passes=1), tmp_path)
+    capacity = made.runs(tmp_path)[0].result.summary.request_rate
+    assert made.rates == grid(capacity) and len(made.rates) == len(STEPS)
+    for arm in "ab":
+        rates = [one.load.rate for one in seen if one.url[-1] == arm and one.load.rate]
+        # The first rate above 2 breaks every promise, and no higher one is tried.
+        assert rates == list(made.rates[: len(rates)])
+        assert rates[-1] > 2.0 and all(rate <= 2.0 for rate in rates[:-1])
+
+
+def test_without_a_closed_loop_the_capacity_is_measured_first(
+    seen: list[Options], tmp_path: Path
+) -> None:
+    measure(plan(find_rates=True, passes=1), tmp_path)
+    assert seen[0].load.users == 16
+    assert all(one.load.rate for one in seen[1:])
+
+
+def test_what_was_measured_before_a_server_died_is_kept(
+    seen: list[Options], tmp_path: Path
+) -> None:
+    arms = (Arm(name="a", url="http://a"), Arm(name="b", url="http://dead"))
+    made = measure(plan(arms=arms, users=(1,)), tmp_path)
+    assert made.broken == "server http://dead: /v1/models is not answered"
+    assert [run.arm for run in made.runs(tmp_path)] == ["a"]
+    assert read_paired(tmp_path).broken == made.broken
+
+
+def test_an_experiment_without_a_load_is_refused(seen: list[Options], tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="nothing to measure"):
+        measure(plan(), tmp_path)
+    assert not seen
