@@ -1,4 +1,4 @@
-"""``python -m benchmarks.search data | compare | table``: the offline search on mini-LLaVA.
+"""``python -m benchmarks.search data | compare | table | speed``: the offline search on mini-LLaVA.
 
 Knows nothing about searching.
 """
@@ -20,7 +20,7 @@ ORDER = ("autoprune+", "autoprune", "random")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write data, run a comparison, print its table."""
+    """Write data, run a comparison, print its table, or measure speed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     data = commands.add_parser("data", help="write the held-out splits as a data folder")
@@ -42,7 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_argument("--per-round", type=int, default=5)
     compare.add_argument("--proposer-url", help="endpoint; none: the embedded one is started")
     compare.add_argument("--proposer-model")
+    speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
+    speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
+    speed.add_argument("--candidates", type=int, default=50)
+    speed.add_argument("--few", type=int, default=3, help="candidates of the slow ways")
+    speed.add_argument("--images", type=int, help="use only so many")
     options = parser.parse_args(arguments)
+    if options.command == "speed":
+        from benchmarks.search.speed import measure
+        from offline_search.examples import read_dataset
+
+        dataset = read_dataset(options.data, limit=options.images)
+        print(measure(dataset, options.candidates, options.few, budget=8).as_markdown(), end="")
+        return 0
     if options.command == "data":
         write(options.out, _scenes(options), hard=options.hard)
     elif options.command == "compare":
