@@ -25,6 +25,7 @@ from benchmarks.load.result import RECORDS, Result, environment
 from benchmarks.load.server_metrics import Watch
 from benchmarks.load.summary import summarize
 from benchmarks.load.table import lines
+from benchmarks.load.told import about
 from benchmarks.load.verdict import judge
 
 POLL = 0.5
@@ -43,6 +44,7 @@ class Keeper:
         self._watch = Watch(options.url)
         self._ready: dict[str, Ready] = {}
         self._done: dict[str, ClientFacts] = {}
+        self._told: dict[str, str] = {}
         self._broken: str | None = None
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
         self._spawned = self._gone = False
@@ -90,6 +92,7 @@ class Keeper:
             summary=summary,
             metrics=metrics,
             facts=facts,
+            server=self._told,
             environment=environment(),
             command=tuple(sys.argv),
         )
@@ -119,6 +122,7 @@ class Keeper:
         if self._gone or not self._spawned or len(self._ready) < self.workers:
             return
         self._gone = True
+        self._told = about(self._options.url)
         self._watch.look()
         at = time.time() + HEAD_START
         for index, client in enumerate(self._ready):

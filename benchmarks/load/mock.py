@@ -147,6 +147,8 @@ async def _request(reader: asyncio.StreamReader) -> tuple[float, str, str, bytes
 def _about(path: str, model: str) -> bytes:
     if path.endswith("/models"):
         return json.dumps({"object": "list", "data": [{"id": model, "object": "model"}]}).encode()
+    if path.endswith("/version"):
+        return b'{"version": "mock"}'
     return b"vllm:kv_cache_usage_perc 0.25\n" if path.endswith("/metrics") else b"{}"
 
 

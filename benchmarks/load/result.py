@@ -40,7 +40,10 @@ class Result(Plain):
     summary: Summary
     metrics: ServerMetrics
     facts: RunFacts
+    server: Mapping[str, str] = {}
+    """What the server says it is."""
     environment: Mapping[str, str]
+    """Of the client."""
     command: tuple[str, ...]
 
     def write(self, folder: Path) -> None:

@@ -166,7 +166,12 @@ def every_run(runs: Sequence[Run]) -> str:
 def setting(paired: Paired, runs: Sequence[Run]) -> str:
     """Command, arms, workload, machine."""
     arms = [
-        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
+        [
+            arm.name,
+            (arm.digest or "none")[:16],
+            arm.url or " ".join([arm.model, *arm.flags]),
+            _server_told(arm.name, runs),
+        ]
         for arm in paired.plan.arms
     ]
     rows = [[key, value] for key, value in _workload(paired.plan.workload)]
@@ -176,9 +181,14 @@ def setting(paired: Paired, runs: Sequence[Run]) -> str:
     command = html.escape(shlex.join(paired.command))
     return (
         f"<h2>Setting</h2><p>Command:</p><pre>{command}</pre>"
-        + _table(["arm", "digest of the state", "served as"], arms)
+        + _table(["arm", "digest of the state", "served as", "says it is"], arms)
         + _table(["", ""], rows)
     )
+
+
+def _server_told(arm: str, runs: Sequence[Run]) -> str:
+    told = next((run.result.server for run in runs if run.arm == arm), {})
+    return ", ".join(f"{key} {value}" for key, value in told.items())
 
 
 def _workload(workload: Workload) -> Iterable[tuple[str, str]]:

@@ -69,6 +69,7 @@ def test_an_open_loop_sends_everything_by_its_schedule(opened: tuple[Result, Pat
     assert result.summary.requests == 38 and result.summary.failed == 0  # without the ramp
     assert result.load == LOAD and result.workload == WORKLOAD
     assert result.metrics.peak_kv_use == 0.25
+    assert result.server == {"server version": "mock"}
     # The only thing that a busy machine may hold against it.
     assert all("the client was the bottleneck" in reason for reason in result.verdict.reasons)
 
