@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from offline_search.answers import Answers, accuracy, accuracy_plus, interval, relative
+from offline_search.answers import Answers, accuracy, accuracy_plus, interval, mme_total, relative
 from offline_search.evaluators.protocol import EvaluationFailed, Job
 from offline_search.examples import Dataset
 from offline_search.history import History, Trial
 from offline_search.measuring import Measuring
-from offline_search.records import Chosen, Comparison, Measured, Split
+from offline_search.records import Chosen, Comparison, Split
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.state import PruningState
@@ -77,6 +77,7 @@ class Choosing:
             examples=count,
             accuracy=_mean([accuracy(answers) for answers in ours]),
             accuracy_plus=_mean([accuracy_plus(examples, answers) for answers in ours]),
+            mme_total=_mean([mme_total(examples, answers) for answers in ours]),
             objective=interval(examples, values),
             gain=interval(examples, values - rival),
             accuracy_gain=interval(examples, right - beside),
@@ -110,11 +111,6 @@ class Choosing:
         )
         name = f"{settings.base_policy}-searched-k{settings.source_budget}"
         return winner.state.model_copy(update={"name": name, "provenance": provenance})
-
-
-def told(measured: Measured) -> str:
-    """A figure with its interval."""
-    return f"{measured.value:+.4f} ({measured.low:+.4f} to {measured.high:+.4f})"
 
 
 def _mean(values: list[float]) -> float:

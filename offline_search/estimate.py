@@ -14,7 +14,7 @@ from offline_search.proposers.endpoint import Price
 from offline_search.records import Split
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.starts import paper_state
+from offline_search.strategies.starts import plain_state
 
 _CHARACTERS = 3.5
 """Of English and JSON in a token, roughly."""
@@ -39,7 +39,7 @@ def estimate(settings: Settings, dataset: Dataset, price: Price) -> Estimate:
     """What the settings would cost at this price on this data."""
     strategy = STRATEGIES[settings.strategy](settings)
     messages = propose(
-        settings, "(the history comes here)", paper_state(settings), 0, settings.per_round
+        settings, "(the history comes here)", plain_state(settings), 0, settings.per_round
     )
     calls = settings.candidates if strategy.asks else 0
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS

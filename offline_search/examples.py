@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,11 +123,6 @@ def _shared(folder: Path, splits: Mapping[Split, Sequence[Example]]) -> list[Pro
                 what = f"the same image is in {other} and in {split}"
                 problems.append(Problem(name, what, "splits must share no image"))
     return problems
-
-
-def categories(examples: Sequence[Example]) -> Mapping[str, int]:
-    """Questions of each category, the most frequent first."""
-    return dict(Counter(example.category for example in examples).most_common())
 
 
 def write_split(path: Path, examples: Sequence[Example]) -> None:

@@ -6,7 +6,6 @@ Knows nothing about who reads it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offline_search.answers import Floats
@@ -116,8 +115,3 @@ def parts(state: PruningState) -> frozenset[str]:
 def structure(state: PruningState) -> tuple[str, ...]:
     """Which atoms a state is made of, in order: all of it but its numbers."""
     return tuple(call.atom for call in calls(state))
-
-
-def states(trials: Sequence[Trial]) -> list[PruningState]:
-    """The states of trials that have one."""
-    return [trial.state for trial in trials if trial.state is not None]

@@ -13,6 +13,7 @@ from functools import cache
 
 from pydantic import JsonValue
 
+from offline_search.ablation import ablated
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.load import load_state
@@ -137,12 +138,15 @@ def assembled(proposed: Mapping[str, JsonValue], settings: Settings, name: str) 
     Raises :class:`StateError` with every problem, as any other state does.
     """
     call = budget_call(settings.source_budget)
+    parts = {part: proposed[part] for part in COMPONENTS if part in proposed}
+    if settings.without or settings.quota is not None:
+        parts = ablated(parts, settings.without, settings.quota)
     document: JsonObject = {
         "schema": SCHEMA,
         "name": name,
         "base_policy": {"name": settings.base_policy},
         "budget": call.model_dump(mode="json"),
-        **{part: proposed[part] for part in COMPONENTS if part in proposed},
+        **parts,
         "safety": list(SAFETY),
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }

@@ -198,6 +198,7 @@ class Comparison(Frozen):
     examples: int
     accuracy: float
     accuracy_plus: float
+    mme_total: float = Field(description="accuracy and accuracy+ of each category, summed")
     objective: Measured
     gain: Measured = Field(description="objective less the base policy's, on the same examples")
     accuracy_gain: Measured

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from offline_search.ablation import Component
 from vllm_autoprune.tpdsl.atom import by_default
 from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
 
@@ -34,6 +35,10 @@ class Settings(Frozen):
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
     across: Across = Field(default="mean", description="how several budgets become one objective")
+    without: tuple[Component, ...] = Field(
+        default=(), description="components that no candidate has: an ablation"
+    )
+    quota: int | None = Field(default=None, ge=0, le=640, description="q_e of every candidate")
     seed: int = Field(default=0, ge=0, lt=2**31, description="of everything that is drawn")
     equal_evaluations: bool = Field(
         default=False, description="go on past T rounds until T x m full evaluations are spent"

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from offline_search.proposal import COMPONENTS
 from offline_search.report.markdown import (
+    RESULT_HEAD,
     cells,
     counted,
-    measured,
     percent,
+    result_rows,
     spending,
 )
 from offline_search.report.reading import Reading, Row
@@ -79,15 +80,8 @@ def _result(found: Reading) -> str:
     if chosen is None:
         return "<p>The search has not ended."
     test, base = chosen.test, chosen.base
-    rows = [
-        [f"winner {chosen.winner}", measured(test.objective), percent(test.accuracy),
-         percent(test.accuracy_plus)],
-        ["base policy", measured(base.objective), percent(base.accuracy),
-         percent(base.accuracy_plus)],
-        ["gain, paired", measured(test.gain), measured(test.accuracy_gain, 100), ""],
-    ]  # fmt: skip
     note = f"<p class=faint>{test.examples} examples; 95 % intervals, images resampled."
-    return _table(["", "objective", "accuracy %", "accuracy+ %"], rows) + note
+    return _table(RESULT_HEAD, result_rows(test, base)) + note
 
 
 def _chart(found: Reading) -> str:

@@ -46,6 +46,23 @@ def _lines(found: Reading) -> Iterator[str]:
     yield from spending(found)
 
 
+RESULT_HEAD = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
+
+
+def result_rows(test: Comparison, base: Comparison) -> list[list[str]]:
+    """Winner, base policy and the gain between them, as rows of :data:`RESULT_HEAD`."""
+    shown = [
+        [name, measured(one.objective), percent(one.accuracy), percent(one.accuracy_plus),
+         f"{one.mme_total:.1f}"]
+        for name, one in (("winner", test), ("base policy", base))
+    ]  # fmt: skip
+    gain = f"{test.mme_total - base.mme_total:+.1f}"
+    return [
+        *shown,
+        ["gain, paired", measured(test.gain), measured(test.accuracy_gain, 100), "", gain],
+    ]
+
+
 HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
 
 
@@ -65,18 +82,7 @@ def cells(row: Row) -> list[str]:
 def _result(test: Comparison, base: Comparison) -> Iterator[str]:
     yield f"({test.examples} examples nobody has chosen by; 95 % intervals over images):"
     yield ""
-    head = ["", "objective", "accuracy %", "accuracy+ %"]
-    rows = [
-        ["winner", measured(test.objective), percent(test.accuracy), percent(test.accuracy_plus)],
-        [
-            "base policy",
-            measured(base.objective),
-            percent(base.accuracy),
-            percent(base.accuracy_plus),
-        ],
-        ["gain, paired", measured(test.gain), measured(test.accuracy_gain, 100), ""],
-    ]
-    yield from table(head, rows, "lrrr")
+    yield from table(RESULT_HEAD, result_rows(test, base), "lrrrr")
 
 
 def counted(found: Reading) -> str:

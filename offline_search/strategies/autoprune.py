@@ -11,7 +11,7 @@ from offline_search.prompt import propose
 from offline_search.proposal import Draft
 from offline_search.settings import Settings
 from offline_search.strategies.protocol import Round
-from offline_search.strategies.starts import paper_state
+from offline_search.strategies.starts import plain_state
 
 
 class AutoPrune:
@@ -26,7 +26,7 @@ class AutoPrune:
     async def propose(self, this: Round) -> list[Draft]:
         """m requests at once: they share their prompt, and the endpoint batches them."""
         best = this.history.best()
-        shown = paper_state(self._settings) if best is None or best.state is None else best.state
+        shown = plain_state(self._settings) if best is None or best.state is None else best.state
         parents = () if best is None else (best.name,)
         asked = [
             this.ask(

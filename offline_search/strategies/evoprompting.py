@@ -14,7 +14,7 @@ from offline_search.prompt import cross, propose
 from offline_search.proposal import Draft
 from offline_search.settings import Settings
 from offline_search.strategies.protocol import Round
-from offline_search.strategies.starts import paper_state
+from offline_search.strategies.starts import plain_state
 
 _PARENTS = 2
 _POPULATION = 10
@@ -35,7 +35,7 @@ class EvoPrompting:
         asked = []
         for index in range(this.count):
             if len(population) < _PARENTS:
-                shown = paper_state(self._settings)
+                shown = plain_state(self._settings)
                 messages = propose(self._settings, "", shown, index, this.count)
                 asked.append(this.ask(index, messages, "llm", ()))
                 continue

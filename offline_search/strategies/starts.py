@@ -26,6 +26,23 @@ def paper_state(settings: Settings, quota: int = 2) -> PruningState:
     return edited(load_state("autoprune"), settings, quota=quota)
 
 
+def plain_state(settings: Settings) -> PruningState:
+    """The simplest state that exchanges anything: shows the form, and gives no answer away."""
+    body: JsonObject = {
+        "scoring": {
+            "signals": [{"atom": "visual_token_norm_saliency", "weight": 1.0}],
+            "kernel": {"atom": "pairwise_cosine_kernel"},
+            "fusion": {"atom": "weighted_sum_fusion"},
+        },
+        "constraints": {
+            "pool": [{"atom": "quality_pool_builder"}],
+            "selector": {"atom": "reference_residual_exchange_selector", "q_e": 1},
+        },
+        "reassembly": {"atom": "mean_residual"},
+    }
+    return assembled(body, settings, "candidate")
+
+
 def warm_starts(settings: Settings) -> Sequence[PruningState]:
     """The paper's structure at several quotas, then each of its signals alone."""
     source = paper_state(settings)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.examples import Dataset, categories, read_dataset
+from offline_search.examples import Dataset, read_dataset
 from vllm_autoprune.errors import ConfigError
 
 
@@ -18,7 +18,6 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     few = read_dataset(data.folder, seed=1, limit=2)
     assert list(few.of("search")) == list(read.of("search"))[:4]
     assert few.digest != read.digest == read_dataset(data.folder, seed=1).digest
-    assert categories(data.of("test")) == {"digit": 12, "colour": 12}
 
 
 def test_an_image_in_two_splits_is_found_whatever_it_is_called(data: Dataset) -> None:

@@ -38,6 +38,14 @@ def search_arguments(group: argparse._ArgumentGroup) -> None:
         "--across", choices=("mean", "worst"), default="mean", help="of several budgets"
     )
     group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        choices=("anchoring", "fusion", "diversity"),
+        help="ablation: no candidate has these",
+    )
+    group.add_argument("--quota", type=int, metavar="Q", help="ablation: q_e of every candidate")
 
 
 def measuring_arguments(group: argparse._ArgumentGroup) -> None:
@@ -111,6 +119,8 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             budgets=tuple(options.budget),
             across=options.across,
             seed=options.seed,
+            without=tuple(options.without),
+            quota=options.quota,
             proposer=_proposer_name(options) if asks else "",
             temperature=options.temperature,
         )
