@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 
 from vllm_autoprune.serving import batch, prune
-from vllm_autoprune.serving.features import ImageFeatures
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.tpdsl.outcome import Chosen, Refined
 
@@ -27,8 +25,6 @@ class Watch:
     budgets: list[list[int]] = field(default_factory=list)
     before_broadcast: list[list[list[int]]] = field(default_factory=list)
     vision_batches: list[int] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
-    """Of every image, which of its unpruned rows each row is; -1 where it is none of them."""
 
 
 def watch(tower: nn.Module | None = None) -> Watch:
@@ -36,15 +32,9 @@ def watch(tower: nn.Module | None = None) -> Watch:
     seen = Watch()
     every, some, agree = batch.prune_images, batch._refined, prune._agreed
 
-    def images(
-        served: object, plans: Sequence[ItemPlan], shown: Sequence[ImageFeatures], *rest: object
-    ) -> list[Tensor]:
+    def images(served: object, plans: Sequence[ItemPlan], *rest: object) -> list[Tensor]:
         seen.budgets.append([plan.budget for plan in plans])
-        made = every(served, plans, shown, *rest)  # type: ignore[arg-type]
-        for image, rows in zip(shown, made, strict=True):
-            same = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
-            seen.places.append(torch.where(same.any(dim=1), same.argmax(dim=1), -1).tolist())
-        return made
+        return every(served, plans, *rest)  # type: ignore[arg-type]
 
     def refined(served: object, plans: Sequence[ItemPlan], *rest: object) -> Refined:
         found = some(served, plans, *rest)  # type: ignore[arg-type]

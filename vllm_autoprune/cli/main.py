@@ -22,6 +22,7 @@ from vllm_autoprune.cli.commands import (
     schema,
     search,
     select,
+    selftest,
     show,
     support,
     validate,
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "cost": cost.COMMAND,
     "search": search.COMMAND,
     "doctor": doctor.COMMAND,
+    "selftest": selftest.COMMAND,
     "support": support.COMMAND,
 }
 

@@ -11,7 +11,6 @@ import sys
 from tests.serving.scenarios import (  # noqa: F401  # each enters its scenarios
     MARK,
     SCENARIOS,
-    backbones,
     bases,
     brought,
     caches,

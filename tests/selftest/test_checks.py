@@ -1,0 +1,112 @@
+"""Each promise is broken once: its check says so, and no report that keeps them all is blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vllm_autoprune.selftest.checks import CHECKS, FEW, survivors
+from vllm_autoprune.selftest.report import Report, Said
+
+IMAGE, N = 9, 12
+KEPT = [1, 2, 5, 7, 11]
+
+
+def said(count: int, positions: list[list[int]], cached: int = 0, logprob: float = -3.0) -> Said:
+    prompt = [1, 2, *[IMAGE] * count, *range(20, 60)]
+    return Said(prompt=prompt, ids=[3, 4], logprob=logprob, cached=cached, positions=positions)
+
+
+def full_positions() -> list[list[int]]:
+    """A grid of 3 x 4 after two words; one token is decoded and computed."""
+    grid = [(2, 2 + y, 2 + x) for y in range(3) for x in range(4)]
+    text = [(6 + i,) * 3 for i in range(41)]
+    return [list(axis) for axis in zip((0, 0, 0), (1, 1, 1), *grid, *text, strict=True)]
+
+
+def good() -> Report:
+    full = full_positions()
+    left = [0, 1, *(2 + row for row in KEPT), *range(2 + N, len(full[0]))]
+    stock = said(N, full)
+    pruned = said(FEW, [[axis[i] for i in left] for axis in full])
+    return Report(
+        stock={"q": stock},
+        whole={"q": stock},
+        pruned={"q": pruned},
+        again={"q": pruned.model_copy(update={"cached": 32})},
+        alone={"q": pruned},
+        chunked={"q": pruned},
+        predicted={"q": [N]},
+        kept={"q": [KEPT]},
+        vision_runs=0,
+        fallbacks=0,
+        errors={},
+        video_stock=stock,
+        video_pruned=stock,
+    )
+
+
+def test_a_report_that_keeps_all_promises_is_not_blamed() -> None:
+    assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, "")
+
+
+def _spoilt(field: str, **changes: object) -> Callable[[Report], Report]:
+    def spoil(report: Report) -> Report:
+        (one,) = dict(report)[field].values()
+        return report.model_copy(update={field: {"q": one.model_copy(update=changes)}})
+
+    return spoil
+
+
+def _set(**changes: object) -> Callable[[Report], Report]:
+    return lambda report: report.model_copy(update=changes)
+
+
+SPOILT: dict[str, list[Callable[[Report], Report]]] = {
+    "whole_is_stock": [_spoilt("whole", logprob=-3.0000001), _spoilt("whole", cached=32)],
+    "prompts_shrink_as_predicted": [
+        _set(predicted={"q": [N + 1]}),
+        _spoilt("pruned", prompt=[1, *[IMAGE] * FEW, *range(20, 60)]),
+    ],
+    "kept_rows_are_the_model_s_own": [
+        _set(kept={"q": [[1, 2, 5, 7, -1]]}),
+        _set(kept={"q": [[2, 1, 5, 7, 11]]}),
+        _set(kept={"q": [[1, 2, 5, 7, 12]]}),
+        _set(kept={"q": [[1, 2, 5, 7]]}),
+        _set(kept={"q": []}),
+    ],
+    "small_steps_keep_the_same": [
+        _spoilt("chunked", ids=[3, 5]),
+        _spoilt("chunked", positions=full_positions()),
+    ],
+    "the_same_question_shares": [
+        _spoilt("again", cached=0),
+        _spoilt("again", logprob=-4.0),
+        _spoilt("pruned", cached=32),
+    ],
+    "questions_stand_alone": [_spoilt("alone", logprob=-3.1), _spoilt("alone", prompt=[1])],
+    "images_are_seen_once": [_set(vision_runs=1)],
+    "nothing_fell_back": [_set(fallbacks=1), _set(errors={"RuntimeError": 1})],
+    "positions_are_a_gather": [
+        _spoilt("pruned", positions=[list(range(48))] * 3),
+        _set(kept={"q": [[0, 2, 5, 7, 11]]}),
+    ],
+    "videos_are_untouched": [_set(video_pruned=None)],
+}
+
+
+def test_every_check_is_put_to_the_test() -> None:
+    assert set(SPOILT) == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_broken_promise_is_told(name: str) -> None:
+    for spoil in SPOILT[name]:
+        assert CHECKS[name](spoil(good())) != ""
+
+
+def test_survivors_of_two_images() -> None:
+    stock = [1, IMAGE, IMAGE, IMAGE, 2, IMAGE, IMAGE, 3]
+    pruned = [1, IMAGE, IMAGE, 2, IMAGE, 3]
+    assert survivors(stock, pruned, [[0, 2], [1]]) == [0, 1, 3, 4, 6, 7]

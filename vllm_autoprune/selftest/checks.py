@@ -1,0 +1,162 @@
+"""What must hold of a report, one function a promise: empty where it holds, else what is wrong.
+
+Knows nothing about how a report came about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from vllm_autoprune.selftest.report import Report, Said
+
+FEW = 5
+"""K of the pruned answers."""
+
+BLOCK = 32
+"""Tokens of one block of the prefix cache."""
+
+_CLOSE = 2e-2
+"""Log-probabilities of half-precision answers that count as the same."""
+
+
+def whole_is_stock(report: Report) -> str:
+    """K >= N: token ids, log-probabilities, positions and cache hits, to the last bit."""
+    return _first(report.whole, lambda name, said: said == report.stock[name], "is not stock's")
+
+
+def prompts_shrink_as_predicted(report: Report) -> str:
+    """K < N: placeholders go, nothing else does, and as many as image sizes foretell."""
+    for name, stock in report.stock.items():
+        pruned = report.pruned[name].prompt
+        gone = Counter(stock.prompt) - Counter(pruned)
+        wanted = sum(n - FEW for n in report.predicted[name])
+        if len(gone) != 1 or gone.total() != wanted or len(stock.prompt) - len(pruned) != wanted:
+            return f"{name}: {dict(gone)} went, not {wanted} placeholders"
+    return ""
+
+
+def kept_rows_are_the_model_s_own(report: Report) -> str:
+    """K rows an image, whole and in the model's order: deepstack levels and positions included."""
+    for name, images in report.kept.items():
+        if len(images) != len(report.predicted[name]):
+            return f"{name}: {len(images)} images were pruned"
+        for rows, unpruned in zip(images, report.predicted[name], strict=True):
+            inside = all(0 <= row < unpruned for row in rows)
+            if len(rows) != FEW or rows != sorted(set(rows)) or not inside:
+                return f"{name}: rows {rows} of {unpruned}"
+    return ""
+
+
+def small_steps_keep_the_same(report: Report) -> str:
+    """Chunked prefill that cuts through images."""
+    for name, said in report.chunked.items():
+        if (wrong := unlike(said, report.pruned[name])) or (
+            said.positions != report.pruned[name].positions
+        ):
+            return f"{name}: {wrong or 'other positions'}"
+    return ""
+
+
+def the_same_question_shares(report: Report) -> str:
+    """The prefix cache is used for the same question only, and changes nothing."""
+    for name, again in report.again.items():
+        first = report.pruned[name]
+        if first.cached:
+            return f"{name}: {first.cached} tokens of another question were used"
+        if again.cached < BLOCK:
+            return f"{name}: {again.cached} tokens were reused"
+        if wrong := unlike(again, first):
+            return f"{name}: {wrong}"
+    return ""
+
+
+def questions_stand_alone(report: Report) -> str:
+    """Questions on one image answer as they do with all caches empty."""
+    return next(
+        (
+            f"{name}: {wrong}"
+            for name, said in report.alone.items()
+            if (wrong := unlike(said, report.pruned[name]))
+        ),
+        "",
+    )
+
+
+def images_are_seen_once(report: Report) -> str:
+    """The vision tower does not run for an image that it has seen."""
+    return f"it ran {report.vision_runs} times more" if report.vision_runs else ""
+
+
+def nothing_fell_back(report: Report) -> str:
+    """No selection failed."""
+    if report.fallbacks or report.errors:
+        return f"{report.fallbacks} fallbacks, errors {report.errors}"
+    return ""
+
+
+def positions_are_a_gather(report: Report) -> str:
+    """Every token that is left, and what is decoded, stands where it stood unpruned (M-RoPE)."""
+    for name, pruned in report.pruned.items():
+        stock = report.stock[name]
+        if len(stock.positions) == 1:
+            continue
+        left = survivors(stock.prompt, pruned.prompt, report.kept[name])
+        left += range(len(stock.prompt), len(stock.positions[0]))
+        if pruned.positions != [[row[i] for i in left] for row in stock.positions]:
+            return f"{name}: {pruned.positions}"
+    return ""
+
+
+def videos_are_untouched(report: Report) -> str:
+    """An answer about a video is stock's."""
+    return "" if report.video_pruned == report.video_stock else "another answer about a video"
+
+
+CHECKS: Mapping[str, Callable[[Report], str]] = {
+    check.__name__: check
+    for check in (
+        whole_is_stock,
+        prompts_shrink_as_predicted,
+        kept_rows_are_the_model_s_own,
+        small_steps_keep_the_same,
+        the_same_question_shares,
+        questions_stand_alone,
+        images_are_seen_once,
+        nothing_fell_back,
+        positions_are_a_gather,
+        videos_are_untouched,
+    )
+}
+"""Every promise by name."""
+
+
+def survivors(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
+    """Places in the stock prompt of the tokens that are left."""
+    (image,) = Counter(stock) - Counter(pruned)
+    left: list[int] = []
+    at, rows = 0, iter(kept)
+    while at < len(stock):
+        if stock[at] != image:
+            left.append(at)
+            at += 1
+            continue
+        left += [at + row for row in next(rows)]
+        while at < len(stock) and stock[at] == image:
+            at += 1
+    return left
+
+
+def unlike(one: Said, other: Said) -> str:
+    """How two answers differ that should be the same."""
+    if one.prompt != other.prompt:
+        return "another prompt"
+    if one.ids != other.ids:
+        return f"another answer, {one.ids} and {other.ids}"
+    if abs(one.logprob - other.logprob) > _CLOSE:
+        return f"log-probabilities {one.logprob} and {other.logprob}"
+    return ""
+
+
+def _first(said: Mapping[str, Said], holds: Callable[[str, Said], bool], wrong: str) -> str:
+    return next((f"{name}: {wrong}" for name, one in said.items() if not holds(name, one)), "")

@@ -1,0 +1,50 @@
+"""What one tiny model did while it was served, as data.
+
+Knows nothing about what should hold: ``checks`` does.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Said(BaseModel):
+    """One answer: ids of its prompt and of what was decoded, and what the model was given.
+
+    ``logprob`` is the sum over decoded tokens; ``cached`` counts prompt tokens that came from the
+    prefix cache; ``positions`` has one row an axis, of every token that was computed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: list[int]
+    ids: list[int]
+    logprob: float
+    cached: int
+    positions: list[list[int]]
+
+
+class Report(BaseModel):
+    """Answers by question, under each way of serving it.
+
+    ``stock`` without a state, ``whole`` with a K that keeps every token, ``pruned`` with a small
+    K, ``again`` the same once more, ``alone`` after all caches were emptied, ``chunked`` in steps
+    of a few tokens. ``predicted`` has N of every image by its size alone, ``kept`` the place among
+    an image's rows of each row that was kept, -1 where it is none of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stock: dict[str, Said]
+    whole: dict[str, Said]
+    pruned: dict[str, Said]
+    again: dict[str, Said]
+    alone: dict[str, Said]
+    chunked: dict[str, Said]
+    predicted: dict[str, list[int]]
+    kept: dict[str, list[list[int]]]
+    vision_runs: int
+    fallbacks: int
+    errors: dict[str, int]
+    video_stock: Said | None = None
+    video_pruned: Said | None = None

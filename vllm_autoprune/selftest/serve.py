@@ -1,0 +1,187 @@
+"""Serves one tiny model in this process: stock, with every token kept, pruned, in small steps.
+
+Knows nothing about what should be equal.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+from PIL import Image
+
+from vllm_autoprune.selftest.checks import BLOCK, FEW
+from vllm_autoprune.selftest.report import Report, Said
+from vllm_autoprune.selftest.tiny import build
+from vllm_autoprune.selftest.witness import Witness
+
+Engine = Any
+"""``vllm.LLM``."""
+
+SETTINGS = {"state": "autoprune", "budget": 4096, "requests": "budget"}
+"""K above N of every image here; requests ask for less."""
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """Coloured blocks."""
+    source = numpy.random.default_rng(seed)
+    blocks = source.integers(0, 255, (height // 8, width // 8, 3), dtype=numpy.uint8)
+    return Image.fromarray(blocks).resize((width, height))
+
+
+_WIDE, _HIGH = picture(200, 112, 1), picture(96, 208, 2)
+ASKED: Mapping[str, tuple[str, tuple[Image.Image, ...]]] = {
+    "square": ("what colour is the cat", (picture(112, 112, 0),)),
+    "wide": ("what colour is the cat", (_WIDE,)),
+    "high": ("what colour is the cat", (_HIGH,)),
+    "large": ("what colour is the cat", (picture(330, 300, 4),)),
+    "two": ("how many are there", (_HIGH, picture(120, 96, 3))),
+    "other question": ("which dog is on the left", (_WIDE,)),
+}
+_LONG = " and the sky is blue on the right" * 6
+"""So that the image and some of the text fill a block of the prefix cache."""
+
+
+def serve(name: str) -> Report:
+    """What the tiny model of one backbone does."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _served(build(name, Path(folder)))
+
+
+def _served(folder: Path) -> Report:
+    found: dict[str, Any] = {}
+    llm, witness = _engine(folder, None)
+    found["stock"] = {name: _ask(llm, witness, name) for name in ASKED}
+    found["video_stock"] = _show_video(llm, witness)
+    _end(llm)
+
+    llm, witness = _engine(folder, SETTINGS)
+    model = _model(llm)
+    found["predicted"] = _predicted(llm)
+    found["whole"] = {name: _ask(llm, witness, name) for name in ASKED}
+    found["pruned"], found["again"], found["kept"] = {}, {}, {}
+    before = model.autoprune.runs
+    for name in ASKED:
+        with witness.of_rows():
+            found["pruned"][name] = _ask(llm, witness, name, FEW)
+        found["kept"][name] = list(witness.places)
+        witness.places.clear()
+        found["again"][name] = _ask(llm, witness, name, FEW)
+    found["vision_runs"] = model.autoprune.runs - before
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
+    found["alone"] = {name: _ask(llm, witness, name, FEW) for name in ("other question", "wide")}
+    counts = model.autoprune_meter.counts()
+    found["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
+    found["errors"] = dict(model.autoprune_meter.raised)
+    _end(llm)
+
+    settings = {**SETTINGS, "budget": FEW}
+    llm, witness = _engine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
+    found["chunked"] = {name: _ask(llm, witness, name) for name in ASKED}
+    found["video_pruned"] = _show_video(llm, witness)
+    _end(llm)
+    return Report(**found)
+
+
+def _engine(
+    folder: Path, settings: Mapping[str, object] | None, **options: object
+) -> tuple[Engine, Witness]:
+    from vllm import LLM
+
+    more = {} if settings is None else {"additional_config": {"autoprune": dict(settings)}}
+    llm = LLM(
+        model=str(folder),
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        block_size=BLOCK,
+        num_gpu_blocks_override=128,
+        limit_mm_per_prompt={"image": 4},
+        **more,
+        **options,
+    )
+    witness = Witness()
+    witness.attend(_model(llm).get_language_model().model.layers[0])
+    return llm, witness
+
+
+def _end(llm: Engine) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    # vLLM collects garbage several times a start, and each time walks all that was imported.
+    gc.freeze()
+
+
+def _model(llm: Engine) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def _processor(llm: Engine) -> Any:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    return MULTIMODAL_REGISTRY.create_processor(llm.llm_engine.model_config)
+
+
+def _predicted(llm: Engine) -> dict[str, list[int]]:
+    """N of every image by its size alone, before any model runs."""
+    from vllm.multimodal.parse import ImageSize
+
+    processor = _processor(llm)
+    extent = processor._placeholders.extent
+    return {
+        name: [extent(processor.info, ImageSize(*image.size), {}).tokens for image in images]
+        for name, (_, images) in ASKED.items()
+    }
+
+
+def _ask(llm: Engine, witness: Witness, name: str, budget: int | None = None) -> Said:
+    text, images = ASKED[name]
+    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in images]
+    asked = [[{"role": "user", "content": [*parts, {"type": "text", "text": text + _LONG}]}]]
+    wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": budget}}}
+    (output,) = llm.chat(asked, _sampling(), use_tqdm=False, **wish)
+    return _said(output, witness)
+
+
+def _show_video(llm: Engine, witness: Witness) -> Said | None:
+    """An answer about four frames; None where the model takes no videos."""
+    if "video" not in _processor(llm).info.get_supported_mm_limits():
+        return None
+    frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
+    told = {
+        "fps": 2.0,
+        "duration": 2.0,
+        "total_num_frames": 4,
+        "frames_indices": [0, 1, 2, 3],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    shown = type(_model(llm)).get_placeholder_str("video", 0)
+    prompt = {
+        "prompt": f"user {shown} what is on the left you",
+        "multi_modal_data": {"video": (frames, told)},
+    }
+    return _said(llm.generate([prompt], _sampling(), use_tqdm=False)[0], witness)
+
+
+def _sampling() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+
+
+def _said(output: Any, witness: Witness) -> Said:
+    said, cached = output.outputs[0], output.num_cached_tokens or 0
+    prompt, ids = list(output.prompt_token_ids), list(said.token_ids)
+    return Said(
+        prompt=prompt,
+        ids=ids,
+        logprob=float(said.cumulative_logprob),
+        cached=cached,
+        positions=witness.positions(len(prompt) + len(ids) - 1 - cached),
+    )

@@ -1,0 +1,63 @@
+"""What an engine of this process does: rows that are kept, positions that its model is given.
+
+Knows nothing about what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from vllm_autoprune.serving.batch import prune_images
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.plan import ItemPlan
+
+
+class Witness:
+    """Everything seen since it was last asked."""
+
+    def __init__(self) -> None:
+        self._positions: list[Tensor] = []
+        self.places: list[list[int]] = []
+
+    def attend(self, layer: nn.Module) -> None:
+        """Note the positions that a language model's first layer is given.
+
+        The layer, because vLLM calls the model itself around its hooks.
+        """
+        layer.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, layer: nn.Module, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+        positions = named["positions"] if "positions" in named else given[0]
+        self._positions.append(positions.clone())
+
+    def positions(self, length: int) -> list[list[int]]:
+        """Of the last ``length`` tokens computed, one row an axis; forgets them."""
+        joined = torch.cat(self._positions, dim=-1)
+        self._positions.clear()
+        return [list(map(int, row)) for row in joined.view(-1, joined.shape[-1])[:, :length]]
+
+    @contextmanager
+    def of_rows(self) -> Iterator[None]:
+        """Note, for every image, which of its unpruned rows each row is."""
+
+        def noted(
+            served: ServedState,
+            plans: Sequence[ItemPlan],
+            images: Sequence[ImageFeatures],
+            *rest: object,
+        ) -> list[Tensor]:
+            made = prune_images(served, plans, images, *rest)  # type: ignore[arg-type]
+            for image, rows in zip(images, made, strict=True):
+                same = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
+                place = torch.where(same.any(dim=1), same.argmax(dim=1), -1)
+                self.places.append(list(map(int, place)))
+            return made
+
+        with patch("vllm_autoprune.serving.models.pruned.prune_images", noted):
+            yield
