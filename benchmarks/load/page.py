@@ -39,6 +39,7 @@ def page(paired: Paired, runs: Sequence[Run]) -> str:
             sections.sweeps(paired, found),
             _pictures(paired, found),
             sections.latencies(found),
+            sections.decoding(found),
             sections.server(found),
             sections.same_answers(found),
             sections.every_run(runs),

@@ -32,6 +32,11 @@ def tpot(record: Record) -> Sequence[float]:
     return () if record.tpot is None else (record.tpot,)
 
 
+def itl(record: Record) -> Sequence[float]:
+    """Seconds between deltas."""
+    return record.gaps
+
+
 @dataclass(frozen=True)
 class Run:
     """One pass of one arm at one load."""

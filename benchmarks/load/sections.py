@@ -13,7 +13,7 @@ from benchmarks.load.compare import FIGURES, agreements, comparisons
 from benchmarks.load.load import Slo
 from benchmarks.load.mix import spoken
 from benchmarks.load.paired import Paired
-from benchmarks.load.points import Point, Run, ttft
+from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
 from benchmarks.load.statistics import Estimate
 from benchmarks.load.sweep import KNEE, Sweep, sweep
 from benchmarks.load.table import estimate, hits, percentiles
@@ -96,6 +96,21 @@ def latencies(found: Sequence[Point]) -> str:
     return (
         "<h2>Time to first token</h2><p>All passes together; in an open loop from the scheduled "
         "time. &dagger;: too few requests stand behind this percentile.</p>" + _table(head, rows)
+    )
+
+
+def decoding(found: Sequence[Point]) -> str:
+    """What comes after the first token, and the whole."""
+    rows = []
+    for point in found:
+        told = [point.distribution(values) for values in (itl, tpot, e2e)]
+        cells = [percentiles(one) if one else "no answer" for one in told]
+        rows.append([point.load.label, point.arm, "valid" if point.valid else "not valid", *cells])
+    head = ["load", "arm", "", "ITL, ms", "TPOT, ms", "E2E, ms"]
+    return (
+        "<h2>After the first token</h2><p>ITL: gaps between deltas, which may hold more than one "
+        "token. TPOT: by the server's count of tokens. E2E: to the last text.</p>"
+        + _table(head, rows)
     )
 
 

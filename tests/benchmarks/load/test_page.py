@@ -72,6 +72,8 @@ def test_ratios_verdicts_and_rates_are_told(page: str) -> None:
     assert "9 of 10 runs are valid." in text
     assert "users-2 AutoPrune 0.500 (0.500–0.500) [0.500, 0.500]" in text
     assert "rate-4 AutoPrune not valid" in text
+    # Three gaps of 50 ms in each of 2 x 60 answers.
+    assert "users-2 stock valid p50 50.0 (50.0–50.0) p90 50.0 (50.0–50.0)" in text
     assert "INVALID: the client was the bottleneck" in text
     # Stock keeps both rates; AutoPrune's second run is not valid, so its climb ends there.
     assert "stock 4 4 4 not reached: try higher rates" in text
