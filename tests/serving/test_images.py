@@ -97,6 +97,7 @@ def answer(server: Server, images: list[bytes]) -> tuple[int, int]:
     sent = {
         "model": server.model,
         "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
         "max_tokens": 2,
     }
     status, said = server.post("/v1/chat/completions", sent)
@@ -114,10 +115,13 @@ def test_a_pruned_server_answers_as_stock_does(
         assert (status, same) == (400, 200)
         assert kept < len(images) * TOKENS
         return
-    assert same == status
+    assert same == status < 500
     if status == 200:
         assert kept == full - len(images) * (TOKENS - 32)
 
 
 def test_both_live_on(stock: Server, pruned: Server) -> None:
-    assert answer(stock, [encoded(scene())])[0] == answer(pruned, [encoded(scene())])[0] == 200
+    # Not one of the twenty: vLLM 0.32 remembers images of a prompt that it then finds too long, and
+    # answers 500 where one of them comes back, because the engine was never given it.
+    unseen = [encoded(scene().rotate(45))]
+    assert [answer(server, unseen)[0] for server in (stock, pruned)] == [200, 200]
