@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from benchmarks.efficiency.measure import SERVED, Pass, Refused, measure, reques
 from benchmarks.efficiency.models import MINI, NAMES, Model, model, text_tower
 from benchmarks.efficiency.table import FULL, markdown
 from benchmarks.load.arms import Arm, in_turn
-from benchmarks.load.result import environment
+from benchmarks.load.result import command, environment
 from vllm_autoprune import AutopruneError, load_state
 
 POLICIES = (
@@ -81,7 +82,7 @@ def _make(chosen: argparse.Namespace) -> int:
         )
     text = "\n".join(markdown(served, budget, passes))
     told_by = ", ".join(f"{key} {value}" for key, value in environment().items())
-    text = f"{text}\n\nEnvironment: {told_by}.\n\nCommand: `{' '.join(sys.argv)}`\n"
+    text = f"{text}\n\nEnvironment: {told_by}.\n\nCommand: `{shlex.join(command())}`\n"
     data = {
         "model": served.name,
         "layers": served.geometry.layers,

@@ -26,11 +26,15 @@ COLUMNS = (
 
 def markdown(model: Model, budget: int, passes: Passes) -> Iterator[str]:
     """The table and what stands behind its columns."""
+    first = [one for one in passes.get(FULL, ()) if isinstance(one, Pass)]
     depth = "" if model.depth == model.geometry.layers else f" of {model.depth}"
-    yield f"{model.name}, {model.geometry.layers}{depth} language layers served, K = {budget}\n"
+    asked = sum(len(one.ttft) for one in first)
+    yield (
+        f"{model.name}, {model.geometry.layers}{depth} language layers served, K = {budget}; "
+        f"{asked} timed requests a row, in {len(first)} passes\n"
+    )
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + " --- |" * len(COLUMNS)
-    first = [one for one in passes.get(FULL, ()) if isinstance(one, Pass)]
     for arm, found in passes.items():
         measured = [one for one in found if isinstance(one, Pass)]
         if not measured:
@@ -51,6 +55,7 @@ def notes(model: Model) -> Iterator[str]:
             f"{model.geometry.layers}; they hold the whole vision tower, so ratios of times are "
             "smaller than they would be at full depth."
         )
+    yield "Tokens of the full model are counted as published: without a newline for each row."
     yield (
         "Prefill: mean of vLLM's request_prefill_time_seconds, which holds vision tower and "
         "selection. TTFT and decode: at the client, one request at a time, other images each time."

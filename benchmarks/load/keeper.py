@@ -21,7 +21,7 @@ from benchmarks.load.messages import DONE, GO, READY, RECORD, Done, Go, Ready
 from benchmarks.load.options import Options
 from benchmarks.load.prepared import Prepared, load
 from benchmarks.load.record import Record
-from benchmarks.load.result import RECORDS, Result, environment
+from benchmarks.load.result import RECORDS, Result, command, environment
 from benchmarks.load.server_metrics import Watch
 from benchmarks.load.summary import summarize
 from benchmarks.load.table import lines
@@ -94,7 +94,7 @@ class Keeper:
             facts=facts,
             server=self._told,
             environment=environment(),
-            command=tuple(sys.argv),
+            command=command(),
         )
         print("\n".join(lines(result)), flush=True)
         try:

@@ -20,7 +20,7 @@ from benchmarks.load.plain import Plain
 from benchmarks.load.points import Point, Run
 from benchmarks.load.prepared import prepare
 from benchmarks.load.record import read
-from benchmarks.load.result import RECORDS, read_result
+from benchmarks.load.result import RECORDS, command, read_result
 from benchmarks.load.run import run
 from benchmarks.load.sweep import grid, over
 from benchmarks.load.workload import Workload
@@ -95,9 +95,7 @@ def measure(plan: Plan, out: Path) -> Paired:
         broken = str(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
-    paired = Paired(
-        plan=plan, made=tuple(made), rates=rates, command=tuple(sys.argv), broken=broken
-    )
+    paired = Paired(plan=plan, made=tuple(made), rates=rates, command=command(), broken=broken)
     out.mkdir(parents=True, exist_ok=True)
     (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
     return paired

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -77,6 +78,14 @@ def environment() -> dict[str, str]:
         "cores": str(cores),
         "load average": f"{os.getloadavg()[0]:.2f}",
     }
+
+
+def command() -> tuple[str, ...]:
+    """How this process was called, as one would type it again."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        return tuple(sys.argv)
+    return ("python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
 
 
 def _processor() -> str:
