@@ -125,7 +125,7 @@ class Trying:
             stop = self._rung(share)
             failed = await self._all(running, tallies, begin, stop)
             for index, reason in failed.items():
-                del running[index]
+                self._forget(running.pop(index), proposed[index].name)
                 settled[index] = self._tried(
                     proposed[index], "unevaluated", tallies[index], reason=reason
                 )
@@ -170,6 +170,12 @@ class Trying:
         for key in self._keys(state):
             self._behaves[key] = proposed.name
         return state
+
+    def _forget(self, state: PruningState, name: str) -> None:
+        """What could not be measured is nothing that others could be the same as."""
+        for key in self._keys(state):
+            if self._behaves.get(key) == name:
+                del self._behaves[key]
 
     def _keys(self, state: PruningState) -> list[str]:
         verdict = self._judged(state)

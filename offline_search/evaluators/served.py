@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
@@ -24,7 +25,7 @@ import httpx
 from offline_search.answers import Answers
 from offline_search.evaluators.protocol import EvaluationFailed, Job
 from offline_search.examples import Dataset, Example
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem, SearchError
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -135,7 +136,19 @@ class ServedEvaluator:
             if attempt + 1 < self._patience.attempts:
                 await asyncio.sleep(wait)
                 wait *= 2
+        if not await self._any_answers():
+            # Nothing is wrong with the candidate: whatever is proposed next would fail as well.
+            raise SearchError(
+                f"no server answers any more ({failure}) -> start it and resume: nothing is lost"
+            )
         raise EvaluationFailed(f"{failure}, after {self._patience.attempts} attempts")
+
+    async def _any_answers(self) -> bool:
+        for url in self._urls:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await self._client.get(f"{url}/v1/models")).is_success:
+                    return True
+        return False
 
     async def _once(
         self, url: str, example: Example, pruning: Mapping[str, object]

@@ -224,6 +224,25 @@ async def test_a_candidate_that_cannot_be_measured_is_not_a_wrong_one(
     assert failed and all(r.objective is None and "500" in r.reason for r in failed)
 
 
+async def test_what_could_not_be_measured_is_tried_again_in_another_form(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    # Two states of one behaviour: signals are idle where nothing is exchanged for quality.
+    one = alpha(paper_state(settings))
+    other = json.loads(json.dumps(one))
+    other["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
+    settings = settings.model_copy(update={"per_round": 1, "rounds": 8})
+    replies = [json.dumps(one), json.dumps(other)]
+    await searched(tmp_path / "free", settings, SyntheticEvaluator(data), replies)
+    first = of_kind(tmp_path / "free", Proposed)[0]
+    assert isinstance(first, Proposed)
+    evaluator = SyntheticEvaluator(data)
+    evaluator.fails = {first.digest}
+    await searched(tmp_path / "l", settings, evaluator, replies)
+    trials = [r for r in of_kind(tmp_path / "l", Tried) if isinstance(r, Tried)]
+    assert {"unevaluated", "evaluated"} <= {trial.status for trial in trials}
+
+
 async def test_budgets_of_tokens_and_money_end_the_asking(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:

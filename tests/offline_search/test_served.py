@@ -12,7 +12,7 @@ from offline_search.evaluators.served import Patience, ServedEvaluator
 from offline_search.examples import Dataset
 from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error
 from vllm_autoprune import load_state
-from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.errors import ConfigError, SearchError
 
 QUICK = Patience(attempts=3, first_wait=0.01)
 STATE = load_state("visionzip")
@@ -110,6 +110,16 @@ async def test_what_cannot_be_asked_is_no_wrong_answer(
 ) -> None:
     with endpoint(answer) as told, pytest.raises(EvaluationFailed, match=said):
         await answered(told, data, Job(STATE, 8, "search", 0, 1))
+
+
+async def test_a_server_that_is_gone_ends_the_search_and_blames_no_candidate(
+    data: Dataset,
+) -> None:
+    gone = ServedEvaluator(["http://127.0.0.1:9"], data, model="m", patience=QUICK)
+    with pytest.raises(SearchError, match="start it and resume") as caught:
+        await gone.evaluate(Job(STATE, 8, "search", 0, 1))
+    await gone.close()
+    assert not isinstance(caught.value, EvaluationFailed)
 
 
 async def test_servers_share_the_images_and_stand_in_for_each_other(data: Dataset) -> None:
