@@ -65,7 +65,8 @@ def _verdict(paired: Paired, runs: Sequence[Run]) -> str:
     told = f"{len(runs) - len(bad)} of {len(runs)} runs are valid."
     lines = [f'<p class="{"bad" if bad or paired.broken else "good"}"><strong>{told}</strong> ']
     lines.append(
-        "A run that is not valid is shown, hollow in the plots, and no figure uses it.</p>"
+        "A run that is not valid is shown, hollow in the plots, and no ratio or rate is drawn "
+        "from it.</p>"
     )
     if paired.broken:
         lines.append(f'<p class="bad">The experiment ended early: {html.escape(paired.broken)}</p>')
