@@ -17,6 +17,7 @@ from vllm_autoprune.serving.carried import unpacked
 from vllm_autoprune.serving.cli import KEY
 from vllm_autoprune.serving.compat import attach, attached, require_vllm, rust_frontend
 from vllm_autoprune.serving.describe import in_one_line
+from vllm_autoprune.serving.hooks import require_hooks
 from vllm_autoprune.serving.models import BACKBONES, Backbone
 from vllm_autoprune.serving.plan import ItemPlan, Keep
 from vllm_autoprune.serving.rules import UNSTATED, RequestRules, read_rules
@@ -149,6 +150,7 @@ def adopt(vllm_config: VllmConfig) -> None:
     try:
         require_vllm()
         served = resolve(settings, vllm_config)
+        require_hooks(BACKBONES[served.architecture].stock)
     except AutopruneError as error:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None

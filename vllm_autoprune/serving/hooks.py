@@ -9,6 +9,8 @@ import importlib
 import operator
 from dataclasses import dataclass
 
+from vllm_autoprune.errors import ConfigError, Problem
+
 
 @dataclass(frozen=True, slots=True)
 class Hook:
@@ -17,13 +19,15 @@ class Hook:
     module: str
     names: tuple[str, ...]
     used_by: str
+    only: str = ""
+    """The stock model class, or ``"worker"``, that alone relies on them; empty: every server."""
 
 
 def _model(module: str, kind: str, *methods: str) -> Hook:
     """A model class, with what every pruned form of one relies on."""
     common = ("_processor_factory", "embed_multimodal", "load_weights")
     names = tuple(f"{kind}.{name}" for name in (*common, *methods))
-    return Hook(f"vllm.model_executor.models.{module}", names, f"models: {kind}")
+    return Hook(f"vllm.model_executor.models.{module}", names, f"models: {kind}", only=kind)
 
 
 _QWEN = (
@@ -115,6 +119,7 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.worker.cpu_model_runner",
         ("CPUModelRunner.load_model",),
         "compat: positions of kept tokens on a CPU",
+        only="worker",
     ),
     Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),
     Hook(
@@ -134,6 +139,25 @@ HOOKS: tuple[Hook, ...] = (
         "ranks: the same tokens everywhere",
     ),
 )
+
+
+def require_hooks(stock: str) -> None:
+    """Refuse a vLLM in which something has moved that serving this model class relies on.
+
+    Raises :class:`ConfigError` with every name. Within the versions that are allowed at all this
+    finds builds that differ from the release they name.
+    """
+    problems = [
+        Problem(f"{hook.module}.{name}", f"is not there ({hook.used_by})", _MEND)
+        for hook in HOOKS
+        if hook.only in ("", stock)
+        for name in missing(hook)
+    ]
+    if problems:
+        raise ConfigError("this vLLM is not the one that the plugin was written for", problems)
+
+
+_MEND = "install a released vLLM in the supported range, and see `vllm-autoprune doctor`"
 
 
 def missing(hook: Hook) -> tuple[str, ...]:

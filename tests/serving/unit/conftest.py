@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.serving.unit import samples
-from vllm_autoprune.serving import compat, plugin
+from vllm_autoprune.serving import compat, config, plugin
 
 
 @dataclass
@@ -29,6 +29,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(plugin, "_active", set())
     monkeypatch.setattr(compat, "register_model", lambda *said: noted.models.append(said))
     monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
+    monkeypatch.setattr(compat, "let_cpu_runner_ask", lambda: None)
+    # Whether vLLM's names are there is a test of its own; here it would import all of them.
+    monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
     return noted
 

@@ -131,3 +131,24 @@ def test_one_entry_passes_vllm_s_check_and_no_other_does(monkeypatch: pytest.Mon
     for kwargs, media in (({"ours": 1, "size": 2}, None), ({"size": 2}, None), (None, {"i": {}})):
         with pytest.raises(VLLMValidationError, match="trust-request-mm-kwargs"):
             validate(kwargs, media)
+
+
+def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
+    """Only the instance that was marked says yes, and videos are not told of it."""
+
+    class Config:
+        rate = 0.0
+
+        def is_multimodal_pruning_enabled(self) -> bool:
+            return self.rate > 0
+
+    ours, theirs = Config(), Config()
+    for _ in range(2):
+        compat.keep_positions(ours)
+    assert (ours.is_multimodal_pruning_enabled(), theirs.is_multimodal_pruning_enabled()) == (
+        True,
+        False,
+    )
+    theirs.rate = 0.5
+    assert theirs.is_multimodal_pruning_enabled()
+    assert ours.rate == 0.0

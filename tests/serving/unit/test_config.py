@@ -18,6 +18,7 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import ConfigError, PruningPolicy, SafetyRecord, VisualTokens
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving import compat
+from vllm_autoprune.serving import config as config_module
 from vllm_autoprune.serving.config import ServedState, adopt, resolve, served_state
 from vllm_autoprune.serving.rules import RequestRules
 from vllm_autoprune.serving.towers import SIGN_KEY, TextTower
@@ -498,6 +499,15 @@ def test_a_mistake_in_python_is_an_exception(settings: object) -> None:
 def test_another_vllm_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "BELOW", compat.LOWEST)
     with pytest.raises(ConfigError, match="outside"):
+        adopt(vllm_config({"state": "autoprune"}))
+
+
+def test_a_vllm_in_which_names_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(stock: str) -> None:
+        raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "mend")])
+
+    monkeypatch.setattr(config_module, "require_hooks", moved)
+    with pytest.raises(ConfigError, match=f"not there for {LLAVA}"):
         adopt(vllm_config({"state": "autoprune"}))
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune import serving
-from vllm_autoprune.serving.hooks import HOOKS, Hook, missing
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.serving import hooks
+from vllm_autoprune.serving.hooks import HOOKS, Hook, missing, require_hooks
+from vllm_autoprune.serving.models import BACKBONES
 
 ROOM = Path(serving.__file__).parent
 
@@ -27,6 +30,24 @@ def test_names_that_are_gone_are_found() -> None:
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
 def test_every_hook_is_there(hook: Hook) -> None:
     assert missing(hook) == ()
+
+
+def test_a_server_is_refused_where_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = (
+        Hook("json", ("dumps", "sing"), "the song"),
+        Hook("json", ("dance",), "the dance", only="Dancer"),
+        Hook("json", ("paint",), "the picture", only="Painter"),
+    )
+    monkeypatch.setattr(hooks, "HOOKS", known)
+    with pytest.raises(ConfigError) as caught:
+        require_hooks("Dancer")
+    assert [problem.where for problem in caught.value.problems] == ["json.sing", "json.dance"]
+    assert "the dance" in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_every_backbone_s_own_names_are_on_the_list(architecture: str) -> None:
+    assert any(hook.only == BACKBONES[architecture].stock for hook in HOOKS)
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_PREFIX = "Autoprune"
+
+
 @dataclass(frozen=True, slots=True)
 class Backbone:
     """One served model family: its class by import path, and what it cannot do."""
@@ -39,9 +42,14 @@ class Backbone:
     mrope: bool = False
     """Whether tokens have positions of their own in time, height and width."""
 
+    @property
+    def stock(self) -> str:
+        """Name of the class in vLLM that is served pruned."""
+        return self.model.rpartition(f":{_PREFIX}")[2]
+
 
 def _at(module: str, stock: str) -> str:
-    return f"vllm_autoprune.serving.models.{module}:Autoprune{stock}"
+    return f"vllm_autoprune.serving.models.{module}:{_PREFIX}{stock}"
 
 
 def _clip(name: str, stock: str) -> Backbone:
