@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +42,17 @@ EVERY_KIND = (*KINDS, *PHRASE_KINDS)
 
 @dataclass(frozen=True)
 class Course:
-    """What a stage asks about an image: `number` questions, each put into `frame`."""
+    """A part of what a stage asks about an image: `number` questions, each put into `frame`."""
 
     ask: Callable[[random.Random, Scene, Canvas, int], list[Question]]
     number: int
     frame: str
 
 
-PHRASES = Course(training_phrases, 36, " {question}")
-QUESTIONS = Course(training_questions, 14, AFTER_IMAGE)
+_PHRASE = " {question}"
+PHRASES = (Course(training_phrases, 36, _PHRASE),)
+# Some phrases go on, for what they have not taught yet, and so that nothing is forgotten.
+QUESTIONS = (Course(training_questions, 12, AFTER_IMAGE), Course(training_phrases, 8, _PHRASE))
 
 
 class Projector(nn.Module):
@@ -150,7 +152,7 @@ def language_batch(
     tokenizer: Tokenizer,
     canvas: Canvas,
     budget: int,
-    course: Course = QUESTIONS,
+    courses: Sequence[Course] = QUESTIONS,
     most: int | None = None,
 ) -> LanguageBatch:
     """Draw one batch that keeps `budget` image tokens of scenes of at most `most` shapes."""
@@ -162,10 +164,15 @@ def language_batch(
     rows: list[_Row] = []
     kept: list[list[int]] = []
     for scene in drawn.scenes:
-        asked = course.ask(rng, scene, canvas, course.number)
+        framed = [
+            (course.frame.format(question=one.text), one)
+            for course in courses
+            for one in course.ask(rng, scene, canvas, course.number)
+        ]
+        asked = [one for _, one in framed]
         whole = budget == canvas.patches
         kept.append(list(range(budget)) if whole else _kept(rng, asked, budget, canvas.patches))
-        texts = tokenizer.encode_batch([course.frame.format(question=one.text) for one in asked])
+        texts = tokenizer.encode_batch([text for text, _ in framed])
         answers = tokenizer.encode_batch([f" {one.answer}" for one in asked])
         row = _Row(start, [], [], [], [], [])
         for block, (question, text, answer) in enumerate(zip(asked, texts, answers, strict=True)):
