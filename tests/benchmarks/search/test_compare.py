@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search.compare import Remembering, as_markdown, compare, outcomes, spread
+from benchmarks.search.speed import Speed, drawn
+from offline_search.evaluators.protocol import Job
+from offline_search.examples import Dataset
+from offline_search.settings import Settings
+from tests.offline_search.synthetic import SyntheticEvaluator, dataset
+
+STRATEGIES = ("tpe", "random")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return dataset(folder)
+
+
+async def test_a_comparison_goes_on_and_its_table_is_the_ledgers(
+    data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,))
+    evaluator = SyntheticEvaluator(data)
+    await compare(tmp_path, STRATEGIES, [0], settings, Remembering(evaluator), None)
+    asked = len(evaluator.asked)
+    await compare(tmp_path, STRATEGIES, [0], settings, Remembering(evaluator), None)
+    assert len(evaluator.asked) == asked, "nothing is measured again"
+    await compare(tmp_path, STRATEGIES, [0, 1], settings, Remembering(evaluator), None)
+    found = {name: outcomes(tmp_path, name, range(3)) for name in STRATEGIES}
+    assert [len(ended) for ended in found.values()] == [2, 2]
+    text = as_markdown(tmp_path, STRATEGIES, range(3))
+    gaps = [
+        one.chosen.test.objective.value - other.chosen.test.objective.value
+        for one, other in zip(found["tpe"], found["random"], strict=True)
+    ]
+    assert f"tpe less random, paired by seed: {spread(gaps)}" in text
+    assert "| tpe | 2 |" in text
+
+
+async def test_what_one_search_has_measured_is_known_to_the_next(data: Dataset) -> None:
+    evaluator = SyntheticEvaluator(data)
+    remembering = Remembering(evaluator)
+    job = Job(None, 0, "search", 0, 4)
+    assert await remembering.evaluate(job) == await remembering.evaluate(job)
+    assert len(evaluator.asked) == 1
+
+
+def test_an_interval_over_seeds_is_students() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    half = 2.776 * statistics.stdev(values) / 5**0.5
+    assert spread(values) == f"3.0000 ± {half:.4f}"
+    assert spread([2.0]) == "2.0000"
+
+
+def test_speeds_are_told_beside_the_fastest() -> None:
+    table = Speed(2.0, 10.0, 50.0, 50, 3, 144).as_markdown()
+    assert (
+        "| 144 examples |" in table and "| 50.00 | 25.0 |" in table and "| 10.00 | 5.0 |" in table
+    )
+    assert len({state.digest for state in drawn(10, 8)}) == 10

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from benchmarks.minillava.split import CHECKPOINT
+from benchmarks.search.minillava import MiniLlavaEvaluator
+from offline_search.answers import accuracy, relative
+from offline_search.evaluators.protocol import Job
+from offline_search.judge import behaviour
+from vllm_autoprune import load_state
+
+SCENES = 10
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> MiniLlavaEvaluator:
+    torch.set_num_threads(1)
+    scenes = {"search": SCENES, "validation": 1, "test": 1}
+    return MiniLlavaEvaluator(CHECKPOINT, scenes, hard=False)  # type: ignore[arg-type]
+
+
+async def test_full_tokens_know_and_a_selection_that_does_not_look_does_not(
+    evaluator: MiniLlavaEvaluator,
+) -> None:
+    count = len(evaluator.dataset.of("search"))
+    full = await evaluator.evaluate(Job(None, 0, "search", 0, count))
+    guided = await evaluator.evaluate(Job(load_state("cdpruner"), 4, "search", 0, count))
+    blind = await evaluator.evaluate(Job(load_state("visionzip"), 4, "search", 0, count))
+    assert accuracy(full) > 0.97 and accuracy(guided) > 0.95 and accuracy(blind) < 0.8
+    assert relative(guided, full).mean() > -0.1 > -1 > relative(blind, full).mean()
+
+
+async def test_parts_of_a_split_make_up_the_whole(evaluator: MiniLlavaEvaluator) -> None:
+    count = len(evaluator.dataset.of("search"))
+    state = load_state("visionzip")
+    cuts: Sequence[int] = (0, 1, 7, count // 2 + 3, count)
+    parts = [
+        await evaluator.evaluate(Job(state, 8, "search", start, stop))
+        for start, stop in pairwise(cuts)
+    ]
+    whole = await evaluator.evaluate(Job(state, 8, "search", 0, count))
+    assert sum((part.right for part in parts), ()) == whole.right
+    joined = torch.tensor(sum((part.logprob for part in parts), ()))
+    assert torch.equal(joined, torch.tensor(whole.logprob))
+
+
+def test_its_probes_tell_states_apart(evaluator: MiniLlavaEvaluator) -> None:
+    probes = evaluator.probes()
+    assert probes
+    names = ("cdpruner", "visionzip", "autoprune", "divprune")
+    seen = {name: behaviour(load_state(name), (8,), probes) for name in names}
+    assert len(set(seen.values())) == len(names)
+    assert seen["cdpruner"] == behaviour(load_state("ablation-quota-0"), (8,), probes)
