@@ -6,6 +6,7 @@ Knows nothing about any one model; a subclass says which :class:`Vision` is its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
@@ -82,7 +83,7 @@ class PrunedModel(_Stock):
             keys = [plan.key for plan in plans[some]]
             shown = [image.inputs for image in images[some]]
             features, parts = vision.features(keys, shown, profile), vision.parts()
-            with self.autoprune_watch.running():
+            with nullcontext() if profile else self.autoprune_watch.running():
                 done += prune_images(
                     self.autoprune_served, plans[some], features, parts, self.autoprune_meter
                 )
