@@ -37,6 +37,7 @@ def good() -> Report:
         again={"q": pruned.model_copy(update={"cached": 32})},
         alone={"q": pruned},
         chunked={"q": pruned},
+        preempted={"q": pruned},
         predicted={"q": [N]},
         kept={"q": [KEPT]},
         vision_runs=0,
@@ -79,6 +80,10 @@ SPOILT: dict[str, list[Callable[[Report], Report]]] = {
     "small_steps_keep_the_same": [
         _spoilt("chunked", ids=[3, 5]),
         _spoilt("chunked", positions=full_positions()),
+    ],
+    "preempted_requests_go_on": [
+        _spoilt("preempted", ids=[3, 5]),
+        _spoilt("preempted", positions=full_positions()),
     ],
     "the_same_question_shares": [
         _spoilt("again", cached=0),

@@ -50,12 +50,12 @@ def kept_rows_are_the_model_s_own(report: Report) -> str:
 
 def small_steps_keep_the_same(report: Report) -> str:
     """Chunked prefill that cuts through images."""
-    for name, said in report.chunked.items():
-        if (wrong := unlike(said, report.pruned[name])) or (
-            said.positions != report.pruned[name].positions
-        ):
-            return f"{name}: {wrong or 'other positions'}"
-    return ""
+    return _moved(report.chunked, report.pruned)
+
+
+def preempted_requests_go_on(report: Report) -> str:
+    """A request that is pushed back while it is prefilled or decoded, and computed anew."""
+    return _moved(report.preempted, report.pruned)
 
 
 def the_same_question_shares(report: Report) -> str:
@@ -120,6 +120,7 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         prompts_shrink_as_predicted,
         kept_rows_are_the_model_s_own,
         small_steps_keep_the_same,
+        preempted_requests_go_on,
         the_same_question_shares,
         questions_stand_alone,
         images_are_seen_once,
@@ -155,6 +156,15 @@ def unlike(one: Said, other: Said) -> str:
         return f"another answer, {one.ids} and {other.ids}"
     if abs(one.logprob - other.logprob) > _CLOSE:
         return f"log-probabilities {one.logprob} and {other.logprob}"
+    return ""
+
+
+def _moved(said: Mapping[str, Said], wanted: Mapping[str, Said]) -> str:
+    """Another answer, or tokens at other positions."""
+    for name, one in said.items():
+        wrong = unlike(one, wanted[name])
+        if wrong or one.positions != wanted[name].positions:
+            return f"{name}: {wrong or f'positions {one.positions}'}"
     return ""
 
 

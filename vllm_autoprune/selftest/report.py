@@ -29,8 +29,9 @@ class Report(BaseModel):
 
     ``stock`` without a state, ``whole`` with a K that keeps every token, ``pruned`` with a small
     K, ``again`` the same once more, ``alone`` after all caches were emptied, ``chunked`` in steps
-    of a few tokens. ``predicted`` has N of every image by its size alone, ``kept`` the place among
-    an image's rows of each row that was kept, -1 where it is none of them.
+    of a few tokens, ``preempted`` pushed back to the waiting queue in the middle. ``predicted``
+    has N of every image by its size alone, ``kept`` the place among an image's rows of each row
+    that was kept, -1 where it is none of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,6 +42,7 @@ class Report(BaseModel):
     again: dict[str, Said]
     alone: dict[str, Said]
     chunked: dict[str, Said]
+    preempted: dict[str, Said]
     predicted: dict[str, list[int]]
     kept: dict[str, list[list[int]]]
     vision_runs: int

@@ -6,10 +6,13 @@ Knows nothing about what should be equal.
 from __future__ import annotations
 
 import gc
+import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 from PIL import Image
@@ -85,6 +88,11 @@ def _served(folder: Path) -> Report:
     llm, witness = _engine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     found["chunked"] = {name: _ask(llm, witness, name) for name in ASKED}
     found["video_pruned"] = _show_video(llm, witness)
+    llm.reset_prefix_cache()
+    with _preempting(llm):
+        found["preempted"] = {
+            name: _ask(llm, witness, name, began_anew=True) for name in ("high", "two")
+        }
     _end(llm)
     return Report(**found)
 
@@ -109,6 +117,26 @@ def _engine(
     witness = Witness()
     witness.attend(_model(llm).get_language_model().model.layers[0])
     return llm, witness
+
+
+@contextmanager
+def _preempting(llm: Engine) -> Iterator[None]:
+    """Push running requests back to the waiting queue: while prefilling, and while decoding."""
+    engine = llm.llm_engine
+    step, done = engine.step, itertools.count(1)
+
+    def interrupted() -> Any:
+        if next(done) % _SOMETIMES == 0:
+            engine.reset_prefix_cache(reset_running_requests=True)
+        return step()
+
+    with patch.object(engine, "step", interrupted):
+        yield
+
+
+_SOMETIMES = 11
+"""Steps from one preemption to the next. A prompt here takes 8 or 9 and decoding 3 more, so the
+first request is pushed back while it is decoded, the second while it is prefilled."""
 
 
 def _end(llm: Engine) -> None:
@@ -139,13 +167,19 @@ def _predicted(llm: Engine) -> dict[str, list[int]]:
     }
 
 
-def _ask(llm: Engine, witness: Witness, name: str, budget: int | None = None) -> Said:
+def _ask(
+    llm: Engine,
+    witness: Witness,
+    name: str,
+    budget: int | None = None,
+    began_anew: bool = False,
+) -> Said:
     text, images = ASKED[name]
     parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in images]
     asked = [[{"role": "user", "content": [*parts, {"type": "text", "text": text + _LONG}]}]]
     wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": budget}}}
     (output,) = llm.chat(asked, _sampling(), use_tqdm=False, **wish)
-    return _said(output, witness)
+    return _said(output, witness, began_anew)
 
 
 def _show_video(llm: Engine, witness: Witness) -> Said | None:
@@ -175,13 +209,14 @@ def _sampling() -> Any:
     return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
 
 
-def _said(output: Any, witness: Witness) -> Said:
-    said, cached = output.outputs[0], output.num_cached_tokens or 0
+def _said(output: Any, witness: Witness, began_anew: bool = False) -> Said:
+    said = output.outputs[0]
+    cached = 0 if began_anew else output.num_cached_tokens or 0
     prompt, ids = list(output.prompt_token_ids), list(said.token_ids)
     return Said(
         prompt=prompt,
         ids=ids,
         logprob=float(said.cumulative_logprob),
         cached=cached,
-        positions=witness.positions(len(prompt) + len(ids) - 1 - cached),
+        positions=witness.positions(len(prompt) + len(ids) - 1 - cached, last=began_anew),
     )

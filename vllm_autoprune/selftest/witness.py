@@ -36,11 +36,12 @@ class Witness:
         positions = named["positions"] if "positions" in named else given[0]
         self._positions.append(positions.clone())
 
-    def positions(self, length: int) -> list[list[int]]:
-        """Of the last ``length`` tokens computed, one row an axis; forgets them."""
+    def positions(self, length: int, last: bool = False) -> list[list[int]]:
+        """Of the first or last ``length`` tokens computed, one row an axis; forgets them."""
         joined = torch.cat(self._positions, dim=-1)
         self._positions.clear()
-        return [list(map(int, row)) for row in joined.view(-1, joined.shape[-1])[:, :length]]
+        axes = joined.reshape(-1, joined.shape[-1])
+        return [list(map(int, row)) for row in (axes[:, -length:] if last else axes[:, :length])]
 
     @contextmanager
     def of_rows(self) -> Iterator[None]:
