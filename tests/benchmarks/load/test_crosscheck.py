@@ -8,28 +8,41 @@ from benchmarks.load.crosscheck import FIGURES, Agreement, their_figures
 from benchmarks.load.errors import LoadError
 
 
-def agreement(ours: float, theirs: float, *, valid: bool = True) -> Agreement:
-    return Agreement({"median TTFT": ours}, {"median TTFT": theirs}, 0.1, valid)
+def agreement(ours: list[float], theirs: list[float], *, valid: bool = True) -> Agreement:
+    def rounds(values: list[float]) -> list[dict[str, float]]:
+        return [dict.fromkeys(FIGURES, value) for value in values]
+
+    return Agreement(rounds(ours), rounds(theirs), 0.1, valid)
 
 
 def test_a_tenth_is_tolerated_and_no_more() -> None:
-    assert agreement(0.109, 0.1).holds and agreement(0.091, 0.1).holds
-    assert not agreement(0.111, 0.1).holds
+    assert agreement([0.109], [0.1]).holds and agreement([0.091], [0.1]).holds
+    assert not agreement([0.111], [0.1]).holds
     # Three milliseconds in any case: the error declared for the stop-watch.
-    assert agreement(0.0129, 0.010).holds and not agreement(0.0131, 0.010).holds
+    assert agreement([0.0129], [0.010]).holds and not agreement([0.0131], [0.010]).holds
+
+
+def test_medians_over_rounds_are_compared() -> None:
+    assert agreement([0.1, 0.1, 0.9], [0.1, 0.1, 0.1]).holds
 
 
 def test_runs_that_failed_agree_with_nothing() -> None:
-    assert not agreement(0.1, 0.1, valid=False).holds
+    assert not agreement([0.1], [0.1], valid=False).holds
 
 
-def test_the_lines_name_boththeir_figures_and_the_tolerance() -> None:
-    first, last = agreement(0.12, 0.1).lines()
+def test_the_lines_name_both_figures_and_the_tolerance() -> None:
+    first, *_, last = agreement([0.12, 0.12], [0.1, 0.101]).lines()
     assert first == (
-        "median TTFT: 120.00 ms here, 100.00 ms vllm bench serve, +20.0 %: DISAGREE "
-        "(tolerance 10.0 ms)"
+        "median TTFT: 120.00 ms here, 100.50 ms vllm bench serve, +19.4 %: DISAGREE "
+        "(tolerance 10.1 ms, rounds of one tool up to 1.0 ms apart)"
     )
     assert last == "does not hold"
+
+
+def test_rounds_that_scatter_more_than_the_tolerance_tell_nothing() -> None:
+    found = agreement([0.10, 0.12], [0.1, 0.3])
+    *_, last = found.lines()
+    assert not found.holds and last.startswith("cannot tell: rounds scatter")
 
 
 def test_a_result_file_that_is_not_all_there_is_refused() -> None:
