@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from tests.serving.scenarios import V2
+from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, unlike
 from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.run import examine
-from vllm_autoprune.selftest.tiny import BUILDERS
 from vllm_autoprune.serving.support import BACKBONE_SUPPORT
 
 pytestmark = pytest.mark.engine

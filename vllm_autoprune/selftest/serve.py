@@ -17,9 +17,9 @@ from unittest.mock import patch
 import numpy
 from PIL import Image
 
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import BLOCK, FEW
 from vllm_autoprune.selftest.report import Report, Said
-from vllm_autoprune.selftest.tiny import build
 from vllm_autoprune.selftest.witness import Witness
 
 Engine = Any

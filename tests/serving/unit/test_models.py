@@ -162,7 +162,7 @@ def test_a_server_that_takes_no_images_has_no_vision_side(monkeypatch: pytest.Mo
 
 def test_the_table_of_support_has_every_backbone_as_it_is() -> None:
     """The table drives the engine tests too, so nothing is served that is not tested."""
-    from vllm_autoprune.selftest.tiny import BUILDERS
+    from vllm_autoprune.selftest.backbones import BUILDERS
     from vllm_autoprune.serving.support import BACKBONE_SUPPORT
 
     by_name = {backbone.name: backbone for backbone in BACKBONES.values()}

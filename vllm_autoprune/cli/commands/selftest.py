@@ -11,9 +11,9 @@ import time
 
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import as_json, table
+from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS
 from vllm_autoprune.selftest.run import SelftestError, examine
-from vllm_autoprune.selftest.tiny import BUILDERS
 
 _SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 _RUNNERS: dict[str, dict[str, str]] = {"default": {}, "v1": {_SWITCH: "0"}, "v2": {_SWITCH: "1"}}

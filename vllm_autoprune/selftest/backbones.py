@@ -1,0 +1,305 @@
+"""Tiny random models, one of every backbone: real configs, real processors, no trained weight.
+
+Knows nothing about serving. Their answers are noise, so what is compared is which tokens are kept,
+where they stand, how many there are, and log-probabilities with and without pruning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_autoprune.selftest.tiny import CLIP_NAMES, TEXT, VISION, VOCABULARY, token, words, write
+
+BUILDERS: dict[str, Callable[[Path], None]] = {}
+"""Name of a backbone -> writes its model to a folder."""
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write the tiny model of one backbone to ``folder``, and give the folder back."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BUILDERS[name](folder)
+    return folder
+
+
+def builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+    """Enter a function that writes a backbone's tiny model."""
+
+    def enter(function: Callable[[Path], None]) -> Callable[[Path], None]:
+        BUILDERS[name] = function
+        return function
+
+    return enter
+
+
+@builder("llava_next")
+def _llava_next(folder: Path) -> None:
+    from transformers import (
+        LlavaNextConfig,
+        LlavaNextImageProcessor,
+        LlavaNextProcessor,
+    )
+
+    tokenizer = words("<image>")
+    side, patch = 56, 14
+    pinpoints = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+    config = LlavaNextConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "image_size": side,
+            "patch_size": patch,
+            **VISION,
+        },
+        text_config={"model_type": "llama", "vocab_size": VOCABULARY, **TEXT},
+        image_token_index=token(tokenizer, "<image>"),
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-2,
+    )
+    write(folder, config, CLIP_NAMES)
+    pixels = LlavaNextImageProcessor(
+        size={"shortest_edge": side},
+        crop_size={"height": side, "width": side},
+        image_grid_pinpoints=pinpoints,
+    )
+    LlavaNextProcessor(
+        pixels,
+        tokenizer,
+        patch_size=patch,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+Side = Mapping[str, object]
+
+
+def _qwen(folder: Path, kind: str, processor: Any, moving: Any, vision: Side, text: Side) -> None:
+    from transformers import AutoConfig, Qwen2VLImageProcessor
+
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    image, video = "<|image_pad|>", "<|video_pad|>"
+    tokenizer = words(image, video, start, end, image_text=f"{start}{image}{end}")
+    config = AutoConfig.for_model(
+        kind,
+        vision_config=dict(vision),
+        text_config={
+            **TEXT,
+            "vocab_size": VOCABULARY,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 6, 6],
+            },
+            **text,
+        },
+        image_token_id=token(tokenizer, image),
+        video_token_id=token(tokenizer, video),
+        vision_start_token_id=token(tokenizer, start),
+        vision_end_token_id=token(tokenizer, end),
+    )
+    write(folder, config)
+    shape = {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 512 * 512},
+    }
+    pixels = Qwen2VLImageProcessor(**shape)
+    made = processor(pixels, tokenizer, moving(**shape), chat_template=tokenizer.chat_template)
+    made.save_pretrained(folder)
+
+
+@builder("qwen2_vl")
+def _qwen2(folder: Path) -> None:
+    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    vision: dict[str, object] = {
+        "depth": 3,
+        "embed_dim": 64,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    _qwen(folder, "qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, vision, {})
+
+
+@builder("qwen2_5_vl")
+def _qwen2_5(folder: Path) -> None:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    vision: dict[str, object] = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [2],
+    }
+    _qwen(folder, "qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, vision, {})
+
+
+@builder("qwen3_vl")
+def _qwen3(folder: Path) -> None:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    vision: dict[str, object] = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    text: dict[str, object] = {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    _qwen(folder, "qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, vision, text)
+
+
+@builder("llava_onevision")
+def _onevision(folder: Path) -> None:
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+    )
+
+    tokenizer = words("<image>", "<video>")
+    side, patch = 56, 14
+    pinpoints = [[side * i, side * j] for i in range(1, 7) for j in range(1, 7)]
+    config = LlavaOnevisionConfig(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "image_size": side,
+            "patch_size": patch,
+            "vision_use_head": False,
+            **VISION,
+        },
+        text_config={"model_type": "qwen2", "vocab_size": VOCABULARY, **TEXT},
+        image_token_index=token(tokenizer, "<image>"),
+        video_token_index=token(tokenizer, "<video>"),
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    write(folder, config, CLIP_NAMES)
+    pixels = LlavaOnevisionImageProcessor(
+        size={"height": side, "width": side}, image_grid_pinpoints=pinpoints
+    )
+    LlavaOnevisionProcessor(
+        pixels,
+        tokenizer,
+        LlavaOnevisionVideoProcessor(size={"height": side, "width": side}),
+        num_image_tokens=(side // patch) ** 2,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+@builder("internvl")
+def _internvl(folder: Path) -> None:
+    from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLConfig,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+    )
+
+    special = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = words("<IMG_CONTEXT>", "<img>", "</img>", "<video>", extra=special)
+    side = 56
+    config = InternVLConfig(
+        vision_config={
+            "image_size": [side, side],
+            "patch_size": [14, 14],
+            "num_channels": 3,
+            **VISION,
+        },
+        text_config={"model_type": "qwen2", "vocab_size": VOCABULARY, **TEXT},
+        image_token_id=token(tokenizer, "<IMG_CONTEXT>"),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+        vision_feature_layer=-1,
+    )
+    write(folder, config)
+    size = {"height": side, "width": side}
+    InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=6),
+        tokenizer,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+@builder("gemma3")
+def _gemma3(folder: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
+
+    special = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    newlines = ["\n" * count for count in range(1, 5)]
+    tokenizer = words(
+        "<start_of_image>", "<end_of_image>", "<image_soft_token>", *newlines, extra=special
+    )
+    side = 112
+    config = Gemma3Config(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "image_size": side,
+            "patch_size": 14,
+            "vision_use_head": False,
+            **VISION,
+        },
+        text_config={
+            "model_type": "gemma3_text",
+            "vocab_size": VOCABULARY,
+            **TEXT,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 512,
+        },
+        image_token_index=token(tokenizer, "<image_soft_token>"),
+        boi_token_index=token(tokenizer, "<start_of_image>"),
+        eoi_token_index=token(tokenizer, "<end_of_image>"),
+        mm_tokens_per_image=16,
+    )
+    write(folder, config, CLIP_NAMES)
+    Gemma3Processor(
+        Gemma3ImageProcessor(size={"height": side, "width": side}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=16,
+    ).save_pretrained(folder)
