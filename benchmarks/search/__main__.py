@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_argument("--per-round", type=int, default=5)
     compare.add_argument("--proposer-url", help="endpoint; none: the embedded one is started")
     compare.add_argument("--proposer-model")
+    compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
     speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
     speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
     speed.add_argument("--candidates", type=int, default=50)
@@ -85,7 +86,7 @@ def _compare(options: argparse.Namespace) -> None:
         per_round=options.per_round,
         base_policy=options.base_policy,
         budgets=tuple(options.budget),
-        proposer=options.proposer_model or NAME,
+        proposer="" if options.no_proposer else options.proposer_model or NAME,
     )
 
     async def run(url: str | None) -> None:

@@ -7,6 +7,8 @@ round goes to one of four origins, drawn by how often each has improved on the b
     tune    the numbers of one of the best structures, by TPE within it
     near    one of the best with a few numbers moved a little, where TPE has too little to go by
     graft   one of the best with one component of a random state
+
+Without a proposer the first origin falls away: the ablation that tells what a model is worth.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ _ORIGINS = ("llm", "tune", "graft")
 class AutoPrunePlus:
     """Structure from the language model and from grafts, numbers from TPE."""
 
-    asks = True
     races = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.asks = bool(settings.proposer)
 
     async def propose(self, this: Round) -> list[Draft]:
         """Warm starts first; then every slot by the success of its origin."""
@@ -54,9 +56,14 @@ class AutoPrunePlus:
             starts = warm_starts(self._settings)[: this.count]
             return [Draft("warm start", state) for state in starts]
         ranked = this.history.ranked()
-        if not ranked:
+        if not ranked and self.asks:
             return list(await asyncio.gather(*(self._asked(this, i) for i in range(this.count))))
-        origins = [_drawn(_credit(this.history), this.dice) for _ in range(this.count)]
+        if not ranked:
+            return [self._scattered(this.dice) for _ in range(this.count)]
+        credit = _credit(this.history)
+        if not self.asks:
+            del credit["llm"]
+        origins = [_drawn(credit, this.dice) for _ in range(this.count)]
         drafts: dict[int, Draft] = {}
         for index, origin in enumerate(origins):
             if origin == "tune":
@@ -73,6 +80,10 @@ class AutoPrunePlus:
         shown = paper_state(self._settings) if best is None or best.state is None else best.state
         messages = propose(self._settings, this.summary, shown, index, this.count)
         return await this.ask(index, messages, "llm", () if best is None else (best.name,))
+
+    def _scattered(self, dice: Random) -> Draft:
+        body = composed(Dice(dice), self._settings.source_budget)
+        return Draft("random", assembled(body, self._settings, "candidate"))
 
     def _tuned(self, ranked: Sequence[Trial], history: History, dice: Random) -> Draft:
         parent, state = _parent(ranked, dice)

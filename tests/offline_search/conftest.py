@@ -21,4 +21,6 @@ def data(tmp_path: Path) -> Dataset:
 
 @pytest.fixture
 def settings() -> Settings:
-    return Settings(strategy="autoprune", rounds=3, per_round=3, budgets=(BUDGET,))
+    return Settings(
+        strategy="autoprune", rounds=3, per_round=3, budgets=(BUDGET,), proposer="scripted"
+    )

@@ -42,6 +42,12 @@ class Told:
     url: str = ""
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # The default of five would turn away clients that come all at once.
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
 def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
     """Serve until the block ends; ``answer`` gets a request's body and its number."""
@@ -71,8 +77,7 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
         def log_message(self, format: str, *args: object) -> None:
             return None
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     told.url = f"http://127.0.0.1:{server.server_address[1]}/v1"

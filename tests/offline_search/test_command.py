@@ -137,3 +137,13 @@ def test_a_wrong_key_ends_it_before_the_first_round(
 def test_a_report_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", "report", "--ledger", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_the_ablation_of_the_proposer(
+    served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(served, data, tmp_path / "l", "--no-proposer") == 1
+    assert "autoprune asks" in capsys.readouterr().err
+    alone = ("--no-proposer", "--strategy", "autoprune+", "--dry-run", "--json")
+    assert call(served, data, tmp_path / "l", *alone) == 0
+    assert json.loads(capsys.readouterr().out)["calls"] == 0

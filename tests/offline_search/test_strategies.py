@@ -24,7 +24,7 @@ def found(strategy: str, data: Dataset, folder: Path, rounds: int = 6) -> list[f
         evaluator = SyntheticEvaluator(data, probes=False)
         settings = Settings(
             strategy=strategy, rounds=rounds, per_round=5, budgets=(8,), seed=seed,
-            equal_evaluations=True, evaluator=evaluator.name,
+            equal_evaluations=True, evaluator=evaluator.name, proposer="scripted",
         )  # fmt: skip
         proposer = ScriptedProposer(sound(40))
         with Ledger(folder / f"{strategy}-{seed}") as ledger:
@@ -82,3 +82,12 @@ def test_equal_evaluations_are_equal(data: Dataset, tmp_path: Path) -> None:
         trials = [r for r in read(tmp_path / f"random-{seed}") if isinstance(r, Tried)]
         spent = sum(trial.examples for trial in trials)
         assert 10 * 24 <= spent < 15 * 24
+
+
+def test_without_a_proposer_autoprune_plus_asks_nobody(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(strategy="autoprune+", rounds=4, per_round=5, budgets=(8,))
+    evaluator, nobody = SyntheticEvaluator(data), ScriptedProposer([])
+    settings = settings.model_copy(update={"evaluator": evaluator.name})
+    with Ledger(tmp_path / "l") as ledger:
+        chosen = asyncio.run(Search(settings, ledger, evaluator, nobody).run())
+    assert not nobody.asked and chosen.test.gain.low > 0

@@ -21,7 +21,7 @@ from offline_search.settings import Settings
 from tests.offline_search.replies import sound
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, quiet_torch
 
-SETTINGS = Settings(strategy="autoprune+", rounds=3, per_round=3, budgets=(8,))
+SETTINGS = Settings(strategy="autoprune+", rounds=3, per_round=3, budgets=(8,), proposer="scripted")
 REPLIES = [*sound(10), "nonsense", None]
 
 

@@ -77,6 +77,9 @@ def proposer_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--proposer-model", metavar="NAME")
     group.add_argument(
+        "--no-proposer", action="store_true", help="ablation: autoprune+ without a language model"
+    )
+    group.add_argument(
         "--proposer-key-env", default="OPENAI_API_KEY", help="variable that holds the key"
     )
     group.add_argument("--temperature", type=float, default=1.0)
@@ -109,7 +112,11 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             problems.append(Problem(flag, f"{value!r} is not known", f"give {', '.join(known)}"))
     if problems:
         raise ConfigError("search", problems)
-    asks = STRATEGIES[options.strategy](Settings()).asks
+    named = "" if options.no_proposer else _proposer_name(options)
+    asks = STRATEGIES[options.strategy](Settings(proposer=named)).asks
+    if options.no_proposer and asks:
+        mend = "give autoprune+, tpe or random, which can do without"
+        raise ConfigError("search", [Problem("--no-proposer", f"{options.strategy} asks", mend)])
     try:
         settings = Settings(
             strategy=options.strategy,
@@ -121,7 +128,7 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             seed=options.seed,
             without=tuple(options.without),
             quota=options.quota,
-            proposer=_proposer_name(options) if asks else "",
+            proposer=named if asks else "",
             temperature=options.temperature,
         )
     except ValidationError as error:
