@@ -40,18 +40,17 @@ def answers(llava: Path, examples: Sequence[Example]) -> list[str]:
 
 
 def main() -> None:
-    """Parse, ask, print scores as JSON."""
+    """Parse, ask, write scores as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--split", choices=get_args(Split), default="test")
     parser.add_argument("--scenes", type=int, default=200)
+    # A file, because the engine's processes write their log lines to standard output as well.
+    parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     arguments = parser.parse_args()
     examples = held_out(arguments.split, arguments.scenes)
-    print(
-        json.dumps(
-            asdict(scores(examples, answers(arguments.checkpoint / "llava", examples))), indent=1
-        )
-    )
+    found = scores(examples, answers(arguments.checkpoint / "llava", examples))
+    arguments.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
 
 
 if __name__ == "__main__":
