@@ -6,6 +6,7 @@ Knows nothing about proposals.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -53,6 +54,7 @@ def served(model: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             env={**_ENVIRONMENT, **os.environ},
             start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
             _await(process, f"http://127.0.0.1:{port}/health")
@@ -64,6 +66,12 @@ def served(model: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             _end(process)
+
+
+def _end_with_parent() -> None:
+    """A search that is killed ends nothing by itself; Linux ends its server for it."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _free_port() -> int:
