@@ -10,7 +10,7 @@ import dataclasses
 
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import as_json
-from vllm_autoprune.serving.support import SUPPORT, as_markdown
+from vllm_autoprune.serving.support import BACKBONE_SUPPORT, SUPPORT, as_markdown
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if options.json:
-        print(as_json([dataclasses.asdict(row) for row in SUPPORT]))
+        backbones = [dataclasses.asdict(row) for row in BACKBONE_SUPPORT]
+        features = [dataclasses.asdict(row) for row in SUPPORT]
+        print(as_json({"backbones": backbones, "features": features}))
     else:
         print(as_markdown(), end="")
     return 0
