@@ -21,12 +21,14 @@ from offline_search.progress import Progress
 from offline_search.proposers.endpoint import EndpointProposer
 from offline_search.records import Chosen
 from offline_search.replay import Absent
-from offline_search.report import reading
+from offline_search.report import Reading, reading
 from offline_search.report.markdown import table
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+_SHARES = (0.1, 0.2, 0.4, 1.0)
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
 _T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -149,12 +151,37 @@ def _lines(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> Ite
     head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
     yield from table(head, rows, "lrrrrr")
     yield ""
+    yield from table(["search objective after", *(f"{s:.0%}" for s in _SHARES)],
+                     _curves(folder, [s for s, ended in found.items() if ended], seeds),
+                     "lrrrr")  # fmt: skip
+    yield ""
     for better, worse in pairwise(strategies):
         pairs = {one.seed: one.chosen.test.objective.value for one in found[worse]}
         gaps = [one.chosen.test.objective.value - pairs[one.seed]
                 for one in found[better] if one.seed in pairs]  # fmt: skip
         if gaps:
             yield f"- {better} less {worse}, paired by seed: {spread(gaps)}"
+
+
+def _curves(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> list[list[str]]:
+    """The best objective after shares of the evaluations, mean over seeds."""
+    rows = []
+    for strategy in strategies:
+        paths = [ledger_of(folder, strategy, seed) for seed in seeds]
+        known = [reading(read(path)) for path in paths if path.exists()]
+        whole = [found for found in known if found.chosen is not None]
+        cells = []
+        for share in _SHARES:
+            best = [_best_by(found, share) for found in whole]
+            cells.append("" if None in best else f"{statistics.mean(b or 0.0 for b in best):.4f}")
+        rows.append([strategy, *cells])
+    return rows
+
+
+def _best_by(found: Reading, share: float) -> float | None:
+    """The best objective by the time that a share of all answers was spent."""
+    values = [value for spent, value in found.curve() if spent <= share * found.rows[-1].spent]
+    return values[-1] if values else None
 
 
 def spread(values: Sequence[float], digits: int = 4) -> str:
