@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from offline_search.proposal import COMPONENTS
 from offline_search.report.markdown import (
     RESULT_HEAD,
-    cells,
     counted,
     percent,
     result_rows,
@@ -59,6 +58,10 @@ def _sections(found: Reading) -> Iterator[str]:
     yield "<h2>Result on the test split</h2>"
     yield _result(found)
     yield "<h2>Objective over answers spent</h2>"
+    yield (
+        "<p class=faint>Log-probability of the reference answer, less what the model gives it with "
+        "all its tokens: 0 is as good as unpruned. A dot is a candidate, the line the best so far."
+    )
     yield _chart(found)
     yield f"<p>{_safe(counted(found))}"
     if found.shared:
@@ -122,9 +125,6 @@ def _chart(found: Reading) -> str:
 
 
 def _candidate(row: Row) -> str:
-    told = ", ".join(cell for cell in cells(row)[1:5] if cell)
-    became = row.tried.status + (f" as {row.tried.same_as}" if row.tried.same_as else "")
-    head = f"{row.name} {row.proposed.origin}: {became} {told} {row.tried.reason}"
     inside = ""
     if row.changed:
         parents = ", ".join(row.proposed.parents)
@@ -134,7 +134,24 @@ def _candidate(row: Row) -> str:
         body = {name: row.proposed.state[name] for name in COMPONENTS}
         inside += f"<pre>{_safe(json.dumps(body, indent=1))}</pre>"
     inside += "".join(f"<p>{_safe(problem)}" for problem in row.proposed.problems)
-    return f"<details><summary>{_safe(head)}</summary>{inside}</details>"
+    return f"<details><summary>{_safe(_became(row))}</summary>{inside}</details>"
+
+
+def _became(row: Row) -> str:
+    """One line: who proposed it, and what came of it."""
+    tried = row.tried
+    if tried.same_as:
+        came = f"keeps the same tokens as {tried.same_as}"
+    elif tried.objective is None:
+        came = f"{tried.status} {tried.reason}".strip()
+    else:
+        figures = (("", tried.accuracy), ("+", tried.accuracy_plus))
+        shares = [f"accuracy{sign} {percent(v)} %" for sign, v in figures if v is not None]
+        told = [f"objective {tried.objective:+.4f}", *shares, f"{tried.examples} answers"]
+        came = ", ".join(told)
+        if tried.status != "evaluated":
+            came = f"{tried.status} after {came} {tried.reason}".strip()
+    return f"{row.name} by {row.proposed.origin}: {came}"
 
 
 def _change(change: Change) -> str:
