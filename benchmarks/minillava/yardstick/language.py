@@ -118,11 +118,20 @@ def draw_budget(seed: int, dropout: float, canvas: Canvas) -> int:
     return int(math.exp(rng.uniform(math.log(8), math.log(canvas.patches))))
 
 
-def _kept(rng: random.Random, asked: list[Question], budget: int, patches: int) -> list[int]:
-    """The evidence of what is asked, as far as it fits, and a random rest; ascending."""
-    wanted = [patch for question in asked for patch in question.evidence]
-    rest = rng.sample(range(patches), patches)
-    return sorted(list(dict.fromkeys(wanted + rest))[:budget])
+def thin(
+    rng: random.Random, asked: Sequence[Question], budget: int, patches: int
+) -> tuple[list[int], list[bool]]:
+    """Keep `budget` raster patches, ascending, and say which questions they can answer.
+
+    Evidence is kept whole as long as it fits; the rest is random.
+    """
+    kept: dict[int, None] = {}
+    for question in asked:
+        together = kept | dict.fromkeys(question.evidence)
+        kept = together if len(together) <= budget else kept
+    kept |= dict.fromkeys(rng.sample(range(patches), patches))
+    chosen = sorted(list(kept)[:budget])
+    return chosen, [set(question.evidence) <= set(chosen) for question in asked]
 
 
 @dataclass
@@ -169,13 +178,17 @@ def language_batch(
             for course in courses
             for one in course.ask(rng, scene, canvas, course.number)
         ]
-        asked = [one for _, one in framed]
-        whole = budget == canvas.patches
-        kept.append(list(range(budget)) if whole else _kept(rng, asked, budget, canvas.patches))
+        chosen, answerable = list(range(budget)), [True] * len(framed)
+        if budget < canvas.patches:
+            chosen, answerable = thin(rng, [one for _, one in framed], budget, canvas.patches)
+        framed = [pair for pair, take in zip(framed, answerable, strict=True) if take]
+        kept.append(chosen)
         texts = tokenizer.encode_batch([text for text, _ in framed])
-        answers = tokenizer.encode_batch([f" {one.answer}" for one in asked])
+        answers = tokenizer.encode_batch([f" {one.answer}" for _, one in framed])
         row = _Row(start, [], [], [], [], [])
-        for block, (question, text, answer) in enumerate(zip(asked, texts, answers, strict=True)):
+        for block, ((_, question), text, answer) in enumerate(
+            zip(framed, texts, answers, strict=True)
+        ):
             row.add(block, EVERY_KIND.index(question.kind), text.ids, [*answer.ids, end])
         rows.append(row)
     longest = max(len(row.texts) for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,10 @@ from benchmarks.minillava.yardstick.language import (
     language_batch,
     language_loss,
     language_model,
+    thin,
 )
 from benchmarks.minillava.yardstick.layout import MOST_THINGS, Canvas
+from benchmarks.minillava.yardstick.questions import Question
 from benchmarks.minillava.yardstick.towers import WIDTH, training_scenes
 from benchmarks.minillava.yardstick.vocabulary import END, language_tokenizer, token_id
 
@@ -105,11 +108,25 @@ def test_scenes_grow_up_to_all_their_shapes() -> None:
     assert torch.equal(all_.images, whole.images)
 
 
-def test_dropped_tokens_spare_the_evidence(words: Tokenizer) -> None:
-    batch = language_batch(5, 2, words, CANVAS, 100)
+def test_dropped_tokens_leave_whole_evidence_of_what_is_asked() -> None:
+    asked = [
+        Question("digit", "", "1", (3, 4, 5)),
+        Question("count", "", "2", tuple(range(40, 52))),
+        Question("existence", "", "no", ()),
+        Question("digit", "", "7", (4, 90)),
+    ]
+    kept, answerable = thin(random.Random(0), asked, 8, CANVAS.patches)
 
-    assert batch.kept.shape == (2, 100)
-    assert all(row == sorted(set(row)) for row in batch.kept.tolist())
+    assert kept == sorted(set(kept)) and len(kept) == 8
+    assert {3, 4, 5, 90} <= set(kept)
+    assert answerable == [True, False, True, True]
+
+
+def test_a_batch_of_dropped_tokens_asks_less(words: Tokenizer, batch: LanguageBatch) -> None:
+    thinned = language_batch(5, 2, words, CANVAS, 24)
+
+    assert thinned.kept.shape == (2, 24)
+    assert 0 < int((thinned.labels >= 0).sum()) < int((batch.labels >= 0).sum())
 
 
 def test_every_token_is_kept_unless_dropout_is_asked_for() -> None:
