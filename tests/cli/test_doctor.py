@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +33,10 @@ raise SystemExit(main(["doctor", "--json"]))
 
 @pytest.mark.slow
 def test_this_installation_can_serve(capsys: Captured) -> None:
+    before = os.environ.get("VLLM_LOGGING_LEVEL")
     assert main(["doctor", "--text-tower", str(CLIP), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert os.environ.get("VLLM_LOGGING_LEVEL") == before, "what is started later would not log"
     assert told["can_serve"]
     found = {finding["what"]: finding for finding in told["findings"]}
     for what in ("python", "vllm", "torch", "entry point", "hooks", "text tower"):

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 Status = Literal["ok", "warn", "fail"]
 
 GROUP, ENTRY = "vllm.general_plugins", "autoprune"
+_LEVEL = "VLLM_LOGGING_LEVEL"
 _SHOWN = 6
 _LOWEST = {"transformers": Version("5.16"), "pydantic": Version("2.12")}
 
@@ -119,16 +121,30 @@ def _hooks() -> Iterator[Finding]:
     except ConfigError:
         yield Finding("hooks", "fail", "not looked for: vLLM is not installed", "install vLLM")
         return
-    # vLLM logs while it is imported; one screen is promised.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    lost = [(hook, names) for hook in HOOKS if (names := missing(hook))]
+    with _quiet_vllm():
+        lost = [(hook, names) for hook in HOOKS if (names := missing(hook))]
     for hook, names in lost:
         what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
         yield Finding("hooks", "fail", what, "install a vLLM that the plugin was written for")
     total = sum(len(hook.names) for hook in HOOKS)
     if not lost:
         yield Finding("hooks", "ok", f"all {total} names that the plugin holds on to are there")
+
+
+@contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """vLLM logs while it is imported, and one screen is promised. What comes later may log."""
+    given = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = given or "ERROR"
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        if given is None:
+            del os.environ[_LEVEL]
 
 
 def _tower(path: str | None) -> Iterator[Finding]:

@@ -28,19 +28,19 @@ def two_ranks() -> Report:
 @scenario
 def two_ranks_visionzip() -> Report:
     """As :func:`two_ranks`, for a base policy that reads the vision tower."""
-    return _ranked(2, {**STATE, "state": alone("visionzip")}, scenes=2)
+    return _ranked(2, {**STATE, "state": alone("visionzip"), "budget": 16}, scenes=2)
 
 
 @scenario
 def two_ranks_prumerge_plus() -> Report:
     """As :func:`two_ranks`, for one that reads the tower's next layer."""
-    return _ranked(2, {**STATE, "state": alone("prumerge_plus")}, scenes=2)
+    return _ranked(2, {**STATE, "state": alone("prumerge_plus"), "budget": 16}, scenes=2)
 
 
 @scenario
 def two_ranks_fastv() -> Report:
     """As :func:`two_ranks`, for one that reads the language model's first layers."""
-    return _ranked(2, {**STATE, "state": alone("fastv")}, scenes=2)
+    return _ranked(2, {**STATE, "state": alone("fastv"), "budget": 16}, scenes=2)
 
 
 def _ranked(ranks: int, settings: Mapping[str, object] = STATE, scenes: int = 4) -> Report:
