@@ -115,20 +115,21 @@ def _qwen(folder: Path, kind: str, processor: Any, moving: Any, vision: Side, te
     made.save_pretrained(folder)
 
 
+_QWEN: Side = {
+    "depth": 3,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+"""What the vision towers of all three have in common."""
+
+
 @builder("qwen2_vl")
 def _qwen2(folder: Path) -> None:
     from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    vision: dict[str, object] = {
-        "depth": 3,
-        "embed_dim": 64,
-        "hidden_size": 64,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
+    vision: Side = {**_QWEN, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 14}
     _qwen(folder, "qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, vision, {})
 
 
@@ -136,15 +137,11 @@ def _qwen2(folder: Path) -> None:
 def _qwen2_5(folder: Path) -> None:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
-    vision: dict[str, object] = {
-        "depth": 3,
-        "hidden_size": 64,
+    vision: Side = {
+        **_QWEN,
         "intermediate_size": 96,
         "out_hidden_size": 64,
-        "num_heads": 2,
         "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
         "window_size": 56,
         "fullatt_block_indexes": [2],
     }
@@ -155,19 +152,15 @@ def _qwen2_5(folder: Path) -> None:
 def _qwen3(folder: Path) -> None:
     from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    vision: dict[str, object] = {
-        "depth": 3,
-        "hidden_size": 64,
+    vision: Side = {
+        **_QWEN,
         "intermediate_size": 96,
         "out_hidden_size": 64,
-        "num_heads": 2,
         "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [0, 1],
     }
-    text: dict[str, object] = {
+    text: Side = {
         "head_dim": 32,
         "rope_parameters": {
             "rope_type": "default",

@@ -5,34 +5,18 @@ Knows nothing about the attention among an image's tokens: vLLM takes it from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.tiled import TiledVision
-from vllm_autoprune.serving.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.models.tiled import TiledVision, extent, most
+from vllm_autoprune.serving.placeholders import Placeholders
 from vllm_autoprune.serving.processor import pruned_factories
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
-    from vllm.multimodal.parse import ImageSize
-
-
-def extent(info: Gemma3ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
-    """The whole image, and its crops."""
-    processor = info.get_hf_processor(**kwargs)
-    tokens = info.get_num_image_tokens(
-        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
-    )
-    return Extent(tokens, tokens // processor.image_seq_length)
-
-
-def most(info: Gemma3ProcessingInfo) -> Extent:
-    """Of the image size with most tokens."""
-    return extent(info, info.get_image_size_with_most_features(), {})
 
 
 def image_token(info: Gemma3ProcessingInfo) -> int:

@@ -5,34 +5,18 @@ Knows nothing about videos, which are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 
 from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.tiled import TiledVision
-from vllm_autoprune.serving.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.models.tiled import TiledVision, extent, most
+from vllm_autoprune.serving.placeholders import Placeholders
 from vllm_autoprune.serving.processor import pruned_factories
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
-    from vllm.multimodal.parse import ImageSize
-
-
-def extent(info: InternS1ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
-    """Equal tiles, as many as the processor cuts."""
-    processor = info.get_hf_processor(**kwargs)
-    tokens = info.get_num_image_tokens(
-        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
-    )
-    return Extent(tokens, tokens // processor.image_seq_length)
-
-
-def most(info: InternS1ProcessingInfo) -> Extent:
-    """Of the image size with most tiles."""
-    return extent(info, info.get_image_size_with_most_features(), {})
 
 
 def image_token(info: InternS1ProcessingInfo) -> int:

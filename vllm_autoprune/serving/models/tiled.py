@@ -6,9 +6,9 @@ Knows nothing about any one of them: they name their fields and their tower's la
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isqrt
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,29 @@ from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.models.heard import HeardAttention
 from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
+from vllm_autoprune.serving.placeholders import Extent
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
+    from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
+    from vllm.multimodal.parse import ImageSize
+
+    TiledInfo: TypeAlias = Gemma3ProcessingInfo | InternS1ProcessingInfo
+
+
+def extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+    """As many equal tiles as the processor cuts; the whole image is one of them."""
+    processor = info.get_hf_processor(**kwargs)
+    tokens = info.get_num_image_tokens(
+        image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+    )
+    return Extent(tokens, tokens // processor.image_seq_length)
+
+
+def most(info: TiledInfo) -> Extent:
+    """Of the image size with most tokens."""
+    return extent(info, info.get_image_size_with_most_features(), {})
 
 
 class TiledVision(Vision):
