@@ -50,9 +50,9 @@ class Course:
 
 
 _PHRASE = " {question}"
-PHRASES = (Course(training_phrases, 36, _PHRASE),)
+PHRASES = (Course(training_phrases, 40, _PHRASE),)
 # Some phrases go on, for what they have not taught yet, and so that nothing is forgotten.
-QUESTIONS = (Course(training_questions, 12, AFTER_IMAGE), Course(training_phrases, 8, _PHRASE))
+QUESTIONS = (Course(training_questions, 12, AFTER_IMAGE), Course(training_phrases, 12, _PHRASE))
 
 
 class Projector(nn.Module):
@@ -76,7 +76,7 @@ def language_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
             vocab_size=VOCABULARY,
             hidden_size=LANGUAGE_WIDTH,
             intermediate_size=512,
-            num_hidden_layers=4,
+            num_hidden_layers=6,
             num_attention_heads=6,
             num_key_value_heads=6,
             max_position_embeddings=4096,

@@ -118,7 +118,7 @@ class Layout:
 
 def training_seed(seed: int, stage: int, step: int, rank: int) -> int:
     """The scene seed of one training batch; always one of the training range."""
-    drawn = (((seed % 128) * 4 + stage) * 2**17 + step) * 2 + rank
+    drawn = (((seed % 128) * 8 + stage) * 2**17 + step) * 2 + rank
     assert drawn in SEEDS["train"]
     return drawn
 

@@ -6,7 +6,7 @@ Knows nothing about pixels, tokenizers or models.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.minillava.yardstick.layout import COLOURS, SHAPES, Canvas, Sign, Thing
@@ -16,7 +16,6 @@ from benchmarks.minillava.yardstick.wordings import (
     PAIR_KINDS,
     RELATIONS,
     SEEN,
-    UNSEEN,
     a,
     plural,
 )
@@ -34,12 +33,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Asker:
-    """Asks about one scene; `unseen` picks wordings that training never reads."""
+    """Asks about one scene in wordings of a table of kinds."""
 
     rng: random.Random
     scene: Scene
     canvas: Canvas
-    unseen: bool = False
+    wordings: Mapping[str, Sequence[str]]
 
     def ask(self, kind: str) -> list[Question] | None:
         """A question of an open kind, or a yes and a no; None where the scene has no matter."""
@@ -49,7 +48,7 @@ class Asker:
         return None if question is None else [question]
 
     def _word(self, kind: str, **slots: str | int) -> str:
-        return self.rng.choice((UNSEEN if self.unseen else SEEN)[kind]).format(**slots)
+        return self.rng.choice(self.wordings[kind]).format(**slots)
 
     def _open(self, kind: str) -> Question | None:
         match kind:
@@ -200,7 +199,7 @@ def training_questions(
     rng: random.Random, scene: Scene, canvas: Canvas, number: int
 ) -> list[Question]:
     """`number` questions about a scene in wordings for training; one of each pair."""
-    asker, asked = Asker(rng, scene, canvas), list[Question]()
+    asker, asked = Asker(rng, scene, canvas, SEEN), list[Question]()
     while len(asked) < number:
         kind = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
         found = asker.ask(kind)

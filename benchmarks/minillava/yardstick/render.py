@@ -69,6 +69,7 @@ class Labels:
 
     kind: 0 background, 1 shape, 2 sign; row and column in cells; slot: place in the number;
     length: of the number less two; centre: 1 on a shape's middle patch, 0 on its others;
+    digit: of a sign's patches and of a shape's middle one, so that no other learns to repeat it;
     near (B, N, 4, 2): colour and shape of the neighbours left, right, above, below of a shape,
     `len(COLOURS)` and `len(SHAPES)` where there is none.
     """
@@ -277,9 +278,12 @@ def labels(scenes: Sequence[Scene], canvas: Canvas) -> Labels:
                 for other in near
                 for value in ((other.colour, other.shape) if other else (len(COLOURS), len(SHAPES)))
             ]
-            row = [1, thing.colour, thing.shape, thing.digit, thing.row, thing.column, -1, -1]
             where += [offset + patch for patch in patches]
-            rows += [[*row, int(place == 0), *beside] for place in range(len(patches))]
+            for place in range(len(patches)):
+                middle = place == 0
+                digit = thing.digit if middle else NOTHING
+                row = [1, thing.colour, thing.shape, digit, thing.row, thing.column, -1, -1]
+                rows.append([*row, int(middle), *beside])
         for sign, patches in zip(layout.signs, scene.sign_patches, strict=True):
             cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
             where += [offset + patch for patch in patches]

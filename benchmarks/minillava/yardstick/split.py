@@ -26,7 +26,7 @@ from benchmarks.minillava.yardstick.layout import (
 )
 from benchmarks.minillava.yardstick.questions import Asker, Question
 from benchmarks.minillava.yardstick.render import Scene, render
-from benchmarks.minillava.yardstick.wordings import CATEGORIES, KINDS
+from benchmarks.minillava.yardstick.wordings import CATEGORIES, KINDS, SEEN, UNSEEN
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 LLAVA = CHECKPOINT / "llava"
@@ -73,7 +73,7 @@ def _draw(seed: int, unseen: bool, canvas: Canvas) -> tuple[Tensor, Scene]:
 
 def _ask(rng: random.Random, scene: Scene, canvas: Canvas, unseen: bool) -> list[list[Question]]:
     """Lone questions and pairs about one scene; the same text is asked once."""
-    asker = Asker(rng, scene, canvas, unseen)
+    asker = Asker(rng, scene, canvas, UNSEEN if unseen else SEEN)
     groups = [asker.ask(kind) for kind in KINDS for _ in range(_ASKED[kind])]
     found = {group[0].text: group for group in groups if group is not None}
     return list(found.values())

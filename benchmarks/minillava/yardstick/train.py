@@ -1,4 +1,4 @@
-"""The one training script: a reading primer, towers, phrases, questions, the checkpoint.
+"""The one training script: a reading primer, towers, phrases, questions, gaps, two checkpoints.
 
 Knows nothing about evaluation; scenes of the held-out splits are never drawn here.
 """
@@ -41,17 +41,21 @@ from benchmarks.minillava.yardstick.towers import (
 from benchmarks.minillava.yardstick.vocabulary import clip_tokenizer, language_tokenizer
 
 RANKS = 2
-STAGES = ("reading", "towers", "phrases", "questions")
-STEPS = {"reading": 300, "towers": 1500, "phrases": 800, "questions": 4000}
-# Images a rank and step; the last two stages ask many questions about each.
-IMAGES = {"reading": 16, "towers": 16, "phrases": 8, "questions": 8}
-PEAK = {"reading": 2e-3, "towers": 2e-3, "phrases": 4e-3, "questions": 4e-3}
-WARMUP = {"reading": 50, "towers": 100, "phrases": 100, "questions": 100}
+STAGES = ("reading", "towers", "phrases", "questions", "gaps")
+STEPS = {"reading": 300, "towers": 1500, "phrases": 2000, "questions": 2500, "gaps": 300}
+# Images a rank and step; the last stages ask many questions about each.
+IMAGES = {"reading": 16, "towers": 16, "phrases": 8, "questions": 8, "gaps": 8}
+PEAK = {"reading": 2e-3, "towers": 2e-3, "phrases": 4e-3, "questions": 4e-3, "gaps": 1e-3}
+WARMUP = {"reading": 50, "towers": 100, "phrases": 100, "questions": 100, "gaps": 30}
 # The model that reads phrases goes on to questions, so its rate need not fall in between.
-FALL = {"reading": 0.4, "towers": 0.4, "phrases": 0.0, "questions": 0.4}
+FALL = {"reading": 0.4, "towers": 0.4, "phrases": 0.0, "questions": 0.4, "gaps": 0.9}
 # Scenes of the phrase stage start with two shapes and have all of them from this step on.
-GROWN = 750
+GROWN = 1000
+# Share of the steps of the last stage that see an image with tokens left out.
+GAPS = 0.5
 SIZES = {"small": Canvas(4), "large": Canvas(8)}
+# The checkpoint of a model that only ever saw whole images, and of the same after the last stage.
+WHOLE, WITH_GAPS = "whole", "gaps"
 SNAPSHOT_SECONDS = 180.0
 REPORT_EVERY = 50
 # Nobody is waiting: a process that was paused must find the other one still there.
@@ -137,7 +141,6 @@ def work_of_rank(rank: int, arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     steps = {name: max(1, round(STEPS[name] * arguments.steps_scale)) for name in STAGES}
     say(f"seed {arguments.seed}, size {arguments.size}, {RANKS} ranks, torch {torch.__version__}")
-    say(f"token dropout in {arguments.token_dropout:.0%} of steps on questions")
     common = (work, arguments.resume)
 
     def reading(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
@@ -163,16 +166,25 @@ def work_of_rank(rank: int, arguments: argparse.Namespace) -> None:
         return answer(language_batch(seed, images, words, canvas, canvas.patches, PHRASES, most))
 
     def questions(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
-        # One budget for both ranks, or the shorter sequence would wait for the longer one.
-        budget = draw_budget(seed // RANKS, arguments.token_dropout, canvas)
-        return answer(language_batch(seed, IMAGES["questions"], words, canvas, budget, QUESTIONS))
+        return answer(
+            language_batch(seed, IMAGES["questions"], words, canvas, canvas.patches, QUESTIONS)
+        )
 
-    for stage, loss in (("phrases", phrases), ("questions", questions)):
+    def gaps(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
+        # One budget for both ranks, or the shorter sequence would wait for the longer one.
+        budget = draw_budget(seed // RANKS, GAPS, canvas)
+        return answer(language_batch(seed, IMAGES["gaps"], words, canvas, budget, QUESTIONS))
+
+    for stage, loss, name in (
+        ("phrases", phrases, ""),
+        ("questions", questions, WHOLE),
+        ("gaps", gaps, WITH_GAPS),
+    ):
         optimiser = FlatMuon({"projector": projector, "model": model}, PEAK[stage])
         run_stage(stage, arguments.seed, steps[stage], optimiser, loss, *common)
-    if rank == 0:
-        export(arguments.out, canvas, clip, projector, model, eyes, words)
-        say(f"wrote {arguments.out.name}/ after {time.monotonic() - began:.0f}s in this run")
+        if rank == 0 and name:
+            export(arguments.out / name, canvas, clip, projector, model, eyes, words)
+            say(f"wrote {name}/ after {time.monotonic() - began:.0f}s in this run")
     dist.destroy_process_group()
 
 
@@ -181,16 +193,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the mini-LLaVA and its CLIP.")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="folder of both checkpoints")
     parser.add_argument("--work", type=Path, required=True, help="folder of the snapshots")
     parser.add_argument("--resume", action="store_true", help="go on from the snapshots")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 is a smoke test")
-    parser.add_argument(
-        "--token-dropout",
-        type=float,
-        default=0.0,
-        help="share of steps on questions with fewer image tokens",
-    )
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     (arguments.work / "meet").unlink(missing_ok=True)

@@ -13,55 +13,78 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Which digit does the {name} carry?",
         "Read the digit on the {name}.",
         "What is written on the {name}?",
+        "Name the digit of the {name}.",
+        "Look at the {name}. What digit is on it?",
+        "On the {name}, which digit is written?",
     ),
     "colour": (
         "What colour is the shape with the digit {digit}?",
         "Which colour has the shape that carries the digit {digit}?",
         "Name the colour of the shape with the digit {digit}.",
+        "Look for the digit {digit}. Which colour has its shape?",
+        "The shape with the digit {digit} has which colour?",
     ),
     "shape": (
         "What shape carries the digit {digit}?",
         "Which shape has the digit {digit}?",
         "Name the shape with the digit {digit}.",
+        "Look for the digit {digit}. What shape is it on?",
+        "The digit {digit} is carried by which shape?",
     ),
     "text": (
         "What number is on the {name}?",
         "Read the number on the {name}.",
         "Which number does the {name} show?",
+        "Look at the {name}. Which number is on it?",
+        "On the {name}, what number is written?",
     ),
     "count": (
         "How many {plural} are there?",
         "Count the {plural} in the picture.",
         "How many {plural} does the picture show?",
+        "Look for {plural}. How many are there?",
+        "Of {plural}, how many are in the picture?",
     ),
     "quarter": (
         "In which quarter of the picture is the {name}?",
         "Which quarter of the picture holds the {name}?",
         "Name the quarter that the {name} is in.",
+        "Look for the {name}. In which quarter is it?",
+        "Where is the {name}? Name the quarter.",
     ),
     "relation": (
         "What digit is on the shape {relation} the {name}?",
         "Which digit does the shape {relation} the {name} carry?",
         "Read the digit {relation} the {name}.",
+        "Which digit is {relation} the {name}?",
+        "Look at the {name}. What digit is on the shape {relation} it?",
     ),
     "existence": (
         "Is there {a_name} in the picture?",
         "Does the picture show {a_name}?",
         "Can {a_name} be seen?",
+        "Look for {a_name}. Is it there?",
+        "Is {a_name} there?",
     ),
     "reading": (
         "Does the {name} carry the digit {digit}?",
         "Is the digit on the {name} a {digit}?",
         "Is there the digit {digit} on the {name}?",
+        "Look at the {name}. Is its digit a {digit}?",
+        "Is {digit} the digit on the {name}?",
     ),
     "position": (
         "Is the {name} in the {side} half of the picture?",
         "Does the {side} half of the picture hold the {name}?",
         "Is the {name} in the {side} half?",
+        "Look for the {name}. Is it in the {side} half?",
+        "Is the {side} half where the {name} is?",
     ),
     "counting": (
         "Are there exactly {number} {plural}?",
         "Does the picture show exactly {number} {plural}?",
+        "Are there {number} {plural} in the picture?",
+        "Is {number} the number of {plural}?",
     ),
 }
 
@@ -78,6 +101,21 @@ UNSEEN: dict[str, tuple[str, ...]] = {
     "reading": ("Does the {name} show the digit {digit}?",),
     "position": ("Can the {name} be seen in the {side} half?",),
     "counting": ("Can exactly {number} {plural} be seen?",),
+}
+
+# The same questions in as few words as tell them apart; what the language model learns first.
+BRIEF: dict[str, tuple[str, ...]] = {
+    "digit": ("{name}",),
+    "colour": ("colour digit {digit}",),
+    "shape": ("shape digit {digit}",),
+    "text": ("{name}",),
+    "count": ("{plural}",),
+    "quarter": ("quarter {name}",),
+    "relation": ("{relation} the {name}",),
+    "existence": ("{a_name}",),
+    "reading": ("{name} {digit}",),
+    "position": ("{side} half {name}",),
+    "counting": ("{number} {plural}",),
 }
 
 OPEN_KINDS = ("digit", "colour", "shape", "text", "count", "quarter", "relation")

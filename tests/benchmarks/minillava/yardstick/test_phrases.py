@@ -1,4 +1,4 @@
-"""Phrases: what is said is true of the scene."""
+"""Phrases: every kind is told, no phrase means two things, and neighbours are told in order."""
 
 from __future__ import annotations
 
@@ -6,95 +6,66 @@ import random
 
 import pytest
 
-from benchmarks.minillava.yardstick.layout import (
-    TRAINING_STYLES,
-    Canvas,
-    Layout,
-    Thing,
-    draw_layout,
+from benchmarks.minillava.yardstick.layout import TRAINING_STYLES, Canvas, draw_layout
+from benchmarks.minillava.yardstick.phrases import (
+    BESIDE,
+    PHRASE_KINDS,
+    Teller,
+    brief,
+    training_phrases,
 )
-from benchmarks.minillava.yardstick.phrases import PHRASE_KINDS, Teller, training_phrases
 from benchmarks.minillava.yardstick.questions import Question
 from benchmarks.minillava.yardstick.render import Scene, render
-from benchmarks.minillava.yardstick.wordings import plural
+from benchmarks.minillava.yardstick.vocabulary import language_tokenizer
+from benchmarks.minillava.yardstick.wordings import BRIEF
 
 CANVAS = Canvas()
 STEPS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
+Told = list[tuple[Scene, list[Question]]]
 
 
 @pytest.fixture(scope="module")
-def told() -> list[tuple[Layout, Question]]:
+def told() -> Told:
     rng = random.Random(3)
     layouts = [draw_layout(rng, style, CANVAS) for style in TRAINING_STYLES * 8]
-    scenes: tuple[Scene, ...] = render(layouts, CANVAS, 3).scenes
-    return [
-        (scene.layout, phrase)
-        for scene in scenes
-        for phrase in training_phrases(rng, scene, CANVAS, 30)
-    ]
+    scenes = render(layouts, CANVAS, 3).scenes
+    return [(scene, training_phrases(rng, scene, CANVAS, 60)) for scene in scenes]
 
 
-def _of_kind(told: list[tuple[Layout, Question]], kind: str) -> list[tuple[Layout, Question]]:
-    found = [(layout, phrase) for layout, phrase in told if phrase.kind == kind]
-    assert len(found) >= 20
-    return found
+def test_every_kind_is_told(told: Told) -> None:
+    assert {one.kind for _, phrases in told for one in phrases} == set(PHRASE_KINDS)
 
 
-def _place(thing: Thing) -> str:
-    rows, columns = ("upper", "lower"), ("left", "right")
-    return f"{rows[thing.row // 2]} {columns[thing.column // 2]}"
+def test_a_phrase_about_a_scene_means_one_thing(told: Told) -> None:
+    for _, phrases in told:
+        meanings: dict[str, set[tuple[str, str]]] = {}
+        for one in phrases:
+            meanings.setdefault(one.text, set()).add((one.kind, one.answer))
+        assert all(len(found) == 1 for found in meanings.values())
 
 
-def test_every_kind_is_told(told: list[tuple[Layout, Question]]) -> None:
-    assert {phrase.kind for _, phrase in told} == set(PHRASE_KINDS)
+def test_a_phrase_is_short(told: Told) -> None:
+    tokenizer = language_tokenizer()
+    lengths = [len(tokenizer.encode(f" {one.text}").ids) for _, some in told for one in some]
+    assert max(lengths) <= 8 and sum(lengths) / len(lengths) < 4.5
 
 
-def test_a_name_tells_digit_and_place_or_no(told: list[tuple[Layout, Question]]) -> None:
-    missing = 0
-    for layout, phrase in _of_kind(told, "named"):
-        named = {thing.name: f"{thing.digit} {_place(thing)}" for thing in layout.things}
-        assert phrase.answer == named.get(phrase.text, "no")
-        assert bool(phrase.evidence) == (phrase.text in named)
-        missing += phrase.text not in named
-    assert missing
+def test_a_neighbour_is_named_before_its_digit_is_told(told: Told) -> None:
+    seen = 0
+    for scene, phrases in told:
+        for phrase in phrases:
+            if phrase.kind != brief(BESIDE):
+                continue
+            relation, name = phrase.text.removeprefix("shape ").split(" the ")
+            (anchor,) = [thing for thing in scene.layout.things if thing.name == name]
+            target = scene.layout.neighbour(anchor, *STEPS[relation])
+            assert target is not None
+            assert phrase.answer == f"{target.name} {target.digit}"
+            assert phrase.evidence[0] == scene.patches(target)[0]
+            seen += 1
+    assert seen >= 20
 
 
-def test_a_digit_tells_name_and_place(told: list[tuple[Layout, Question]]) -> None:
-    for layout, phrase in _of_kind(told, "found"):
-        bearers = [thing for thing in layout.things if phrase.text == f"digit {thing.digit}"]
-        assert [f"{thing.name} {_place(thing)}" for thing in bearers] == [phrase.answer]
-
-
-def test_a_neighbour_is_told_whole(told: list[tuple[Layout, Question]]) -> None:
-    for layout, phrase in _of_kind(told, "beside"):
-        relation, name = phrase.text.split(" the ")
-        (anchor,) = [thing for thing in layout.things if thing.name == name]
-        down, right = STEPS[relation]
-        (target,) = [
-            thing
-            for thing in layout.things
-            if (thing.row, thing.column) == (anchor.row + down, anchor.column + right)
-        ]
-        assert phrase.answer == f"{target.digit} {target.name}"
-
-
-def test_a_sign_is_read(told: list[tuple[Layout, Question]]) -> None:
-    for layout, phrase in _of_kind(told, "read"):
-        assert {sign.name: sign.text for sign in layout.signs}[phrase.text] == phrase.answer
-
-
-def test_shapes_are_counted(told: list[tuple[Layout, Question]]) -> None:
-    for layout, phrase in _of_kind(told, "counted"):
-        bearing = [
-            thing
-            for thing in layout.things
-            if phrase.text in (plural(thing.colour, None), plural(None, thing.shape))
-        ]
-        assert str(len(bearing)) == phrase.answer
-
-
-def test_an_unknown_kind_is_refused(told: list[tuple[Layout, Question]]) -> None:
-    rng = random.Random(0)
-    scene = render([told[0][0]], CANVAS, 0).scenes[0]
-    with pytest.raises(ValueError, match="'sung' is not a kind of phrase"):
-        Teller(rng, scene, CANVAS).tell("sung")
+def test_an_unknown_kind_is_refused(told: Told) -> None:
+    with pytest.raises(ValueError, match="'sung' is not an open kind"):
+        Teller(random.Random(0), told[0][0], CANVAS, BRIEF).tell("sung")

@@ -18,6 +18,7 @@ from benchmarks.minillava.yardstick.questions import (
 )
 from benchmarks.minillava.yardstick.render import Scene, render
 from benchmarks.minillava.yardstick.wordings import (
+    BRIEF,
     CATEGORIES,
     KINDS,
     PAIR_KINDS,
@@ -39,10 +40,11 @@ def scenes() -> tuple[Scene, ...]:
 def _ask(scenes: tuple[Scene, ...], kind: str) -> list[tuple[Scene, list[Question]]]:
     found = []
     for number, scene in enumerate(scenes):
-        group = Asker(random.Random(number), scene, CANVAS).ask(kind)
-        if group is not None:
-            found.append((scene, group))
-    assert len(found) >= 12
+        for wordings in (SEEN, UNSEEN, BRIEF):
+            group = Asker(random.Random(number), scene, CANVAS, wordings).ask(kind)
+            if group is not None:
+                found.append((scene, group))
+    assert len(found) >= 36
     return found
 
 
@@ -59,7 +61,7 @@ def test_every_kind_is_in_one_category_and_has_wordings() -> None:
     listed = [kind for kinds in CATEGORIES.values() for kind in kinds]
 
     assert sorted(listed) == sorted(KINDS)
-    assert set(SEEN) == set(UNSEEN) == set(KINDS)
+    assert set(SEEN) == set(UNSEEN) == set(BRIEF) == set(KINDS)
     assert all(not set(SEEN[kind]) & set(UNSEEN[kind]) for kind in KINDS)
 
 
@@ -141,7 +143,9 @@ def test_sides_and_quarters_are_right(scenes: tuple[Scene, ...]) -> None:
         for question in group:
             sides = _sides(_named(scene, question.text))
             named = {
-                side for side in ("left", "right", "upper", "lower") if f" {side} " in question.text
+                side
+                for side in ("left", "right", "upper", "lower")
+                if f" {side} " in f" {question.text}"
             }
             assert (named <= sides) == (question.answer == "yes")
 
