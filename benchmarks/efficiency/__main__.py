@@ -73,7 +73,7 @@ def _make(chosen: argparse.Namespace) -> int:
     arms = _arms(served, chosen, budget)
     passes: dict[str, list[Pass | Refused]] = {arm.name: [] for arm in arms}
     for number, arm in in_turn(arms, chosen.passes):
-        log = chosen.out / "servers" / f"{served.name}-{number}-{arm.name}.log"
+        log = chosen.out / "servers" / f"{served.label}-{number}-{arm.name}.log"
         found = measure(arm, served, asked, chosen.scenes, log)
         passes[arm.name].append(found)
         told = found.reason if isinstance(found, Refused) else f"prefill {found.prefill:.3f} s"
@@ -91,8 +91,8 @@ def _make(chosen: argparse.Namespace) -> int:
         "passes": {name: [one.model_dump() for one in found] for name, found in passes.items()},
         "environment": environment(),
     }
-    (chosen.out / f"{served.name}.md").write_text(text)
-    (chosen.out / f"{served.name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (chosen.out / f"{served.label}.md").write_text(text)
+    (chosen.out / f"{served.label}.json").write_text(json.dumps(data, indent=1) + "\n")
     print(text)
     refused = any(isinstance(one, Refused) for found in passes.values() for one in found)
     return 1 if refused else 0

@@ -35,6 +35,12 @@ class Model:
     """Whether its answers mean anything."""
 
     @property
+    def label(self) -> str:
+        """What its files are called: a shape's name holds its depth."""
+        layers = self.geometry.layers
+        return self.name if layers == self.depth else f"{self.name}-{layers}-layers"
+
+    @property
     def whole(self) -> Geometry:
         """The published depth."""
         return replace(self.geometry, layers=self.depth)
