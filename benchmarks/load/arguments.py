@@ -18,6 +18,7 @@ from benchmarks.load.options import Options
 from benchmarks.load.paired import Plan
 from benchmarks.load.workload import CACHES, Workload
 from benchmarks.minillava.split import CLIP, LLAVA
+from benchmarks.overhead.shape import TOWER_LAYERS, WIDTH, write_llava
 
 DEFAULT = Workload(model="")
 SERVED_NAME = "served"
@@ -52,6 +53,10 @@ def add_paired(parser: argparse.ArgumentParser) -> None:
         help=f"what is served: a checkpoint (mini-LLaVA is the default), or {SHAPE}:LAYERS for "
         "LLaVA-1.5-7B's true widths without weights",
     )
+    parser.add_argument(
+        "--tower-layers", type=int, default=TOWER_LAYERS, help="of a shape's vision tower"
+    )
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a shape's language model")
     parser.add_argument("--state", default="autoprune", help="a file or a name")
     parser.add_argument("--budget", type=int, help="K, instead of the state's own")
     parser.add_argument(
@@ -174,10 +179,13 @@ def _arms(chosen: argparse.Namespace) -> tuple[Arm, ...]:
     model, tower = Path(chosen.model), chosen.text_tower
     common = shlex.split(chosen.server_flags)
     if chosen.model.startswith(f"{SHAPE}:"):
-        from benchmarks.overhead.shape import write_llava
-
-        layers = int(chosen.model.partition(":")[2])
-        model = write_llava(Path("out/load") / f"llava-{layers}-layers", layers)
+        layers, tower_layers, width = (
+            int(chosen.model.partition(":")[2]),
+            chosen.tower_layers,
+            chosen.width,
+        )
+        folder = Path("out/load") / f"llava-{layers}-{tower_layers}-{width}"
+        model = write_llava(folder, layers, tower_layers=tower_layers, width=width)
         common += ["--load-format", "dummy"]
     elif model == LLAVA:
         tower = tower or CLIP

@@ -18,6 +18,8 @@ Json = dict[str, object]
 
 TOKENS, WIDTH, CLIP_WIDTH = 576, 4096, 768
 """N, D, and the width of CLIP's joint space."""
+HEAD, TOWER_LAYERS = 128, 24
+"""The width of an attention head, and the layers of the vision tower."""
 
 VOCABULARY, IMAGE_TOKEN, PAD = 32064, 32000, 32001
 CLIP_VOCABULARY = 49408
@@ -35,7 +37,7 @@ _CHAT_TEMPLATE = (
 _VISION: Json = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": 24,
+    "num_hidden_layers": TOWER_LAYERS,
     "num_attention_heads": 16,
     "image_size": SIDE,
     "patch_size": PATCH,
@@ -57,17 +59,26 @@ _IMAGE_PROCESSOR: Json = {
 }
 
 
-def write_llava(folder: Path, layers: int) -> Path:
-    """A LLaVA-1.5 folder for ``--load-format dummy``; returns it."""
+def write_llava(
+    folder: Path, layers: int, *, tower_layers: int = TOWER_LAYERS, width: int = WIDTH
+) -> Path:
+    """A LLaVA-1.5 folder for ``--load-format dummy``; returns it.
+
+    `width`, a multiple of 128, is the language model's; its proportions stay. LLaVA reads all layers
+    of the tower but the last: 23 for 32 of 4096. At 2048 a layer costs a quarter, so 2 for 4 layers
+    give the tower the share of time that it has at full depth, or a little more.
+    """
+    if width % HEAD or not 0 < width <= WIDTH:
+        raise ValueError(f"a width of {width}: expected a multiple of {HEAD} up to {WIDTH}")
     folder.mkdir(parents=True, exist_ok=True)
     text: Json = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": WIDTH,
-        "intermediate_size": 11008,
+        "hidden_size": width,
+        "intermediate_size": 11008 * width // WIDTH,
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
+        "num_attention_heads": width // HEAD,
+        "num_key_value_heads": width // HEAD,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "vocab_size": VOCABULARY,
@@ -88,7 +99,11 @@ def write_llava(folder: Path, layers: int) -> Path:
         "vision_feature_layer": -2,
         "vision_feature_select_strategy": "default",
         "text_config": text,
-        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            **_VISION,
+            "num_hidden_layers": tower_layers,
+        },
     }
     _write(folder, "config.json", config)
     _write(folder, "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})

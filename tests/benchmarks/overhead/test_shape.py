@@ -30,6 +30,18 @@ def test_widths_are_those_of_llava_7b(folder: Path) -> None:
     assert config.image_token_index == IMAGE_TOKEN
 
 
+def test_a_narrow_shape_keeps_its_proportions(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(
+        write_llava(tmp_path / "narrow", 4, tower_layers=2, width=2048)
+    )
+    text = config.text_config
+
+    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (2048, 5504, 16)
+    assert (text.num_hidden_layers, config.vision_config.num_hidden_layers) == (4, 2)
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        write_llava(tmp_path / "odd", 4, width=1000)
+
+
 def test_there_are_no_weights(folder: Path) -> None:
     assert sum(path.stat().st_size for path in folder.iterdir()) < 5 << 20
 
