@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import urllib.error
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -84,7 +83,7 @@ def test_a_release_is_as_its_wheel_has_it(release: Release) -> None:
     """Reads the wheel's sources in place, by ranges: about ten seconds, a few megabytes."""
     try:
         fetched = command.fetched(release.version)
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:
         pytest.skip(f"NOT RUN, the wheel of vLLM {release.version} is out of reach: {error}")
     assert fetched == release
 

@@ -5,6 +5,7 @@ Knows nothing about what is looked for in them.
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import subprocess
@@ -52,7 +53,10 @@ def wheel_of(requirement: str) -> Wheel:
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]
     command += ["--ignore-installed", "--only-binary", ":all:", "--report", "-", requirement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"pip does not answer about {requirement}") from error
     if done.returncode:
         raise OSError(f"pip does not find {requirement}: {done.stderr.strip()[-500:]}")
     (found,) = json.loads(done.stdout)["install"]
@@ -103,7 +107,10 @@ class _Remote(io.RawIOBase):
         with urllib.request.urlopen(asked, timeout=60) as answer:
             if answer.status != 206:
                 raise OSError(f"no ranges of {self._url}: HTTP {answer.status}")
-            held = answer.read()
+            try:
+                held = answer.read()
+            except http.client.IncompleteRead as error:
+                raise OSError(f"{self._url} broke off") from error
         buffer[: len(held)] = held
         self._at += len(held)
         return len(held)

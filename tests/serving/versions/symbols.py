@@ -95,11 +95,11 @@ def _digest(text: str, node: Definition) -> str:
 
 
 def _in_module(
-    sources: Sources, module: str, name: str, passed: frozenset[str] = frozenset()
+    sources: Sources, module: str, name: str, passed: frozenset[tuple[str, str]] = frozenset()
 ) -> _Found | None:
-    """``passed``: modules that import from one another in a circle are looked into once."""
+    """``passed``: names that modules import from one another in a circle are nowhere."""
     tree = _tree(sources, module)
-    if tree is None or module in passed:
+    if tree is None or (module, name) in passed:
         return None
     # The last statement that binds a name decides.
     for node in reversed(list(_statements(tree.body))):
@@ -114,7 +114,7 @@ def _in_module(
                     continue
                 origin = _absolute(sources, module, node)
                 meant = name if every else alias.name
-                found = _in_module(sources, origin, meant, passed | {module})
+                found = _in_module(sources, origin, meant, passed | {(module, name)})
                 if found is not None:
                     return found
         if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
@@ -166,7 +166,7 @@ def _named(sources: Sources, module: str, expression: ast.expr) -> _Found | None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a body and of what it does only sometimes, in order; what it does on errors counts least."""
+    """Of a body and of what it does only sometimes, in order, what it does on errors first."""
     for node in body:
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             yield from _statements(node.orelse)
