@@ -64,9 +64,9 @@ def write_llava(
 ) -> Path:
     """A LLaVA-1.5 folder for ``--load-format dummy``; returns it.
 
-    `width`, a multiple of 128, is the language model's; its proportions stay. LLaVA reads all layers
-    of the tower but the last: 23 for 32 of 4096. At 2048 a layer costs a quarter, so 2 for 4 layers
-    give the tower the share of time that it has at full depth, or a little more.
+    `width`, a multiple of 128, is the language model's; its proportions stay. LLaVA reads all
+    layers of the tower but the last: 23 for 32 of 4096. At 2048 a layer costs a quarter, so 2 for
+    4 layers give the tower the share of time that it has at full depth, or a little more.
     """
     if width % HEAD or not 0 < width <= WIDTH:
         raise ValueError(f"a width of {width}: expected a multiple of {HEAD} up to {WIDTH}")
