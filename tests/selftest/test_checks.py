@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_autoprune.selftest.checks import CHECKS, FEW, survivors
+from vllm_autoprune.selftest.checks import CHECKS, FEW, runners_agree, survivors
 from vllm_autoprune.selftest.report import Report, Said
 
 IMAGE, N = 9, 12
@@ -31,6 +31,7 @@ def good() -> Report:
     stock = said(N, full)
     pruned = said(FEW, [[axis[i] for i in left] for axis in full])
     return Report(
+        runner="v1",
         stock={"q": stock},
         whole={"q": stock},
         pruned={"q": pruned},
@@ -109,6 +110,18 @@ def test_every_check_is_put_to_the_test() -> None:
 def test_a_broken_promise_is_told(name: str) -> None:
     for spoil in SPOILT[name]:
         assert CHECKS[name](spoil(good())) != ""
+
+
+def test_runners_that_differ_are_told() -> None:
+    other = good().model_copy(update={"runner": "v2"})
+    assert runners_agree(good(), other) == ""
+    for spoil in (
+        _set(kept={"q": [[0, 2, 5, 7, 11]]}),
+        *(_spoilt(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
+        *(_spoilt(way, positions=[[0]]) for way in ("chunked", "preempted")),
+        _spoilt("pruned", logprob=-3.1),
+    ):
+        assert runners_agree(good(), spoil(other)) != ""
 
 
 def test_survivors_of_two_images() -> None:

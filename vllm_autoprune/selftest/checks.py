@@ -132,6 +132,15 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
 """Every promise by name."""
 
 
+def runners_agree(first: Report, second: Report) -> str:
+    """Two model runners keep the same rows, and answer alike from the same positions."""
+    if first.kept != second.kept:
+        return f"{first.runner} kept {first.kept}, {second.runner} {second.kept}"
+    ways = ("stock", "pruned", "again", "alone", "chunked", "preempted")
+    one, other = dict(first), dict(second)
+    return next((f"{way}, {wrong}" for way in ways if (wrong := _moved(one[way], other[way]))), "")
+
+
 def survivors(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
     """Places in the stock prompt of the tokens that are left."""
     (image,) = Counter(stock) - Counter(pruned)

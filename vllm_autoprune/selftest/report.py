@@ -5,6 +5,8 @@ Knows nothing about what should hold: ``checks`` does.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -27,6 +29,7 @@ class Said(BaseModel):
 class Report(BaseModel):
     """Answers by question, under each way of serving it.
 
+    ``runner`` is the model runner that vLLM did use, "v1" or "v2".
     ``stock`` without a state, ``whole`` with a K that keeps every token, ``pruned`` with a small
     K, ``again`` the same once more, ``alone`` after all caches were emptied, ``chunked`` in steps
     of a few tokens, ``preempted`` pushed back to the waiting queue in the middle. ``predicted``
@@ -36,6 +39,7 @@ class Report(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    runner: Literal["v1", "v2"]
     stock: dict[str, Said]
     whole: dict[str, Said]
     pruned: dict[str, Said]

@@ -58,6 +58,7 @@ def serve(name: str) -> Report:
 def _served(folder: Path) -> Report:
     found: dict[str, Any] = {}
     llm, witness = _engine(folder, None)
+    found["runner"] = "v2" if llm.llm_engine.vllm_config.use_v2_model_runner else "v1"
     found["stock"] = {name: _ask(llm, witness, name) for name in ASKED}
     found["video_stock"] = _show_video(llm, witness)
     _end(llm)

@@ -8,15 +8,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import as_json, table
 from vllm_autoprune.selftest.backbones import BUILDERS
-from vllm_autoprune.selftest.checks import CHECKS
+from vllm_autoprune.selftest.checks import CHECKS, runners_agree
+from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.run import SelftestError, examine
+from vllm_autoprune.selftest.runners import RUNNERS, present
 
-_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
-_RUNNERS: dict[str, dict[str, str]] = {"default": {}, "v1": {_SWITCH: "0"}, "v2": {_SWITCH: "1"}}
+Checked = Mapping[str, str]
+"""By check: nothing where it holds, else what is wrong."""
+
+Found = Mapping[str, Mapping[str, Checked]]
+"""By backbone, then by runner; under "both" what is said of the two together."""
+
+BOTH = "both"
+SERVED, AGREE = "served", runners_agree.__name__
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +34,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runner",
-        choices=_RUNNERS,
-        default="default",
-        help="vLLM's model runner; by default the one that it chooses here",
+        choices=(*RUNNERS, BOTH),
+        help="vLLM's model runner (default: both, or v1 where vLLM cannot run v2)",
     )
 
 
@@ -37,40 +45,77 @@ def _run(options: argparse.Namespace) -> int:
         known = ", ".join(BUILDERS)
         print(f"no such backbone: {', '.join(unknown)}; use: {known}", file=sys.stderr)
         return 2
-    found: dict[str, dict[str, str]] = {}
-    for name in names:
-        start = time.monotonic()
-        found[name] = _examined(name, options.runner)
-        if not options.json:
-            print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    holds = all(wrong == "" for checked in found.values() for wrong in checked.values())
+    here = present()
+    runners = _wanted(options.runner, here)
+    if absent := [runner for runner in runners if runner not in here]:
+        print(f"no model runner {', '.join(absent)} here: {_NO_V2}", file=sys.stderr)
+        return 2
+    found = {name: _examined(name, runners, not options.json) for name in names}
+    wrong = [w for by in found.values() for checked in by.values() for w in checked.values() if w]
     if options.json:
-        print(as_json({"holds": holds, "found": found}))
+        print(as_json({"holds": not wrong, "runners": runners, "found": found}))
     else:
-        print(_told(found))
-        print("\nEverything holds." if holds else "\nSomething does not hold: see above.")
-    return 0 if holds else 1
+        missing = "" if "v2" in here else f" ({_NO_V2})"
+        print(f"vLLM's model runner {' and '.join(runners)}{missing}\n\n{_told(found, runners)}")
+        print("\nSomething does not hold: see above." if wrong else "\nEverything holds.")
+    return 1 if wrong else 0
 
 
-def _examined(name: str, runner: str) -> dict[str, str]:
-    """By check: nothing where it holds, else what is wrong."""
-    try:
-        report = examine(name, _RUNNERS[runner])
-    except SelftestError as error:
-        return {"served": str(error)}
-    return {"served": "", **{named: check(report) for named, check in CHECKS.items()}}
+def _wanted(runner: str | None, here: tuple[str, ...]) -> tuple[str, ...]:
+    if runner is None:
+        return here
+    return tuple(RUNNERS) if runner == BOTH else (runner,)
 
 
-def _told(found: dict[str, dict[str, str]]) -> str:
-    rows = []
-    for check in ("served", *CHECKS):
-        held = [found[name].get(check) for name in found]
-        shown = ["-" if wrong is None else "no" if wrong else "yes" for wrong in held]
-        rows.append([check.replace("_", " "), *shown])
+_NO_V2 = "vLLM finds no Triton that it can use, and V2 needs one"
+
+
+def _examined(name: str, runners: Sequence[str], progress: bool) -> dict[str, Checked]:
+    """What holds of one backbone under each runner, and of both together."""
+    reports: dict[str, Report] = {}
+    found: dict[str, Checked] = {}
+    for runner in runners:
+        start = time.monotonic()
+        try:
+            report = examine(name, RUNNERS[runner])
+        except SelftestError as error:
+            found[runner] = {SERVED: str(error)}
+        else:
+            other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
+            checks = {check: holds(report) for check, holds in CHECKS.items()}
+            found[runner] = {SERVED: other, **checks}
+            reports[runner] = report
+        if progress:
+            print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+    if len(reports) == len(RUNNERS):
+        found[BOTH] = {AGREE: runners_agree(*reports.values())}
+    return found
+
+
+def _told(found: Found, runners: Sequence[str]) -> str:
+    """One table: a column a backbone, and whoever does not keep a promise by name."""
+    checks = (SERVED, *CHECKS, *((AGREE,) if len(runners) > 1 else ()))
+    rows = [[_label(check), *(_cell(by, check) for by in found.values())] for check in checks]
     lines = [table(["what must hold", *found], rows)]
-    for name, checked in found.items():
-        lines += [f"{name}, {check}: {wrong}" for check, wrong in checked.items() if wrong]
+    for name, by in found.items():
+        for runner, checked in by.items():
+            lines += [
+                f"{name}, {runner}, {_label(c)}: {wrong}" for c, wrong in checked.items() if wrong
+            ]
     return "\n".join(lines)
+
+
+def _cell(by: Mapping[str, Checked], check: str) -> str:
+    """ "yes" under every runner that was looked at, else by whom it is broken; "-": not seen."""
+    seen = {runner: checked[check] for runner, checked in by.items() if check in checked}
+    broken = [runner for runner, wrong in seen.items() if wrong]
+    if broken:
+        return f"no ({', '.join(broken)})" if len(by) > 1 else "no"
+    return "yes" if seen else "-"
+
+
+def _label(check: str) -> str:
+    return check.replace("_s_", "'s ").replace("_", " ")
 
 
 COMMAND = Command(

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from vllm_autoprune.selftest.runners import RUNNERS, present
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("triton: True\n", ("v1", "v2")),
+        ("a warning\ntriton: False\n", ("v1",)),
+        ("", ("v1",)),  # vLLM could not be imported: the backbones will say why
+    ],
+)
+def test_the_second_runner_needs_what_vllm_needs_for_it(
+    monkeypatch: pytest.MonkeyPatch, said: str, found: tuple[str, ...]
+) -> None:
+    done = subprocess.CompletedProcess[str]([], 0, stdout=said, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
+    assert present() == found
+
+
+@pytest.mark.compat
+def test_vllm_reads_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    for environment, meant in zip(RUNNERS.values(), (False, True), strict=True):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert envs.VLLM_USE_V2_MODEL_RUNNER is meant
