@@ -113,7 +113,8 @@ BRIEF: dict[str, tuple[str, ...]] = {
     "quarter": ("quarter {name}",),
     "relation": ("{relation} the {name}",),
     "existence": ("{a_name}",),
-    "reading": ("{name} {digit}",),
+    # Not the name first: a name with its digit behind it is a `digit` phrase with its answer.
+    "reading": ("{digit} on the {name}",),
     "position": ("{side} half {name}",),
     "counting": ("{number} {plural}",),
 }

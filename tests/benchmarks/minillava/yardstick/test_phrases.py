@@ -44,6 +44,12 @@ def test_a_phrase_about_a_scene_means_one_thing(told: Told) -> None:
         assert all(len(found) == 1 for found in meanings.values())
 
 
+def test_no_phrase_begins_as_another_one_ends(told: Told) -> None:
+    for _, phrases in told:
+        answered = {f"{one.text} {one.answer}" for one in phrases}
+        assert not [one.text for one in phrases if one.text in answered]
+
+
 def test_a_phrase_is_short(told: Told) -> None:
     tokenizer = language_tokenizer()
     lengths = [len(tokenizer.encode(f" {one.text}").ids) for _, some in told for one in some]
