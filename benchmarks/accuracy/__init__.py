@@ -1,4 +1,5 @@
-"""Aggregates of benchmark scores, *Acc.* and *Rel.*, and what the published tables print.
+"""Accuracy: suites that are run, and what is made of their scores: tables, *Acc.* and *Rel.*
 
-Knows nothing about models: it is given scores.
+Knows nothing about how a policy chooses tokens. ``python -m benchmarks.accuracy`` computes the
+published tables anew; ``vllm-autoprune eval`` runs a suite.
 """

@@ -19,6 +19,7 @@ from benchmarks.accuracy.aggregate import (
     mean_of_ratios,
     ratio_of_means,
 )
+from vllm_autoprune.errors import ConfigError, Problem
 
 PATH = Path(__file__).with_name("published.json")
 FULL = "full"
@@ -95,6 +96,15 @@ class Audit:
 def published() -> Published:
     """The rows as printed."""
     return Published.model_validate_json(PATH.read_text())
+
+
+def mme_divisor(backbone: str) -> float:
+    """Points of MME to per cent on a backbone of the tables; raises :class:`ConfigError`."""
+    known = {table.backbone: table.mme_divisor for table in published().tables}
+    if backbone not in known:
+        mend = f"use {', '.join(known)}"
+        raise ConfigError("eval", [Problem(f"--backbone {backbone}", "is in no table", mend)])
+    return known[backbone]
 
 
 def audit(source: Published) -> Iterator[Audit]:

@@ -176,7 +176,7 @@ class ServedEvaluator:
         if answer.status_code in (400, 401, 403, 404, 422):
             raise EvaluationFailed(f"status {answer.status_code}: {_message(answer.text)}")
         answer.raise_for_status()
-        return _read(answer.json()["prompt_logprobs"], example.answer)
+        return read_reference(answer.json()["prompt_logprobs"], example.answer)
 
     def _image(self, example: Example) -> str:
         if example.image not in self._images:
@@ -192,7 +192,7 @@ def _pruning(state: PruningState | None, budget: int) -> Mapping[str, object]:
     return {"policy": policy, "budget": budget}
 
 
-def _read(prompt: Sequence[Mapping[str, Any] | None], answer: str) -> tuple[float, bool]:
+def read_reference(prompt: Sequence[Mapping[str, Any] | None], answer: str) -> tuple[float, bool]:
     """Log-probability of the answer at the end of a prompt, and whether greedy would say it.
 
     The answer's tokens are those at the end whose text makes it up.

@@ -1,0 +1,170 @@
+"""The suite: every benchmark on every server, one run of lmms-eval for each.
+
+Knows nothing about figures. A run that is complete is not run again, so one server after another
+can be measured where there is room for only one.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.accuracy.errors import EvaluationError
+from benchmarks.accuracy.journal import Contents, Journal
+from benchmarks.accuracy.lmms.arms import Server
+from benchmarks.accuracy.lmms.benchmarks import PINNED, Benchmark
+from benchmarks.accuracy.lmms.output import read_output
+from benchmarks.accuracy.lmms.process import LmmsEval, shown
+from benchmarks.accuracy.progress import Progress
+from benchmarks.accuracy.records import Answer, Opened
+from vllm_autoprune.errors import ConfigError, Problem
+
+_CLOSE = 0.05
+"""Points by which a total may differ from the mean of its samples: both are rounded."""
+
+
+class LmmsSuite:
+    """Benchmarks through lmms-eval."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        benchmarks: Sequence[Benchmark],
+        lmms_eval: LmmsEval,
+        folder: Path,
+        *,
+        backbone: str,
+        mme_divisor: float,
+    ) -> None:
+        """``folder`` is where lmms-eval's own files go."""
+        self._servers, self._benchmarks = servers, benchmarks
+        self._lmms_eval, self._folder = lmms_eval, folder
+        self.cases = [server.case for server in servers]
+        limit = "" if lmms_eval.limit is None else f", the first {lmms_eval.limit} of each"
+        self.opened = Opened(
+            suite="lmms",
+            model=lmms_eval.served_name,
+            data=", ".join(f"{one.name} ({one.task})" for one in benchmarks) + limit,
+            scorer=f"lmms-eval {PINNED}",
+            backbone=backbone,
+            mme_divisor=mme_divisor,
+        )
+
+    def plan(self) -> Sequence[str]:
+        """Every command line."""
+        return [
+            shown(self._lmms_eval.command(server.url, one.task, self._place(server, one, 1)))
+            for server in self._servers
+            for one in self._benchmarks
+        ]
+
+    def measure(self, journal: Journal, progress: Progress) -> None:
+        """Run what is not complete; every server is looked for before the first run."""
+        todo = [
+            (server, one)
+            for server in self._servers
+            for one in self._benchmarks
+            if not _complete(journal.contents, server, one)
+        ]
+        total = len(self._servers) * len(self._benchmarks)
+        progress.begin(total, total - len(todo))
+        if not todo:
+            return
+        self._lmms_eval.check()
+        problems = [
+            p for server in {s.url: s for s, _ in todo}.values() for p in self._wrong(server)
+        ]
+        if problems:
+            raise ConfigError("eval", problems)
+        for server, one in todo:
+            progress.say(f"{server.case.name}: {one.task} ...")
+            self._run(server, one, journal)
+            progress.advance()
+
+    def _run(self, server: Server, benchmark: Benchmark, journal: Journal) -> None:
+        attempt = next(
+            n for n in range(1, 10_000) if not self._place(server, benchmark, n).exists()
+        )
+        folder = self._place(server, benchmark, attempt)
+        self._lmms_eval.run(server.url, benchmark.task, folder)
+        found = read_output(folder, benchmark, server.case.name)
+        journal.put([*found.questions, *found.answers])
+        if found.total is not None:
+            journal.put([found.total])
+        elif next(self._wrong(server), None) is not None:
+            raise EvaluationError(
+                f"{server.url} does not answer any more -> start it again and add --resume: what "
+                "is complete is not run again"
+            )
+
+    def _place(self, server: Server, benchmark: Benchmark, attempt: int) -> Path:
+        return self._folder / server.case.name / benchmark.task / str(attempt)
+
+    def _wrong(self, server: Server) -> Iterator[Problem]:
+        """A server that is down, or serves another model."""
+        name = self._lmms_eval.served_name
+        try:
+            with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
+                names = [str(model["id"]) for model in json.load(answer)["data"]]
+        except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as error:
+            what = f"does not answer ({type(error).__name__})"
+            yield Problem(server.url, what, "start the server, or correct its address")
+            return
+        if name not in names:
+            yield Problem(server.url, f"serves {', '.join(names)}", f"serve {name}")
+
+    def objections(self, contents: Contents) -> Sequence[str]:
+        """Totals that are not of their samples, and servers that prune nothing."""
+        return [
+            *(text for server in self._servers for text in self._other_totals(contents, server)),
+            *(text for server in self._servers for text in _unpruned(contents, server)),
+        ]
+
+    def _other_totals(self, contents: Contents, server: Server) -> Iterator[str]:
+        for benchmark in self._benchmarks:
+            total = contents.totals.get(server.case.name, {}).get(benchmark.name)
+            answers = _answers(contents, server, benchmark)
+            scores = [answer.score for answer in answers if answer.score is not None]
+            if total is None or not benchmark.mean or len(scores) != len(answers):
+                continue
+            mean = 100 * sum(scores) / len(scores)
+            if abs(mean - total.value) > _CLOSE:
+                yield (
+                    f"{server.case.name}: {benchmark.name} is {total.value:.2f} by lmms-eval, but "
+                    f"its samples have a mean of {mean:.2f}"
+                )
+
+
+def _complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
+    asked = [q.id for q in contents.questions.values() if q.benchmark == benchmark.name]
+    return benchmark.name in contents.totals.get(server.case.name, {}) and all(
+        contents.answered(server.case.name, question) for question in asked
+    )
+
+
+def _answers(contents: Contents, server: Server, benchmark: Benchmark) -> list[Answer]:
+    answers = contents.answers.get(server.case.name, {})
+    return [a for q, a in answers.items() if contents.questions[q].benchmark == benchmark.name]
+
+
+def _unpruned(contents: Contents, server: Server) -> Iterator[str]:
+    """Prompts of a pruned case are shorter than the full model's, as its server counts them."""
+    if not server.case.budget:
+        return
+    full, own = contents.answers.get("full", {}), contents.answers.get(server.case.name, {})
+    pairs = [
+        (answer.prompt_tokens, whole.prompt_tokens)
+        for question, answer in own.items()
+        if (whole := full.get(question)) is not None
+        and answer.prompt_tokens is not None
+        and whole.prompt_tokens is not None
+    ]
+    longer = [pair for pair in pairs if pair[0] >= pair[1]]
+    if longer:
+        yield (
+            f"{server.case.name}: {len(longer)} of {len(pairs)} prompts are as long as with all "
+            f"tokens: {server.url} does not prune them"
+        )
