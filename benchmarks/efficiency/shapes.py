@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.overhead.shape import SIDE, word_tokenizer, write_llava
+from benchmarks.overhead.shape import SIDE, TOWER_LAYERS, WIDTH, word_tokenizer, write_llava
 
 Json = dict[str, object]
 
@@ -35,9 +35,11 @@ _QWEN_TEMPLATE = (
 )
 
 
-def write_llava_next(folder: Path, layers: int) -> Path:
+def write_llava_next(
+    folder: Path, layers: int, *, tower_layers: int = TOWER_LAYERS, width: int = WIDTH
+) -> Path:
     """LLaVA-1.6 with Vicuna-7B: LLaVA-1.5's shape, with tiles; returns the folder."""
-    write_llava(folder, layers)
+    write_llava(folder, layers, tower_layers=tower_layers, width=width)
     _edit(
         folder / "config.json",
         {
