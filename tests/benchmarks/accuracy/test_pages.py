@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+
+from benchmarks.accuracy.pages import as_latex, as_markdown
+from benchmarks.accuracy.report import Report
+from benchmarks.accuracy.run import as_json
+from benchmarks.accuracy.summary import summarize
+from tests.benchmarks.accuracy.samples import FULL, OPENED, QUESTIONS, answers, case, contents
+
+RIGHT, HALF = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+
+BASE = case("cdpruner@8")
+OURS = case("cdpruner+autoprune@8", "autoprune", base="cdpruner@8").model_copy(
+    update={"label": "cdpruner + AutoPrune", "quota": 2}
+)
+OTHER = case("dart@8")
+ON_OTHER = case("dart+autoprune@8", "autoprune", base="dart@8")
+WITHOUT = case("ablation@8", "component", base="cdpruner@8")
+QUOTA = case("quota-4@8", "quota", base="cdpruner@8").model_copy(update={"quota": 4})
+
+WHOLE = (
+    (FULL, RIGHT),
+    (BASE, HALF),
+    (OURS, RIGHT),
+    (OTHER, HALF),
+    (ON_OTHER, HALF),
+    (WITHOUT, HALF),
+    (QUOTA, HALF),
+)
+
+
+def sections(report: Report) -> dict[str, list[list[str]]]:
+    found: dict[str, list[list[str]]] = {}
+    for line in as_markdown(report).splitlines():
+        if line.startswith("## "):
+            rows = found.setdefault(line[3:], [])
+        elif line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def test_the_paper_s_tables_are_all_there() -> None:
+    found = sections(summarize(contents(*WHOLE)))
+    assert list(found) == [
+        "K = 8",
+        "AutoPrune less strategy only, Acc.",
+        "AutoPrune less strategy only, ln p of the reference answer",
+        "Ablation of components",
+        "Sweep of the exchange quota",
+    ]
+    main = found["K = 8"]
+    assert [row[0] for row in main[2:]] == [
+        "full", "cdpruner", "cdpruner + AutoPrune", "dart", "dart+autoprune",
+    ]  # fmt: skip
+    assert main[3][1:6] == ["50.0", "125.0", "56.2", "56.2", "56.2"]
+    assert main[2][6] == "-" and main[4][7].startswith("+43.8 (")
+    components = found["Ablation of components"][2:]
+    assert [row[1] for row in components] == ["cdpruner", "ablation", "cdpruner + AutoPrune"]
+    assert [row[4] for row in components] == ["-75.0", "-75.0", "-"]
+    quotas = found["Sweep of the exchange quota"][2:]
+    assert [row[:3] for row in quotas] == [["8", "2", "6"], ["8", "4", "4"]]
+
+
+def test_a_refused_case_is_in_the_page() -> None:
+    journal = contents((FULL, RIGHT))
+    journal.take(OURS.model_copy(update={"refused": "K is | too small"}))
+    page = as_markdown(summarize(journal))
+    assert "## Cannot be served" in page and r"K is \| too small" in page
+
+
+def test_what_is_not_valid_says_why_first() -> None:
+    journal = contents((FULL, RIGHT))
+    journal.take(BASE)
+    page = as_markdown(summarize(journal, ["stopped: no server"]))
+    assert "Verdict: NOT VALID" in page
+    assert "- cdpruner@8: nothing was answered" in page and "- stopped: no server" in page
+    assert "% - stopped: no server" in as_latex(summarize(journal, ["stopped: no server"]))
+
+
+def test_latex_is_escaped_and_has_one_line_a_row() -> None:
+    found = as_latex(summarize(contents(*WHOLE)))
+    assert found.count(r"\begin{tabular}") == found.count(r"\end{tabular}") == 5
+    assert r"q\_e" in found and r"K - q\_e" in found
+    row = next(line for line in found.splitlines() if line.startswith("cdpruner &"))
+    assert row.endswith(r"\\") and row.count("&") == 9
+
+
+def test_ours_stand_beside_the_published_of_the_same_method_and_budget() -> None:
+    opened = OPENED.model_copy(update={"backbone": "llava-1.5-7b", "mme_divisor": 20.0})
+    journal = contents()
+    journal.take(opened)
+    cases = [FULL, case("cdpruner@32", budget=32), case("cdpruner@33", budget=33)]
+    for one in cases:
+        journal.take(one)
+        for answer in answers(one.name, RIGHT):
+            journal.take(answer)
+    for question in QUESTIONS:
+        if question.benchmark == "colour":
+            journal.take(question.model_copy(update={"benchmark": "POPE"}))
+    found = sections(summarize(journal))
+    rows = found["Ours / published, main, llava-1.5-7b"][2:]
+    assert [row[:2] for row in rows] == [["full", "576"], ["CDPruner", "32"]]
+    # Of ten columns only two are ours: Acc. over others is another figure.
+    assert rows[1][2:5] == ["100.0 / 87.9", "200.0 / 1373.0", "55.0 / -"]
+
+
+def test_json_leaves_out_the_states_that_requests_brought() -> None:
+    asked = BASE.model_copy(update={"asked": {"policy": {"name": "x"}}})
+    found = json.loads(as_json(summarize(contents((FULL, RIGHT), (asked, HALF)))))
+    assert found["valid"] is True and found["rows"][1]["case"]["name"] == "cdpruner@8"
+    assert "asked" not in found["rows"][1]["case"]

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.accuracy.errors import EvaluationError
+from benchmarks.accuracy.journal import Contents
+from benchmarks.accuracy.records import MME, Answer, Total
+from benchmarks.accuracy.report import Report
+from benchmarks.accuracy.summary import summarize
+from tests.benchmarks.accuracy.samples import FULL, OPENED, QUESTIONS, answers, case, contents
+
+BASE = case("visionzip@8")
+OURS = case("visionzip+autoprune@8", "autoprune", base="visionzip@8")
+
+RIGHT, HALF = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def report() -> Report:
+    return summarize(contents((FULL, RIGHT), (BASE, HALF), (OURS, RIGHT)))
+
+
+def test_acc_and_both_rel_are_those_of_the_aggregates() -> None:
+    row = report().of("visionzip@8")
+    assert row is not None
+    assert row.benchmarks == {"colour": 50.0, MME: 125.0}
+    assert row.all.acc == (50 + 62.5) / 2
+    assert row.all.ratio_of_means == 56.25
+    assert row.all.mean_of_ratios == (50 + 62.5) / 2
+    assert row.without_mmbench is None and row.prompt_tokens == 20.0
+
+
+def test_differences_are_to_full_and_to_the_base_policy() -> None:
+    found = report()
+    full, base, ours = (found.of(n) for n in ("full", "visionzip@8", "visionzip+autoprune@8"))
+    assert full is not None and base is not None and ours is not None
+    assert full.to_full is None and base.to_base is None
+    assert base.to_full is not None and base.to_full.acc is not None
+    assert base.to_full.acc.value == 56.25 - 100
+    assert base.to_full.acc.low <= base.to_full.acc.value <= base.to_full.acc.high
+    assert ours.to_full is not None and ours.to_full.acc is not None
+    assert ours.to_full.acc.value == ours.to_full.acc.low == ours.to_full.acc.high == 0.0
+    assert ours.to_base is not None and ours.to_base.mme is not None
+    assert ours.to_base.mme.value == 75.0
+
+
+def test_an_evaluation_that_is_whole_is_valid() -> None:
+    found = report()
+    assert found.valid and found.questions == 6 and found.images == 2 and len(found.rows) == 3
+
+
+def test_failed_requests_are_refused_and_the_case_has_no_row() -> None:
+    journal = contents((FULL, RIGHT), (BASE, HALF))
+    journal.take(Answer(case=BASE.name, question="1", failure="status 503"))
+    found = summarize(journal)
+    assert found.reasons == ("visionzip@8: 1 of 6 requests failed, such as: status 503",)
+    assert [row.case.name for row in found.rows] == ["full"]
+
+
+def test_unequal_counts_are_refused() -> None:
+    journal = contents((FULL, RIGHT))
+    journal.take(BASE)
+    for answer in answers(BASE.name, HALF)[:4]:
+        journal.take(answer)
+    found = summarize(journal)
+    assert found.reasons == ("visionzip@8: 4 of 6 answers; MME is not whole",)
+    assert found.of(BASE.name) is None
+
+
+def test_without_the_full_model_there_are_no_rows() -> None:
+    found = summarize(contents((BASE, HALF)))
+    assert not found.valid and "full model" in found.reasons[0] and not found.rows
+
+
+def test_a_case_that_cannot_be_served_is_told_and_asked_nothing() -> None:
+    refused = OURS.model_copy(update={"refused": "K is too small"})
+    journal = contents((FULL, RIGHT), (BASE, HALF))
+    journal.take(refused)
+    found = summarize(journal)
+    assert found.valid and found.refused == (refused,)
+
+
+def test_totals_of_the_own_scorer_are_the_scores() -> None:
+    journal = contents((FULL, RIGHT), (BASE, HALF))
+    for name, points in (("full", 190.0), (BASE.name, 95.0)):
+        journal.take(Total(case=name, benchmark=MME, metric="m", value=points, count=4))
+    row = summarize(journal).of(BASE.name)
+    assert row is not None
+    assert row.benchmarks == {"colour": 50.0, MME: 95.0}
+    assert row.all.mean_of_ratios == 50.0
+
+
+def test_mmbench_is_left_out_too() -> None:
+    names = {"colour": "MMB-EN"}
+    found = Contents()
+    for record in (OPENED, FULL, *answers("full", RIGHT)):
+        found.take(record)
+    for question in QUESTIONS:
+        name = names.get(question.benchmark, question.benchmark)
+        found.take(question.model_copy(update={"benchmark": name}))
+    row = summarize(found).of("full")
+    assert row is not None and row.without_mmbench is not None
+    assert row.without_mmbench.acc == 100.0
+
+
+def test_nothing_right_divides_by_nothing() -> None:
+    nothing = [0.0] * 6
+    row = summarize(contents((FULL, nothing), (BASE, HALF))).of(BASE.name)
+    assert row is not None
+    assert row.all.ratio_of_means is None and row.all.mean_of_ratios is None
+
+
+def test_an_empty_journal_has_no_report() -> None:
+    with pytest.raises(EvaluationError, match="empty"):
+        summarize(Contents())
