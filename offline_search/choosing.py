@@ -1,14 +1,26 @@
 """The final argmax, made honest: the best are measured again where they were not chosen.
 
-Knows nothing about how candidates came about. The winner is the best of the confirmed by the
-validation split; its figures are those of the test split, beside its base policy's, paired.
+Knows nothing about how candidates came about. The winner is the best of the confirmed by search and
+validation examples together: the search split alone flatters whoever was lucky on it, and the
+validation split alone throws away most of what is known. Its figures are those of the test split,
+beside its base policy's, paired.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from offline_search.answers import Answers, accuracy, accuracy_plus, interval, mme_total, relative
+from offline_search.answers import (
+    Answers,
+    Floats,
+    accuracy,
+    accuracy_plus,
+    interval,
+    mme_total,
+    relative,
+)
 from offline_search.evaluators.protocol import EvaluationFailed, Job
 from offline_search.examples import Dataset
 from offline_search.history import History, Trial
@@ -47,7 +59,12 @@ class Choosing:
                 "none of the best candidates could be measured on the validation split -> "
                 "look at the server's log and begin a new ledger"
             )
-        name = max(confirmed, key=lambda known: confirmed[known].objective.value)
+        estimates = {
+            trial.name: self._estimate(trial, confirmed[trial.name])
+            for trial in candidates
+            if trial.name in confirmed
+        }
+        name = max(estimates, key=lambda known: estimates[known])
         winner = next(trial for trial in candidates if trial.name == name)
         assert winner.state is not None
         test = await self._compare(winner.state, base, "test")
@@ -58,9 +75,21 @@ class Choosing:
             digest=state.digest,
             state=state.model_dump(mode="json"),
             confirmed=confirmed,
+            estimates=estimates,
             test=test,
             base=alone,
         )
+
+    def _estimate(self, trial: Trial, validation: Comparison) -> float:
+        """The objective over search and validation examples together.
+
+        All candidates have the same examples, so shrinking each towards their mean would leave
+        their order as it is.
+        """
+        searched = len(self._dataset.of("search"))
+        total = searched * (trial.objective or 0.0)
+        total += validation.examples * validation.objective.value
+        return round(total / (searched + validation.examples), 6)
 
     async def _compare(self, state: PruningState, base: PruningState, split: Split) -> Comparison:
         examples = self._dataset.of(split)
@@ -68,8 +97,8 @@ class Choosing:
         full = await self._measuring.answers(Job(None, 0, split, 0, count))
         ours = [await self._answers(state, budget, split) for budget in self._settings.budgets]
         theirs = [await self._answers(base, budget, split) for budget in self._settings.budgets]
-        values = np.mean([relative(answers, full) for answers in ours], axis=0)
-        rival = np.mean([relative(answers, full) for answers in theirs], axis=0)
+        values = self._across([relative(answers, full) for answers in ours])
+        rival = self._across([relative(answers, full) for answers in theirs])
         right = np.mean([np.asarray(answers.right, float) for answers in ours], axis=0)
         beside = np.mean([np.asarray(answers.right, float) for answers in theirs], axis=0)
         return Comparison(
@@ -82,6 +111,13 @@ class Choosing:
             gain=interval(examples, values - rival),
             accuracy_gain=interval(examples, right - beside),
         )
+
+    def _across(self, values: Sequence[Floats]) -> Floats:
+        """One row for several budgets: their mean, or the row of the worst budget."""
+        if self._settings.across == "worst":
+            return min(values, key=lambda each: float(each.mean()))
+        mean: Floats = np.mean(values, axis=0)
+        return mean
 
     async def _answers(self, state: PruningState, budget: int, split: Split) -> Answers:
         count = len(self._dataset.of(split))

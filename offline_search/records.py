@@ -212,6 +212,9 @@ class Chosen(_Record):
     digest: str
     state: dict[str, JsonValue]
     confirmed: dict[str, Comparison] = Field(description="by proposal, on the validation split")
+    estimates: dict[str, float] = Field(
+        default_factory=dict, description="by proposal: the objective that the winner has most of"
+    )
     test: Comparison
     base: Comparison
 

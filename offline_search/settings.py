@@ -43,7 +43,7 @@ class Settings(Frozen):
     equal_evaluations: bool = Field(
         default=False, description="go on past T rounds until T x m full evaluations are spent"
     )
-    confirmed: int = Field(default=3, ge=1, le=50, description="candidates that are measured again")
+    confirmed: int = Field(default=5, ge=1, le=50, description="candidates that are measured again")
     proposer: str = Field(default="", description="model that proposes; empty: none")
     temperature: float = Field(default=1.0, ge=0.0, le=2.0, description="of the proposer")
     reply_tokens: int = Field(

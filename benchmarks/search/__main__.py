@@ -35,13 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--hard", action="store_true", help="the yardstick's scenes")
         command.add_argument("--scenes", type=int, nargs=3, default=[20, 20, 40],
                              metavar=("SEARCH", "VALIDATION", "TEST"))  # fmt: skip
-    compare.add_argument("--checkpoint", type=Path)
+        command.add_argument(
+            "--each", type=int, metavar="N", help="questions about a scene, at most"
+        )
+    compare.add_argument("--checkpoint", type=Path, help="folder with llava and clip")
     compare.add_argument("--base-policy", default="visionzip")
     compare.add_argument("--budget", type=int, nargs="+", default=[8])
     compare.add_argument("--rounds", type=int, default=10)
     compare.add_argument("--per-round", type=int, default=5)
     compare.add_argument("--proposer-url", help="endpoint; none: the embedded one is started")
     compare.add_argument("--proposer-model")
+    compare.add_argument(
+        "--replies", type=Path, nargs="+", metavar="LEDGER",
+        help="as proposer: the replies that these searches have recorded",
+    )  # fmt: skip
     compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
     speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
     speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
@@ -57,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(measure(dataset, options.candidates, options.few, budget=8).as_markdown(), end="")
         return 0
     if options.command == "data":
-        write(options.out, _scenes(options), hard=options.hard)
+        write(options.out, _scenes(options), hard=options.hard, each=options.each)
     elif options.command == "compare":
         _compare(options)
     if options.command in ("compare", "table"):
@@ -73,25 +80,32 @@ def _scenes(options: argparse.Namespace) -> dict[Split, int]:
 def _compare(options: argparse.Namespace) -> None:
     from benchmarks.search.compare import Remembering, compare
     from benchmarks.search.minillava import MiniLlavaEvaluator
+    from benchmarks.search.recorded import RecordedProposer
     from offline_search.proposers.embedded.convert import NAME, model_folder
     from offline_search.proposers.embedded.serve import served
     from offline_search.proposers.endpoint import Endpoint, EndpointProposer
+    from offline_search.proposers.protocol import Proposer
     from offline_search.settings import Settings
     from offline_search.strategies import STRATEGIES
 
     checkpoint = options.checkpoint or (HARD_CHECKPOINT if options.hard else CHECKPOINT)
-    evaluator = Remembering(MiniLlavaEvaluator(checkpoint, _scenes(options), hard=options.hard))
+    measured = MiniLlavaEvaluator(
+        checkpoint, _scenes(options), hard=options.hard, each=options.each
+    )
+    evaluator = Remembering(measured)
+    recorded = RecordedProposer(options.replies) if options.replies else None
+    named = options.proposer_model or NAME
+    if recorded is not None:
+        named = f"{len(recorded)} recorded replies"
     settings = Settings(
         rounds=options.rounds,
         per_round=options.per_round,
         base_policy=options.base_policy,
         budgets=tuple(options.budget),
-        proposer="" if options.no_proposer else options.proposer_model or NAME,
+        proposer="" if options.no_proposer else named,
     )
 
-    async def run(url: str | None) -> None:
-        endpoint = url and Endpoint(url, settings.proposer, seeded=options.proposer_url is not None)
-        proposer = EndpointProposer(endpoint) if endpoint else None
+    async def run(proposer: Proposer | None) -> None:
         seeds = range(options.seeds)
         try:
             await compare(options.out, options.strategies, seeds, settings, evaluator, proposer)
@@ -100,11 +114,14 @@ def _compare(options: argparse.Namespace) -> None:
                 await proposer.close()
 
     asks = any(STRATEGIES[strategy](settings).asks for strategy in options.strategies)
-    if options.proposer_url or not asks:
-        asyncio.run(run(options.proposer_url))
-        return
-    with served(model_folder()) as url:
-        asyncio.run(run(url))
+    if recorded is not None or not asks:
+        asyncio.run(run(recorded))
+    elif options.proposer_url:
+        asyncio.run(run(EndpointProposer(Endpoint(options.proposer_url, settings.proposer))))
+    else:
+        with served(model_folder()) as url:
+            unseeded = Endpoint(url, settings.proposer, seeded=False)
+            asyncio.run(run(EndpointProposer(unseeded)))
 
 
 if __name__ == "__main__":

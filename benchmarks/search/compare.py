@@ -18,7 +18,7 @@ from offline_search.evaluators.protocol import Evaluator, Job
 from offline_search.examples import Dataset
 from offline_search.ledger import Ledger, read
 from offline_search.progress import Progress
-from offline_search.proposers.endpoint import EndpointProposer
+from offline_search.proposers.protocol import Proposer
 from offline_search.records import Chosen
 from offline_search.replay import Absent
 from offline_search.report import Reading, reading
@@ -84,7 +84,7 @@ async def compare(
     seeds: Sequence[int],
     settings: Settings,
     evaluator: Evaluator,
-    proposer: EndpointProposer | None,
+    proposer: Proposer | None,
 ) -> None:
     """Run every search that has not ended; seed by seed, so that what there is can be compared."""
     for seed in seeds:

@@ -7,7 +7,9 @@ drawn in training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
+from random import Random
 
 from benchmarks.minillava.split import LEARNT_KINDS, evaluation_split
 from benchmarks.minillava.split import Example as Simple
@@ -20,19 +22,47 @@ SEEDS: dict[Split, int] = {"search": 1, "validation": 2, "test": 3}
 """Seeds of :func:`evaluation_split`; 0 is what the README's figures are measured on."""
 
 
-def questions(split: Split, scenes: int, *, hard: bool) -> Sequence[Simple | Hard]:
-    """Questions about the first scenes of a split, of the simple or of the harder family."""
-    if hard:
-        return held_out(split, scenes)
-    asked = evaluation_split(scenes, SEEDS[split])
-    return [example for example in asked if example.kind in LEARNT_KINDS]
+def questions(
+    split: Split, scenes: int, *, hard: bool, each: int | None = None
+) -> Sequence[Simple | Hard]:
+    """Questions about the first scenes of a split, of the simple or of the harder family.
+
+    ``each`` is the most that are asked about one scene, drawn from all; pairs stay together.
+    Questions about one scene share its luck: few about many scenes tell more than many about few.
+    """
+    asked: Sequence[Simple | Hard] = (
+        held_out(split, scenes)
+        if hard
+        else [one for one in evaluation_split(scenes, SEEDS[split]) if one.kind in LEARNT_KINDS]
+    )
+    if each is None:
+        return asked
+    by_scene = groupby(asked, key=lambda one: one.image_id)
+    return [one for scene, group in by_scene for one in _drawn(list(group), each, Random(scene))]
 
 
-def write(folder: Path, scenes: dict[Split, int], *, hard: bool) -> None:
+def _drawn(asked: list[Simple | Hard], each: int, dice: Random) -> list[Simple | Hard]:
+    """At most so many of one scene's questions, in their order; half a pair is not asked."""
+    groups = [list(group) for _, group in groupby(enumerate(asked), key=_group)]
+    dice.shuffle(groups)
+    found: list[tuple[int, Simple | Hard]] = []
+    for group in groups:
+        if len(found) + len(group) <= each:
+            found += group
+    return [one for _, one in sorted(found, key=lambda numbered: numbered[0])]
+
+
+def _group(numbered: tuple[int, Simple | Hard]) -> tuple[str, int]:
+    """What a question is asked together with: the other of its pair, or nothing."""
+    place, one = numbered
+    return ("alone", place) if one.pair is None else ("pair", one.pair)
+
+
+def write(folder: Path, scenes: dict[Split, int], *, hard: bool, each: int | None = None) -> None:
     """Write images and the three splits."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        asked = questions(split, scenes[split], hard=hard)
+        asked = questions(split, scenes[split], hard=hard, each=each)
         for example in asked:
             path = folder / image_name(split, example)
             if not path.exists():

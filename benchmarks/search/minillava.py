@@ -7,6 +7,7 @@ strategies, which takes thousands of evaluations; a winner is measured through v
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -33,16 +34,26 @@ _PROBED = 2
 class MiniLlavaEvaluator:
     """One checkpoint and its splits; ``name`` tells what was measured."""
 
-    def __init__(self, checkpoint: Path, scenes: dict[Split, int], *, hard: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        scenes: dict[Split, int],
+        *,
+        hard: bool,
+        each: int | None = None,
+    ) -> None:
+        """``each`` is the most questions asked about one scene."""
         self._reader = Reader(checkpoint)
-        self._asked = {split: list(_asked(split, scenes[split], hard)) for split in SPLITS}
+        self._asked = {split: list(_asked(split, scenes[split], hard, each)) for split in SPLITS}
         examples = {
             split: [as_example(split, one) for one in self._asked[split]] for split in SPLITS
         }
         self.dataset = Dataset(checkpoint, examples)
         self._seen: dict[tuple[Split, int], VisualTokens] = {}
         family = "yardstick" if hard else "simple scenes"
-        self.name = f"mini-LLaVA with transformers, {family}, data {self.dataset.digest[:12]}"
+        weights = _fingerprint(checkpoint)
+        data = self.dataset.digest[:12]
+        self.name = f"mini-LLaVA {weights} with transformers, {family}, data {data}"
 
     def probes(self) -> Sequence[VisualTokens]:
         """The first scenes of the search split, one record of some questions each."""
@@ -92,11 +103,19 @@ class MiniLlavaEvaluator:
         return (list(part) for _, part in groups)
 
 
-def _asked(split: Split, scenes: int, hard: bool) -> Iterator[Asked]:
-    for one in questions(split, scenes, hard=hard):
+def _asked(split: Split, scenes: int, hard: bool, each: int | None) -> Iterator[Asked]:
+    for one in questions(split, scenes, hard=hard, each=each):
         if isinstance(one, Asked):
             yield one
         else:
             yield Asked(
                 one.image_id, one.image, one.question, one.answer, one.kind, one.pair, one.evidence
             )
+
+
+def _fingerprint(checkpoint: Path) -> str:
+    """Which weights are measured: a comparison must not go on with others."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -12,7 +12,7 @@ from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 
-QUOTAS = (2, 1, 4)
+QUOTAS = (2, 4, 1)
 """q_e of warm starts, the paper's choice first; q_e = 0 is the base policy, measured anyway."""
 
 
@@ -44,14 +44,15 @@ def plain_state(settings: Settings) -> PruningState:
 
 
 def warm_starts(settings: Settings) -> Sequence[PruningState]:
-    """The paper's structure at several quotas, then each of its signals alone."""
+    """The paper's structure at several quotas and with all of K, then its first signal alone.
+
+    With q_e = K a weak base policy holds nobody back; how weak it is nobody knows before.
+    """
     source = paper_state(settings)
-    quotas = [edited(source, settings, quota=quota) for quota in QUOTAS]
-    alone = [
-        edited(source, settings, signals=[{**call.model_dump(mode="json"), "weight": 1.0}])
-        for call in source.scoring.signals[:2]
-    ]
-    return [*quotas, *alone]
+    wanted = dict.fromkeys(min(quota, settings.source_budget) for quota in (*QUOTAS, 10**6))
+    quotas = [edited(source, settings, quota=quota) for quota in wanted]
+    first = source.scoring.signals[0].model_dump(mode="json")
+    return [*quotas, edited(source, settings, signals=[{**first, "weight": 1.0}])]
 
 
 def edited(

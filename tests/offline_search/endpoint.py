@@ -40,6 +40,8 @@ class Told:
     answer: Callable[[Body, int], Answer]
     asked: list[Body] = field(default_factory=list)
     url: str = ""
+    down: bool = False
+    """Whether it does not even say what it serves."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -63,6 +65,9 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
             self._send(*told.answer(body, len(told.asked) - 1))
 
         def do_GET(self) -> None:
+            if told.down:
+                self._send(*error(503, "down"))
+                return
             self._send(200, json.dumps({"object": "list", "data": [{"id": "m"}]}).encode(), {})
 
         def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from offline_search.answers import Answers
+from offline_search.evaluators.protocol import Job
 from offline_search.examples import Dataset
 from offline_search.ledger import Ledger, read
 from offline_search.proposal import alpha
@@ -297,7 +299,32 @@ async def test_winners_are_chosen_where_they_were_not_found(
 ) -> None:
     evaluator = SyntheticEvaluator(data)
     chosen = await searched(tmp_path / "l", settings, evaluator)
-    best = max(chosen.confirmed, key=lambda name: chosen.confirmed[name].objective.value)
+    best = max(chosen.estimates, key=lambda name: chosen.estimates[name])
     assert chosen.winner == best
+    tried = {
+        f"{r.round}.{r.index}": r for r in of_kind(tmp_path / "l", Tried) if isinstance(r, Tried)
+    }
+    found, seen = len(data.of("search")), len(data.of("validation"))
+    for name, validation in chosen.confirmed.items():
+        both = found * (tried[name].objective or 0) + seen * validation.objective.value
+        assert chosen.estimates[name] == pytest.approx(both / (found + seen), abs=1e-5)
     tested = {job.state.digest for job in evaluator.asked if job.split == "test" and job.state}
     assert tested == {chosen.digest, base_state(settings).digest}
+
+
+async def test_the_worst_budget_counts_where_winners_are_measured_too(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    class Starved(SyntheticEvaluator):
+        async def evaluate(self, job: Job) -> Answers:
+            found = await super().evaluate(job)
+            lost = 0.5 if job.state is not None and job.budget == 4 else 0.0
+            return Answers(tuple(value - lost for value in found.logprob), found.right)
+
+    worst = settings.model_copy(update={"budgets": (8, 4), "across": "worst"})
+    chosen = await searched(tmp_path / "worst", worst, Starved(data))
+    mean = await searched(
+        tmp_path / "mean", worst.model_copy(update={"across": "mean"}), Starved(data)
+    )
+    lost = mean.base.objective.value - chosen.base.objective.value
+    assert lost == pytest.approx(0.25, abs=0.01)

@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search.compare import Remembering, as_markdown, compare, outcomes, spread
+from benchmarks.search.recorded import RecordedProposer
 from benchmarks.search.speed import Speed, drawn
 from offline_search.evaluators.protocol import Job
 from offline_search.examples import Dataset
+from offline_search.ledger import Ledger, read
+from offline_search.records import Replied
 from offline_search.settings import Settings
-from tests.offline_search.synthetic import SyntheticEvaluator, dataset
+from tests.offline_search.replies import sound
+from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, dataset
+from vllm_autoprune.errors import SearchError
 
 STRATEGIES = ("tpe", "random")
 
@@ -41,6 +46,25 @@ async def test_a_comparison_goes_on_and_its_table_is_the_ledgers(
     ]
     assert f"tpe less random, paired by seed: {spread(gaps)}" in text
     assert "| tpe | 2 |" in text
+
+
+async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
+    evaluator, scripted = SyntheticEvaluator(data), ScriptedProposer(sound(20))
+    await compare(tmp_path / "a", ["autoprune"], [0], settings, evaluator, scripted)
+    ledger = tmp_path / "a" / "autoprune-0.jsonl"
+    for folder in ("b", "c"):
+        recorded = RecordedProposer([ledger])
+        assert len(recorded) == len({str(asked) for asked in scripted.asked}) > 0
+        await compare(tmp_path / folder, ["autoprune+"], [0], settings, evaluator, recorded)
+    with Ledger(tmp_path / "b" / "autoprune+-0.jsonl") as one:
+        with Ledger(tmp_path / "c" / "autoprune+-0.jsonl") as other:
+            assert one.digest() == other.digest()
+        given = {reply.text for reply in one if isinstance(reply, Replied)}
+    assert given and given <= {reply.text for reply in read(ledger) if isinstance(reply, Replied)}
+    await compare(tmp_path / "d", ["random"], [0], settings, evaluator, None)
+    with pytest.raises(SearchError, match="no reply is recorded"):
+        RecordedProposer([tmp_path / "d" / "random-0.jsonl"])
 
 
 async def test_what_one_search_has_measured_is_known_to_the_next(data: Dataset) -> None:

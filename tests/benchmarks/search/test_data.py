@@ -26,6 +26,20 @@ def test_the_folder_is_what_a_search_reads(hard: bool, tmp_path: Path) -> None:
         assert pairs and all(pairs.count(pair) == 2 for pair in pairs)
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_few_questions_about_a_scene_are_some_of_all_and_pairs_stay_together(hard: bool) -> None:
+    every = [(one.image_id, one.question) for one in questions("search", 4, hard=hard)]
+    some = questions("search", 4, hard=hard, each=5)
+    places = [every.index((one.image_id, one.question)) for one in some]
+    assert places == sorted(places)
+    for scene in range(4):
+        asked = [one for one in some if one.image_id == scene]
+        assert 4 <= len(asked) <= 5, "a pair that does not fit leaves one place"
+        pairs = [one.pair for one in asked if one.pair is not None]
+        assert all(pairs.count(pair) == 2 for pair in pairs)
+    assert {one.kind for one in some} > {some[0].kind}
+
+
 def test_the_splits_are_not_the_readmes_and_ask_what_was_learnt() -> None:
     assert 0 not in SEEDS.values() and len(set(SEEDS.values())) == 3
     shown = {example.question for example in evaluation_split(5)}
