@@ -1,0 +1,53 @@
+"""What `lmms:` and `--arm` may say."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.accuracy.lmms.arms import servers
+from benchmarks.accuracy.lmms.benchmarks import BENCHMARKS, PAPER, chosen
+from benchmarks.accuracy.published import published
+from benchmarks.accuracy.records import MME
+from vllm_autoprune.errors import ConfigError
+
+
+def test_the_paper_s_fourteen_are_named_as_its_columns() -> None:
+    assert len(BENCHMARKS) == 14
+    columns = {name for table in published().tables for name in table.benchmarks}
+    assert columns < set(PAPER["paper"])
+    by_backbone = {table.backbone: table.benchmarks for table in published().tables}
+    assert PAPER["paper-llava"] == by_backbone["llava-1.5-7b"]
+    assert set(PAPER["paper-qwen"]) == set(by_backbone["qwen2.5-vl-7b"])
+
+
+def test_columns_tasks_and_sets_may_be_mixed() -> None:
+    assert [one.name for one in chosen("POPE,gqa,mme")] == ["GQA", "POPE", "MME"]
+    assert len(chosen("paper-llava,ocrbench")) == 11
+
+
+def test_cognition_counts_where_the_divisor_says_so() -> None:
+    (perception,), (both,) = chosen("mme"), chosen("mme", cognition=True)
+    assert perception.name == both.name == MME
+    assert len(perception.metrics) == 1 and len(both.metrics) == 2
+
+
+@pytest.mark.parametrize("names", ["", "gqa,foo"])
+def test_what_is_unknown_is_told_with_what_is_known(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"use: paper, .*ocrbench"):
+        chosen(names)
+
+
+def test_arms_are_cases_at_addresses() -> None:
+    found = servers(["full=http://a:1/v1/", "trim@64=https://b", "trim+autoprune@64=http://c"])
+    assert [one.url for one in found] == ["http://a:1", "https://b", "http://c"]
+    full, base, ours = (one.case for one in found)
+    assert (full.arm, base.arm, ours.arm) == ("full", "base", "autoprune")
+    assert ours.base == base.name and ours.budget == base.budget == 64
+
+
+def test_every_wrong_arm_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        servers(["full", "nobody@64=http://a", "full=http://a", "full=http://b"])
+    assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match="is missing"):
+        servers([])
