@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,9 +10,21 @@ import pytest
 
 from tests.benchmarks.accuracy.minillava.server import answering
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
-from vllm_autoprune.cli.main import main
+from vllm_autoprune.cli.main import main, parser
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
+CALLS = [
+    shlex.split(call.replace("\\\n", " "))[1:]
+    for call in re.findall(r"^vllm-autoprune eval (?:.*\\\n)*.*", PAGE, re.MULTILINE)
+]
 
 SMALL = ["--scenes", "1", "--budgets", "8", "--cases", "random"]
+
+
+def test_the_page_s_calls_parse() -> None:
+    assert len(CALLS) == 2
+    assert [parser().parse_args(call).command for call in CALLS] == ["eval", "eval"]
+    assert len(parser().parse_args(CALLS[1]).arm) == 3
 
 
 def test_one_command_makes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

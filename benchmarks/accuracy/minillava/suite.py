@@ -24,7 +24,7 @@ from benchmarks.server import ServerDied, command, serve
 from vllm_autoprune import __version__
 
 NAME = "minillava"
-SCORER = f"vllm-autoprune {__version__}: greedy would say the reference answer and no longer word"
+SCORER = f"vllm-autoprune {__version__}: greedy decoding would say the reference answer"
 FLAGS = (
     "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--block-size", "32",
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",

@@ -91,9 +91,7 @@ def test_totals_of_the_own_scorer_are_the_scores() -> None:
 
 def test_mmbench_is_left_out_too() -> None:
     names = {"colour": "MMB-EN"}
-    found = Contents()
-    for record in (OPENED, FULL, *answers("full", RIGHT)):
-        found.take(record)
+    found = Contents([OPENED, FULL, *answers("full", RIGHT)])
     for question in QUESTIONS:
         name = names.get(question.benchmark, question.benchmark)
         found.take(question.model_copy(update={"benchmark": name}))

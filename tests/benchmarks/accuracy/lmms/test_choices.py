@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from benchmarks.accuracy.lmms.arms import servers
-from benchmarks.accuracy.lmms.benchmarks import BENCHMARKS, PAPER, chosen
+from benchmarks.accuracy.lmms.benchmarks import BENCHMARKS, PAPER, PINNED, chosen
 from benchmarks.accuracy.published import published
 from benchmarks.accuracy.records import MME
 from vllm_autoprune.errors import ConfigError
@@ -18,6 +21,12 @@ def test_the_paper_s_fourteen_are_named_as_its_columns() -> None:
     by_backbone = {table.backbone: table.benchmarks for table in published().tables}
     assert PAPER["paper-llava"] == by_backbone["llava-1.5-7b"]
     assert set(PAPER["paper-qwen"]) == set(by_backbone["qwen2.5-vl-7b"])
+
+
+def test_the_extra_installs_the_version_that_is_understood() -> None:
+    text = (Path(__file__).resolve().parents[4] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert extras["lmms"] == [f"lmms-eval=={PINNED}"]
 
 
 def test_columns_tasks_and_sets_may_be_mixed() -> None:
