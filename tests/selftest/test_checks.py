@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -66,6 +67,7 @@ def _set(**changes: object) -> Callable[[Report], Report]:
 
 
 SPOILT: dict[str, list[Callable[[Report], Report]]] = {
+    "answers_are_numbers": [_spoilt(way, logprob=math.nan) for way in ("stock", "chunked")],
     "whole_is_stock": [_spoilt("whole", logprob=-3.0000001), _spoilt("whole", cached=32)],
     "prompts_shrink_as_predicted": [
         _set(predicted={"q": [N + 1]}),
@@ -102,6 +104,15 @@ SPOILT: dict[str, list[Callable[[Report], Report]]] = {
 }
 
 
+def test_numbers_that_are_none_come_through() -> None:
+    spoilt = _spoilt("stock", logprob=math.nan)(good())
+    read = Report.model_validate_json(spoilt.model_dump_json())
+    assert math.isnan(read.stock["q"].logprob)
+    assert (
+        CHECKS["answers_are_numbers"](read) == "stock, q: stock vLLM's own log-probability is nan"
+    )
+
+
 def test_every_check_is_put_to_the_test() -> None:
     assert set(SPOILT) == set(CHECKS)
 
@@ -119,7 +130,7 @@ def test_runners_that_differ_are_told() -> None:
         _set(kept={"q": [[0, 2, 5, 7, 11]]}),
         *(_spoilt(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
         *(_spoilt(way, positions=[[0]]) for way in ("chunked", "preempted")),
-        _spoilt("pruned", logprob=-3.1),
+        *(_spoilt("pruned", logprob=number) for number in (-3.1, math.nan)),
     ):
         assert runners_agree(good(), spoil(other)) != ""
 

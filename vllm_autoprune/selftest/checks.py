@@ -5,6 +5,7 @@ Knows nothing about how a report came about.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -18,6 +19,16 @@ BLOCK = 32
 
 _CLOSE = 2e-2
 """Log-probabilities of half-precision answers that count as the same."""
+
+
+def answers_are_numbers(report: Report) -> str:
+    """Log-probabilities are finite; where stock vLLM's are not, the rest says nothing."""
+    for way, said in _ways(report).items():
+        for name, one in said.items():
+            if not math.isfinite(one.logprob):
+                whose = "stock vLLM's own" if way == "stock" else "the"
+                return f"{way}, {name}: {whose} log-probability is {one.logprob}"
+    return ""
 
 
 def whole_is_stock(report: Report) -> str:
@@ -116,6 +127,7 @@ def videos_are_untouched(report: Report) -> str:
 CHECKS: Mapping[str, Callable[[Report], str]] = {
     check.__name__: check
     for check in (
+        answers_are_numbers,
         whole_is_stock,
         prompts_shrink_as_predicted,
         kept_rows_are_the_model_s_own,
@@ -136,9 +148,17 @@ def runners_agree(first: Report, second: Report) -> str:
     """Two model runners keep the same rows, and answer alike from the same positions."""
     if first.kept != second.kept:
         return f"{first.runner} kept {first.kept}, {second.runner} {second.kept}"
-    ways = ("stock", "pruned", "again", "alone", "chunked", "preempted")
-    one, other = dict(first), dict(second)
-    return next((f"{way}, {wrong}" for way in ways if (wrong := _moved(one[way], other[way]))), "")
+    for way, said in _ways(first).items():
+        if wrong := _moved(said, _ways(second)[way]):
+            return f"{way}, {wrong}"
+    return ""
+
+
+def _ways(report: Report) -> dict[str, dict[str, Said]]:
+    """Answers by each way of serving, stock first."""
+    names = ("stock", "whole", "pruned", "again", "alone", "chunked", "preempted")
+    fields = dict(report)
+    return {name: fields[name] for name in names}
 
 
 def survivors(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
@@ -163,7 +183,7 @@ def unlike(one: Said, other: Said) -> str:
         return "another prompt"
     if one.ids != other.ids:
         return f"another answer, {one.ids} and {other.ids}"
-    if abs(one.logprob - other.logprob) > _CLOSE:
+    if not abs(one.logprob - other.logprob) <= _CLOSE:  # nor where one is no number
         return f"log-probabilities {one.logprob} and {other.logprob}"
     return ""
 

@@ -17,7 +17,8 @@ class Said(BaseModel):
     prefix cache; ``positions`` has one row an axis, of every token that was computed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Log-probabilities may be no numbers: a report that says so is to be read, not refused.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     prompt: list[int]
     ids: list[int]
