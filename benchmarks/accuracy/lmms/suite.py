@@ -19,7 +19,7 @@ from benchmarks.accuracy.lmms.benchmarks import PINNED, Benchmark
 from benchmarks.accuracy.lmms.output import read_output
 from benchmarks.accuracy.lmms.process import LmmsEval, shown
 from benchmarks.accuracy.progress import Progress
-from benchmarks.accuracy.records import Answer, Opened
+from benchmarks.accuracy.records import Case, Opened
 from vllm_autoprune.errors import ConfigError, Problem
 
 _CLOSE = 0.05
@@ -117,25 +117,34 @@ class LmmsSuite:
             yield Problem(server.url, f"serves {', '.join(names)}", f"serve {name}")
 
     def objections(self, contents: Contents) -> Sequence[str]:
-        """Totals that are not of their samples, and servers that prune nothing."""
-        return [
-            *(text for server in self._servers for text in self._other_totals(contents, server)),
-            *(text for server in self._servers for text in _unpruned(contents, server)),
-        ]
+        """Totals that are not of their samples, and servers that prune nothing.
 
-    def _other_totals(self, contents: Contents, server: Server) -> Iterator[str]:
-        for benchmark in self._benchmarks:
-            total = contents.totals.get(server.case.name, {}).get(benchmark.name)
-            answers = _answers(contents, server, benchmark)
-            scores = [answer.score for answer in answers if answer.score is not None]
-            if total is None or not benchmark.mean or len(scores) != len(answers):
-                continue
-            mean = 100 * sum(scores) / len(scores)
-            if abs(mean - total.value) > _CLOSE:
-                yield (
-                    f"{server.case.name}: {benchmark.name} is {total.value:.2f} by lmms-eval, but "
-                    f"its samples have a mean of {mean:.2f}"
-                )
+        Of every case in the journal: some may be of an earlier run.
+        """
+        found = list[str]()
+        for case in contents.cases.values():
+            for benchmark in self._benchmarks:
+                found += _other_total(contents, case, benchmark)
+            found += _unpruned(contents, case)
+        return found
+
+
+def _other_total(contents: Contents, case: Case, benchmark: Benchmark) -> Iterator[str]:
+    total = contents.totals.get(case.name, {}).get(benchmark.name)
+    answers = [
+        answer
+        for question, answer in contents.answers.get(case.name, {}).items()
+        if contents.questions[question].benchmark == benchmark.name
+    ]
+    scores = [answer.score for answer in answers if answer.score is not None]
+    if total is None or not benchmark.mean or len(scores) != len(answers):
+        return
+    mean = 100 * sum(scores) / len(scores)
+    if abs(mean - total.value) > _CLOSE:
+        yield (
+            f"{case.name}: {benchmark.name} is {total.value:.2f} by lmms-eval, but its samples "
+            f"have a mean of {mean:.2f}"
+        )
 
 
 def _complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
@@ -145,16 +154,11 @@ def _complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
     )
 
 
-def _answers(contents: Contents, server: Server, benchmark: Benchmark) -> list[Answer]:
-    answers = contents.answers.get(server.case.name, {})
-    return [a for q, a in answers.items() if contents.questions[q].benchmark == benchmark.name]
-
-
-def _unpruned(contents: Contents, server: Server) -> Iterator[str]:
+def _unpruned(contents: Contents, case: Case) -> Iterator[str]:
     """Prompts of a pruned case are shorter than the full model's, as its server counts them."""
-    if not server.case.budget:
+    if not case.budget:
         return
-    full, own = contents.answers.get("full", {}), contents.answers.get(server.case.name, {})
+    full, own = contents.answers.get("full", {}), contents.answers.get(case.name, {})
     pairs = [
         (answer.prompt_tokens, whole.prompt_tokens)
         for question, answer in own.items()
@@ -165,6 +169,6 @@ def _unpruned(contents: Contents, server: Server) -> Iterator[str]:
     longer = [pair for pair in pairs if pair[0] >= pair[1]]
     if longer:
         yield (
-            f"{server.case.name}: {len(longer)} of {len(pairs)} prompts are as long as with all "
-            f"tokens: {server.url} does not prune them"
+            f"{case.name}: {len(longer)} of {len(pairs)} prompts are as long as with all tokens: "
+            "its server does not prune them"
         )

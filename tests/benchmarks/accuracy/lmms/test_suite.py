@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.journal import JOURNAL, read
+from benchmarks.accuracy.journal import JOURNAL, Journal, read
 from benchmarks.accuracy.lmms.arms import servers
 from benchmarks.accuracy.lmms.benchmarks import chosen
 from benchmarks.accuracy.lmms.process import LmmsEval
@@ -136,6 +136,17 @@ def test_a_server_that_does_not_prune_is_not_believed(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(right) as base:
         report = run(arms(full, base), tmp_path, "gqa")
     assert any("4 of 4 prompts are as long" in reason for reason in report.reasons)
+
+
+def test_a_total_that_is_not_of_its_samples_is_not_believed(tmp_path: Path) -> None:
+    with endpoint(right) as full:
+        run([f"full={full.url}"], tmp_path, "gqa")
+    with Journal(tmp_path / JOURNAL) as journal:
+        wrong = journal.contents.totals["full"]["GQA"].model_copy(update={"value": 75.0})
+        journal.put([wrong])
+    report = run(["full=http://127.0.0.1:9"], tmp_path, "gqa", resume=True)
+    told = "full: GQA is 75.00 by lmms-eval, but its samples have a mean of 100.00"
+    assert report.reasons == (told,)
 
 
 def test_a_benchmark_without_scores_of_single_answers_has_a_total(tmp_path: Path) -> None:
