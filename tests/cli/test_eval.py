@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES
 from tests.benchmarks.accuracy.minillava.server import answering
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune.cli.main import main, parser
@@ -25,6 +26,11 @@ def test_the_page_s_calls_parse() -> None:
     assert len(CALLS) == 2
     assert [parser().parse_args(call).command for call in CALLS] == ["eval", "eval"]
     assert len(parser().parse_args(CALLS[1]).arm) == 3
+
+
+def test_the_defaults_are_the_suite_s_own() -> None:
+    options = parser().parse_args(["eval", "--suite", "minillava"])
+    assert (tuple(options.budgets), tuple(options.cases)) == (BUDGETS, FAMILIES)
 
 
 def test_one_command_makes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
