@@ -24,6 +24,9 @@ from benchmarks.soak.mix import Mix
 from benchmarks.soak.verdict import Verdict
 
 STATE, BUDGET = "autoprune", 32
+START = 1200.0
+"""Seconds that the server may take to start, on a machine that has much else to do."""
+
 LOOKS = 200
 """At memory, over the whole run; but never more than one a second."""
 
@@ -43,7 +46,7 @@ def flags(users: int) -> tuple[str, ...]:
 
 def soak(minutes: float, users: int, seed: int, log: Path) -> Verdict:
     """Serve, ask, compare; raises ServerDied where the server does not come up."""
-    with serve(LLAVA, *flags(users), log=log) as server:
+    with serve(LLAVA, *flags(users), log=log, patience=START) as server:
         mix = Mix(server.model, visual_tokens(LLAVA), STATE, BUDGET)
         before = reading(server.get("/metrics"))
         with watched(server.process.pid, max(1.0, minutes * 60 / LOOKS)) as samples:

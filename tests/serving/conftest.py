@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.server import Server, serve
 from tests.serving.paths import CLIP, LLAVA
+from tests.serving.runners import ENVIRONMENTS, Runner
 from vllm_autoprune.serving.endpoint import NAME
 
 COMMON = (
@@ -18,29 +19,38 @@ COMMON = (
 PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
 
 
+@pytest.fixture(scope="session", params=ENVIRONMENTS)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """Each of vLLM's model runners; servers of one are ended before those of the other start."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {item.callspec.params.get("runner") for item in items if hasattr(item, "callspec")}
+    return Runner(request.param, frozenset(ENVIRONMENTS.keys() & asked))
+
+
 @pytest.fixture(scope="session")
-def stock() -> Iterator[Server]:
+def stock(runner: Runner) -> Iterator[Server]:
     """The plugin installed, no state given."""
-    with serve(LLAVA, *COMMON) as server:
+    with serve(LLAVA, *COMMON, env=runner.environment) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def pruned() -> Iterator[Server]:
+def pruned(runner: Runner) -> Iterator[Server]:
     """The shipped state at its own K = 32; requests may bring any other."""
-    with serve(LLAVA, *COMMON, *PRUNED, "--autoprune-requests", "states") as server:
+    flags = (*COMMON, *PRUNED, "--autoprune-requests", "states")
+    with serve(LLAVA, *flags, env=runner.environment) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def two_front_ends() -> Iterator[Server]:
+def two_front_ends(runner: Runner) -> Iterator[Server]:
     """Two API servers before one engine, K = 16 by flag; requests may set nothing.
 
     They have the endpoint that tells what is served.
     """
     flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--api-server-count", "2")
-    plugins = {"VLLM_PLUGINS": f"autoprune,{NAME}"}
-    with serve(LLAVA, *flags, "--enable-log-requests", env=plugins) as server:
+    env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
+    with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:
         # Health is answered by whichever process is up first.
         deadline = time.monotonic() + 60
         while server.logged().count("Application startup complete") < 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.serving.paths import TOKENS
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -15,15 +15,17 @@ READ_THE_INSTRUCTION = {
 }
 
 
-def test_all_nine_are_there() -> None:
-    assert set(run("base_policies")["policies"]) == set(BASE_POLICIES)
+def test_all_nine_are_there(runner: Runner) -> None:
+    assert set(runner.run("base_policies")["policies"]) == set(BASE_POLICIES)
     assert len(BASE_POLICIES) >= 9
 
 
 @pytest.mark.parametrize("budget", [16, 8])
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_a_prompt_is_shorter_by_exactly_what_was_removed(name: str, budget: int) -> None:
-    report = run("base_policies")
+def test_a_prompt_is_shorter_by_exactly_what_was_removed(
+    runner: Runner, name: str, budget: int
+) -> None:
+    report = runner.run("base_policies")
     for full, case in zip(report["full"], report["policies"][name][str(budget)], strict=True):
         assert case["prompt_tokens"] == full - (TOKENS - budget)
         assert case["text"]
@@ -31,13 +33,13 @@ def test_a_prompt_is_shorter_by_exactly_what_was_removed(name: str, budget: int)
 
 @pytest.mark.parametrize("budget", [16, 8])
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_the_server_keeps_what_transformers_would(name: str, budget: int) -> None:
+def test_the_server_keeps_what_transformers_would(runner: Runner, name: str, budget: int) -> None:
     """The same tokens, and rows that are equal up to the rounding of float32.
 
     A policy that does not read the instruction selects once an image: later questions find the
     rows in vLLM's caches.
     """
-    cases = run("base_policies")["policies"][name][str(budget)]
+    cases = runner.run("base_policies")["policies"][name][str(budget)]
     selected = [case for case in cases if "kept" in case]
     images = 2
     assert len(selected) == (len(cases) if name in READ_THE_INSTRUCTION else images)
@@ -47,16 +49,16 @@ def test_the_server_keeps_what_transformers_would(name: str, budget: int) -> Non
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_nothing_fell_back(name: str) -> None:
-    report = run("base_policies")["policies"][name]
+def test_nothing_fell_back(runner: Runner, name: str) -> None:
+    report = runner.run("base_policies")["policies"][name]
     assert report["errors"] == {}
     assert report["fallbacks"]["reference"] == report["fallbacks"]["uniform"] == 0
     assert report["fallbacks"]["none"] > 0
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_a_batch_keeps_what_each_question_keeps_alone(name: str) -> None:
-    report = run("base_policies")["policies"][name]
+def test_a_batch_keeps_what_each_question_keeps_alone(runner: Runner, name: str) -> None:
+    report = runner.run("base_policies")["policies"][name]
     together, alone = report["together"]["kept"], report["alone"]
     assert report["together"]["at_once"] > 1
     assert together
@@ -64,10 +66,10 @@ def test_a_batch_keeps_what_each_question_keeps_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_no_instruction_and_no_image_stops_the_engine(name: str) -> None:
+def test_no_instruction_and_no_image_stops_the_engine(runner: Runner, name: str) -> None:
     """10,000 words; none; and features that are not numbers, which leave an even spread."""
-    report = run("base_policies")["policies"][name]
-    full = run("base_policies")["full"]
+    report = runner.run("base_policies")["policies"][name]
+    full = runner.run("base_policies")["full"]
     for asked, answer in zip((0, -1, 0), report["survived"], strict=True):
         assert answer["prompt_tokens"] == full[asked] - (TOKENS - 16)
         assert answer["text"] is not None

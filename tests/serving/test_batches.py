@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.serving.paths import TOKENS
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
 
 pytestmark = pytest.mark.engine
 
 
-def test_mixed_budgets_in_one_batch_answer_as_they_do_alone() -> None:
-    report = run("batches")
+def test_mixed_budgets_in_one_batch_answer_as_they_do_alone(runner: Runner) -> None:
+    report = runner.run("batches")
     assert report["budgets_at_once"] > 4
     assert report["kept_together"] == report["kept_alone"]
     for together, alone in zip(report["together"], report["alone"], strict=True):
@@ -19,23 +19,23 @@ def test_mixed_budgets_in_one_batch_answer_as_they_do_alone() -> None:
         assert together["logprob"] == pytest.approx(alone["logprob"], abs=2e-2)
 
 
-def test_every_image_keeps_exactly_its_budget() -> None:
-    report = run("batches")
+def test_every_image_keeps_exactly_its_budget(runner: Runner) -> None:
+    report = runner.run("batches")
     for plan, kept in report["kept_together"].items():
         assert f"budget={len(kept)}," in plan
         assert kept == sorted(set(kept))
         assert kept[0] >= 0 and kept[-1] < TOKENS
 
 
-def test_vision_batches_stay_bounded_however_small_k_is() -> None:
+def test_vision_batches_stay_bounded_however_small_k_is(runner: Runner) -> None:
     """100 images of K = 2 fit one step's token budget, but not one vision batch."""
-    report = run("batches")
+    report = runner.run("batches")
     # A few of the 100 were seen before, so their features are cached.
     assert sum(report["vision_batches"]) > 90
     assert max(report["vision_batches"]) <= report["bound"] == 4096 // TOKENS
 
 
-def test_twenty_images_in_one_prompt() -> None:
-    for answer in run("batches")["twenty"]:
+def test_twenty_images_in_one_prompt(runner: Runner) -> None:
+    for answer in runner.run("batches")["twenty"]:
         assert answer["prompt_tokens"] < 20 * TOKENS
         assert answer["text"] is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
 
 pytestmark = pytest.mark.engine
 
@@ -12,29 +12,29 @@ REQUESTS = ("one_pixel", "empty", "long", "nan", "inf", "raised")
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_engine_answers_and_lives_on(name: str) -> None:
-    report = run("hostile")
+def test_the_engine_answers_and_lives_on(runner: Runner, name: str) -> None:
+    report = runner.run("hostile")
     assert isinstance(report[name]["text"], str)
     assert report["after"][name] == report["sane"]
 
 
-def test_fallbacks_are_counted_by_reason() -> None:
-    report = run("hostile")
+def test_fallbacks_are_counted_by_reason(runner: Runner) -> None:
+    report = runner.run("hostile")
     # NaN and Inf in an image's features leave nothing to select by: an even spread.
     assert report["fallbacks"]["uniform"] == 2
     assert report["errors"] == {"RuntimeError": 1}
 
 
-def test_fallbacks_are_in_the_metrics() -> None:
-    exported = run("hostile")["exported"].splitlines()
+def test_fallbacks_are_in_the_metrics(runner: Runner) -> None:
+    exported = runner.run("hostile")["exported"].splitlines()
     assert 'autoprune_fallbacks_total{kept="uniform",reason="scores"} 2.0' in exported
     assert 'autoprune_fallbacks_total{kept="reference",reason="error"} 1.0' in exported
     assert 'autoprune_selection_errors_total{error="RuntimeError"} 1.0' in exported
     assert "autoprune_unsafe_states_total 1.0" in exported
 
 
-def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy() -> None:
-    report = run("hostile")["unsafe"]
+def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy(runner: Runner) -> None:
+    report = runner.run("hostile")["unsafe"]
     assert report["counted"] == 1
     assert report["broken"] == report["base"]
     # It has had its chance: what it breaks once it may break again.
@@ -45,7 +45,7 @@ def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy() ->
     ("name", "said"),
     [("zero", "K = 0"), ("text", "budget"), ("unknown", "buget"), ("list", "autoprune")],
 )
-def test_a_bad_request_is_refused_with_its_reason(name: str, said: str) -> None:
-    report = run("hostile")
+def test_a_bad_request_is_refused_with_its_reason(runner: Runner, name: str, said: str) -> None:
+    report = runner.run("hostile")
     assert said in report[name]
     assert report["after"]["refused"] == report["sane"]

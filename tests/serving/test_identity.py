@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
 
 pytestmark = pytest.mark.engine
 
 
-def test_interleaved_questions_answer_as_they_do_alone() -> None:
-    report = run("interleaved")
+def test_interleaved_questions_answer_as_they_do_alone(runner: Runner) -> None:
+    report = runner.run("interleaved")
     for first, again, alone in zip(report["first"], report["again"], report["alone"], strict=True):
         assert first["text"] == again["text"] == alone["text"]
         assert first["logprob"] == pytest.approx(alone["logprob"], abs=2e-2)
         assert again["logprob"] == pytest.approx(alone["logprob"], abs=2e-2)
 
 
-def test_same_question_shares_the_prefix_and_another_does_not() -> None:
-    report = run("interleaved")
+def test_same_question_shares_the_prefix_and_another_does_not(runner: Runner) -> None:
+    report = runner.run("interleaved")
     # The first block holds the image's beginning: shared only with the same question.
     assert all(answer["cached"] == 0 for answer in report["first"])
     assert all(answer["cached"] >= 32 for answer in report["again"])
 
 
-def test_one_vision_pass_for_an_image_whatever_is_asked() -> None:
-    report = run("interleaved")
+def test_two_images_are_told_apart_by_their_order(runner: Runner) -> None:
+    ab, ba, ab_alone, ba_alone = runner.run("interleaved")["orders"]
+    assert ab["prompt_tokens"] == ba["prompt_tokens"]
+    assert (ab["cached"], ba["cached"]) == (0, 0)
+    for said, alone in ((ab, ab_alone), (ba, ba_alone)):
+        assert said["text"] == alone["text"]
+        assert said["logprob"] == pytest.approx(alone["logprob"], abs=2e-2)
+    assert ab["logprob"] != pytest.approx(ba["logprob"], abs=1e-4)
+
+
+def test_one_vision_pass_for_an_image_whatever_is_asked(runner: Runner) -> None:
+    report = runner.run("interleaved")
     assert report["vision_runs"] == report["images"]
     assert report["vision_runs_again"] == report["images"]
 
 
-def test_without_the_instruction_in_the_identity_answers_are_wrong() -> None:
+def test_without_the_instruction_in_the_identity_answers_are_wrong(runner: Runner) -> None:
     """The control that shows what the tests above are for."""
-    report = run("instruction_left_out")
+    report = runner.run("instruction_left_out")
     changed = [
         (right["text"], wrong["text"], answer)
         for right, wrong, answer in zip(
@@ -43,22 +53,22 @@ def test_without_the_instruction_in_the_identity_answers_are_wrong() -> None:
     assert changed, "leaving the instruction out should have turned a right answer wrong"
 
 
-def test_a_state_that_does_not_read_the_instruction_shares_across_questions() -> None:
-    report = run("blind_state")
+def test_a_state_that_does_not_read_the_instruction_shares_across_questions(runner: Runner) -> None:
+    report = runner.run("blind_state")
     first, *later = report["answers"]
     assert first["cached"] == 0
     assert all(answer["cached"] >= 32 for answer in later)
     assert report["vision_runs"] == 1
 
 
-def test_a_follow_up_turn_reuses_the_image() -> None:
-    report = run("batches")
+def test_a_follow_up_turn_reuses_the_image(runner: Runner) -> None:
+    report = runner.run("batches")
     assert report["turn_two"]["prompt_tokens"] > report["turn_one"]["prompt_tokens"]
     assert report["turn_two"]["cached"] >= 32
 
 
-def test_relevance_from_input_embeddings_where_there_is_no_tower() -> None:
-    report = run("embeddings_for_relevance")
+def test_relevance_from_input_embeddings_where_there_is_no_tower(runner: Runner) -> None:
+    report = runner.run("embeddings_for_relevance")
     assert (report["kind"], report["sign"]) == ("InputEmbeddings", 1)
     assert all(len(kept) == 32 for kept in report["kept"])
     assert len({str(kept) for kept in report["kept"]}) > 2, "questions should keep other tokens"

@@ -15,6 +15,7 @@ from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import examples
 from tests.serving.http import body
 from tests.serving.paths import LLAVA
+from tests.serving.runners import Runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
 
@@ -29,8 +30,9 @@ class Aftermath:
     ended: bool
 
 
-def killed(flags: Sequence[str]) -> Aftermath:
-    with serve(LLAVA, *COMMON, *flags) as server, ThreadPoolExecutor(4) as pool:
+def killed(runner: Runner, flags: Sequence[str]) -> Aftermath:
+    env = runner.environment
+    with serve(LLAVA, *COMMON, *flags, env=env) as server, ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(_status, server, i) for i in range(4)]
         deadline = time.monotonic() + PATIENCE
         while "vllm:num_requests_running" not in _running(server):
@@ -72,7 +74,8 @@ def _worker(server: Server) -> psutil.Process:
     raise AssertionError(f"no worker among {list(titles.values())}")
 
 
-def test_a_killed_worker_ends_a_pruned_server_as_it_ends_stock() -> None:
-    stock, pruned = killed(()), killed((*PRUNED, "--autoprune-requests", "states"))
+def test_a_killed_worker_ends_a_pruned_server_as_it_ends_stock(runner: Runner) -> None:
+    stock = killed(runner, ())
+    pruned = killed(runner, (*PRUNED, "--autoprune-requests", "states"))
     assert pruned == stock
     assert 200 not in stock.statuses

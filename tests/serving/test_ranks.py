@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
 
 pytestmark = pytest.mark.engine
 
 
-ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
-def test_ranks_choose_the_same_tokens_and_answer_like_one() -> None:
-    one, two = run("one_rank", ENVIRONMENT), run("two_ranks", ENVIRONMENT)
+def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> None:
+    one, two = runner.run("one_rank", ENVIRONMENT), runner.run("two_ranks", ENVIRONMENT)
     first, second = two["kept"]
     assert len(first) > 0
     assert first == second
@@ -23,9 +23,9 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["visionzip", "prumerge_plus", "fastv"])
-def test_ranks_choose_the_same_by_what_they_hold_in_parts(name: str) -> None:
+def test_ranks_choose_the_same_by_what_they_hold_in_parts(runner: Runner, name: str) -> None:
     """Heads of the vision tower and of the language model are spread over the ranks."""
-    report = run(f"two_ranks_{name}", ENVIRONMENT)
+    report = runner.run(f"two_ranks_{name}", ENVIRONMENT)
     first, second = report["kept"]
     assert len(first) > 0
     assert first == second

@@ -11,7 +11,7 @@ from tests.serving.engine import examples
 from tests.serving.http import ask, body, prompt_tokens, text_of
 from tests.serving.mutate import run as send_mutated
 from tests.serving.paths import TOKENS
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
 from tests.tpdsl.samples import edited, shipped
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -32,8 +32,8 @@ def refusal(server: Server, **said: object) -> str:
 
 
 @pytest.mark.parametrize("how", ["together", "again"])
-def test_a_brought_state_is_served_as_if_it_were_the_server_s(how: str) -> None:
-    report = run("brought")
+def test_a_brought_state_is_served_as_if_it_were_the_server_s(runner: Runner, how: str) -> None:
+    report = runner.run("brought")
     assert report["native"].keys() == report[how].keys()
     for key, native in report["native"].items():
         answer = report[how][key]
@@ -44,28 +44,28 @@ def test_a_brought_state_is_served_as_if_it_were_the_server_s(how: str) -> None:
         assert answer["logprob"] == pytest.approx(native["logprob"], abs=3e-2), key
 
 
-def test_states_and_budgets_share_a_step() -> None:
-    report = run("brought")
+def test_states_and_budgets_share_a_step(runner: Runner) -> None:
+    report = runner.run("brought")
     assert max(len(set(step)) for step in report["batches"]) == 2
     assert max(map(len, report["batches"])) >= 6
 
 
-def test_a_state_shares_its_prefix_with_itself_alone() -> None:
-    first, again, other = run("brought")["cached"]
+def test_a_state_shares_its_prefix_with_itself_alone(runner: Runner) -> None:
+    first, again, other = runner.run("brought")["cached"]
     assert (first, other) == (0, 0)
     assert again >= 32
 
 
-def test_each_form_of_a_budget_for_two_images() -> None:
-    counts: dict[str, Any] = run("brought")["images"]
+def test_each_form_of_a_budget_for_two_images(runner: Runner) -> None:
+    counts: dict[str, Any] = runner.run("brought")["images"]
     words = counts["8"] - 16
     assert counts["[8, 20]"] == words + 28
     assert counts['{"shared": 21}'] == words + 21
     assert counts['{"shared": 1000}'] == words + 2 * TOKENS
 
 
-def test_requests_of_every_kind_answer_at_once_as_they_do_alone() -> None:
-    report = run("every_kind")
+def test_requests_of_every_kind_answer_at_once_as_they_do_alone(runner: Runner) -> None:
+    report = runner.run("every_kind")
     assert (report["apart"], report["kept_apart"]) == ([], [])
     assert report["at_once"] > 1
     assert report["images_compared"] > 30

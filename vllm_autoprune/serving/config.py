@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, get_args
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.accounts import open_accounts
+from vllm_autoprune.serving.activation import activate
 from vllm_autoprune.serving.carried import unpacked
 from vllm_autoprune.serving.cli import KEY
 from vllm_autoprune.serving.compat import attach, attached, require_vllm, rust_frontend
@@ -113,8 +114,6 @@ def _revive(
     rules: RequestRules,
     lacks: Lacks,
 ) -> ServedState:
-    from vllm_autoprune.serving.plugin import activate
-
     activate(architecture)
     state = load_state(text)
     return ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
@@ -155,8 +154,6 @@ def adopt(vllm_config: VllmConfig) -> None:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
-    from vllm_autoprune.serving.plugin import activate
-
     activate(served.architecture)
     attach(vllm_config.model_config, ATTRIBUTE, served)
     open_accounts(vllm_config)

@@ -47,29 +47,3 @@ def _with_state(verify: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], 
         verify(vllm_config)
 
     return verify_with_state
-
-
-def activate(architecture: str) -> None:
-    """Make this process serve an architecture pruned; called wherever a state arrives.
-
-    Idempotent. The classes put in place serve stock models unchanged, because each looks for a
-    state in its own model's config.
-    """
-    from vllm_autoprune.serving.compat import (
-        let_cpu_runner_ask,
-        register_model,
-        register_renderer,
-    )
-    from vllm_autoprune.serving.models import BACKBONES
-
-    if architecture in _active:
-        return
-    _active.add(architecture)
-    backbone = BACKBONES[architecture]
-    register_model(architecture, backbone.model)
-    if backbone.mrope:
-        let_cpu_runner_ask()
-    register_renderer("hf", "vllm_autoprune.serving.renderer", "AutopruneHfRenderer")
-
-
-_active: set[str] = set()

@@ -105,8 +105,9 @@ SUPPORT: tuple[Support, ...] = (
     Support("`image_embeds` inputs", "no", "served unpruned: they come without signals"),
     Support("Rust front end", "refused", "it bypasses Python processors"),
     Support("vLLM 0.32 on CPU, model runner V1", "yes", "what the tests run on"),
-    Support("Model runner V2", "yes", "LLaVA-1.5 and Qwen2.5-VL, on a CPU by Triton's interpreter"),
-    Support("vLLM 0.33; GPUs; CUDA graphs", "untested", "nobody has run it yet"),
+    Support("Model runner V2", "yes", "the same tokens as V1, on a CPU by Triton's interpreter"),
+    Support("vLLM 0.33", "untested", "its sources have every hook, called the same way"),
+    Support("GPUs, CUDA graphs", "untested", "nobody has run it yet"),
     Support("LoRA on the vision tower or projector", "refused", "features are kept by image"),
     Support("Sleep mode with a text tower", "untested", "its weights are not vLLM's to reload"),
     Support(

@@ -12,12 +12,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 Report = Any
 """Plain JSON; each scenario's docstring says what is in it."""
+
+Outcome = tuple[Report, str | None]
+"""A report, or why there is none."""
 
 SCENARIOS: dict[str, Callable[[], Report]] = {}
 
@@ -26,13 +30,8 @@ PATIENCE = 400.0
 
 MARK = "scenario-report:"
 
-_INTERPRETER = Path(__file__).resolve().parents[1] / "interpreter"
-V2 = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "TRITON_INTERPRET": "1",
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(_INTERPRETER), os.getenv("PYTHONPATH")])),
-}
-"""An environment in which vLLM's model runner V2 runs on a CPU."""
+POOL = ThreadPoolExecutor(min(2, len(os.sched_getaffinity(0))), thread_name_prefix="engine")
+"""Engines that run at once: an engine on a tiny model keeps one core busy."""
 
 
 def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
@@ -45,20 +44,29 @@ def run(
     name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
 ) -> Report:
     """The report of a scenario, run once a test session and environment."""
-    report, failure = _outcome(name, tuple(sorted((environment or {}).items())), patience)
+    report, failure = begin(name, environment, patience).result()
     assert failure is None, failure
     return report
 
 
+def begin(
+    name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
+) -> Future[Outcome]:
+    """Start a scenario that somebody will want the report of, beside one that is running."""
+    return _begun(name, tuple(sorted((environment or {}).items())), patience)
+
+
 @cache
-def _outcome(
-    name: str, environment: tuple[tuple[str, str], ...], patience: float
-) -> tuple[Report, str | None]:
+def _begun(name: str, environment: tuple[tuple[str, str], ...], patience: float) -> Future[Outcome]:
     # A failure is remembered too: every test of the scenario would wait for it again.
+    return POOL.submit(_outcome, name, dict(environment), patience)
+
+
+def _outcome(name: str, environment: Mapping[str, str], patience: float) -> Outcome:
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.scenarios", name],
         cwd=Path(__file__).resolve().parents[3],
-        env=_environment(dict(environment)),
+        env=_environment(environment),
         capture_output=True,
         text=True,
         timeout=patience,

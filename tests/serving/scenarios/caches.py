@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from tests.serving.engine import STATE, alone, ask, examples, forget, model_of, start, vision_runs
+from tests.serving.engine import (
+    STATE,
+    alone,
+    ask,
+    chat,
+    examples,
+    forget,
+    model_of,
+    start,
+    turn,
+    vision_runs,
+)
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
 from vllm_autoprune.serving import processor
@@ -17,7 +28,11 @@ from vllm_autoprune.serving.plan import pruned_identity
 
 @scenario
 def interleaved() -> Report:
-    """Two questions on each of several images, in turns, prefix caching on."""
+    """Two questions on each of several images, in turns, prefix caching on.
+
+    ``orders`` has answers about two images, one before the other and the other way round, and each
+    of them once more with nothing cached.
+    """
     llm = start({**STATE, "budget": 32})
     before = vision_runs(llm)
     report: dict[str, Any] = {"first": [], "again": [], "alone": [], "answers": []}
@@ -33,6 +48,13 @@ def interleaved() -> Report:
     for example in asked:
         forget(llm)
         report["alone"].append(ask(llm, example).plain())
+    one, other = asked[0].image, asked[-1].image
+    pairs = [[[turn("Which shape is red?", *pair)]] for pair in ((one, other), (other, one))]
+    forget(llm)
+    report["orders"] = [chat(llm, pair)[0].plain() for pair in pairs]
+    for pair in pairs:
+        forget(llm)
+        report["orders"].append(chat(llm, pair)[0].plain())
     return report
 
 

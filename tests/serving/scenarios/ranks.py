@@ -27,8 +27,12 @@ def two_ranks() -> Report:
 
 @scenario
 def two_ranks_visionzip() -> Report:
-    """As :func:`two_ranks`, for a base policy that reads the vision tower."""
-    return _ranked(2, {**STATE, "state": alone("visionzip"), "budget": 16}, scenes=2)
+    """As :func:`two_ranks`, for a base policy that reads the vision tower.
+
+    What processors make reaches both ranks through memory that they share.
+    """
+    settings = {**STATE, "state": alone("visionzip"), "budget": 16}
+    return _ranked(2, settings, scenes=2, mm_processor_cache_type="shm")
 
 
 @scenario
@@ -43,8 +47,10 @@ def two_ranks_fastv() -> Report:
     return _ranked(2, {**STATE, "state": alone("fastv"), "budget": 16}, scenes=2)
 
 
-def _ranked(ranks: int, settings: Mapping[str, object] = STATE, scenes: int = 4) -> Report:
-    llm = start(settings, tensor_parallel_size=ranks)
+def _ranked(
+    ranks: int, settings: Mapping[str, object] = STATE, scenes: int = 4, **options: object
+) -> Report:
+    llm = start(settings, tensor_parallel_size=ranks, **options)
     llm.collective_rpc(begin_watching)
     asked = examples(scenes)
     said = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in asked]

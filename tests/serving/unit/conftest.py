@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.serving.unit import samples
-from vllm_autoprune.serving import compat, config, plugin
+from vllm_autoprune.serving import activation, compat, config
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Registered:
 def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     """Registrations are noted instead of made: other tests of this process need stock vLLM."""
     noted = Registered()
-    monkeypatch.setattr(plugin, "_active", set())
+    monkeypatch.setattr(activation, "_active", set())
     monkeypatch.setattr(compat, "register_model", lambda *said: noted.models.append(said))
     monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
     monkeypatch.setattr(compat, "let_cpu_runner_ask", lambda: None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.serving.unit.conftest import Registered
 from tests.serving.unit.samples import hf_config, image, served
-from vllm_autoprune.serving import plugin
+from vllm_autoprune.serving.activation import activate
 from vllm_autoprune.serving.features import FeatureCache
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.fits import no_text_tower, rows_only, siglip_problems
@@ -43,7 +43,7 @@ def test_a_model_without_problems_has_none(architecture: str) -> None:
 
 def test_activation_registers_the_class_and_the_renderer_once(registered: Registered) -> None:
     for _ in range(3):
-        plugin.activate("LlavaForConditionalGeneration")
+        activate("LlavaForConditionalGeneration")
     record = BACKBONES["LlavaForConditionalGeneration"]
     assert registered.models == [("LlavaForConditionalGeneration", record.model)]
     assert registered.renderers == [
@@ -55,7 +55,7 @@ def test_activation_registers_the_class_and_the_renderer_once(registered: Regist
 def test_the_renderer_is_where_activation_says(registered: Registered) -> None:
     from vllm.renderers.hf import HfRenderer
 
-    plugin.activate("LlavaForConditionalGeneration")
+    activate("LlavaForConditionalGeneration")
     ((_, module, name),) = registered.renderers
     assert issubclass(vars(importlib.import_module(module))[name], HfRenderer)
 

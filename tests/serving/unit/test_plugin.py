@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm_autoprune.serving import plugin
+from vllm_autoprune.serving.activation import activate
 
 def hooks():
     owners = ((EngineArgs, "add_cli_args"), (VllmConfig, "try_verify_and_update_config"))
@@ -50,7 +51,7 @@ verify = plugin._with_state(lambda c: verified.append(c.additional_config))
 verify(config)
 report["inert"] = [verified, vars(config.model_config), served_by()]
 
-plugin.activate("LlavaForConditionalGeneration")
+activate("LlavaForConditionalGeneration")
 report["active"] = served_by()
 print("report:" + json.dumps(report))
 """

@@ -1,0 +1,49 @@
+"""Arithmetic of bfloat16 in Triton's interpreter, which keeps it as bit patterns in ``uint16``.
+
+Knows nothing about kernels. Without this, sums and products are taken of the patterns: Qwen3-VL's
+positions of patches (``_bilinear_pos_embed_kernel``) come out as NaN.
+Remove when: ``InterpreterBuilder.binary_op`` looks at the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy
+
+_MARK = "_of_bfloat16"
+
+
+def mend() -> None:
+    """Have the interpreter compute in float32 and round; once, however often it is called."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    stock: Callable[..., Any] = InterpreterBuilder.binary_op
+    if hasattr(stock, _MARK):
+        return
+
+    @wraps(stock)
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return stock(self, lhs, rhs, op)
+        found = op(widened(lhs.data), widened(rhs.data))
+        compared = found.dtype == numpy.bool_
+        return TensorHandle(found if compared else rounded(found), lhs.dtype.scalar)
+
+    setattr(binary_op, _MARK, True)
+    InterpreterBuilder.binary_op = binary_op
+
+
+def widened(bits: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """The float32 of each bfloat16."""
+    return (bits.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def rounded(values: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """The bfloat16 nearest to each float32, ties to even; NaN stays NaN."""
+    bits = values.astype(numpy.float32).view(numpy.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return numpy.where(numpy.isnan(values), 0x7FC0, nearest).astype(numpy.uint16)

@@ -1,0 +1,57 @@
+"""What an engine keeps and says under one of vLLM's model runners, it does under the other.
+
+Every scenario's whole report is compared: tokens kept, answers, prompt lengths, hits of the prefix
+cache, how often the vision tower ran, fallbacks, refusals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving.runners import ENVIRONMENTS, Runner
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+SCENARIOS = (
+    *("plain", "everything_kept", "whole_prefill", "chunked_prefill", "no_caches"),
+    *("interleaved", "instruction_left_out", "blind_state", "embeddings_for_relevance"),
+    *("batches", "base_policies", "brought", "every_kind", "hostile"),
+)
+TIMED = frozenset({"exported"})
+"""What has times in it."""
+
+CLOSE = 3e-2
+"""Sums of log-probabilities that count as the same: runners order the same sums differently."""
+
+
+def apart(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """Where two reports differ."""
+    if isinstance(one, float) and isinstance(other, float):
+        if abs(one - other) > CLOSE:
+            yield f"{where}: {one} and {other}"
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one.keys() - TIMED:
+            yield from apart(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            yield from apart(*pair, f"{where}/{i}")
+    elif one != other:
+        yield f"{where}: {one} and {other}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_say_and_keep_the_same(name: str) -> None:
+    first, second = (Runner(runner).run(name) for runner in ENVIRONMENTS)
+    assert list(apart(first, second)) == []
+
+
+def test_what_differs_is_found() -> None:
+    report = {"kept": [[1, 2], [3]], "logprob": -1.0, "exported": "1 s", "text": "red"}
+    same = {**report, "logprob": -1.02, "exported": "2 s"}
+    assert list(apart(report, same)) == []
+    for change in ({"kept": [[1, 2], [4]]}, {"kept": [[1, 2]]}, {"logprob": -1.1}, {"text": "a"}):
+        assert len(list(apart(report, {**same, **change}))) == 1
+    assert len(list(apart(report, {**same, "more": 1}))) == 1

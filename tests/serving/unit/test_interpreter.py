@@ -1,0 +1,23 @@
+"""What tests add to Triton's interpreter: bfloat16 as torch rounds it."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.serving.interpreter.triton_interpreted.bfloat16 import rounded, widened
+
+
+def test_every_bfloat16_comes_back() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    wide = torch.from_numpy(widened(every.view(torch.uint16).numpy()))
+    assert torch.equal(wide.nan_to_num(7.0), every.float().nan_to_num(7.0))
+    back = torch.from_numpy(rounded(wide.numpy())).view(torch.bfloat16)
+    assert torch.equal(back.nan_to_num(7.0), every.nan_to_num(7.0))
+    assert torch.equal(back.isnan(), every.isnan())
+
+
+def test_rounding_is_torch_s() -> None:
+    torch.manual_seed(0)
+    values = torch.cat([torch.randn(10_000), torch.tensor([1.00390625, 1.01171875, 3.4e38, 1e-40])])
+    made = torch.from_numpy(rounded(values.numpy())).view(torch.bfloat16)
+    assert torch.equal(made, values.bfloat16())
