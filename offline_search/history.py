@@ -51,6 +51,17 @@ class History:
         """The argmax so far."""
         return next(iter(self.ranked()), None)
 
+    def objective_of(self, name: str) -> float | None:
+        """A trial's objective, or that of the one that it behaves as."""
+        if name == "base":
+            return self.base.objective
+        trial = next((trial for trial in self.trials if trial.name == name), None)
+        if trial is None:
+            return None
+        if trial.tried.status == "same":
+            return self.objective_of(trial.tried.same_as)
+        return trial.tried.objective
+
     def rival(self) -> Floats:
         """Values of the best so far, or of the base policy where that is better."""
         best, base = self.best(), self.base.objective or 0.0

@@ -32,7 +32,7 @@ Messages = tuple[Message, ...]
 
 
 @cache
-def task(settings: Settings) -> str:
+def language(settings: Settings) -> str:
     """The unchanging part: what is designed, in which language, and how it is scored."""
     policy = BASE_POLICIES[settings.base_policy]
     budget = settings.source_budget
@@ -44,8 +44,13 @@ diverse signals help. Use only these atoms:
 
 {proposer_text(COMPONENTS).strip()}
 
-Answer with one JSON object and nothing else: {{"scoring": {{"signals": [...], "kernel": ..., \
-"fusion": ...}}, "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...}}"""
+A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
+"constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...}}"""
+
+
+def task(settings: Settings) -> str:
+    """What is asked of whoever writes JSON."""
+    return f"{language(settings)}\n\nAnswer with one such object and nothing else."
 
 
 def propose(

@@ -41,13 +41,15 @@ _UNSAID = ("title", "description", "discriminator", "default", "$schema", "$id")
 class Draft:
     """One candidate on its way: a state, or the problems that keep it from being one.
 
-    origin says who made it; parents name the proposals that it was made from.
+    origin says who made it; parents name the proposals that it was made from; program is the code
+    that returned it, where code is what is proposed.
     """
 
     origin: str
     state: PruningState | None
     problems: tuple[Problem, ...] = ()
     parents: tuple[str, ...] = ()
+    program: str = ""
 
 
 @cache

@@ -3,7 +3,8 @@
 Knows nothing about files. ``clock`` holds what differs between two runs of the same search (when,
 how long); everything else is the record's content, and what is compared on replay.
 
-Replies, verdicts and evaluations are *effects*: they came from outside and are never made twice.
+Replies, what programs return, verdicts and evaluations are *effects*: they came from outside and
+are never made twice.
 All other records follow from the settings and the effects.
 """
 
@@ -82,6 +83,22 @@ class Replied(_Record):
         return f"reply/{self.round}/{self.index}/{self.attempt}"
 
 
+class Ran(_Record):
+    """What a program that the proposer wrote returned, or why it returned nothing."""
+
+    kind: Literal["program"] = "program"
+    round: int
+    index: int
+    code: str
+    output: str = ""
+    failure: str = ""
+
+    @property
+    def key(self) -> str:
+        """By place in the search."""
+        return f"program/{self.round}/{self.index}"
+
+
 class Proposed(_Record):
     """A candidate alpha as it was proposed, or what is wrong with it."""
 
@@ -93,6 +110,7 @@ class Proposed(_Record):
     state: dict[str, JsonValue] | None = None
     digest: str = ""
     problems: tuple[str, ...] = ()
+    program: str = Field(default="", description="the program that returned the candidate, if any")
 
     @property
     def name(self) -> str:
@@ -225,11 +243,11 @@ class Chosen(_Record):
 
 
 Record = Annotated[
-    Opened | Replied | Proposed | Judged | Evaluated | Tried | Summarized | Chosen,
+    Opened | Replied | Ran | Proposed | Judged | Evaluated | Tried | Summarized | Chosen,
     Field(discriminator="kind"),
 ]
 
-EFFECTS = (Replied, Judged, Evaluated)
+EFFECTS = (Replied, Ran, Judged, Evaluated)
 
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 

@@ -47,7 +47,7 @@ class Absent:
             f"{job.split} split at K = {job.budget} -> resume the recorded search to its end first"
         )
 
-    async def reply(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """Raises :class:`SearchError`."""
         raise SearchError(
             "the recording has no reply to this request -> resume the recorded search to its end"

@@ -12,6 +12,7 @@ those it has done: that is all there is to resuming and to replaying.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -113,7 +114,13 @@ def _spent(history: History) -> int:
 
 
 def _ask(asking: Asking, number: int) -> Ask:
-    async def ask(index: int, messages: Messages, origin: str, parents: tuple[str, ...]) -> Draft:
-        return await asking.draft((number, index), messages, origin, parents)
+    async def ask(
+        index: int,
+        messages: Messages,
+        origin: str,
+        parents: tuple[str, ...],
+        code_in: Callable[[str], str] | None = None,
+    ) -> Draft:
+        return await asking.draft((number, index), messages, origin, parents, code_in)
 
     return ask

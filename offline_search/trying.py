@@ -249,4 +249,5 @@ def _proposed(draft: Draft, number: int, index: int) -> Proposed:
         state=None if state is None else state.model_dump(mode="json", exclude={"provenance"}),
         digest="" if state is None else state.digest,
         problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
+        program=draft.program,
     )

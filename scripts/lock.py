@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "requirements/cpu.in"
 TARGET = ROOT / "requirements/cpu.txt"
-EXTRAS = ("bench", "search", "dev")
+EXTRAS = ("bench", "search", "search-openevolve", "dev")
 
 # Distribution: why the environment does without it, and when this line can go.
 LEFT_OUT = {

@@ -46,7 +46,7 @@ class RecordedProposer:
     async def close(self) -> None:
         """Nothing to let go of."""
 
-    async def reply(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """One of the replies, by request and seed."""
         request = f"{seed} {json.dumps(messages)}"
         place = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big")

@@ -8,14 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offline_search.ledger import Ledger
+from offline_search.programs.run import run_program
 from offline_search.prompt import Messages, repair
-from offline_search.proposal import LONGEST_REPLY, Draft, proposal_schema, read_proposal
+from offline_search.proposal import (
+    LONGEST_REPLY,
+    Draft,
+    JsonObject,
+    proposal_schema,
+    read_proposal,
+)
 from offline_search.proposers.protocol import Proposer, Reply
-from offline_search.records import Clock, Cost, Replied
+from offline_search.records import Clock, Cost, Ran, Replied
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem
 
@@ -48,17 +56,61 @@ class Asking:
         self._limits = limits
 
     async def draft(
-        self, place: tuple[int, int], messages: Messages, origin: str, parents: tuple[str, ...]
+        self,
+        place: tuple[int, int],
+        messages: Messages,
+        origin: str,
+        parents: tuple[str, ...],
+        code_in: Callable[[str], str] | None = None,
     ) -> Draft:
-        """The draft of one conversation, repaired once where its reply is not valid."""
-        first = await self._reply(place, "first", messages)
+        """The draft of one conversation, repaired once where its reply is not valid.
+
+        With ``code_in`` a program is asked for; it finds the code in the reply. The draft is what
+        the program returns, and nothing is repaired: its error is shown to whoever writes the next.
+        """
+        if code_in is not None:
+            return await self._programmed(place, messages, origin, parents, code_in)
+        schema = proposal_schema(self._settings.source_budget)
+        first = await self._reply(place, "first", messages, schema)
         draft = self._read(first, origin, parents)
         if draft.state is not None or first.text is None:
             return draft
         told = [str(problem) for problem in draft.problems]
-        second = await self._reply(place, "repair", repair(messages, first.text, told))
+        second = await self._reply(place, "repair", repair(messages, first.text, told), schema)
         mended = self._read(second, origin, parents)
         return mended if second.text is not None else draft
+
+    async def _programmed(
+        self,
+        place: tuple[int, int],
+        messages: Messages,
+        origin: str,
+        parents: tuple[str, ...],
+        code_in: Callable[[str], str],
+    ) -> Draft:
+        replied = await self._reply(place, "first", messages, None)
+        if replied.text is None:
+            return self._read(replied, origin, parents)
+        number, index = place
+        ran = self._ledger.find(Ran, f"program/{number}/{index}")
+        if ran is None:
+            code = code_in(replied.text)
+            output = await run_program(code, self._settings.source_budget)
+            ran = self._ledger.put(
+                Ran(
+                    round=number,
+                    index=index,
+                    code=code[:LONGEST_REPLY],
+                    output=output.text,
+                    failure=output.failure,
+                )
+            )
+        if ran.failure:
+            mend = "write a program that defines policy(budget)"
+            problem = Problem("", ran.failure, mend, "reply.program")
+            return Draft(origin, None, (problem,), parents, ran.code)
+        draft = read_proposal(ran.output, self._settings, origin, parents)
+        return replace(draft, program=ran.code)
 
     def spent(self) -> Cost:
         """What all replies of this search have cost, those before a resume among them."""
@@ -75,14 +127,18 @@ class Asking:
         return read_proposal(replied.text, self._settings, origin, parents)
 
     async def _reply(
-        self, place: tuple[int, int], attempt: Literal["first", "repair"], messages: Messages
+        self,
+        place: tuple[int, int],
+        attempt: Literal["first", "repair"],
+        messages: Messages,
+        schema: JsonObject | None,
     ) -> Replied:
         number, index = place
         known = self._ledger.find(Replied, f"reply/{number}/{index}/{attempt}")
         if known is not None:
             return known
         began, asked = time.monotonic(), time.time()
-        reply = await self._ask(place, messages)
+        reply = await self._ask(place, messages, schema)
         return self._ledger.put(
             Replied(
                 round=number,
@@ -97,10 +153,11 @@ class Asking:
             )
         )
 
-    async def _ask(self, place: tuple[int, int], messages: Messages) -> Reply:
+    async def _ask(
+        self, place: tuple[int, int], messages: Messages, schema: JsonObject | None
+    ) -> Reply:
         if why := self._limits.spent(self.spent()):
             return Reply(None, why)
         number, index = place
         seed = (self._settings.seed * 1_000_003 + number * 1009 + index) % 2**31
-        schema = proposal_schema(self._settings.source_budget)
         return await self._proposer.reply(messages, schema, seed)

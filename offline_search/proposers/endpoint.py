@@ -98,7 +98,7 @@ class EndpointProposer:
                 "proposer", [Problem(where, what, "start the endpoint, or correct its address")]
             ) from None
 
-    async def reply(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """One reply, within the retries and waits of the endpoint."""
         async with self._room:
             wait = self._endpoint.first_wait
@@ -108,7 +108,7 @@ class EndpointProposer:
                 except _HOPELESS as error:
                     return Reply(None, f"{type(error).__name__}: {_said(error)}")
                 except openai.BadRequestError as error:
-                    if not self._constrains:
+                    if not self._constrains or schema is None:
                         return Reply(None, f"{type(error).__name__}: {_said(error)}")
                     self._constrains = False
                     continue
@@ -127,10 +127,10 @@ class EndpointProposer:
         """Close the client's connections."""
         await self._client.close()
 
-    async def _once(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
+    async def _once(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         endpoint = self._endpoint
         extra: dict[str, Any] = {"seed": seed} if endpoint.seeded else {}
-        if self._constrains:
+        if self._constrains and schema is not None:
             named = {"name": "proposal", "schema": schema}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
         create: Callable[..., Awaitable[Any]] = self._client.chat.completions.create

@@ -28,8 +28,8 @@ class Proposer(Protocol):
     async def prepare(self) -> None:
         """Look whether the endpoint answers; raises :class:`ConfigError` where it never will."""
 
-    async def reply(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
-        """One reply that follows the JSON Schema, as far as the endpoint can hold to it."""
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        """One reply; with a JSON Schema it follows that, as far as the endpoint can hold to it."""
 
     async def close(self) -> None:
         """Let go of connections."""

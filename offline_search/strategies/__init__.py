@@ -11,6 +11,7 @@ from offline_search.settings import Settings
 from offline_search.strategies.autoprune import AutoPrune
 from offline_search.strategies.autoprune_plus import AutoPrunePlus
 from offline_search.strategies.evoprompting import EvoPrompting
+from offline_search.strategies.openevolve import OpenEvolve
 from offline_search.strategies.protocol import Round, Strategy
 from offline_search.strategies.random_states import RandomStates
 from offline_search.strategies.tpe import Tpe
@@ -21,6 +22,7 @@ STRATEGIES: dict[str, Callable[[Settings], Strategy]] = {
     "autoprune": AutoPrune,
     "autoprune+": AutoPrunePlus,
     "evoprompting": EvoPrompting,
+    "openevolve": OpenEvolve,
     "random": RandomStates,
     "tpe": Tpe,
 }

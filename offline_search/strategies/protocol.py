@@ -14,8 +14,19 @@ from offline_search.history import History
 from offline_search.prompt import Messages
 from offline_search.proposal import Draft
 
-Ask = Callable[[int, Messages, str, tuple[str, ...]], Awaitable[Draft]]
-"""(index in the round, messages, origin, parents) -> the proposer's draft."""
+
+class Ask(Protocol):
+    """The proposer, asked for the draft at one index of a round."""
+
+    def __call__(
+        self,
+        index: int,
+        messages: Messages,
+        origin: str,
+        parents: tuple[str, ...],
+        code_in: Callable[[str], str] | None = None,
+    ) -> Awaitable[Draft]:
+        """With ``code_in`` a program is asked for; it finds the code in a reply."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Knows nothing about language models.
 
 from __future__ import annotations
 
-from offline_search.history import Trial
 from offline_search.proposal import Draft, assembled
 from offline_search.settings import Settings
 from offline_search.space import composed
@@ -28,11 +27,8 @@ class Tpe:
 
     async def propose(self, this: Round) -> list[Draft]:
         """First what became of the last round, then the next suggestions."""
-        scores = {trial.name: trial for trial in this.history.trials}
         for name, suggestion in self._open.items():
-            self._study.tell(
-                suggestion, _objective(scores.get(name), scores, this.history.base.objective)
-            )
+            self._study.tell(suggestion, this.history.objective_of(name))
         self._open = {}
         drafts = []
         for index in range(this.count):
@@ -41,14 +37,3 @@ class Tpe:
             drafts.append(Draft("tpe", assembled(body, self._settings, "candidate")))
             self._open[f"{this.number}.{index}"] = suggestion
         return drafts
-
-
-def _objective(trial: Trial | None, known: dict[str, Trial], base: float | None) -> float | None:
-    """A trial's objective, or that of the one that it behaves as."""
-    if trial is None:
-        return None
-    if trial.tried.status == "same":
-        if trial.tried.same_as == "base":
-            return base
-        return _objective(known.get(trial.tried.same_as), known, base)
-    return trial.tried.objective

@@ -104,7 +104,7 @@ class ScriptedProposer:
     async def close(self) -> None:
         return None
 
-    async def reply(self, messages: Messages, schema: JsonObject, seed: int) -> Reply:
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         self.asked.append(messages)
         chosen = self.replies[scripted(messages, seed) % len(self.replies)]
         if chosen is None:

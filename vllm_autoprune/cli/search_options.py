@@ -28,7 +28,7 @@ def search_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy",
         default="autoprune+",
-        help="autoprune+ (default), autoprune, evoprompting, random or tpe",
+        help="autoprune+ (default), autoprune, evoprompting, openevolve, random or tpe",
     )
     group.add_argument("--rounds", type=int, default=10)
     group.add_argument("--per-round", type=int, default=5, help="candidates a round")
