@@ -134,6 +134,15 @@ def thin(
     return chosen, [set(question.evidence) <= set(chosen) for question in asked]
 
 
+def essence(rng: random.Random, scene: Scene, budget: int, patches: int) -> list[int]:
+    """`budget` raster patches, ascending: every shape's middle, all of the signs, a random rest."""
+    telling = [found[0] for found in scene.thing_patches]
+    telling += [patch for found in scene.sign_patches for patch in found]
+    if len(telling) > budget:
+        raise ValueError(f"{budget} patches cannot hold the {len(telling)} that tell")
+    return sorted(list(dict.fromkeys((*telling, *rng.sample(range(patches), patches))))[:budget])
+
+
 @dataclass
 class _Row:
     """One growing sequence of question blocks."""
@@ -164,7 +173,10 @@ def language_batch(
     courses: Sequence[Course] = QUESTIONS,
     most: int | None = None,
 ) -> LanguageBatch:
-    """Draw one batch that keeps `budget` image tokens of scenes of at most `most` shapes."""
+    """Draw one batch that keeps `budget` image tokens.
+
+    With `most` it is for a beginner: scenes of at most so many shapes, and tokens that tell.
+    """
     drawn = training_scenes(seed, size, canvas, most)
     rng = random.Random(seed + 1)
     before = tokenizer.encode(BEFORE_IMAGE).ids
@@ -179,7 +191,9 @@ def language_batch(
             for one in course.ask(rng, scene, canvas, course.number)
         ]
         chosen, answerable = list(range(budget)), [True] * len(framed)
-        if budget < canvas.patches:
+        if most is not None:
+            chosen = essence(rng, scene, budget, canvas.patches)
+        elif budget < canvas.patches:
             chosen, answerable = thin(rng, [one for _, one in framed], budget, canvas.patches)
         framed = [pair for pair, take in zip(framed, answerable, strict=True) if take]
         kept.append(chosen)

@@ -7,7 +7,7 @@ fills one cell, a sign two cells side by side, one character a patch.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 PATCH = 14
@@ -189,3 +189,23 @@ def draw_layout(rng: random.Random, style: Style, canvas: Canvas) -> Layout:
         )
     ]  # fmt: skip
     return Layout(style, tuple(things), tuple(signs))
+
+
+def alike(rng: random.Random, layout: Layout) -> Layout:
+    """The first shapes of a layout made one form, or one colour: only the other word names them.
+
+    Among many forms and colours a small model soon finds a shape by the last word of its name, is
+    right half of the time, and stays there.
+    """
+    if rng.random() < 0.5:
+        colours = rng.sample(range(len(COLOURS)), len(COLOURS))
+        shape = rng.randrange(len(SHAPES))
+        names = [(colour, shape) for colour in colours]
+    else:
+        colour = rng.randrange(len(COLOURS))
+        names = [(colour, shape) for shape in rng.sample(range(len(SHAPES)), len(SHAPES))]
+    things = tuple(
+        replace(thing, colour=colour, shape=shape)
+        for thing, (colour, shape) in zip(layout.things, names, strict=False)
+    )
+    return replace(layout, things=things)

@@ -24,6 +24,7 @@ from benchmarks.minillava.yardstick.layout import (
     SHAPES,
     TRAINING_STYLES,
     Canvas,
+    alike,
     draw_layout,
 )
 from benchmarks.minillava.yardstick.questions import caption, pointing_phrase
@@ -152,10 +153,15 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
 
 
 def training_scenes(seed: int, size: int, canvas: Canvas, most: int | None = None) -> Batch:
-    """Draw scenes of the arrangements that training may see, of at most `most` shapes."""
+    """Draw scenes of the arrangements that training may see.
+
+    With `most` they are for a beginner: of at most so many shapes, and alike in every second scene.
+    """
     rng = random.Random(seed)
     layouts = [draw_layout(rng, rng.choice(TRAINING_STYLES), canvas) for _ in range(size)]
-    layouts = [replace(layout, things=layout.things[:most]) for layout in layouts]
+    if most is not None:
+        layouts = [replace(layout, things=layout.things[:most]) for layout in layouts]
+        layouts = [alike(rng, one) if rng.random() < 0.5 else one for one in layouts]
     return render(layouts, canvas, seed)
 
 

@@ -42,15 +42,16 @@ from benchmarks.minillava.yardstick.vocabulary import clip_tokenizer, language_t
 
 RANKS = 2
 STAGES = ("reading", "towers", "phrases", "questions", "gaps")
-STEPS = {"reading": 300, "towers": 1500, "phrases": 2000, "questions": 2500, "gaps": 300}
+STEPS = {"reading": 300, "towers": 1500, "phrases": 1200, "questions": 2000, "gaps": 300}
 # Images a rank and step; the last stages ask many questions about each.
 IMAGES = {"reading": 16, "towers": 16, "phrases": 8, "questions": 8, "gaps": 8}
 PEAK = {"reading": 2e-3, "towers": 2e-3, "phrases": 4e-3, "questions": 4e-3, "gaps": 1e-3}
 WARMUP = {"reading": 50, "towers": 100, "phrases": 100, "questions": 100, "gaps": 30}
 # The model that reads phrases goes on to questions, so its rate need not fall in between.
 FALL = {"reading": 0.4, "towers": 0.4, "phrases": 0.0, "questions": 0.4, "gaps": 0.9}
-# Scenes of the phrase stage start with two shapes and have all of them from this step on.
-GROWN = 1000
+# Scenes of the phrase stage start with two shapes in few tokens, and are whole from this step on.
+GROWN = 700
+FEWEST = 12
 # Share of the steps of the last stage that see an image with tokens left out.
 GAPS = 0.5
 SIZES = {"small": Canvas(4), "large": Canvas(8)}
@@ -160,10 +161,13 @@ def work_of_rank(rank: int, arguments: argparse.Namespace) -> None:
         return language_loss(model, projector, batch, patches)
 
     def phrases(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
-        whole = MOST_THINGS * canvas.cells**2 // 16
-        most = 2 + int(whole * step / (GROWN * arguments.steps_scale))
-        images = IMAGES["phrases"]
-        return answer(language_batch(seed, images, words, canvas, canvas.patches, PHRASES, most))
+        # Slowly at first: in a crowd of tokens, words of one name do not find each other.
+        grown = min(1.0, step / (GROWN * arguments.steps_scale)) ** 2
+        area = canvas.cells**2 // 16
+        most = 2 + round((MOST_THINGS * area - 2) * grown)
+        few = FEWEST * area
+        budget = few + round((canvas.patches - few) * grown)
+        return answer(language_batch(seed, IMAGES["phrases"], words, canvas, budget, PHRASES, most))
 
     def questions(seed: int, step: int) -> tuple[Tensor, dict[str, float]]:
         return answer(

@@ -15,6 +15,7 @@ from benchmarks.minillava.yardstick.language import (
     LanguageBatch,
     Projector,
     draw_budget,
+    essence,
     language_batch,
     language_loss,
     language_model,
@@ -97,15 +98,16 @@ def test_a_phrase_is_all_that_stands_between_image_and_answer(words: Tokenizer) 
 
     told = words.decode(first.tolist(), skip_special_tokens=False)
     assert "ASSISTANT" not in told and told.endswith(END)
-    assert scored > 0.4
+    assert scored > 0.3
 
 
 def test_scenes_grow_up_to_all_their_shapes() -> None:
-    few, all_ = (training_scenes(5, 4, CANVAS, most) for most in (2, MOST_THINGS))
-    whole = training_scenes(5, 4, CANVAS)
+    few, all_ = (training_scenes(5, 16, CANVAS, most) for most in (2, MOST_THINGS))
+    whole = training_scenes(5, 16, CANVAS)
 
-    assert [len(scene.layout.things) for scene in few.scenes] == [2] * 4
-    assert torch.equal(all_.images, whole.images)
+    assert [len(scene.layout.things) for scene in few.scenes] == [2] * 16
+    same = [a.layout == b.layout for a, b in zip(all_.scenes, whole.scenes, strict=True)]
+    assert 0 < sum(same) < 16  # the others are alike
 
 
 def test_dropped_tokens_leave_whole_evidence_of_what_is_asked() -> None:
@@ -120,6 +122,20 @@ def test_dropped_tokens_leave_whole_evidence_of_what_is_asked() -> None:
     assert kept == sorted(set(kept)) and len(kept) == 8
     assert {3, 4, 5, 90} <= set(kept)
     assert answerable == [True, False, True, True]
+
+
+def test_a_beginner_sees_what_tells_and_little_else(words: Tokenizer) -> None:
+    drawn = training_scenes(5, 2, CANVAS, 3)
+    for scene in drawn.scenes:
+        kept = essence(random.Random(0), scene, 12, CANVAS.patches)
+        assert kept == sorted(set(kept)) and len(kept) == 12
+        assert {patches[0] for patches in scene.thing_patches} <= set(kept)
+        assert {patch for patches in scene.sign_patches for patch in patches} <= set(kept)
+    with pytest.raises(ValueError, match="cannot hold"):
+        essence(random.Random(0), drawn.scenes[0], 1, CANVAS.patches)
+    batch = language_batch(5, 2, words, CANVAS, 12, PHRASES, 3)
+    assert batch.kept.shape == (2, 12)
+    assert int((batch.kinds >= 0).any(1).sum()) == 2
 
 
 def test_a_batch_of_dropped_tokens_asks_less(words: Tokenizer, batch: LanguageBatch) -> None:

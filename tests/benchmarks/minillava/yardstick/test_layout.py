@@ -16,6 +16,7 @@ from benchmarks.minillava.yardstick.layout import (
     Canvas,
     Layout,
     Style,
+    alike,
     draw_layout,
     training_seed,
 )
@@ -74,7 +75,7 @@ def test_training_seeds_differ_by_seed_stage_step_and_rank() -> None:
     drawn = [
         training_seed(seed, stage, step, rank)
         for seed in (0, 7, 127)
-        for stage in range(3)
+        for stage in range(8)
         for step in (0, 1, 2**17 - 1)
         for rank in range(2)
     ]
@@ -93,3 +94,19 @@ def test_neighbours_are_beside_each_other() -> None:
             assert (right.row, right.column) == (thing.row, thing.column + 1)
             assert layout.neighbour(right, 0, -1) == thing
     assert found
+
+
+def test_alike_shapes_differ_in_one_word_only_and_stay_where_they_are() -> None:
+    kinds = set()
+    for seed, layout in enumerate(_many("crowded", Canvas())):
+        found = alike(random.Random(seed), layout)
+        shapes = {thing.shape for thing in found.things}
+        colours = {thing.colour for thing in found.things}
+        kinds.add((len(shapes) == 1, len(colours) == 1))
+        assert sorted((len(shapes), len(colours))) == [1, len(found.things)]
+        assert len(found.things) in (5, 8)
+        assert [(t.row, t.column, t.digit) for t in found.things] == [
+            (t.row, t.column, t.digit) for t in layout.things[: len(found.things)]
+        ]
+        assert found.signs == layout.signs
+    assert kinds == {(True, False), (False, True)}
