@@ -30,6 +30,8 @@ FLAGS = (
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
 )  # fmt: skip
 
+_PATIENCE = 1200.0
+"""Seconds for the server to start: ten on a free machine, many minutes on a crowded one."""
 _AT_A_TIME = 64
 """Answers that are written together; as many are lost to a kill at most."""
 
@@ -103,7 +105,9 @@ class MiniLlavaSuite:
             return
         progress.say(f"starting vllm serve with mini-LLaVA {self._model.name} ...")
         try:
-            with serve(self._model.llava, *self._flags, log=self._settings.log) as server:
+            with serve(
+                self._model.llava, *self._flags, log=self._settings.log, patience=_PATIENCE
+            ) as server:
                 try:
                     yield server.url
                 except EvaluationError:
@@ -115,7 +119,9 @@ class MiniLlavaSuite:
                         "--resume: nothing is lost"
                     ) from None
         except ServerDied as error:
-            raise EvaluationError(f"{error}\n-> mend that and add --resume") from None
+            what = str(error).split("\n")[0].rstrip(":")
+            where = f" (log: {self._settings.log})" if self._settings.log is not None else ""
+            raise EvaluationError(f"{what}{where} -> mend that and add --resume") from None
 
     async def _ask(
         self,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -100,9 +102,20 @@ def test_a_file_that_is_no_journal_is_told_with_its_line(tmp_path: Path) -> None
         Journal(path)
 
 
-def test_a_full_disk_leaves_no_half_line() -> None:
-    path = Path("/dev/full")
-    if not path.exists():
-        pytest.skip("needs /dev/full")
-    with pytest.raises(EvaluationError):
-        Journal(path / "j.jsonl")
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "j.jsonl", os.write
+    written(path)
+    before = path.read_bytes()
+
+    def full(handle: int, data: bytes) -> int:
+        write(handle, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Journal(path) as journal:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            with pytest.raises(EvaluationError, match=r"No space left.*make room and add --resume"):
+                journal.put(answers("random@8", [0.0] * 6))
+        assert path.read_bytes() == before
+        journal.put(answers("random@8", [0.0] * 6))
+    assert len(read(path).answers["random@8"]) == 6

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
 from benchmarks.accuracy.journal import JOURNAL, read
+from benchmarks.accuracy.minillava import suite as module
 from benchmarks.accuracy.minillava.cases import Family
 from benchmarks.accuracy.minillava.model import find
 from benchmarks.accuracy.minillava.suite import MiniLlavaSuite, Settings, suite
 from benchmarks.accuracy.progress import Progress
 from benchmarks.accuracy.report import Report
 from benchmarks.accuracy.run import evaluate
+from benchmarks.server import ServerDied
 from tests.benchmarks.accuracy.minillava.server import answering, arm, kept, reply
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune.errors import ConfigError
@@ -127,6 +134,50 @@ def test_a_server_that_dies_leaves_what_it_answered(tmp_path: Path) -> None:
         whole = run(told.url, tmp_path, resume=True)
         assert len(told.asked) == 2 * whole.questions - 10
     assert whole.valid
+
+
+@dataclass
+class Started:
+    """As much of a started server as the suite looks at."""
+
+    url: str
+    log: Path
+    process: Popen[bytes]
+
+
+def test_a_server_that_does_not_start_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def dead(*arguments: object, **more: object) -> Iterator[Started]:
+        raise ServerDied("vllm serve ended with 1:\nline upon\nline of log")
+        yield
+
+    monkeypatch.setattr(module, "serve", dead)
+    made_here = suite(MODEL, [8], ["random"], SCENES, Settings(log=tmp_path / "server.log"))
+    report = evaluate(made_here, tmp_path, resume=False, progress=Progress(lambda line: None))
+    told = f"stopped: vllm serve ended with 1 (log: {tmp_path}/server.log)"
+    assert not report.valid and report.reasons[-1].startswith(told)
+
+
+def test_a_started_server_that_ends_is_told_with_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(body: Body, number: int) -> Answer:
+        told.down = True
+        return error(503, "gone")
+
+    @contextmanager
+    def ended(*arguments: object, **more: object) -> Iterator[Started]:
+        process = Popen([sys.executable, "-c", "raise SystemExit(7)"])
+        process.wait()
+        yield Started(told.url, tmp_path / "server.log", process)
+
+    monkeypatch.setattr(module, "serve", ended)
+    with endpoint(dying) as told:
+        made_here = suite(MODEL, [8], ["random"], SCENES, Settings(at_once=4, wait=0.01))
+        report = evaluate(made_here, tmp_path, resume=False, progress=Progress(lambda line: None))
+    assert "vllm serve ended with 7" in report.reasons[-1] and "--resume" in report.reasons[-1]
 
 
 def test_a_server_that_is_down_is_told_before_anything_is_asked(tmp_path: Path) -> None:
