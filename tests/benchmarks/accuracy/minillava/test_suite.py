@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from subprocess import Popen
+from typing import NoReturn
 
 import pytest
 
@@ -148,10 +149,8 @@ class Started:
 def test_a_server_that_does_not_start_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def dead(*arguments: object, **more: object) -> Iterator[Started]:
+    def dead(*arguments: object, **more: object) -> NoReturn:
         raise ServerDied("vllm serve ended with 1:\nline upon\nline of log")
-        yield
 
     monkeypatch.setattr(module, "serve", dead)
     made_here = suite(MODEL, [8], ["random"], SCENES, Settings(log=tmp_path / "server.log"))
