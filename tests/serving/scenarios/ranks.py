@@ -5,12 +5,16 @@ Knows nothing about whether they should.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tests.serving.engine import STATE, alone, chat, examples, start, turn
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.serve import picture
 
 
 @scenario
@@ -45,6 +49,22 @@ def two_ranks_prumerge_plus() -> Report:
 def two_ranks_fastv() -> Report:
     """As :func:`two_ranks`, for one that reads the language model's first layers."""
     return _ranked(2, {**STATE, "state": alone("fastv"), "budget": 16}, scenes=2)
+
+
+@scenario
+def two_ranks_qwen2_5_vl() -> Report:
+    """As :func:`two_ranks`, for a tiny model with M-RoPE; relevance is by its input embeddings."""
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start(
+            {"state": "autoprune", "budget": 8},
+            model=str(build("qwen2_5_vl", Path(folder))),
+            tensor_parallel_size=2,
+            limit_mm_per_prompt={"image": 2},
+        )
+        llm.collective_rpc(begin_watching)
+        shown = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
+        said = [chat(llm, [[turn("what colour is the cat", i)]])[0].plain() for i in shown]
+        return {"answers": said, "kept": llm.collective_rpc(seen_here)}
 
 
 def _ranked(
