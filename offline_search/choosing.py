@@ -25,10 +25,14 @@ from offline_search.evaluators.protocol import EvaluationFailed, Job
 from offline_search.examples import Dataset
 from offline_search.history import History, Trial
 from offline_search.measuring import Measuring
-from offline_search.records import Chosen, Comparison, Split
+from offline_search.objectives import axes
+from offline_search.records import Chosen, Comparison, Member, Split, Tried
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.state import PruningState
+
+_SHOWN = 12
+"""Members of a Pareto front that are measured on the test split, the best objective first."""
 
 
 class Choosing:
@@ -78,7 +82,36 @@ class Choosing:
             estimates=estimates,
             test=test,
             base=alone,
+            front=await self._front(history, base),
         )
+
+    async def _front(self, history: History, base: PruningState) -> dict[str, Member]:
+        """The Pareto front and the base policy, where nobody chose; empty for one objective."""
+        if not self._settings.several:
+            return {}
+        shown = [("base", base, history.base)]
+        for trial in history.front()[:_SHOWN]:
+            assert trial.state is not None
+            shown.append((trial.name, trial.state, trial.tried))
+        found: dict[str, Member] = {}
+        for name, state, tried in shown:
+            try:
+                test = await self._point(state, tried)
+            except EvaluationFailed:
+                continue
+            found[name] = Member(digest=state.digest, search=tried.axes, test=test)
+        return found
+
+    async def _point(self, state: PruningState, tried: Tried) -> dict[str, float]:
+        examples = self._dataset.of("test")
+        full = await self._measuring.answers(Job(None, 0, "test", 0, len(examples)))
+        values = {
+            budget: relative(await self._answers(state, budget, "test"), full)
+            for budget in self._settings.budgets
+        }
+        objective = round(float(self._across(list(values.values())).mean()), 6)
+        slow = -tried.axes["latency"] if "latency" in tried.axes else None
+        return axes(self._settings, examples, values, objective, slow)
 
     def _estimate(self, trial: Trial, validation: Comparison) -> float:
         """The objective over search and validation examples together.

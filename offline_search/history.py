@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from offline_search.answers import Floats
+from offline_search.objectives import depths
 from offline_search.records import Proposed, Tried
 from vllm_autoprune.tpdsl.atom import AtomCall
 from vllm_autoprune.tpdsl.state import PruningState
@@ -43,13 +44,25 @@ class History:
     trials: list[Trial] = field(default_factory=list)
 
     def ranked(self) -> list[Trial]:
-        """Trials that were evaluated to the end, best first; the earlier first among equals."""
+        """Trials that were evaluated to the end, best first; the earlier first among equals.
+
+        With several objectives those of the Pareto front come first, then those of the next.
+        """
         whole = [trial for trial in self.trials if trial.objective is not None]
-        return sorted(whole, key=lambda trial: -(trial.objective or 0.0))
+        depth = depths([trial.tried.axes for trial in whole])
+        order = sorted(range(len(whole)), key=lambda i: (depth[i], -(whole[i].objective or 0.0)))
+        return [whole[place] for place in order]
+
+    def front(self) -> list[Trial]:
+        """The Pareto front; with one objective all trials that were evaluated."""
+        ranked = self.ranked()
+        depth = depths([trial.tried.axes for trial in ranked])
+        return [trial for trial, at in zip(ranked, depth, strict=True) if at == 0]
 
     def best(self) -> Trial | None:
-        """The argmax so far."""
-        return next(iter(self.ranked()), None)
+        """The argmax of the objective so far."""
+        whole = [trial for trial in self.trials if trial.objective is not None]
+        return max(whole, key=lambda trial: trial.objective or 0.0, default=None)
 
     def objective_of(self, name: str) -> float | None:
         """A trial's objective, or that of the one that it behaves as."""

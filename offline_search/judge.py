@@ -6,6 +6,8 @@ Knows nothing about proposals or scores.
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
 from collections.abc import Sequence
 
 import torch
@@ -14,13 +16,17 @@ from offline_search.records import Judged
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, ProblemsError
 from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.probes import synthetic_probes
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Probes = Sequence[VisualTokens]
 """Images as the served model sees them. Where there are none, only equal digests are the same."""
+
+_TIMED, _REPEATS = 2, 5
+"""Probes whose selection is timed, and how often."""
 
 
 def judge(state: PruningState, settings: Settings, probes: Probes) -> Judged:
@@ -44,6 +50,7 @@ def judge(state: PruningState, settings: Settings, probes: Probes) -> Judged:
         quota=first.quota,
         r_min=first.r_min,
         behaviour=behaviour(state, settings.budgets, probes),
+        latency=latency(state, settings, probes) if "latency" in settings.objectives else None,
     )
 
 
@@ -64,6 +71,30 @@ def behaviour(state: PruningState, budgets: Sequence[int], probes: Probes) -> st
             digest.update(refined.indices.numpy().tobytes())
             digest.update(refined.features.float().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def latency(state: PruningState, settings: Settings, probes: Probes) -> float:
+    """Milliseconds of one selection: the median of some, mean over budgets and probes.
+
+    In two digits: what differs by less is noise, and would be a front of its own. Without probes
+    the selections are of made-up images.
+    """
+    seen = probes or synthetic_probes(settings.source_budget)[:_TIMED]
+    medians = []
+    for budget in settings.budgets:
+        policy = materialize(state, budget)
+        for tokens in seen[:_TIMED]:
+            at = policy.at(tokens.count, tokens.grid.tiles)
+            times = [_seconds(at, tokens) for _ in range(_REPEATS)]
+            medians.append(1000 * statistics.median(times) / len(tokens.features))
+    return float(f"{statistics.mean(medians):.2g}")
+
+
+def _seconds(policy: PruningPolicy, tokens: VisualTokens) -> float:
+    began = time.perf_counter()
+    refine(policy, tokens)
+    return time.perf_counter() - began
 
 
 def _told(error: AutopruneError) -> list[str]:

@@ -133,6 +133,9 @@ class Judged(_Record):
     r_min: int = 0
     problems: tuple[str, ...] = ()
     behaviour: str = ""
+    latency: float | None = Field(
+        default=None, description="milliseconds of one selection, measured where that is aimed at"
+    )
 
     @property
     def key(self) -> str:
@@ -181,6 +184,9 @@ class Tried(_Record):
     accuracy: float | None = None
     accuracy_plus: float | None = None
     by_category: dict[str, float] = Field(default_factory=dict)
+    axes: dict[str, float] = Field(
+        default_factory=dict, description="its point, where there are several objectives"
+    )
 
     @property
     def key(self) -> str:
@@ -222,6 +228,14 @@ class Comparison(Frozen):
     accuracy_gain: Measured
 
 
+class Member(Frozen):
+    """A candidate of the Pareto front: its point where it was found, and where nobody chose."""
+
+    digest: str
+    search: dict[str, float]
+    test: dict[str, float]
+
+
 class Chosen(_Record):
     """The final argmax: the winner among those confirmed, measured where nothing was chosen."""
 
@@ -235,6 +249,9 @@ class Chosen(_Record):
     )
     test: Comparison
     base: Comparison
+    front: dict[str, Member] = Field(
+        default_factory=dict, description="by proposal, and the base policy, of several objectives"
+    )
 
     @property
     def key(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offline_search.ablation import Component
 from vllm_autoprune.tpdsl.atom import by_default
@@ -15,6 +15,10 @@ from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
 
 Across = Literal["mean", "worst"]
 """How the objectives of several budgets become one: their mean, or the least of them."""
+
+
+Objective = Literal["quality", "budgets", "tasks", "latency"]
+"""What is aimed at: the one figure, each budget's, each category's, the time of a selection."""
 
 
 class Frozen(BaseModel):
@@ -35,6 +39,9 @@ class Settings(Frozen):
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
     across: Across = Field(default="mean", description="how several budgets become one objective")
+    objectives: Annotated[tuple[Objective, ...], Field(min_length=1)] = Field(
+        default=("quality",), description="with several, candidates are held against a Pareto front"
+    )
     without: tuple[Component, ...] = Field(
         default=(), description="components that no candidate has: an ablation"
     )
@@ -52,6 +59,17 @@ class Settings(Frozen):
     evaluator: str = Field(
         default="", description="what candidates are measured on: model and data"
     )
+
+    @model_validator(mode="after")
+    def _aims_at_answers(self) -> Settings:
+        if set(self.objectives) == {"latency"}:
+            raise ValueError("latency alone is best with no policy at all: add quality")
+        return self
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than the one figure to aim at."""
+        return set(self.objectives) != {"quality"}
 
     @property
     def source_budget(self) -> int:

@@ -38,7 +38,14 @@ def summarize(history: History) -> str:
 def _candidate(trial: Trial, base: Mapping[str, float]) -> str:
     assert trial.state is not None and trial.objective is not None
     shown = json.dumps(alpha(trial.state), separators=(",", ":"))
-    return f"- {_score(trial.objective)}{_deltas(trial.tried.by_category, base)}: {shown}"
+    deltas = _deltas(trial.tried.by_category, base)
+    return f"- {_score(trial.objective)}{deltas}{_slow(trial)}: {shown}"
+
+
+def _slow(trial: Trial) -> str:
+    """How long its selection takes, where that counts."""
+    latency = trial.tried.axes.get("latency")
+    return "" if latency is None else f" in {-latency:.2g} ms"
 
 
 def _deltas(found: Mapping[str, float], base: Mapping[str, float]) -> str:

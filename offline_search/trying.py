@@ -28,6 +28,7 @@ from offline_search.history import History, Trial
 from offline_search.judge import Probes, judge
 from offline_search.ledger import Ledger
 from offline_search.measuring import Measuring
+from offline_search.objectives import axes
 from offline_search.proposal import Draft
 from offline_search.records import Judged, Proposed, Status, Tried
 from offline_search.settings import Settings
@@ -94,7 +95,8 @@ class Trying:
         await self._answer(base, tally, 0, len(self._examples))
         verdict = self._judged(base)
         self._behaves |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
-        tried = self._tried(Proposed(round=0, index=0, origin="base policy"), "evaluated", tally)
+        alone = Proposed(round=0, index=0, origin="base policy", digest=base.digest)
+        tried = self._tried(alone, "evaluated", tally)
         return History(tried, tally.mean())
 
     def tell_apart(self, trials: Sequence[Trial]) -> None:
@@ -121,7 +123,8 @@ class Trying:
                 running[index] = verdict
         tallies = {index: Tally(self._settings.budgets, self._full) for index in running}
         begin = 0
-        for share in RUNGS if race else (1.0,):
+        # Who is behind in one objective may lead in another: with several nobody is dropped.
+        for share in RUNGS if race and not self._settings.several else (1.0,):
             stop = self._rung(share)
             failed = await self._all(running, tallies, begin, stop)
             for index, reason in failed.items():
@@ -224,6 +227,8 @@ class Trying:
                 "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
                 "by_category": by_category(self._examples, tally.mean()),
             }
+        if tally is not None and status == "evaluated":
+            figures["axes"] = self._axes(proposed.digest, tally)
         return Tried(
             round=proposed.round,
             index=proposed.index,
@@ -233,6 +238,14 @@ class Trying:
             examples=0 if tally is None else tally.spent(),
             **figures,
         )
+
+    def _axes(self, digest: str, tally: Tally) -> dict[str, float]:
+        verdict = self._ledger.find(Judged, f"verdict/{digest}")
+        latency = None if verdict is None else verdict.latency
+        settings = self._settings
+        values = {budget: tally.values(budget) for budget in settings.budgets}
+        objective = tally.objective(settings.across)
+        return axes(settings, self._examples, values, objective, latency)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from offline_search.proposal import COMPONENTS
 from offline_search.report.markdown import (
+    FRONT,
     RESULT_HEAD,
     counted,
+    front,
     percent,
     result_rows,
     spending,
@@ -84,7 +86,10 @@ def _result(found: Reading) -> str:
         return "<p>The search has not ended."
     test, base = chosen.test, chosen.base
     note = f"<p class=faint>{test.examples} examples; 95 % intervals, images resampled."
-    return _table(RESULT_HEAD, result_rows(test, base)) + note
+    shown = _table(RESULT_HEAD, result_rows(test, base)) + note
+    if chosen.front:
+        shown += f"<h2>Pareto front</h2><p class=faint>{_safe(FRONT)}" + _table(*front(chosen))
+    return shown
 
 
 def _chart(found: Reading) -> str:

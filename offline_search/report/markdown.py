@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from offline_search.records import Comparison, Measured
+from offline_search.records import Chosen, Comparison, Measured
 from offline_search.report.reading import Reading, Row
 
 _SHOWN = 10
@@ -32,6 +32,12 @@ def _lines(found: Reading) -> Iterator[str]:
     else:
         yield "No winner yet: the search has not ended."
     yield ""
+    if found.chosen is not None and found.chosen.front:
+        yield FRONT
+        yield ""
+        head, rows = front(found.chosen)
+        yield from table(head, rows, "l" + "r" * (len(head) - 1))
+        yield ""
     yield from table(HEAD, [cells(row) for row in found.ranked[:_SHOWN]], "lrrrrl")
     yield ""
     yield counted(found)
@@ -61,6 +67,21 @@ def result_rows(test: Comparison, base: Comparison) -> list[list[str]]:
         *shown,
         ["gain, paired", measured(test.gain), measured(test.accuracy_gain, 100), "", gain],
     ]
+
+
+FRONT = "Pareto front: no other candidate is better on every axis. Figures of the test split:"
+
+
+def front(chosen: Chosen) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of the Pareto front; latency in milliseconds, as measured."""
+    names = list(next(iter(chosen.front.values())).test)
+    head = ["candidate", *("selection ms" if name == "latency" else name for name in names)]
+    rows = [
+        [who, *(f"{-member.test[name]:.2g}" if name == "latency" else f"{member.test[name]:+.4f}"
+                for name in names)]
+        for who, member in chosen.front.items()
+    ]  # fmt: skip
+    return head, rows
 
 
 HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]

@@ -37,6 +37,13 @@ def search_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--across", choices=("mean", "worst"), default="mean", help="of several budgets"
     )
+    group.add_argument(
+        "--objective",
+        nargs="+",
+        default=["quality"],
+        choices=("quality", "budgets", "tasks", "latency"),
+        help="with several, or with each budget's or category's, a Pareto front is found",
+    )
     group.add_argument("--seed", type=int, default=0)
     group.add_argument(
         "--without",
@@ -125,6 +132,7 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             base_policy=options.base_policy,
             budgets=tuple(options.budget),
             across=options.across,
+            objectives=tuple(options.objective),
             seed=options.seed,
             without=tuple(options.without),
             quota=options.quota,
