@@ -21,7 +21,8 @@ _NOTES = (
     "definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over benchmarks "
     "of a score over the full model's.",
     "Differences are paired on the same questions; in brackets the 95 % interval, {images} images "
-    "resampled. An interval that holds 0 does not tell the two apart.",
+    "resampled. An interval that holds 0 does not tell the two apart. ln p is the mean "
+    "log-probability of the reference answer; base is the base policy alone at the same K.",
 )
 
 

@@ -45,7 +45,7 @@ def test_the_paper_s_tables_are_all_there() -> None:
     assert list(found) == [
         "K = 8",
         "AutoPrune less strategy only, Acc.",
-        "AutoPrune less strategy only, ln p of the reference answer",
+        "AutoPrune less strategy only, ln p",
         "Ablation of components",
         "Sweep of the exchange quota",
     ]
