@@ -16,6 +16,9 @@ from offline_search.report.markdown import table as markdown_table
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
             **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip
 
+_FEW = 20
+"""Images below which a bootstrap over them says too little."""
+
 _NOTES = (
     "Acc. is the mean over benchmarks, MME divided by {divisor:g} first. Rel. is told by both "
     "definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over benchmarks "
@@ -67,6 +70,8 @@ def _markdown(report: Report) -> Iterator[str]:
         yield ""
         for note in _NOTES:
             yield "- " + note.format(divisor=opened.mme_divisor, images=f"{report.images:,}")
+        if report.images < _FEW:
+            yield f"- Fewer than {_FEW} images: intervals are too narrow to be quoted."
 
 
 def _latex(report: Report) -> Iterator[str]:

@@ -28,8 +28,13 @@ class Kind:
         found = None if gaps is None else self.of(gaps)
         if found is None:
             return NONE
-        value, low, high = (f"{x:+.{self.digits}f}" for x in (found.value, found.low, found.high))
+        value, low, high = (self._signed(x) for x in (found.value, found.low, found.high))
         return f"{value} ({low} to {high})"
+
+    def _signed(self, value: float) -> str:
+        """With its sign, but a zero has none: what is smaller than the last digit is no loss."""
+        rounded = round(value, self.digits)
+        return f"{rounded:+.{self.digits}f}" if rounded else f"{0:.{self.digits}f}"
 
     def within(self, report: Report) -> bool:
         """Whether any row differs from the full model in this way."""
@@ -93,12 +98,13 @@ def _gains(report: Report, kinds: Sequence[Kind]) -> Iterator[Table]:
     if len(rows) < 2:
         return
     budgets = _budgets(rows)
-    gaps = {(row.case.label, row.case.budget): row.to_base for row in rows}
+    alone = {row.case.name: row.case.label for row in report.rows}
+    gaps = {(alone[row.case.base], row.case.budget): row.to_base for row in rows}
     head = ["base policy", *(f"K = {budget}" for budget in budgets)]
     for kind in kinds:
         cells = [
             [label, *(kind.cell(gaps.get((label, budget))) for budget in budgets)]
-            for label in dict.fromkeys(row.case.label for row in rows)
+            for label in dict.fromkeys(label for label, _ in gaps)
         ]
         yield Table(f"AutoPrune less strategy only, {kind.name}", head, cells)
 

@@ -91,11 +91,12 @@ class MiniLlavaSuite:
         records = [one.record for one in self._asked.values()]
         todo = list(missing(journal.contents, self.cases, records))
         total = sum(not case.refused for case in self.cases) * len(records)
-        progress.begin(total, total - len(todo))
         if not todo:
             return
         pairs = [(case, self._asked[question.id]) for case, question in todo]
         with self._server(progress) as url:
+            # Only now: waiting for a server says nothing about how fast it answers.
+            progress.begin(total, total - len(todo))
             asyncio.run(self._ask(url, pairs, journal, progress))
 
     @contextlib.contextmanager

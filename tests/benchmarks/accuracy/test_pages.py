@@ -55,6 +55,9 @@ def test_the_paper_s_tables_are_all_there() -> None:
     ]  # fmt: skip
     assert main[3][1:6] == ["50.0", "125.0", "56.2", "56.2", "56.2"]
     assert main[2][6] == "-" and main[4][7].startswith("+43.8 (")
+    gains = found["AutoPrune less strategy only, Acc."][2:]
+    assert [row[0] for row in gains] == ["cdpruner", "dart"]
+    assert gains[0][1] == main[4][7] and gains[1][1] == "0.0 (0.0 to 0.0)"
     components = found["Ablation of components"][2:]
     assert [row[1] for row in components] == ["cdpruner", "ablation", "cdpruner + AutoPrune"]
     assert [row[4] for row in components] == ["-75.0", "-75.0", "-"]
@@ -76,6 +79,10 @@ def test_what_is_not_valid_says_why_first() -> None:
     assert "Verdict: NOT VALID" in page
     assert "- cdpruner@8: nothing was answered" in page and "- stopped: no server" in page
     assert "% - stopped: no server" in as_latex(summarize(journal, ["stopped: no server"]))
+
+
+def test_a_look_at_few_images_says_so() -> None:
+    assert "Fewer than 20 images" in as_markdown(summarize(contents(*WHOLE)))
 
 
 def test_latex_is_escaped_and_has_one_line_a_row() -> None:
