@@ -7,18 +7,21 @@ question's one in twenty, and finding the named part is what takes a small model
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from benchmarks.minillava.yardstick.layout import Canvas
 from benchmarks.minillava.yardstick.questions import Asker, Question
 from benchmarks.minillava.yardstick.render import Scene
 from benchmarks.minillava.yardstick.wordings import BRIEF, KINDS
 
-BESIDE = "beside"
+BESIDE, HALF = "beside", "half"
 # How often each kind is said; what takes two steps is said most.
 _SHARES = {
     "digit": 8, "colour": 3, "shape": 3, "text": 5, "count": 6, "quarter": 5, "relation": 10,
     "existence": 5, "reading": 7, "position": 5, "counting": 6, BESIDE: 4,
 }  # fmt: skip
+# Rows follow from the order of the tokens, columns do not: a stage of phrases learnt no left half.
+_LATER_SHARES = _SHARES | {HALF: 20}
 
 
 def brief(kind: str) -> str:
@@ -26,7 +29,7 @@ def brief(kind: str) -> str:
     return f"brief_{kind}"
 
 
-PHRASE_KINDS = tuple(map(brief, (*KINDS, BESIDE)))
+PHRASE_KINDS = tuple(map(brief, (*KINDS, BESIDE, HALF)))
 
 
 class Teller(Asker):
@@ -36,6 +39,10 @@ class Teller(Asker):
         """A phrase of a kind, None where the scene has no matter for it."""
         if kind == BESIDE:
             return self._neighbour()
+        if kind == HALF:
+            thing = self._thing()
+            side = self._sides(thing)[1]
+            return Question(brief(HALF), f"half {thing.name}", side, self._evidence((thing,)))
         found = self.ask(kind)
         if found is None:
             return None
@@ -57,9 +64,20 @@ def training_phrases(
     rng: random.Random, scene: Scene, canvas: Canvas, number: int
 ) -> list[Question]:
     """`number` phrases about a scene, as questions whose text is the phrase."""
+    return _phrases(rng, scene, canvas, number, _SHARES)
+
+
+def later_phrases(rng: random.Random, scene: Scene, canvas: Canvas, number: int) -> list[Question]:
+    """Phrases that go on beside questions: many of them about the left and the right half."""
+    return _phrases(rng, scene, canvas, number, _LATER_SHARES)
+
+
+def _phrases(
+    rng: random.Random, scene: Scene, canvas: Canvas, number: int, shares: Mapping[str, int]
+) -> list[Question]:
     teller, told = Teller(rng, scene, canvas, BRIEF), list[Question]()
     while len(told) < number:
-        phrase = teller.tell(rng.choices(list(_SHARES), list(_SHARES.values()))[0])
+        phrase = teller.tell(rng.choices(list(shares), list(shares.values()))[0])
         if phrase is not None:
             told.append(phrase)
     return told

@@ -9,9 +9,11 @@ import pytest
 from benchmarks.minillava.yardstick.layout import TRAINING_STYLES, Canvas, draw_layout
 from benchmarks.minillava.yardstick.phrases import (
     BESIDE,
+    HALF,
     PHRASE_KINDS,
     Teller,
     brief,
+    later_phrases,
     training_phrases,
 )
 from benchmarks.minillava.yardstick.questions import Question
@@ -29,7 +31,7 @@ def told() -> Told:
     rng = random.Random(3)
     layouts = [draw_layout(rng, style, CANVAS) for style in TRAINING_STYLES * 8]
     scenes = render(layouts, CANVAS, 3).scenes
-    return [(scene, training_phrases(rng, scene, CANVAS, 60)) for scene in scenes]
+    return [(scene, later_phrases(rng, scene, CANVAS, 60)) for scene in scenes]
 
 
 def test_every_kind_is_told(told: Told) -> None:
@@ -70,6 +72,16 @@ def test_a_neighbour_is_named_before_its_digit_is_told(told: Told) -> None:
             assert phrase.evidence[0] == scene.patches(target)[0]
             seen += 1
     assert seen >= 20
+
+
+def test_halves_are_told_later(told: Told) -> None:
+    for scene, phrases in told:
+        first = training_phrases(random.Random(0), scene, CANVAS, 60)
+        assert brief(HALF) not in {one.kind for one in first}
+        columns = {f"half {thing.name}": thing.column for thing in scene.layout.things}
+        halves = [one for one in phrases if one.kind == brief(HALF)]
+        assert halves
+        assert all(one.answer == ("left", "right")[columns[one.text] // 2] for one in halves)
 
 
 def test_an_unknown_kind_is_refused(told: Told) -> None:
