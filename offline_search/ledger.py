@@ -167,7 +167,7 @@ def _foreign(path: Path, number: int, error: ValidationError) -> SearchError:
 
 def _unusable(path: Path, error: OSError) -> SearchError:
     reason, mend = error.strerror or str(error), "choose a file that can be written"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         mend = "make room and resume: everything up to here is kept"
     elif error.errno in (errno.EAGAIN, errno.EACCES) and isinstance(error, BlockingIOError):
         reason, mend = "another search is writing it", "wait for it, or begin another ledger"

@@ -32,7 +32,12 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 FLAG = "--autoprune-requests states"
 
-_TIMEOUT = httpx.Timeout(120.0, connect=10.0)
+AT_ONCE = 128
+"""Requests in flight a server. On two cores an answer took 16 ms of processor time with 128, 23 ms
+with 32 and 45 ms with one: whatever a step of the engine costs is shared."""
+
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+"""Long: a request may wait for all that are in flight with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class ServedEvaluator:
         dataset: Dataset,
         *,
         model: str | None = None,
-        at_once: int = 32,
+        at_once: int = AT_ONCE,
         patience: Patience | None = None,
         probes: Sequence[VisualTokens] = (),
     ) -> None:

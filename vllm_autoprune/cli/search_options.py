@@ -68,7 +68,7 @@ def measuring_arguments(group: argparse._ArgumentGroup) -> None:
         help="vllm serve with --autoprune-requests states; several share the work",
     )
     group.add_argument("--server-model", metavar="NAME", help="where a server has several")
-    group.add_argument("--at-once", type=int, default=32, help="requests in flight a server")
+    group.add_argument("--at-once", type=int, default=128, help="requests in flight a server")
     group.add_argument(
         "--checkpoint",
         type=Path,

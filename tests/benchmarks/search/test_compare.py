@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.search.compare import Remembering, as_markdown, compare, outcomes, spread
 from benchmarks.search.recorded import RecordedProposer
-from benchmarks.search.speed import Speed, drawn
+from benchmarks.search.speed import Speed, Way, drawn, processor_seconds
 from offline_search.evaluators.protocol import Job
 from offline_search.examples import Dataset
 from offline_search.ledger import Ledger, read
@@ -82,9 +87,31 @@ def test_an_interval_over_seeds_is_students() -> None:
     assert spread([2.0]) == "2.0000"
 
 
-def test_speeds_are_told_beside_the_fastest() -> None:
-    table = Speed(2.0, 10.0, 50.0, 50, 3, 144).as_markdown()
-    assert (
-        "| 144 examples |" in table and "| 50.00 | 25.0 |" in table and "| 10.00 | 5.0 |" in table
+def test_processor_time_is_that_of_a_whole_group() -> None:
+    works = (
+        "import subprocess, sys, time\n{}\nwhile time.process_time() < 0.3: pass\nsys.stdin.read()"
     )
+    child = f"subprocess.Popen([sys.executable, '-c', {works.format('')!r}])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", works.format(child)], start_new_session=True, stdin=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while processor_seconds(process.pid) < 0.5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert 0.5 <= processor_seconds(process.pid) < 2, "one alone would have 0.3"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert processor_seconds(process.pid) == 0
+
+
+def test_speeds_are_told_beside_the_fastest() -> None:
+    ways = (Way("a", 50, 100.0, 50.0), Way("b", 3, 30.0, 9.0), Way("c", 1, 50.0, 40.0))
+    first, *others = Speed(ways, 100).as_markdown().splitlines()[2:]
+    assert first == "| a | 50 | 2.00 | 1.0 | 10.0 | 1.0 |"
+    assert others == [
+        "| b | 3 | 10.00 | 5.0 | 30.0 | 3.0 |",
+        "| c | 1 | 50.00 | 25.0 | 400.0 | 40.0 |",
+    ]
     assert len({state.digest for state in drawn(10, 8)}) == 10
