@@ -17,7 +17,10 @@ _MARK = "_of_bfloat16"
 
 
 def mend() -> None:
-    """Have the interpreter compute in float32 and round; once, however often it is called."""
+    """Have the interpreter compute in float32 and round; once, however often it is called.
+
+    vLLM calls it with its plugins: Triton is half imported when it asks for backends.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from triton.backends import compiler, driver
 
-from .bfloat16 import mend
-
 
 class InterpretedDriver(driver.DriverBase):
     """One CPU, one stream."""
@@ -21,7 +19,6 @@ class InterpretedDriver(driver.DriverBase):
     @classmethod
     def is_active(cls) -> bool:
         """Always: nothing else would be chosen where this is importable."""
-        mend()  # here, because Triton is not imported yet when this module is
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
