@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,6 +50,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # The default of five would turn away clients that come all at once.
     request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that are killed leave half a request behind; anything else is told."""
+        if not isinstance(sys.exception(), ConnectionError | json.JSONDecodeError):
+            traceback.print_exc()
 
 
 @contextlib.contextmanager
