@@ -31,7 +31,7 @@ from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.state import PruningState
 
-_SHOWN = 12
+FRONT = 12
 """Members of a Pareto front that are measured on the test split, the best objective first."""
 
 
@@ -90,7 +90,7 @@ class Choosing:
         if not self._settings.several:
             return {}
         shown = [("base", base, history.base)]
-        for trial in history.front()[:_SHOWN]:
+        for trial in history.front()[:FRONT]:
             assert trial.state is not None
             shown.append((trial.name, trial.state, trial.tried))
         found: dict[str, Member] = {}

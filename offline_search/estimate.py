@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offline_search.choosing import FRONT
 from offline_search.examples import Dataset
 from offline_search.prompt import Messages, propose
 from offline_search.proposers.endpoint import Price
@@ -57,6 +58,6 @@ def estimate(settings: Settings, dataset: Dataset, price: Price) -> Estimate:
             # The full-token model and the base policy are measured beside the candidates.
             "search": each["search"] * (1 + budgets * (settings.candidates + 1)),
             "validation": each["validation"] * (1 + budgets * (settings.confirmed + 1)),
-            "test": each["test"] * (1 + 2 * budgets),
+            "test": each["test"] * (1 + budgets * (2 + (FRONT if settings.several else 0))),
         },
     )

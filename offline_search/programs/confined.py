@@ -75,7 +75,7 @@ def confine() -> None:
         (_RETURN, 0, 0, _REFUSE),
         (_RETURN, 0, 0, _ALLOW),
     ]
-    written = (_Instruction * len(steps))(*steps)
+    written = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
     library = ctypes.CDLL(None, use_errno=True)
     asked = (
         (_NO_NEW_PRIVILEGES, 1, 0),
@@ -88,7 +88,8 @@ def confine() -> None:
 
 def _returned(code: str, budget: int) -> str:
     """What ``policy(budget)`` of a program returns, as JSON."""
-    names: dict[str, object] = {"__name__": _PROGRAM}
+    # Whoever writes policies as JSON all day writes its words in programs too.
+    names: dict[str, object] = {"__name__": _PROGRAM, "true": True, "false": False, "null": None}
     exec(compile(code, _PROGRAM, "exec"), names)
     policy = names.get("policy")
     if not callable(policy):

@@ -14,7 +14,7 @@ from pathlib import Path
 from offline_search.programs import confined
 from vllm_autoprune.errors import ConfigError, Problem
 
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 """Seconds for starting Python and running a program; its own processor time is bounded below."""
 
 _LONGEST = 20_000

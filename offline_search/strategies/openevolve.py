@@ -16,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import pprint
 import random
 from collections.abc import Iterator
 from random import Random
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from offline_search.history import History, Trial
@@ -53,17 +55,14 @@ class OpenEvolve:
         if this.number == 1:
             state = plain_state(self._settings)
             body = pprint.pformat(alpha(state), width=90, sort_dicts=False)
-            program = (
-                f"def policy(budget):\n    return {body.replace(chr(10), chr(10) + ' ' * 11)}\n"
-            )
+            returned = indent(body, " " * 11).strip()
+            program = f"def policy(budget):\n    return {returned}\n"
             return [Draft("initial", state, program=program)]
-        from openevolve.utils.code_utils import parse_full_rewrite
-
         with _seeded(this.dice):
             database = self._database(this.history)
             asked = [self._prompt(database, this.number) for _ in range(this.count)]
         replies = (
-            this.ask(index, messages, "openevolve", (parent,), code_in=parse_full_rewrite)
+            this.ask(index, messages, "openevolve", (parent,), code_in=_code_in)
             for index, (messages, parent) in enumerate(asked)
         )
         return list(await asyncio.gather(*replies))
@@ -140,6 +139,13 @@ def _program(trial: Trial, history: History) -> Program:
     )
 
 
+def _code_in(reply: str) -> str:
+    """The program in a reply, as OpenEvolve finds it; the whole reply where it finds none."""
+    from openevolve.utils.code_utils import parse_full_rewrite
+
+    return parse_full_rewrite(reply) or ""
+
+
 def _programming(settings: Settings) -> str:
     """What is asked of whoever writes programs."""
     return (
@@ -163,6 +169,9 @@ def _seeded(dice: Random) -> Iterator[None]:
 def _require_openevolve() -> None:
     try:
         import openevolve.database  # noqa: F401
+
+        # It tells of every parent that a better program has replaced.
+        logging.getLogger("openevolve").setLevel(logging.ERROR)
     except ImportError:
         mend = 'pip install "vllm-autoprune[search,search-openevolve]"'
         raise ConfigError("search", [Problem("openevolve", "is not installed", mend)]) from None

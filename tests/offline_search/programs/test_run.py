@@ -23,6 +23,11 @@ def test_what_a_program_returns_comes_back_as_json() -> None:
     assert json.loads(ran(code, 16).text) == {"k": 16, "root": 4.0}
 
 
+def test_json_s_own_words_are_known() -> None:
+    found = ran("def policy(k):\n    return [true, false, null]\n")
+    assert json.loads(found.text) == [True, False, None]
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
