@@ -190,8 +190,8 @@ class Asker:
 
 # Shares of training; what needs more than one look gets more.
 _SHARES = {
-    "digit": 8, "colour": 6, "shape": 6, "text": 14, "count": 14, "quarter": 7, "relation": 17,
-    "existence": 9, "reading": 6, "position": 7, "counting": 6,
+    "digit": 6, "colour": 4, "shape": 4, "text": 10, "count": 24, "quarter": 4, "relation": 14,
+    "existence": 8, "reading": 12, "position": 5, "counting": 14,
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from benchmarks.minillava.yardstick.vocabulary import clip_tokenizer, language_t
 
 RANKS = 2
 STAGES = ("reading", "towers", "phrases", "questions", "gaps")
-STEPS = {"reading": 300, "towers": 1500, "phrases": 1200, "questions": 1600, "gaps": 250}
+STEPS = {"reading": 300, "towers": 1500, "phrases": 1200, "questions": 2400, "gaps": 250}
 # Images a rank and step; the last stages ask many questions about each.
 IMAGES = {"reading": 16, "towers": 16, "phrases": 8, "questions": 8, "gaps": 8}
 PEAK = {"reading": 2e-3, "towers": 2e-3, "phrases": 4e-3, "questions": 4e-3, "gaps": 1e-3}
