@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.minillava.yardstick.attention import LEAN
 from benchmarks.minillava.yardstick.layout import Canvas
-from benchmarks.minillava.yardstick.phrases import PHRASE_KINDS, later_phrases, training_phrases
+from benchmarks.minillava.yardstick.phrases import PHRASE_KINDS, training_phrases
 from benchmarks.minillava.yardstick.questions import Question, training_questions
 from benchmarks.minillava.yardstick.render import Scene
 from benchmarks.minillava.yardstick.towers import WIDTH, pixels, training_scenes
@@ -52,7 +52,7 @@ class Course:
 _PHRASE = " {question}"
 PHRASES = (Course(training_phrases, 40, _PHRASE),)
 # Some phrases go on, for what they have not taught yet, and so that nothing is forgotten.
-QUESTIONS = (Course(training_questions, 12, AFTER_IMAGE), Course(later_phrases, 14, _PHRASE))
+QUESTIONS = (Course(training_questions, 12, AFTER_IMAGE), Course(training_phrases, 14, _PHRASE))
 
 
 class Projector(nn.Module):

@@ -41,7 +41,7 @@ __all__ = [
     "clip_tokenizer", "language_tokenizer", "prompt", "token_id",
 ]  # fmt: skip
 
-VOCABULARY = 576
+VOCABULARY = 640
 
 # A name is one token, across the space ("superwords": Liu et al. 2025, arXiv 2503.13423). A trained
 # model puts the words of a name together in its first layers; one that starts from nothing looked

@@ -16,6 +16,8 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Name the digit of the {name}.",
         "Look at the {name}. What digit is on it?",
         "On the {name}, which digit is written?",
+        "The {name} has which digit on it?",
+        "Can the digit on the {name} be read? Name it.",
     ),
     "colour": (
         "What colour is the shape with the digit {digit}?",
@@ -23,6 +25,9 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Name the colour of the shape with the digit {digit}.",
         "Look for the digit {digit}. Which colour has its shape?",
         "The shape with the digit {digit} has which colour?",
+        "Of which colour is the shape that carries the digit {digit}?",
+        "The digit {digit}: on which colour is it?",
+        "Which colour is under the digit {digit}?",
     ),
     "shape": (
         "What shape carries the digit {digit}?",
@@ -30,6 +35,8 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Name the shape with the digit {digit}.",
         "Look for the digit {digit}. What shape is it on?",
         "The digit {digit} is carried by which shape?",
+        "The digit {digit}: on which shape is it?",
+        "Of the shapes, which has the digit {digit} on it?",
     ),
     "text": (
         "What number is on the {name}?",
@@ -37,6 +44,8 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Which number does the {name} show?",
         "Look at the {name}. Which number is on it?",
         "On the {name}, what number is written?",
+        "The {name} has which number on it?",
+        "Which number can be read on the {name}?",
     ),
     "count": (
         "How many {plural} are there?",
@@ -44,6 +53,10 @@ SEEN: dict[str, tuple[str, ...]] = {
         "How many {plural} does the picture show?",
         "Look for {plural}. How many are there?",
         "Of {plural}, how many are in the picture?",
+        "Count all {plural} that can be seen.",
+        "The picture shows how many {plural}?",
+        "Name the number of {plural}.",
+        "What number of {plural} does the picture show?",
     ),
     "quarter": (
         "In which quarter of the picture is the {name}?",
@@ -51,6 +64,7 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Name the quarter that the {name} is in.",
         "Look for the {name}. In which quarter is it?",
         "Where is the {name}? Name the quarter.",
+        "The {name}: which quarter is it in?",
     ),
     "relation": (
         "What digit is on the shape {relation} the {name}?",
@@ -58,6 +72,7 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Read the digit {relation} the {name}.",
         "Which digit is {relation} the {name}?",
         "Look at the {name}. What digit is on the shape {relation} it?",
+        "The shape {relation} the {name} carries which digit?",
     ),
     "existence": (
         "Is there {a_name} in the picture?",
@@ -65,6 +80,7 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Can {a_name} be seen?",
         "Look for {a_name}. Is it there?",
         "Is {a_name} there?",
+        "Can the picture be said to show {a_name}?",
     ),
     "reading": (
         "Does the {name} carry the digit {digit}?",
@@ -72,6 +88,10 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Is there the digit {digit} on the {name}?",
         "Look at the {name}. Is its digit a {digit}?",
         "Is {digit} the digit on the {name}?",
+        "Does the {name} have the digit {digit} on it?",
+        "Is a {digit} written on the {name}?",
+        "Can the digit {digit} be read on the {name}?",
+        "The {name}: is its digit a {digit}?",
     ),
     "position": (
         "Is the {name} in the {side} half of the picture?",
@@ -79,16 +99,20 @@ SEEN: dict[str, tuple[str, ...]] = {
         "Is the {name} in the {side} half?",
         "Look for the {name}. Is it in the {side} half?",
         "Is the {side} half where the {name} is?",
+        "The {name}: is it in the {side} half?",
     ),
     "counting": (
         "Are there exactly {number} {plural}?",
         "Does the picture show exactly {number} {plural}?",
         "Are there {number} {plural} in the picture?",
         "Is {number} the number of {plural}?",
+        "Can {number} {plural} be counted, no more and no less?",
+        "Does the picture have exactly {number} {plural}?",
+        "Of {plural}, are there exactly {number}?",
     ),
 }
 
-# Paraphrases of known words, two inflections aside: what is new is how they are put together.
+# Paraphrases of known words: what is new is how they are put together.
 UNSEEN: dict[str, tuple[str, ...]] = {
     "digit": ("The {name} carries which digit?", "Name the digit that is on the {name}."),
     "colour": ("The digit {digit} is on a shape of which colour?",),
@@ -114,7 +138,7 @@ BRIEF: dict[str, tuple[str, ...]] = {
     "relation": ("{relation} the {name}",),
     "existence": ("{a_name}",),
     # Not the name first: a name with its digit behind it is a `digit` phrase with its answer.
-    "reading": ("{digit} on the {name}",),
+    "reading": ("{digit} on the {name}", "the {name} a {digit}"),
     "position": ("{side} half {name}",),
     "counting": ("{number} {plural}",),
 }

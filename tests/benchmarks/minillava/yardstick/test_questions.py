@@ -72,7 +72,7 @@ def test_unseen_wordings_are_made_of_words_that_training_reads() -> None:
     known = words(tuple(text for kind in KINDS for text in SEEN[kind]))
     new = words(tuple(text for kind in KINDS for text in UNSEEN[kind]))
 
-    assert new - known == {"have", "shows"}  # inflections of "has" and "show"
+    assert new <= known
 
 
 @pytest.mark.parametrize("kind", PAIR_KINDS)
