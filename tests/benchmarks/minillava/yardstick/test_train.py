@@ -44,7 +44,7 @@ def test_one_seed_gives_one_pair_of_checkpoints_in_one_pass_or_in_two(tmp_path: 
     found = _weights(whole)
     assert sorted(found) == [f"out/{n}/{m}/model.safetensors" for n in ("gaps", "whole")
                              for m in ("clip", "llava")]  # fmt: skip
-    assert "[phrases] resumed at step 2" in again and "resumed" not in log
+    assert "[phrases] resumed at step 1" in again and "resumed" not in log
     assert _weights(resumed) == found
     assert found["out/gaps/llava/model.safetensors"] != found["out/whole/llava/model.safetensors"]
     assert found["out/gaps/clip/model.safetensors"] == found["out/whole/clip/model.safetensors"]
