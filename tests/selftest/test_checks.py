@@ -130,9 +130,15 @@ def test_runners_that_differ_are_told() -> None:
         _set(kept={"q": [[0, 2, 5, 7, 11]]}),
         *(_spoilt(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
         *(_spoilt(way, positions=[[0]]) for way in ("chunked", "preempted")),
-        *(_spoilt("pruned", logprob=number) for number in (-3.1, math.nan)),
+        *(_spoilt("pruned", logprob=number) for number in (-3.4, math.nan)),
     ):
         assert runners_agree(good(), spoil(other)) != ""
+
+
+@pytest.mark.parametrize(("off", "agree"), [(0.15, True), (0.25, False)])
+def test_runners_may_differ_as_their_kernels_round(off: float, agree: bool) -> None:
+    moved = _spoilt("pruned", logprob=good().pruned["q"].logprob - off)(good())
+    assert (runners_agree(good(), moved) == "") is agree
 
 
 def test_survivors_of_two_images() -> None:
