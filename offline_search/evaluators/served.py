@@ -158,25 +158,8 @@ class ServedEvaluator:
     async def _once(
         self, url: str, example: Example, pruning: Mapping[str, object]
     ) -> tuple[float, bool]:
-        body = {
-            "model": self._model,
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image_url", "image_url": {"url": self._image(example)}},
-                        {"type": "text", "text": example.question},
-                    ],
-                },
-                {"role": "assistant", "content": example.answer},
-            ],
-            "add_generation_prompt": False,
-            "continue_final_message": True,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,
-            "mm_processor_kwargs": {"autoprune": pruning},
-        }
+        image = self._image(example)
+        body = reference_body(self._model, image, example.question, example.answer, pruning)
         answer = await self._client.post(f"{url}/v1/chat/completions", json=body)
         if answer.status_code in (400, 401, 403, 404, 422):
             raise EvaluationFailed(f"status {answer.status_code}: {_message(answer.text)}")
@@ -195,6 +178,32 @@ def _pruning(state: PruningState | None, budget: int) -> Mapping[str, object]:
         return {"enabled": False}
     policy = state.model_dump(mode="json", exclude={"provenance"})
     return {"policy": policy, "budget": budget}
+
+
+def reference_body(
+    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
+) -> dict[str, object]:
+    """A chat request whose prompt ends in the reference answer, each of its tokens scored.
+
+    `image` is a URL; `pruning` is what the request says to the plugin.
+    """
+    parts = [
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": question},
+    ]
+    return {
+        "model": model,
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": answer},
+        ],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "mm_processor_kwargs": {"autoprune": pruning},
+    }
 
 
 def read_reference(prompt: Sequence[Mapping[str, Any] | None], answer: str) -> tuple[float, bool]:

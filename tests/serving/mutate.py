@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import http.client
 import json
 import re
 import sys
@@ -20,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
 from benchmarks.server import Server, serve
+from benchmarks.soak.client import post
 from tests.fuzz.grammar import anything
 from tests.fuzz.mutate import mutate
 from tests.fuzz.spoil import spoil
@@ -124,7 +123,7 @@ def run(server: Server, count: int, seed: int = 0, at_once: int = 4) -> Tally:
         if random.random() < 0.03:
             kind, spoilt = "spoilt", spoil(text, random)[0]
             sent = spoilt if isinstance(spoilt, bytes) else spoilt.encode("utf-8", "surrogatepass")
-        status, answer = _exchange(server, sent)
+        status, answer = post(server.url, sent)
         wrong = status >= 500 or status == 0
         shown = f"seed {seed} number {number} ({kind}): {json.dumps(kwargs)[:SENT]} -> {status} "
         return kind, status, shown + answer[:SENT] if wrong else ""
@@ -141,21 +140,6 @@ def run(server: Server, count: int, seed: int = 0, at_once: int = 4) -> Tally:
     if after != before:
         tally.faults.append(f"a normal request was answered {before!r}, and is now {after!r}")
     return tally
-
-
-def _exchange(server: Server, sent: bytes) -> tuple[int, str]:
-    """Status and text of the answer; 0 where there is none."""
-    at = urlsplit(server.url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
-    try:
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request("POST", "/v1/chat/completions", sent, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException) as error:
-        return 0, repr(error)
-    finally:
-        connection.close()
 
 
 def _by_the_engine(server: Server) -> int:

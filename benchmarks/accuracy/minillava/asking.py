@@ -15,7 +15,7 @@ from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.minillava.model import Asked
 from benchmarks.accuracy.records import Answer, Case
 from offline_search.evaluators.protocol import EvaluationFailed
-from offline_search.evaluators.served import read_reference
+from offline_search.evaluators.served import read_reference, reference_body
 from vllm_autoprune.errors import ConfigError, Problem
 
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
@@ -84,25 +84,7 @@ class Asker:
         return False
 
     async def _once(self, case: Case, asked: Asked) -> Answer:
-        body = {
-            "model": self._model,
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image_url", "image_url": {"url": asked.image}},
-                        {"type": "text", "text": asked.text},
-                    ],
-                },
-                {"role": "assistant", "content": asked.answer},
-            ],
-            "add_generation_prompt": False,
-            "continue_final_message": True,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,
-            "mm_processor_kwargs": {"autoprune": case.asked},
-        }
+        body = reference_body(self._model, asked.image, asked.text, asked.answer, case.asked)
         answer = await self._client.post(f"{self._url}/v1/chat/completions", json=body)
         if 400 <= answer.status_code < 500:
             raise EvaluationFailed(f"status {answer.status_code}: {answer.text[:300]}")
