@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +48,7 @@ async def run_program(code: str, budget: int) -> Output:
     except TimeoutError:
         return Output(failure=f"the program did not end within {_PATIENCE:.0f} s")
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        await _ended(process)
     if len(text) > _LONGEST:  # said first: ending it may have lost its exit status
         return Output(failure=f"the program returned more than {_LONGEST} characters")
     if process.returncode == confined.UNCONFINED:
@@ -67,9 +66,16 @@ async def _answered(process: asyncio.subprocess.Process, asked: bytes) -> tuple[
     process.stdin.close()
     text, told = await asyncio.gather(_first(process.stdout), _first(process.stderr))
     if len(text) > _LONGEST:
-        process.kill()
+        await _ended(process)
     await process.wait()
     return text, told
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # it may end by itself between the look and the signal
+        if process.returncode is None:
+            process.kill()
+    await process.wait()
 
 
 async def _first(stream: asyncio.StreamReader) -> str:
