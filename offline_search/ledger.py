@@ -7,22 +7,28 @@ start, and finds in the ledger whatever it has already done.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from pydantic import ValidationError
-
+from offline_search import appended
+from offline_search.appended import Appended, Wording
 from offline_search.records import EFFECTS, RECORD, Record, content
 from vllm_autoprune.errors import SearchError
 
 R = TypeVar("R", bound=Record)
+
+_WORDING = Wording(
+    error=SearchError,
+    noun="ledger",
+    writer="another search",
+    wait="wait for it, or begin another ledger",
+    room="make room and resume: everything up to here is kept",
+    place="choose a file that can be written",
+    other="give another file, or the version that wrote it",
+)
 
 
 class Ledger:
@@ -36,22 +42,8 @@ class Ledger:
         """
         self.path = path
         self._recording = recording
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise _unusable(path, error) from None
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            records, self._size = _complete(path)
-            os.ftruncate(self._handle, self._size)
-        except OSError as error:
-            os.close(self._handle)
-            raise _unusable(path, error) from None
-        except SearchError:
-            os.close(self._handle)
-            raise
-        self._records = {record.key: record for record in records}
+        self._file = Appended(path, RECORD, _WORDING)
+        self._records = {record.key: record for record in self._file.found}
 
     def __enter__(self) -> Ledger:
         return self
@@ -72,7 +64,7 @@ class Ledger:
 
     def close(self) -> None:
         """Let another process have the file."""
-        os.close(self._handle)
+        self._file.close()
 
     def find(self, kind: type[R], key: str) -> R | None:
         """The record of a key, if this search, or the recording it replays, has made it."""
@@ -101,7 +93,7 @@ class Ledger:
                     "resume with the version and the data that began it, or begin a new ledger"
                 )
             return known
-        self._append(RECORD.dump_json(record) + b"\n")
+        self._file.append([record])
         self._records[record.key] = record
         return record
 
@@ -110,65 +102,7 @@ class Ledger:
         lines = sorted(f"{key} {content(record)}" for key, record in self._records.items())
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def _append(self, line: bytes) -> None:
-        try:
-            written = 0
-            while written < len(line):
-                written += os.write(self._handle, line[written:])
-            os.fsync(self._handle)
-        except OSError as error:
-            # Half a line would be taken for the work of a kill, but leave nothing to guess.
-            os.ftruncate(self._handle, self._size)
-            raise _unusable(self.path, error) from None
-        self._size += len(line)
-
 
 def read(path: Path) -> list[Record]:
     """The complete records of a ledger that another process may be writing."""
-    try:
-        return _complete(path)[0]
-    except OSError as error:
-        raise _unusable(path, error) from None
-
-
-def _complete(path: Path) -> tuple[list[Record], int]:
-    """All complete records, and the bytes that they take; the rest is what a kill cut off."""
-    records: list[Record] = []
-    size = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                records.append(RECORD.validate_json(line))
-            except ValidationError as error:
-                if file.readline() or _is_json(line):
-                    raise _foreign(path, number, error) from None
-                break
-            size += len(line)
-    return records, size
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _foreign(path: Path, number: int, error: ValidationError) -> SearchError:
-    what = error.errors(include_url=False)[0]["msg"]
-    return SearchError(
-        f"ledger {path}, line {number}: not a record of this version ({what}) -> "
-        "give another file, or the version that wrote it"
-    )
-
-
-def _unusable(path: Path, error: OSError) -> SearchError:
-    reason, mend = error.strerror or str(error), "choose a file that can be written"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        mend = "make room and resume: everything up to here is kept"
-    elif error.errno in (errno.EAGAIN, errno.EACCES) and isinstance(error, BlockingIOError):
-        reason, mend = "another search is writing it", "wait for it, or begin another ledger"
-    return SearchError(f"ledger {path}: {reason} -> {mend}")
+    return appended.read(path, RECORD, _WORDING)

@@ -6,14 +6,9 @@ the next one asks what is missing. Answers that failed count as missing.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-
-from pydantic import ValidationError
 
 from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.records import (
@@ -25,8 +20,20 @@ from benchmarks.accuracy.records import (
     Record,
     Total,
 )
+from offline_search import appended
+from offline_search.appended import Appended, Wording
 
 JOURNAL = "samples.jsonl"
+
+_WORDING = Wording(
+    error=EvaluationError,
+    noun="",
+    writer="another evaluation",
+    wait="wait for it, or name another --out",
+    room="make room and add --resume: everything up to here is kept",
+    place="name a folder that can be written with --out",
+    other="name another folder with --out, or use the version that wrote it",
+)
 
 
 class Contents:
@@ -85,22 +92,8 @@ class Journal:
         written.
         """
         self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise _unusable(path, error) from None
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            records, self._size = _complete(path)
-            os.ftruncate(self._handle, self._size)
-        except OSError as error:
-            os.close(self._handle)
-            raise _unusable(path, error) from None
-        except EvaluationError:
-            os.close(self._handle)
-            raise
-        self.contents = Contents(records)
+        self._file = Appended(path, RECORD, _WORDING)
+        self.contents = Contents(self._file.found)
 
     def __enter__(self) -> Journal:
         return self
@@ -111,7 +104,7 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        os.close(self._handle)
+        self._file.close()
 
     def open_as(self, opened: Opened) -> None:
         """State what is measured; raises :class:`EvaluationError` where it is something else."""
@@ -145,59 +138,14 @@ class Journal:
             new.append(record)
         if not new:
             return
-        self._append(
-            b"".join(RECORD.dump_json(record, exclude_none=True) + b"\n" for record in new)
-        )
+        self._file.append(new, exclude_none=True)
         for record in new:
             self.contents.take(record)
-
-    def _append(self, lines: bytes) -> None:
-        try:
-            written = 0
-            while written < len(lines):
-                written += os.write(self._handle, lines[written:])
-        except OSError as error:
-            # Half a line would be taken for the work of a kill, but leave nothing to guess.
-            os.ftruncate(self._handle, self._size)
-            raise _unusable(self.path, error) from None
-        self._size += len(lines)
 
 
 def read(path: Path) -> Contents:
     """A journal that nobody has to be writing; raises :class:`EvaluationError`."""
-    try:
-        return Contents(_complete(path)[0])
-    except OSError as error:
-        raise _unusable(path, error) from None
-
-
-def _complete(path: Path) -> tuple[list[Record], int]:
-    """All complete records, and the bytes that they take; the rest is what a kill cut off."""
-    records: list[Record] = []
-    size = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                records.append(RECORD.validate_json(line))
-            except ValidationError as error:
-                what = error.errors(include_url=False)[0]["msg"]
-                raise EvaluationError(
-                    f"{path}, line {number}: not a record of this version ({what}) -> name another "
-                    "folder with --out, or use the version that wrote it"
-                ) from None
-            size += len(line)
-    return records, size
-
-
-def _unusable(path: Path, error: OSError) -> EvaluationError:
-    reason, mend = error.strerror or str(error), "name a folder that can be written with --out"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        mend = "make room and add --resume: everything up to here is kept"
-    elif isinstance(error, BlockingIOError):
-        reason, mend = "another evaluation is writing it", "wait for it, or name another --out"
-    return EvaluationError(f"{path}: {reason} -> {mend}")
+    return Contents(appended.read(path, RECORD, _WORDING))
 
 
 def missing(
