@@ -1,0 +1,30 @@
+"""What is said of settings that are refused.
+
+Knows nothing about what is wrong with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.serving.unit.samples import vllm_config
+from vllm_autoprune import ConfigError
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.serving.config import resolve
+
+
+def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
+    """Every problem for which settings are refused, each with the way to mend it."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(settings, vllm_config() if config is None else config)
+    problems = caught.value.problems
+    assert problems
+    assert all(problem.what and problem.mend for problem in problems)
+    return problems
+
+
+def places(settings: object, config: Any = None) -> list[str]:
+    """Where those problems are."""
+    return [problem.where for problem in refusal(settings, config)]
