@@ -22,8 +22,8 @@ from tests.tpdsl.every import (
     whole_images,
     with_only,
 )
+from tests.tpdsl.refining import same, vars_of
 from tests.tpdsl.samples import call, state
-from tests.tpdsl.test_refine import same, vars_of
 from vllm_autoprune import Grid, Refined, VisualTokens, materialize, refine
 from vllm_autoprune.tpdsl.atom import ATOMS, ROLES, Group
 from vllm_autoprune.tpdsl.fusion import run_fusion

@@ -1,0 +1,79 @@
+"""Policies of every kind, and what must hold of whatever they select.
+
+Knows nothing about the images they are given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tests.tpdsl.samples import shipped, state
+from vllm_autoprune import Grid, PruningPolicy, Refined, VisualTokens, materialize
+from vllm_autoprune.tpdsl.numerics import evenly, mask_of
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "shipped": {},
+    "divprune": {"/base_policy": {"name": "divprune"}},
+    "global": {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
+    "dpp": {"/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}},
+    "conditional": {
+        "/constraints/selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4},
+        "/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5},
+    },
+    "residual": {"/reassembly/strength": 0.5},
+    "base alone": {"/constraints/selector/q_e": 0},
+    "anything goes": {"/constraints/selector/q_e": 640},
+    "r_min": {"/constraints/selector": {**shipped()["constraints"]["selector"], "r_min": 1}},
+}
+"""Changes to the shipped state; between them they run every atom but the safety checks."""
+
+GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(1, 40), Grid(4, 4, tiles=5)]
+
+EVENLY: list[int] = evenly(1, 36, 8, torch.device("cpu"))[0].tolist()
+
+
+def policy_of(variant: str = "shipped", budget: int = 8) -> PruningPolicy:
+    return materialize(state(VARIANTS[variant]), budget)
+
+
+def same(one: Refined, other: Refined, rows: tuple[slice | list[int], slice | list[int]]) -> bool:
+    """All of it bit-equal, for these rows of the one and those of the other."""
+    mine, yours = rows
+    for field in dataclasses.fields(Refined):
+        a, b = vars_of(one)[field.name], vars_of(other)[field.name]
+        if (a is None) != (b is None):
+            return False
+        if a is not None and b is not None and not torch.equal(a[mine], b[yours]):
+            return False
+    return True
+
+
+def vars_of(found: Refined) -> dict[str, Tensor | None]:
+    return {
+        "features": found.features,
+        "indices": found.indices,
+        "reference": found.reference,
+        "exchanged": found.exchanged,
+        "fallback": found.fallback,
+        "quality": found.quality,
+    }
+
+
+def assert_sound(policy: PruningPolicy, tokens: VisualTokens, found: Refined) -> None:
+    """The promises that hold for every policy, image and budget below N."""
+    k = policy.budget
+    assert found.features.shape == (tokens.batch, k, tokens.features.shape[2])
+    assert found.features.dtype == tokens.features.dtype
+    assert bool(found.features.isfinite().all())
+    assert found.indices.shape == found.reference.shape == (tokens.batch, k)
+    assert bool((found.indices.diff(dim=1) > 0).all())
+    assert int(found.indices.min()) >= 0 and int(found.indices.max()) < tokens.count
+    base = mask_of(found.reference, tokens.count)
+    assert base.sum(dim=1).tolist() == [k] * tokens.batch
+    shared = (mask_of(found.indices, tokens.count) & base).sum(dim=1)
+    assert torch.equal(found.exchanged, k - shared)
+    assert int(shared.min()) >= policy.r_min
+    assert int(found.exchanged.max()) <= policy.quota
