@@ -1,0 +1,72 @@
+"""Plans, images and a model without weights, for batches of images.
+
+Knows nothing about what is selected of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.serving.unit.samples import image, served
+from vllm_autoprune import Grid
+from vllm_autoprune.serving.batch import ModelParts, prune_images
+from vllm_autoprune.serving.config import ServedState
+from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.plan import Ids, ItemPlan
+from vllm_autoprune.serving.prune import FallbackMeter
+
+GRID = Grid(6, 6)
+N = GRID.tokens
+
+
+class Space:
+    """Relevance without a model: the ids themselves are seeds of directions."""
+
+    sign = 1
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Ids, ...]] = []
+
+    def patches(self, hidden: Tensor) -> None:
+        return None
+
+    def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        self.asked.append(tuple(ids))
+        rows = [torch.randn(16, generator=torch.Generator().manual_seed(sum(i))) for i in ids]
+        return torch.stack(rows)[:, None], torch.ones(len(ids), 1, dtype=torch.bool)
+
+
+def plan(budget: int, key: int = 0, ids: Ids = (7,), **said: Any) -> ItemPlan:
+    """An image's plan; its key is one number twice."""
+    return ItemPlan(budget, (key, key), ids, **said)
+
+
+def parts(space: Space | None = None) -> ModelParts:
+    """A model whose tower projects nothing."""
+    return ModelParts(lambda rows: rows, space or Space())
+
+
+def images(count: int) -> list[ImageFeatures]:
+    """That many different images."""
+    return [image(seed) for seed in range(count)]
+
+
+def blind(base: str = "cdpruner") -> ServedState:
+    """A state whose only signal reads nothing."""
+    signals = [{"atom": "spatial_centrality_prior", "weight": 1.0}]
+    no_exchange = {"/scoring/signals": signals, "/constraints/selector/q_e": 0}
+    return served({"/base_policy": {"name": base}, **no_exchange})
+
+
+def pruned(
+    plans: Sequence[ItemPlan], shown: Sequence[ImageFeatures], state: ServedState | None = None
+) -> list[Tensor]:
+    """The rows of each image, where no policy failed."""
+    meter = FallbackMeter()
+    rows = prune_images(state or served(), plans, shown, parts(), meter)
+    assert meter.raised == {}, "the policy failed"
+    return rows
