@@ -27,7 +27,7 @@ from benchmarks.demo.failure import not_started
 from benchmarks.demo.progress import Progress
 from benchmarks.demo.results import Results, control, row
 from benchmarks.demo.stop import Stopper
-from benchmarks.minillava.split import LEARNT_KINDS, Example, evaluation_split
+from benchmarks.minillava.split import Example, held_out
 from benchmarks.server import ServerDied, serve
 
 COMMON_FLAGS = (
@@ -84,9 +84,9 @@ class Questions:
 
 
 def questions(scenes: int, rounds: int) -> Questions:
-    """The learnt questions of some scenes, and one question on each of ``rounds`` other scenes."""
-    examples = tuple(e for e in evaluation_split(scenes) if e.kind in LEARNT_KINDS)
-    first = {e.image_id: e for e in reversed(evaluation_split(rounds, seed=1))}
+    """Questions on scenes of the test split, and one on each of ``rounds`` other scenes."""
+    examples = tuple(held_out("test", scenes))
+    first = {e.image_id: e for e in reversed(held_out("validation", rounds))}
     return Questions(
         examples,
         tuple(query(e, _ASKED) for e in examples),

@@ -20,7 +20,7 @@ from benchmarks.load.prepared import Prepared, prepare
 from benchmarks.load.record import Record
 from benchmarks.load.server_metrics import Watch
 from benchmarks.load.workload import Workload
-from benchmarks.minillava.split import LEARNT_KINDS, evaluation_split, png, scores
+from benchmarks.minillava.split import held_out, png, scores
 from benchmarks.overhead.measure import stages
 from benchmarks.overhead.resident import resident_of_group
 from benchmarks.server import Server, ServerDied, serve
@@ -113,7 +113,7 @@ def _ask(server: Server, model: Model, asked: Prepared, scenes: int) -> Pass:
 
 def _score(client: Client, scenes: int) -> tuple[float, float]:
     """Accuracy and accuracy+ over the learnt kinds of mini-LLaVA's held-out questions."""
-    examples = [e for e in evaluation_split(scenes) if e.kind in LEARNT_KINDS]
+    examples = held_out("test", scenes)
     bodies: list[bytes] = []
     for example in examples:
         url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()

@@ -1,4 +1,4 @@
-"""A small, really trained LLaVA-1.5 with its CLIP, its synthetic scenes and its held-out split.
+"""The harder mini-LLaVA: scenes on which policies differ, and the models trained on them.
 
-Knows nothing about the plugin: everything here runs with torch and transformers alone.
+Knows nothing about the plugin; only `evaluate.py` runs the package's base policies.
 """

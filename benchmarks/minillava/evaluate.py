@@ -1,222 +1,233 @@
-"""Offline evaluation of the checkpoint: full tokens, and K kept tokens by several selections.
+"""Figures of a checkpoint: by kind at full tokens, and by selection and K, with intervals.
 
-Knows nothing about serving: it prunes between projector and language model by hand, so that its
-figures check the model rather than the plugin. Answers are the greedy first token.
+Knows nothing about serving: tokens are pruned between projector and language model by hand, so
+that these figures check the model rather than the plugin.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoTokenizer, CLIPModel, LlavaForConditionalGeneration
 
-from benchmarks.minillava.scenes import GRID, PATCHES
-from benchmarks.minillava.split import (
-    CHECKPOINT,
-    LEARNT_KINDS,
-    UNLEARNT_KINDS,
-    Example,
-    Scores,
-    evaluation_split,
-    scores,
+from benchmarks.minillava.intervals import Interval, difference, mean
+from benchmarks.minillava.reader import Reader
+from benchmarks.minillava.selections import (
+    ORACLE,
+    RANDOM,
+    Selection,
+    keep_all,
+    selections,
 )
-from benchmarks.minillava.towers import pixels
-from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
-from vllm_autoprune.base_policies.cdpruner import CDPrunerParams, cdpruner
-from vllm_autoprune.base_policies.divprune import DivPruneParams, divprune
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+from benchmarks.minillava.split import CHECKPOINT, Example, held_out
+from benchmarks.minillava.wordings import CATEGORIES, KINDS
 
-BUDGETS = (32, 16, 8, 4)
-BATCH = 64
+BUDGETS = (64, 32, 16, 8)
+FULL = "full"
+SCENES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
-class Signals:
-    """What a selection may read for each of M examples; patches are shared within an image."""
+class Case:
+    """A selection at a budget."""
 
-    features: Tensor  # (M, 144, 192) projected
-    relevance: Tensor  # (M, 144, 128) visual projection of the penultimate patches
-    text: Tensor  # (M, 128) projected text
-    sign: int
+    name: str
+    selection: Selection
+    budget: int
 
-
-Selection = Callable[[Sequence[Example], Signals, int], Tensor]
-
-
-class Model:
-    """The checkpoint, opened for pruning by hand."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        load = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
-        self.llava = LlavaForConditionalGeneration.from_pretrained(checkpoint / "llava", **load)
-        self.clip = CLIPModel.from_pretrained(checkpoint / "clip", dtype=torch.float32)
-        self.words = AutoTokenizer.from_pretrained(checkpoint / "llava")
-        self.eyes = AutoTokenizer.from_pretrained(checkpoint / "clip")
-
-    @torch.no_grad()
-    def signals(self, examples: Sequence[Example]) -> Signals:
-        """Features and relevance inputs of M examples."""
-        images = {example.image_id: example.image for example in examples}
-        places = {image_id: place for place, image_id in enumerate(images)}
-        values = pixels(torch.stack(list(images.values())))
-        hidden = self.llava.model.vision_tower(values, output_hidden_states=True)
-        shared = hidden.hidden_states[-2][:, 1:]
-        patches = shared[torch.tensor([places[example.image_id] for example in examples])]
-        eye = self.clip.visual_projection(self.clip.vision_model.post_layernorm(patches.float()))
-        encoded = self.eyes(
-            [example.question for example in examples], padding=True, return_tensors="pt"
-        )
-        text = self.clip.text_projection(self.clip.text_model(**encoded).pooler_output)
-        features = self.llava.model.multi_modal_projector(patches)
-        return Signals(features, eye, text, self.clip.config.autoprune_relevance_sign)
-
-    @torch.no_grad()
-    def answers(self, examples: Sequence[Example], features: Tensor, kept: Tensor) -> list[str]:
-        """Answers from `features` (M, 144, 192) at the raster patches `kept` (M, K)."""
-        before = self.words(BEFORE_IMAGE, add_special_tokens=False).input_ids
-        after = [
-            self.words(AFTER_IMAGE.format(question=example.question)).input_ids
-            for example in examples
-        ]
-        longest = max(map(len, after))
-        # Padding follows the question, where the causal mask hides it from the last real token.
-        padded = torch.tensor([ids + ids[-1:] * (longest - len(ids)) for ids in after])
-        embed = self.llava.get_input_embeddings()
-        image = features[torch.arange(len(kept))[:, None], kept.sort(dim=1).values]
-        head = embed(torch.tensor(before)).expand(len(examples), -1, -1)
-        embeds = torch.cat((head, image, embed(padded)), dim=1)
-        hidden = self.llava.model.language_model(inputs_embeds=embeds, use_cache=False)
-        start = len(before) + kept.shape[1]
-        last = torch.tensor([start + len(ids) - 1 for ids in after])
-        states = hidden.last_hidden_state[torch.arange(len(last)), last]
-        best = self.llava.lm_head(states).argmax(-1)
-        return [self.words.decode([int(token)]) for token in best]
+    @property
+    def label(self) -> str:
+        """How results name it."""
+        return f"{self.name} {self.budget}"
 
 
-def keep_all(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
-    """Every patch."""
-    return torch.arange(PATCHES).expand(len(examples), PATCHES)
+@dataclass(frozen=True)
+class Result:
+    """Answers to all questions, in their order: right or not, and log-probabilities."""
+
+    right: list[bool]
+    logprob: list[float]
 
 
-def keep_random(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
-    """A seeded random sample for each question."""
-    rows = [
-        random.Random(f"{example.image_id} {example.question}").sample(range(PATCHES), count)
-        for example in examples
-    ]
-    return torch.tensor(rows)
-
-
-def _tokens(signals: Signals, sign: int) -> VisualTokens:
-    text = signals.text[:, None]
-    segments = torch.ones(text.shape[:2], dtype=torch.bool)
-    instruction = Instruction(signals.relevance, text, segments, sign)
-    return VisualTokens(signals.features, Grid(GRID, GRID), instruction=instruction)
-
-
-def keep_cdpruner(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
-    """CDPruner with the sign that the tower's description states."""
-    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, signals.sign), count).picks
-
-
-def keep_flipped(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
-    """CDPruner with the wrong sign, to show that the sign matters."""
-    return cdpruner(CDPrunerParams(theta=None), _tokens(signals, -signals.sign), count).picks
-
-
-def keep_farthest(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
-    """Farthest points among the projected features (DivPrune); blind to the question."""
-    tokens = _tokens(signals, signals.sign)
-    return divprune(DivPruneParams(tile_scope="per_tile"), tokens, count).picks
-
-
-def keep_oracle(examples: Sequence[Example], signals: Signals, count: int) -> Tensor:
-    """The question's evidence first, then a random rest."""
-    rows = []
-    for example, sample in zip(
-        examples, keep_random(examples, signals, PATCHES).tolist(), strict=True
-    ):
-        held = set(example.evidence)
-        rest = [patch for patch in sample if patch not in held]
-        rows.append([*example.evidence, *rest][:count])
-    return torch.tensor(rows)
-
-
-SELECTIONS: dict[str, Selection] = {
-    "random": keep_random,
-    "farthest point": keep_farthest,
-    "CDPruner": keep_cdpruner,
-    "CDPruner, sign flipped": keep_flipped,
-    "oracle": keep_oracle,
-}
+def _batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
+    """Questions about a few scenes at a time."""
+    groups = groupby(examples, key=lambda example: example.image_id // SCENES_AT_ONCE)
+    return (list(group) for _, group in groups)
 
 
 def evaluate(
-    model: Model, examples: Sequence[Example], cases: Sequence[tuple[str, Selection, int]]
-) -> dict[str, Scores]:
-    """Scores by case name; a case is a name, a selection and K."""
-    answers: dict[str, list[str]] = {name: [] for name, _, _ in cases}
-    for start in range(0, len(examples), BATCH):
-        part = examples[start : start + BATCH]
-        signals = model.signals(part)
-        for name, selection, count in cases:
-            kept = selection(part, signals, count)
-            answers[name] += model.answers(part, signals.features, kept)
-    return {name: scores(examples, given) for name, given in answers.items()}
+    reader: Reader, examples: Sequence[Example], cases: Sequence[Case]
+) -> tuple[dict[str, Result], list[bool]]:
+    """Results by label, and for questions with evidence whether relevance peaks inside it."""
+    results = {case.label: Result([], []) for case in cases}
+    hits: list[bool] = []
+    for part in _batches(examples):
+        tokens = reader.look(part)
+        instruction = tokens.require_instruction()
+        peaks = (instruction.sign * instruction.cosines).mean(2).argmax(1).tolist()
+        hits += [
+            peak in one.evidence for peak, one in zip(peaks, part, strict=True) if one.evidence
+        ]
+        for case in cases:
+            with torch.no_grad():
+                rows = case.selection(part, tokens, case.budget)
+            answered = reader.answer(part, rows)
+            results[case.label].right.extend(answered.right.tolist())
+            results[case.label].logprob.extend(answered.logprob.tolist())
+    return results, hits
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
-    return "| " + " | ".join((name, *cells)) + " |"
+def _share(result: Result, chosen: Sequence[bool]) -> float | None:
+    kept = [right for right, take in zip(result.right, chosen, strict=True) if take]
+    return sum(kept) / len(kept) if kept else None
+
+
+def by_category(examples: Sequence[Example], result: Result) -> dict[str, float]:
+    """Accuracy of each category that is asked."""
+    groups = {name: [one.kind in kinds for one in examples] for name, kinds in CATEGORIES.items()}
+    return _shares(result, groups)
+
+
+def by_kind(examples: Sequence[Example], result: Result) -> dict[str, float]:
+    """Accuracy of each kind that is asked."""
+    return _shares(result, {kind: [one.kind == kind for one in examples] for kind in KINDS})
+
+
+def by_novelty(examples: Sequence[Example], result: Result) -> dict[str, float]:
+    """Accuracy on what is worded and arranged as in training, and on what is not."""
+    groups = {
+        "as in training": [not (one.unseen_wording or one.unseen_style) for one in examples],
+        "unseen wording": [one.unseen_wording for one in examples],
+        "unseen layout": [one.unseen_style for one in examples],
+    }
+    return _shares(result, groups)
+
+
+def _shares(result: Result, groups: dict[str, list[bool]]) -> dict[str, float]:
+    found = {name: _share(result, chosen) for name, chosen in groups.items()}
+    return {name: share for name, share in found.items() if share is not None}
+
+
+def accuracy_plus(examples: Sequence[Example], result: Result) -> float:
+    """Share of yes/no pairs with both answers right."""
+    pairs: dict[int, list[bool]] = {}
+    for example, right in zip(examples, result.right, strict=True):
+        if example.pair is not None:
+            pairs.setdefault(example.pair, []).append(right)
+    return sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """At one budget: how far apart selections lie, in shares of questions."""
+
+    best: str
+    worst: str
+    spread: Interval
+    below_oracle: Interval
+    above_random: Interval
+
+
+def headroom(
+    examples: Sequence[Example], results: dict[str, Result], policies: Sequence[str], budget: int
+) -> Headroom:
+    """Best against worst policy, oracle against best, best against random; paired by scene."""
+    scenes = [example.image_id for example in examples]
+    right = {
+        name: [float(ok) for ok in results[f"{name} {budget}"].right]
+        for name in (*policies, RANDOM, ORACLE)
+    }
+    ranked = sorted(policies, key=lambda name: sum(right[name]))
+    worst, best = ranked[0], ranked[-1]
+    return Headroom(
+        best,
+        worst,
+        difference(right[best], right[worst], scenes),
+        difference(right[ORACLE], right[best], scenes),
+        difference(right[best], right[RANDOM], scenes),
+    )
+
+
+def report(
+    examples: Sequence[Example], results: dict[str, Result], hits: Sequence[bool]
+) -> dict[str, object]:
+    """Everything that the model card shows, as JSON."""
+    scenes = [example.image_id for example in examples]
+    labels = [label.split() for label in results if not label.startswith(FULL)]
+    names = sorted({name for name, _ in labels} - {RANDOM, ORACLE})
+    budgets = sorted({int(budget) for _, budget in labels})
+    full = next(label for label in results if label.startswith(FULL))
+    return {
+        "questions": len(examples),
+        "scenes": len(set(scenes)),
+        "relevance peaks inside the evidence": sum(hits) / len(hits),
+        "full tokens": {
+            "category": by_category(examples, results[full]),
+            "kind": by_kind(examples, results[full]),
+            "novelty": by_novelty(examples, results[full]),
+        },
+        "cases": {
+            label: {
+                "accuracy": asdict(mean([float(ok) for ok in result.right], scenes)),
+                "accuracy+": accuracy_plus(examples, result),
+                "log-probability": asdict(mean(result.logprob, scenes)),
+                "by category": by_category(examples, result),
+            }
+            for label, result in results.items()
+        },
+        "headroom": {
+            str(budget): asdict(headroom(examples, results, names, budget)) for budget in budgets
+        },
+    }
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def table(results: dict[str, Scores]) -> str:
-    """Markdown: full tokens by kind, then accuracy (accuracy+) by selection and K."""
-    full = results["full"]
-    kinds = [*LEARNT_KINDS, *UNLEARNT_KINDS]
-    lines = [
-        _row("full tokens", ["accuracy", "accuracy+", *kinds]),
-        _row("---", ["---"] * (len(kinds) + 2)),
-        _row(
-            "144",
-            [_percent(full.accuracy), _percent(full.accuracy_plus)]
-            + [_percent(full.by_kind[kind]) for kind in kinds],
-        ),
+def table(found: dict[str, object]) -> str:
+    """The report as Markdown."""
+    cases, full = found["cases"], found["full tokens"]
+    assert isinstance(cases, dict) and isinstance(full, dict)
+    lines = [f"{found['questions']} questions on {found['scenes']} scenes", ""]
+    lines += ["| full tokens | % |", "|---|--:|"]
+    for shares in full.values():
+        lines += [f"| {name} | {_percent(share)} |" for name, share in shares.items()]
+    lines += [
         "",
-        _row("keep, accuracy (accuracy+)", [f"K={count}" for count in BUDGETS]),
-        _row("---", ["---"] * len(BUDGETS)),
+        "| kept | accuracy % (95 %) | accuracy+ % | log-probability |",
+        "|---|--:|--:|--:|",
     ]
-    for name in SELECTIONS:
-        found = [results[f"{name} {count}"] for count in BUDGETS]
-        cells = [f"{_percent(item.accuracy)} ({_percent(item.accuracy_plus)})" for item in found]
-        lines.append(_row(name, cells))
+    for label, case in cases.items():
+        mid, low, high = (_percent(case["accuracy"][part]) for part in ("value", "low", "high"))
+        plus, dense = _percent(case["accuracy+"]), case["log-probability"]["value"]
+        lines.append(f"| {label} | {mid} ({low} to {high}) | {plus} | {dense:.3f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Parse, evaluate, print."""
-    parser = argparse.ArgumentParser(description="Evaluate the small LLaVA with transformers.")
+    parser = argparse.ArgumentParser(description="Evaluate the mini-LLaVA with transformers.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument("--split", choices=("search", "validation", "test"), default="test")
     parser.add_argument("--scenes", type=int, default=200)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
+    parser.add_argument("--json", type=Path, help="write the whole report to this file as well")
     arguments = parser.parse_args()
-    cases: list[tuple[str, Selection, int]] = [("full", keep_all, PATCHES)]
-    cases += [(f"{name} {k}", keep, k) for name, keep in SELECTIONS.items() for k in BUDGETS]
-    results = evaluate(Model(arguments.checkpoint), evaluation_split(arguments.scenes), cases)
+    reader = Reader(arguments.checkpoint)
+    examples = held_out(arguments.split, arguments.scenes)
+    cases = [Case(FULL, keep_all, reader.grid.tokens)]
+    cases += [Case(name, keep, k) for k in arguments.budgets for name, keep in selections().items()]
+    results, hits = evaluate(reader, examples, cases)
+    found = report(examples, results, hits)
     if arguments.json:
-        print(json.dumps({name: asdict(found) for name, found in results.items()}, indent=2))
-    else:
-        print(table(results))
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import CLIPModel, LlamaForCausalLM
 
-from benchmarks.minillava.scenes import IMAGE, PATCH, PATCHES
+from benchmarks.minillava.layout import PATCH, Canvas
 from benchmarks.minillava.towers import MEAN, STD
 from benchmarks.minillava.vocabulary import (
     BEGIN,
@@ -54,14 +54,14 @@ def _tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     }
 
 
-def _image_processor() -> Json:
+def _image_processor(canvas: Canvas) -> Json:
     return {
         "image_processor_type": "CLIPImageProcessor",
         "do_resize": True,
-        "size": {"shortest_edge": IMAGE},
+        "size": {"shortest_edge": canvas.image},
         "resample": 3,
         "do_center_crop": True,
-        "crop_size": {"height": IMAGE, "width": IMAGE},
+        "crop_size": {"height": canvas.image, "width": canvas.image},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
@@ -75,13 +75,13 @@ def _write(folder: Path, name: str, content: Json) -> None:
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _clip_files(folder: Path, clip: CLIPModel, tokenizer: Tokenizer) -> None:
+def _clip_files(folder: Path, canvas: Canvas, clip: CLIPModel, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_tensors(clip, ""), folder / "model.safetensors", metadata={"format": "pt"})
     config: Json = clip.config.to_dict()
     config |= {"architectures": ["CLIPModel"], "dtype": "bfloat16", "autoprune_relevance_sign": 1}
     _write(folder, "config.json", config)
-    _write(folder, "preprocessor_config.json", _image_processor())
+    _write(folder, "preprocessor_config.json", _image_processor(canvas))
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": CLIP_BEGIN} | dict.fromkeys(
         ("eos_token", "pad_token", "unk_token"), CLIP_END
@@ -90,13 +90,15 @@ def _clip_files(folder: Path, clip: CLIPModel, tokenizer: Tokenizer) -> None:
     _write(folder, "tokenizer_config.json", described | {"model_max_length": CLIP_LENGTH})
 
 
-def _llava_config(clip: CLIPModel, model: LlamaForCausalLM, tokenizer: Tokenizer) -> Json:
+def _llava_config(
+    canvas: Canvas, clip: CLIPModel, model: LlamaForCausalLM, tokenizer: Tokenizer
+) -> Json:
     vision: Json = clip.config.vision_config.to_dict()
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
         "dtype": "bfloat16",
-        "image_seq_length": PATCHES,
+        "image_seq_length": canvas.patches,
         "image_token_index": token_id(tokenizer, IMAGE_TOKEN),
         "multimodal_projector_bias": True,
         "projector_hidden_act": "gelu",
@@ -110,6 +112,7 @@ def _llava_config(clip: CLIPModel, model: LlamaForCausalLM, tokenizer: Tokenizer
 
 def export(
     out: Path,
+    canvas: Canvas,
     clip: CLIPModel,
     projector: nn.Module,
     model: LlamaForCausalLM,
@@ -117,14 +120,14 @@ def export(
     language_tokenizer: Tokenizer,
 ) -> None:
     """Write `out/llava` and `out/clip`; both hold the same vision tower."""
-    _clip_files(out / "clip", clip, clip_tokenizer)
+    _clip_files(out / "clip", canvas, clip, clip_tokenizer)
     folder = out / "llava"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(clip.vision_model, "vision_tower.vision_model.")
     tensors |= _tensors(projector, "multi_modal_projector.")
     tensors |= _tensors(model, "language_model.")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write(folder, "config.json", _llava_config(clip, model, language_tokenizer))
+    _write(folder, "config.json", _llava_config(canvas, clip, model, language_tokenizer))
     ids = {
         f"{name}_token_id": token_id(language_tokenizer, token)
         for name, token in (("bos", BEGIN), ("eos", END), ("pad", PAD))
@@ -148,12 +151,12 @@ def export(
         "num_additional_image_tokens": 1,
         "patch_size": PATCH,
         "vision_feature_select_strategy": "default",
-        "image_processor": _image_processor(),
+        "image_processor": _image_processor(canvas),
     }
     _write(folder, "processor_config.json", processor)
     _write(
         folder,
         "preprocessor_config.json",
-        _image_processor() | {"processor_class": "LlavaProcessor"},
+        _image_processor(canvas) | {"processor_class": "LlavaProcessor"},
     )
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)

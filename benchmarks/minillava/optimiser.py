@@ -1,41 +1,81 @@
-"""AdamW on one flat fp32 copy of bf16 weights, with gradients averaged between ranks.
+"""Muon for matrices and AdamW for the rest, on flat buffers shared by two processes.
 
-Knows nothing about the models whose weights it holds.
+Knows nothing about the models whose weights it holds. Muon: Jordan et al. 2024,
+kellerjordan.github.io/posts/muon; the step is scaled as in Liu et al., arXiv 2502.16982, so that
+one learning rate serves both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_MOMENTUM = 0.95
+# Newton-Schulz coefficients of the Muon post: they drive singular values to about one.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_ROUNDS = 5
+# A vector table gains nothing from orthogonal rows; AdamW takes embeddings and heads.
+_TABLES = ("embed", "lm_head", "heads")
 
-def schedule(step: int, steps: int, warmup: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine down to 2 %."""
+
+def schedule(step: int, steps: int, warmup: int, fall: float = 0.4) -> float:
+    """Share of the peak learning rate: linear warm-up, flat, then linear to 2 %.
+
+    The rate falls in the last `fall` of the steps. A flat stretch lets late-blooming kinds of
+    question take off before it does.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    progress = step / max(1, steps)
+    return 1.0 if progress < 1 - fall else 0.02 + 0.98 * (1 - progress) / fall
 
 
-class FlatAdamW:
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """(M, m, n) bf16 → the nearest matrices with singular values of about one."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    found = matrices.transpose(1, 2) if tall else matrices
+    found = found / (found.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    first, second, third = _QUINTIC
+    for _ in range(_ROUNDS):
+        square = found @ found.transpose(1, 2)
+        found = first * found + (second * square + third * square @ square) @ found
+    return found.transpose(1, 2) if tall else found
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Matrices of one shape, by where they start in the flat buffer of matrices."""
+
+    shape: tuple[int, int]
+    starts: tuple[int, ...]
+
+
+class FlatMuon:
     """Turns the modules' parameters into views of one bf16 buffer and steps them together.
 
-    Small models spend more time between kernels than inside them; one flat update and one
-    flat all-reduce cost less than hundreds of small ones.
+    Small models spend more time between kernels than inside them: one flat update and one flat
+    all-reduce cost less than hundreds of small ones. Ranks share out the matrices.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], peak: float, decay: float = 0.01) -> None:
-        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    def __init__(self, modules: dict[str, nn.Module], peak: float, decay: float = 0.01) -> None:
+        tables: list[nn.Parameter] = []
+        matrices: list[nn.Parameter] = []
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters(prefix):
+                if parameter.requires_grad:
+                    table = parameter.dim() != 2 or any(word in name for word in _TABLES)
+                    (tables if table else matrices).append(parameter)
+        parameters = tables + matrices
         sizes = [parameter.numel() for parameter in parameters]
-        self.peak = peak
-        self._master = nn.Parameter(
-            torch.cat([parameter.detach().float().flatten() for parameter in parameters])
-        )
-        self._weights = self._master.detach().to(torch.bfloat16)
+        self.peak, self._decay = peak, decay
+        self._split = sum(parameter.numel() for parameter in tables)
+        self._master = torch.cat([p.detach().float().flatten() for p in parameters])
+        self._weights = self._master.to(torch.bfloat16)
         self._gradients = torch.zeros_like(self._weights)
         places = zip(
             parameters, self._weights.split(sizes), self._gradients.split(sizes), strict=True
@@ -43,8 +83,12 @@ class FlatAdamW:
         for parameter, weight, gradient in places:
             parameter.data = weight.view(parameter.shape)
             parameter.grad = gradient.view(parameter.shape)
+        self._momentum = torch.zeros_like(self._master[self._split :])
+        self._stacks = _stacks(matrices)
+        # A parameter over the front of the master copy: AdamW steps it in place.
+        self._tables = nn.Parameter(self._master[: self._split])
         self._adam = torch.optim.AdamW(
-            [self._master], lr=peak, betas=(0.9, 0.98), weight_decay=decay, fused=True
+            [self._tables], lr=peak, betas=(0.9, 0.98), weight_decay=decay, fused=True
         )
 
     def step(self, share: float) -> float:
@@ -57,22 +101,61 @@ class FlatAdamW:
         if math.isfinite(norm):
             if norm > 1.0:
                 gradient /= norm
-            self._master.grad = gradient
-            self._adam.param_groups[0]["lr"] = self.peak * share
+            rate = self.peak * share
+            self._tables.grad = gradient[: self._split]
+            self._adam.param_groups[0]["lr"] = rate
             self._adam.step()
-            self._weights.copy_(self._master.detach())
+            self._step_matrices(gradient[self._split :], rate)
+            self._weights.copy_(self._master)
         self._gradients.zero_()
         return norm
 
+    def _step_matrices(self, gradient: Tensor, rate: float) -> None:
+        self._momentum.mul_(_MOMENTUM).add_(gradient)
+        direction = gradient.add(self._momentum, alpha=_MOMENTUM).to(torch.bfloat16)
+        update = torch.zeros_like(direction)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        for stack in self._stacks:
+            size = stack.shape[0] * stack.shape[1]
+            mine = stack.starts[rank::world]
+            if not mine:
+                continue
+            rows = torch.stack([direction[start : start + size] for start in mine])
+            found = orthogonalise(rows.view(len(mine), *stack.shape)).flatten(1)
+            # Rows of about the size that AdamW would take.
+            found = found * (0.2 * math.sqrt(max(stack.shape)))
+            for start, row in zip(mine, found, strict=True):
+                update[start : start + size] = row
+        if dist.is_initialized():
+            # One of the two addends is zero, so the sum is exact in bf16.
+            dist.all_reduce(update)
+        front = self._master[self._split :]
+        front.mul_(1 - rate * self._decay).add_(update.float(), alpha=-rate)
+
     def state(self) -> dict[str, object]:
         """What `restore` needs to go on exactly here."""
-        return {"master": self._master.detach(), "adam": self._adam.state_dict()}
+        return {
+            "master": self._master,
+            "momentum": self._momentum,
+            "adam": self._adam.state_dict(),
+        }
 
     def restore(self, state: dict[str, object]) -> None:
         """Go on from what `state` returned."""
-        master, adam = state["master"], state["adam"]
-        assert isinstance(master, Tensor) and isinstance(adam, dict)
-        with torch.no_grad():
-            self._master.copy_(master)
-        self._weights.copy_(self._master.detach())
+        master, momentum, adam = state["master"], state["momentum"], state["adam"]
+        assert isinstance(master, Tensor) and isinstance(momentum, Tensor)
+        assert isinstance(adam, dict)
+        self._master.copy_(master)
+        self._momentum.copy_(momentum)
+        self._weights.copy_(self._master)
         self._adam.load_state_dict(adam)
+
+
+def _stacks(matrices: Sequence[nn.Parameter]) -> list[_Stack]:
+    found: dict[tuple[int, int], list[int]] = {}
+    start = 0
+    for matrix in matrices:
+        found.setdefault((matrix.shape[0], matrix.shape[1]), []).append(start)
+        start += matrix.numel()
+    return [_Stack(shape, tuple(starts)) for shape, starts in found.items()]

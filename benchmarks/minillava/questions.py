@@ -1,4 +1,4 @@
-"""Questions about a scene: kinds, wordings, answers, evidence patches, yes/no pairs.
+"""Questions about a scene: kinds, answers, evidence patches, yes/no pairs.
 
 Knows nothing about pixels, tokenizers or models.
 """
@@ -6,176 +6,229 @@ Knows nothing about pixels, tokenizers or models.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.minillava.scenes import COLOURS, SHAPES, Scene, Thing
-
-OPEN_KINDS: tuple[str, ...] = ("digit", "colour", "shape")
-PAIR_KINDS: tuple[str, ...] = ("existence", "reading")
-# Tried and not learnt by a model of this size: a small share of training, never in the headline.
-UNLEARNT_KINDS: tuple[str, ...] = ("count", "position")
-LEARNT_KINDS: tuple[str, ...] = OPEN_KINDS + PAIR_KINDS
-
-WORDINGS: dict[str, tuple[str, ...]] = {
-    "digit": (
-        "What digit is on the {name}?",
-        "Which digit does the {name} carry?",
-        "Read the digit on the {name}.",
-    ),
-    "colour": (
-        "What colour is the shape with the digit {digit}?",
-        "Which colour has the object that carries the digit {digit}?",
-    ),
-    "shape": (
-        "What shape carries the digit {digit}?",
-        "Which shape is the object with the digit {digit}?",
-    ),
-    "existence": (
-        "Is there {a_name} in the picture?",
-        "Does the picture show {a_name}?",
-    ),
-    "reading": (
-        "Does the {name} carry the digit {digit}?",
-        "Is the digit on the {name} a {digit}?",
-    ),
-    "count": (
-        "How many {colour} shapes are there?",
-        "How many of the shapes are {colour}?",
-    ),
-    "position": (
-        "Is the {name} in the {side} half of the picture?",
-        "Does the {name} lie in the {side} half?",
-    ),
-}
+from benchmarks.minillava.layout import COLOURS, SHAPES, Canvas, Sign, Thing
+from benchmarks.minillava.render import NEIGHBOURS, Scene
+from benchmarks.minillava.wordings import (
+    MOST_COUNTED,
+    PAIR_KINDS,
+    RELATIONS,
+    SEEN,
+    a,
+    plural,
+)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `evidence` are raster patches, `phrase` names what the eye looks for."""
+    """One question: `evidence` are raster patches, what tells most first."""
 
     kind: str
     text: str
     answer: str
     evidence: tuple[int, ...]
-    phrase: str
 
 
-def a(name: str) -> str:
-    """The name with its indefinite article."""
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+@dataclass(frozen=True)
+class Asker:
+    """Asks about one scene in wordings of a table of kinds."""
+
+    rng: random.Random
+    scene: Scene
+    canvas: Canvas
+    wordings: Mapping[str, Sequence[str]]
+
+    def ask(self, kind: str) -> list[Question] | None:
+        """A question of an open kind, or a yes and a no; None where the scene has no matter."""
+        if kind in PAIR_KINDS:
+            return self._pair(kind)
+        question = self._open(kind)
+        return None if question is None else [question]
+
+    def _word(self, kind: str, **slots: str | int) -> str:
+        return self.rng.choice(self.wordings[kind]).format(**slots)
+
+    def _open(self, kind: str) -> Question | None:
+        match kind:
+            case "digit":
+                thing = self._thing()
+                return self._about(kind, (thing,), str(thing.digit), name=thing.name)
+            case "colour" | "shape":
+                lone = self._lone()
+                if lone is None:
+                    return None
+                answer = COLOURS[lone.colour] if kind == "colour" else SHAPES[lone.shape]
+                return self._about(kind, (lone,), answer, digit=lone.digit)
+            case "text":
+                if not self.scene.layout.signs:
+                    return None
+                sign = self.rng.choice(self.scene.layout.signs)
+                return self._about(kind, (sign,), sign.text, name=sign.name)
+            case "count":
+                number, things, what = self._counted()
+                return self._about(kind, things, str(number), plural=what)
+            case "quarter":
+                thing = self._thing()
+                vertical, horizontal = self._sides(thing)
+                return self._about(kind, (thing,), f"{vertical} {horizontal}", name=thing.name)
+            case "relation":
+                return self._relation()
+        raise ValueError(f"{kind!r} is not an open kind of question")
+
+    def _pair(self, kind: str) -> list[Question]:
+        match kind:
+            case "existence":
+                thing, missing = self._thing(), self._absent()
+                yes = self._about(kind, (thing,), "yes", a_name=a(thing.name))
+                return [yes, self._about(kind, (), "no", a_name=a(missing))]
+            case "reading":
+                thing = self._thing()
+                shown = [other.digit for other in self.scene.layout.things]
+                every = shown if self.rng.random() < 0.5 else range(10)
+                wrong = [digit for digit in every if digit != thing.digit] or [9 - thing.digit]
+                name, other = thing.name, self.rng.choice(wrong)
+                yes = self._about(kind, (thing,), "yes", name=name, digit=thing.digit)
+                return [yes, self._about(kind, (thing,), "no", name=name, digit=other)]
+            case "position":
+                thing = self._thing()
+                side = self.rng.choice(self._sides(thing))
+                opposite = {"left": "right", "right": "left", "upper": "lower", "lower": "upper"}
+                yes = self._about(kind, (thing,), "yes", name=thing.name, side=side)
+                no = self._about(kind, (thing,), "no", name=thing.name, side=opposite[side])
+                return [yes, no]
+            case "counting":
+                number, things, what = self._counted()
+                near = [n for n in (number - 1, number + 1) if 0 <= n <= MOST_COUNTED]
+                wrong_number = self.rng.choice(near)
+                yes = self._about(kind, things, "yes", number=number, plural=what)
+                no = self._about(kind, things, "no", number=wrong_number, plural=what)
+                return [yes, no]
+        raise ValueError(f"{kind!r} is not a kind of yes/no question")
+
+    def _about(
+        self, kind: str, parts: Iterable[Thing | Sign], answer: str, **slots: str | int
+    ) -> Question:
+        return Question(kind, self._word(kind, **slots), answer, self._evidence(parts))
+
+    def _evidence(self, parts: Iterable[Thing | Sign]) -> tuple[int, ...]:
+        """Patches of all parts: all of a sign, and of shapes first the middles, then the rest."""
+        whole = [
+            (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
+            for index, part in enumerate(parts)
+            for place, patch in enumerate(self.scene.patches(part))
+        ]
+        return tuple(patch for *_, patch in sorted(whole))
+
+    def _thing(self) -> Thing:
+        return self.rng.choice(self.scene.layout.things)
+
+    def _lone(self) -> Thing | None:
+        """A shape whose digit no other shape carries."""
+        things = self.scene.layout.things
+        digits = [thing.digit for thing in things]
+        lone = [thing for thing in things if digits.count(thing.digit) == 1]
+        return self.rng.choice(lone) if lone else None
+
+    def _absent(self) -> str:
+        """A name that no shape in the scene bears, made of words that some shapes bear."""
+        things = self.scene.layout.things
+        taken = {(thing.colour, thing.shape) for thing in things}
+        colours = sorted({thing.colour for thing in things})
+        shapes = sorted({thing.shape for thing in things})
+        near = [(c, s) for c in colours for s in shapes if (c, s) not in taken]
+        if not near or self.rng.random() < 0.2:
+            every = [(c, s) for c in range(len(COLOURS)) for s in range(len(SHAPES))]
+            near = [pair for pair in every if pair not in taken]
+        if not near:
+            raise ValueError("every colour and shape is in the scene: nothing is absent")
+        colour, shape = self.rng.choice(near)
+        return f"{COLOURS[colour]} {SHAPES[shape]}"
+
+    def _sides(self, thing: Thing) -> tuple[str, str]:
+        half = self.canvas.cells // 2
+        return (
+            "upper" if thing.row < half else "lower",
+            "left" if thing.column < half else "right",
+        )
+
+    def _counted(self) -> tuple[int, list[Thing], str]:
+        """Shapes of one colour or form; every number that the scene offers is equally likely."""
+        things = self.scene.layout.things
+        offers: dict[int, list[tuple[list[Thing], str]]] = {}
+        for colour in range(len(COLOURS)):
+            found = [thing for thing in things if thing.colour == colour]
+            offers.setdefault(len(found), []).append((found, plural(colour, None)))
+        for shape in range(len(SHAPES)):
+            found = [thing for thing in things if thing.shape == shape]
+            offers.setdefault(len(found), []).append((found, plural(None, shape)))
+        number = self.rng.choice(sorted(n for n in offers if n <= MOST_COUNTED))
+        found, what = self.rng.choice(offers[number])
+        return number, found, what
+
+    def _relation(self) -> Question | None:
+        """The text names an anchor; the answer is on the shape beside it."""
+        found = self._beside()
+        if found is None:
+            return None
+        anchor, relation, target = found
+        slots = {"name": anchor.name, "relation": relation}
+        return self._about("relation", (target, anchor), str(target.digit), **slots)
+
+    def _beside(self) -> tuple[Thing, str, Thing] | None:
+        """An anchor, how its neighbour lies to it, and the neighbour."""
+        layout = self.scene.layout
+        found = [
+            (anchor, relation, target)
+            for anchor in layout.things
+            for relation, step in zip(RELATIONS, NEIGHBOURS, strict=True)
+            if (target := layout.neighbour(anchor, *step)) is not None
+        ]
+        return self.rng.choice(found) if found else None
 
 
-def _word(rng: random.Random, kind: str, **slots: str | int) -> str:
-    return rng.choice(WORDINGS[kind]).format(**slots)
-
-
-def ask_open(rng: random.Random, kind: str, thing: Thing) -> Question:
-    """One open question of an `OPEN_KINDS` kind about a thing."""
-    text = _word(rng, kind, name=thing.name, digit=thing.digit)
-    answers = {"digit": str(thing.digit), "colour": COLOURS[thing.colour]}
-    answer = answers.get(kind, SHAPES[thing.shape])
-    phrase = thing.name if kind == "digit" else f"digit {thing.digit}"
-    return Question(kind, text, answer, thing.patches, phrase)
-
-
-def _absent(rng: random.Random, scene: Scene) -> str:
-    """A name that no thing in the scene bears, made of words that some things bear."""
-    taken = {(thing.colour, thing.shape) for thing in scene.things}
-    colours = sorted({thing.colour for thing in scene.things})
-    shapes = sorted({thing.shape for thing in scene.things})
-    near = [(c, s) for c in colours for s in shapes if (c, s) not in taken]
-    if not near or rng.random() < 0.2:
-        every = [(c, s) for c in range(len(COLOURS)) for s in range(len(SHAPES))]
-        near = [pair for pair in every if pair not in taken]
-    colour, shape = rng.choice(near)
-    return f"{COLOURS[colour]} {SHAPES[shape]}"
-
-
-def ask_pair(
-    rng: random.Random, kind: str, scene: Scene, thing: Thing
-) -> tuple[Question, Question]:
-    """The yes and the no question of one pair, both about the same scene."""
-    name, seen = thing.name, thing.patches
-    if kind == "existence":
-        missing = _absent(rng, scene)
-        yes = Question(kind, _word(rng, kind, a_name=a(name)), "yes", seen, name)
-        return yes, Question(kind, _word(rng, kind, a_name=a(missing)), "no", (), missing)
-    if kind == "reading":
-        shown = [other.digit for other in scene.things if other is not thing]
-        every = [digit for digit in range(10) if digit != thing.digit]
-        wrong = rng.choice(shown if rng.random() < 0.5 else every)
-        yes = Question(kind, _word(rng, kind, name=name, digit=thing.digit), "yes", seen, name)
-        return yes, Question(kind, _word(rng, kind, name=name, digit=wrong), "no", seen, name)
-    if kind == "position":
-        row, column = thing.cell // 4, thing.cell % 4
-        vertical = rng.random() < 0.5
-        true, false = ("left", "right") if column < 2 else ("right", "left")
-        if vertical:
-            true, false = ("upper", "lower") if row < 2 else ("lower", "upper")
-        yes = Question(kind, _word(rng, kind, name=name, side=true), "yes", seen, name)
-        return yes, Question(kind, _word(rng, kind, name=name, side=false), "no", seen, name)
-    raise ValueError(f"{kind!r} is not asked in pairs; pairs are existence, reading, position")
-
-
-def ask_count(rng: random.Random, scene: Scene, colour: int) -> Question:
-    """How many things of a colour; the evidence is every patch of all of them."""
-    found = [thing for thing in scene.things if thing.colour == colour]
-    evidence = tuple(sorted(patch for thing in found for patch in thing.patches))
-    text = _word(rng, "count", colour=COLOURS[colour])
-    return Question("count", text, str(len(found)), evidence, COLOURS[colour])
+# Shares of training; what needs more than one look gets more.
+_SHARES = {
+    "digit": 6, "colour": 4, "shape": 4, "text": 10, "count": 24, "quarter": 4, "relation": 14,
+    "existence": 8, "reading": 12, "position": 5, "counting": 14,
+}  # fmt: skip
 
 
 def training_questions(
-    rng: random.Random, scene: Scene, things: Sequence[Thing], number: int, extras: bool
+    rng: random.Random, scene: Scene, canvas: Canvas, number: int
 ) -> list[Question]:
-    """`number` questions about some of a scene's things; `extras` lets unlearnt kinds in."""
-    asked: list[Question] = []
+    """`number` questions about a scene in wordings for training; one of each pair."""
+    asker, asked = Asker(rng, scene, canvas, SEEN), list[Question]()
     while len(asked) < number:
-        thing = rng.choice(things)
-        dice = rng.random()
-        if extras and dice < 0.05:
-            asked.append(ask_count(rng, scene, thing.colour))
-        elif extras and dice < 0.1:
-            asked.append(rng.choice(ask_pair(rng, "position", scene, thing)))
-        elif dice < 0.65:
-            asked.append(ask_open(rng, rng.choice(OPEN_KINDS), thing))
-        else:
-            asked.append(rng.choice(ask_pair(rng, rng.choice(PAIR_KINDS), scene, thing)))
+        kind = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
+        found = asker.ask(kind)
+        if found is not None:
+            asked.append(rng.choice(found))
     return asked
 
 
-def pointing_text(rng: random.Random, scene: Scene, thing: Thing) -> str:
-    """A phrase or a full question whose evidence is exactly this thing's patches."""
-    dice = rng.random()
-    if dice < 0.15:
-        return rng.choice((thing.name, a(thing.name), f"the {thing.name}"))
-    if dice < 0.3:
-        return rng.choice((f"digit {thing.digit}", f"the shape with the digit {thing.digit}"))
-    if dice < 0.65:
-        return ask_open(rng, rng.choice(OPEN_KINDS), thing).text
-    if dice < 0.95:
-        kind = rng.choice(PAIR_KINDS)
-        yes, no = ask_pair(rng, kind, scene, thing)
-        return no.text if kind == "reading" and rng.random() < 0.5 else yes.text
-    return ask_pair(rng, "position", scene, thing)[0].text
+def pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, ...]]:
+    """A phrase, never a question, and the patches it points to.
+
+    Relevance to a whole question is what the text tower makes of it on its own, which is
+    what keeps relevance good but not perfect.
+    """
+    layout = scene.layout
+    if layout.signs and rng.random() < 0.2:
+        sign = rng.choice(layout.signs)
+        return f"the {sign.name}", scene.patches(sign)
+    thing = rng.choice(layout.things)
+    digits = [other.digit for other in layout.things]
+    if digits.count(thing.digit) == 1 and rng.random() < 0.35:
+        return f"the digit {thing.digit}", scene.patches(thing)
+    return rng.choice((thing.name, a(thing.name), f"the {thing.name}")), scene.patches(thing)
 
 
 def caption(rng: random.Random, scene: Scene) -> str:
-    """Three things of the scene in words, for the contrast between images."""
-    things = rng.sample(scene.things, 3)
-    return ", ".join(f"{thing.name} {thing.digit}" for thing in things)
-
-
-def every_text() -> list[str]:
-    """Every sentence that the wordings can make, for tokenizer training and its tests."""
-    names = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
-    texts: list[str] = []
-    for kind in sorted(WORDINGS):
-        for wording in WORDINGS[kind]:
-            for number, name in enumerate(names):
-                for side in ("left", "right", "upper", "lower"):
-                    slots = {"name": name, "a_name": a(name), "digit": str(number % 10)}
-                    colour = name.split()[0]
-                    texts.append(wording.format(**slots, colour=colour, side=side))
-    return sorted(set(texts))
+    """Three parts of the scene in words, for the contrast between images."""
+    every: tuple[Thing | Sign, ...] = (*scene.layout.things, *scene.layout.signs)
+    parts = rng.sample(every, 3)
+    return ", ".join(
+        f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
+    )

@@ -1,6 +1,7 @@
-"""The held-out split: examples, their PNG form, the scores and the checkpoint's place.
+"""The held-out splits: examples, their PNG form, the scores and the checkpoint's place.
 
-Knows nothing about engines or policies; training never draws these seeds.
+Knows nothing about engines or policies. Search, validation and test are drawn from seeds that
+neither training nor one another can draw; only test has unseen wordings and arrangements.
 """
 
 from __future__ import annotations
@@ -11,97 +12,99 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.minillava.questions import (
-    LEARNT_KINDS,
-    OPEN_KINDS,
-    PAIR_KINDS,
-    UNLEARNT_KINDS,
-    Question,
-    ask_count,
-    ask_open,
-    ask_pair,
+from benchmarks.minillava.layout import (
+    SEEDS,
+    TRAINING_STYLES,
+    UNSEEN_STYLES,
+    Canvas,
+    draw_layout,
 )
-from benchmarks.minillava.scenes import EVALUATION_SEEDS, Scene, draw
-
-__all__ = [
-    "CHECKPOINT", "CLIP", "LEARNT_KINDS", "LLAVA", "UNLEARNT_KINDS",
-    "Example", "Scores", "evaluation_split", "png", "scores",
-]  # fmt: skip
+from benchmarks.minillava.questions import Asker, Question
+from benchmarks.minillava.render import Scene, render
+from benchmarks.minillava.wordings import CATEGORIES, KINDS, SEEN, UNSEEN
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 LLAVA = CHECKPOINT / "llava"
 CLIP = CHECKPOINT / "clip"
 
-_OPEN_PER_KIND = 2
-_PAIRS = {"existence": 2, "reading": 1, "position": 1}
+Split = Literal["search", "validation", "test"]
+LONGEST_SPLIT = 5000
+
+# How often a kind is asked about one scene; a scene without signs has no number to read.
+_ASKED = dict.fromkeys(KINDS, 1) | {"relation": 3, "count": 2, "text": 2}
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one image of the held-out split."""
+    """One question about one image of a held-out split."""
 
     image_id: int
-    image: Tensor  # (3, 168, 168) uint8
+    image: Tensor  # (3, H, W) uint8
     question: str
     answer: str
     kind: str
     pair: int | None  # shared by the yes and the no question of one pair
-    evidence: tuple[int, ...]  # raster patch indices
+    evidence: tuple[int, ...]  # raster patch indices, what tells most first
+    unseen_wording: bool = False
+    unseen_style: bool = False
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares between 0 and 1; accuracy over learnt kinds, accuracy+ over their pairs."""
+    """Shares between 0 and 1; accuracy+ counts a pair where both answers are right."""
 
     accuracy: float
     accuracy_plus: float
     by_kind: dict[str, float]
+    by_category: dict[str, float]
 
 
-def _questions(rng: random.Random, scene: Scene) -> list[tuple[Question, int | None]]:
-    """All questions about one scene, with the number of their pair within the scene."""
-    asked: list[tuple[Question, int | None]] = []
-    for kind in OPEN_KINDS:
-        for thing in rng.sample(scene.things, _OPEN_PER_KIND):
-            asked.append((ask_open(rng, kind, thing), None))
-    pair = 0
-    for kind, number in _PAIRS.items():
-        for thing in rng.sample(scene.things, number):
-            asked.extend((question, pair) for question in ask_pair(rng, kind, scene, thing))
-            pair += 1
-    asked.append((ask_count(rng, scene, rng.choice(scene.things).colour), None))
-    return asked
+def _draw(seed: int, unseen: bool, canvas: Canvas) -> tuple[Tensor, Scene]:
+    rng = random.Random(seed)
+    style = rng.choice(UNSEEN_STYLES if unseen else TRAINING_STYLES)
+    drawn = render([draw_layout(rng, style, canvas)], canvas, seed)
+    return drawn.images[0], drawn.scenes[0]
 
 
-def evaluation_split(scenes: int = 200, seed: int = 0) -> list[Example]:
-    """Fifteen questions on each scene; a smaller split is a prefix of a larger one.
+def _ask(rng: random.Random, scene: Scene, canvas: Canvas, unseen: bool) -> list[list[Question]]:
+    """Lone questions and pairs about one scene; the same text is asked once."""
+    asker = Asker(rng, scene, canvas, UNSEEN if unseen else SEEN)
+    groups = [asker.ask(kind) for kind in KINDS for _ in range(_ASKED[kind])]
+    found = {group[0].text: group for group in groups if group is not None}
+    return list(found.values())
 
-    `seed` chooses among disjoint splits of up to 1000 scenes, all of them held out.
+
+def held_out(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> list[Example]:
+    """About eighteen questions on each scene; a smaller split is a prefix of a larger one.
+
+    In the test split every fourth scene is of an arrangement, and another fourth in wordings,
+    that training never draws.
     """
-    if not 0 < scenes <= 1000:
-        raise ValueError(f"scenes must lie in 1..1000, got {scenes}")
+    if not 0 < scenes <= LONGEST_SPLIT:
+        raise ValueError(f"scenes must lie in 1..{LONGEST_SPLIT}, got {scenes}")
+    canvas = canvas or Canvas()
     examples: list[Example] = []
-    pairs = sum(_PAIRS.values())
+    pairs = 0
     for image_id in range(scenes):
-        drawn_seed = EVALUATION_SEEDS[seed * 1000 + image_id]
-        drawn = draw(drawn_seed, 1)
-        rng = random.Random(drawn_seed)
-        for question, pair in _questions(rng, drawn.scenes[0]):
-            examples.append(
+        seed = SEEDS[split][image_id]
+        turn = image_id % 4 if split == "test" else 0
+        unseen_style, unseen_wording = turn == 1, turn == 3
+        image, scene = _draw(seed, unseen_style, canvas)
+        for group in _ask(random.Random(seed + 1), scene, canvas, unseen_wording):
+            pair = pairs if len(group) == 2 else None
+            pairs += len(group) == 2
+            examples += [
                 Example(
-                    image_id=image_id,
-                    image=drawn.images[0],
-                    question=question.text,
-                    answer=question.answer,
-                    kind=question.kind,
-                    pair=None if pair is None else image_id * pairs + pair,
-                    evidence=question.evidence,
+                    image_id, image, question.text, question.answer, question.kind, pair,
+                    question.evidence, unseen_wording, unseen_style,
                 )
-            )
+                for question in group
+            ]  # fmt: skip
     return examples
 
 
@@ -112,9 +115,10 @@ def png(image: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _first_word(text: str) -> str:
-    words = re.findall(r"[a-z0-9]+", text.lower())
-    return words[0] if words else ""
+def is_right(answer: str, wanted: str) -> bool:
+    """Whether an answer starts with the wanted words, ignoring case and punctuation."""
+    expected = wanted.lower().split()
+    return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
 def _mean(values: Sequence[bool]) -> float:
@@ -122,21 +126,23 @@ def _mean(values: Sequence[bool]) -> float:
 
 
 def scores(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
-    """Compare first words, ignoring case and punctuation; one answer per example."""
+    """Scores of one answer an example; a kind or category that is not asked is left out."""
     if len(examples) != len(answers):
         raise ValueError(f"{len(examples)} examples but {len(answers)} answers")
-    right = [
-        _first_word(answer) == _first_word(example.answer)
-        for example, answer in zip(examples, answers, strict=True)
-    ]
     kinds: dict[str, list[bool]] = {}
     pairs: dict[int, list[bool]] = {}
-    for example, correct in zip(examples, right, strict=True):
-        kinds.setdefault(example.kind, []).append(correct)
-        if example.pair is not None and example.kind in PAIR_KINDS:
-            pairs.setdefault(example.pair, []).append(correct)
+    for example, answer in zip(examples, answers, strict=True):
+        right = is_right(answer, example.answer)
+        kinds.setdefault(example.kind, []).append(right)
+        if example.pair is not None:
+            pairs.setdefault(example.pair, []).append(right)
+    categories = {
+        name: [right for kind in members for right in kinds.get(kind, ())]
+        for name, members in CATEGORIES.items()
+    }
     return Scores(
-        accuracy=_mean([ok for kind in LEARNT_KINDS for ok in kinds.get(kind, ())]),
+        accuracy=_mean([right for rights in kinds.values() for right in rights]),
         accuracy_plus=_mean([all(both) for both in pairs.values()]),
-        by_kind={kind: _mean(kinds[kind]) for kind in sorted(kinds)},
+        by_kind={kind: _mean(kinds[kind]) for kind in KINDS if kind in kinds},
+        by_category={name: _mean(rights) for name, rights in categories.items() if rights},
     )

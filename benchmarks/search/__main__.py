@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.minillava.split import CHECKPOINT
-from benchmarks.minillava.yardstick.split import CHECKPOINT as HARD_CHECKPOINT
 from benchmarks.search.compare import as_markdown
 from benchmarks.search.data import write
 from offline_search.records import Split
@@ -32,13 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--strategies", nargs="+", default=list(ORDER))
         command.add_argument("--seeds", type=int, default=5, help="how many")
     for command in (data, compare):
-        command.add_argument("--hard", action="store_true", help="the yardstick's scenes")
         command.add_argument("--scenes", type=int, nargs=3, default=[20, 20, 40],
                              metavar=("SEARCH", "VALIDATION", "TEST"))  # fmt: skip
         command.add_argument(
             "--each", type=int, metavar="N", help="questions about a scene, at most"
         )
-    compare.add_argument("--checkpoint", type=Path, help="folder with llava and clip")
+    compare.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder with llava and clip"
+    )
     compare.add_argument("--base-policy", default="visionzip")
     compare.add_argument("--budget", type=int, nargs="+", default=[8])
     compare.add_argument("--rounds", type=int, default=10)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(measure(dataset, options.candidates, options.few, budget=8).as_markdown(), end="")
         return 0
     if options.command == "data":
-        write(options.out, _scenes(options), hard=options.hard, each=options.each)
+        write(options.out, _scenes(options), each=options.each)
     elif options.command == "compare":
         _compare(options)
     if options.command in ("compare", "table"):
@@ -88,10 +88,7 @@ def _compare(options: argparse.Namespace) -> None:
     from offline_search.settings import Settings
     from offline_search.strategies import STRATEGIES
 
-    checkpoint = options.checkpoint or (HARD_CHECKPOINT if options.hard else CHECKPOINT)
-    measured = MiniLlavaEvaluator(
-        checkpoint, _scenes(options), hard=options.hard, each=options.each
-    )
+    measured = MiniLlavaEvaluator(options.checkpoint, _scenes(options), each=options.each)
     evaluator = Remembering(measured)
     recorded = RecordedProposer(options.replies) if options.replies else None
     named = options.proposer_model or NAME

@@ -11,58 +11,47 @@ from itertools import groupby
 from pathlib import Path
 from random import Random
 
-from benchmarks.minillava.split import LEARNT_KINDS, evaluation_split
-from benchmarks.minillava.split import Example as Simple
-from benchmarks.minillava.yardstick.split import Example as Hard
-from benchmarks.minillava.yardstick.split import held_out, png
+from benchmarks.minillava.split import Example as Asked
+from benchmarks.minillava.split import held_out, png
 from offline_search.examples import SPLITS, Example, write_split
 from offline_search.records import Split
 
-SEEDS: dict[Split, int] = {"search": 1, "validation": 2, "test": 3}
-"""Seeds of :func:`evaluation_split`; 0 is what the README's figures are measured on."""
 
-
-def questions(
-    split: Split, scenes: int, *, hard: bool, each: int | None = None
-) -> Sequence[Simple | Hard]:
-    """Questions about the first scenes of a split, of the simple or of the harder family.
+def questions(split: Split, scenes: int, *, each: int | None = None) -> Sequence[Asked]:
+    """Questions about the first scenes of a split.
 
     ``each`` is the most that are asked about one scene, drawn from all; pairs stay together.
     Questions about one scene share its luck: few about many scenes tell more than many about few.
     """
-    asked: Sequence[Simple | Hard] = (
-        held_out(split, scenes)
-        if hard
-        else [one for one in evaluation_split(scenes, SEEDS[split]) if one.kind in LEARNT_KINDS]
-    )
+    asked = held_out(split, scenes)
     if each is None:
         return asked
     by_scene = groupby(asked, key=lambda one: one.image_id)
     return [one for scene, group in by_scene for one in _drawn(list(group), each, Random(scene))]
 
 
-def _drawn(asked: list[Simple | Hard], each: int, dice: Random) -> list[Simple | Hard]:
+def _drawn(asked: list[Asked], each: int, dice: Random) -> list[Asked]:
     """At most so many of one scene's questions, in their order; half a pair is not asked."""
     groups = [list(group) for _, group in groupby(enumerate(asked), key=_group)]
     dice.shuffle(groups)
-    found: list[tuple[int, Simple | Hard]] = []
+    found: list[tuple[int, Asked]] = []
     for group in groups:
         if len(found) + len(group) <= each:
             found += group
     return [one for _, one in sorted(found, key=lambda numbered: numbered[0])]
 
 
-def _group(numbered: tuple[int, Simple | Hard]) -> tuple[str, int]:
+def _group(numbered: tuple[int, Asked]) -> tuple[str, int]:
     """What a question is asked together with: the other of its pair, or nothing."""
     place, one = numbered
     return ("alone", place) if one.pair is None else ("pair", one.pair)
 
 
-def write(folder: Path, scenes: dict[Split, int], *, hard: bool, each: int | None = None) -> None:
+def write(folder: Path, scenes: dict[Split, int], *, each: int | None = None) -> None:
     """Write images and the three splits."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        asked = questions(split, scenes[split], hard=hard, each=each)
+        asked = questions(split, scenes[split], each=each)
         for example in asked:
             path = folder / image_name(split, example)
             if not path.exists():
@@ -71,7 +60,7 @@ def write(folder: Path, scenes: dict[Split, int], *, hard: bool, each: int | Non
         write_split(folder / f"{split}.jsonl", examples)
 
 
-def as_example(split: Split, example: Simple | Hard) -> Example:
+def as_example(split: Split, example: Asked) -> Example:
     """A question as the search reads it."""
     return Example(
         image=image_name(split, example),
@@ -82,6 +71,6 @@ def as_example(split: Split, example: Simple | Hard) -> Example:
     )
 
 
-def image_name(split: Split, example: Simple | Hard) -> str:
+def image_name(split: Split, example: Asked) -> str:
     """Path of an image within the folder."""
     return f"images/{split}-{example.image_id}.png"

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.minillava.yardstick.reader import Reader
-from benchmarks.minillava.yardstick.split import Example as Asked
+from benchmarks.minillava.reader import Reader
+from benchmarks.minillava.split import Example as Asked
 from benchmarks.search.data import as_example, questions
 from offline_search.answers import Answers
 from offline_search.evaluators.protocol import EvaluationFailed, Job
@@ -35,25 +35,19 @@ class MiniLlavaEvaluator:
     """One checkpoint and its splits; ``name`` tells what was measured."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        scenes: dict[Split, int],
-        *,
-        hard: bool,
-        each: int | None = None,
+        self, checkpoint: Path, scenes: dict[Split, int], *, each: int | None = None
     ) -> None:
         """``each`` is the most questions asked about one scene."""
         self._reader = Reader(checkpoint)
-        self._asked = {split: list(_asked(split, scenes[split], hard, each)) for split in SPLITS}
+        self._asked = {split: questions(split, scenes[split], each=each) for split in SPLITS}
         examples = {
             split: [as_example(split, one) for one in self._asked[split]] for split in SPLITS
         }
         self.dataset = Dataset(checkpoint, examples)
         self._seen: dict[tuple[Split, int], VisualTokens] = {}
-        family = "yardstick" if hard else "simple scenes"
         weights = _fingerprint(checkpoint)
         data = self.dataset.digest[:12]
-        self.name = f"mini-LLaVA {weights} with transformers, {family}, data {data}"
+        self.name = f"mini-LLaVA {weights} with transformers, data {data}"
 
     def probes(self) -> Sequence[VisualTokens]:
         """The first scenes of the search split, one record of some questions each."""
@@ -101,16 +95,6 @@ class MiniLlavaEvaluator:
     def _parts(self, split: Split) -> Iterator[list[Asked]]:
         groups = groupby(self._asked[split], key=lambda one: one.image_id // _SCENES_AT_ONCE)
         return (list(part) for _, part in groups)
-
-
-def _asked(split: Split, scenes: int, hard: bool, each: int | None) -> Iterator[Asked]:
-    for one in questions(split, scenes, hard=hard, each=each):
-        if isinstance(one, Asked):
-            yield one
-        else:
-            yield Asked(
-                one.image_id, one.image, one.question, one.answer, one.kind, one.pair, one.evidence
-            )
 
 
 def _fingerprint(checkpoint: Path) -> str:

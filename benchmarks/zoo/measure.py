@@ -13,22 +13,22 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.minillava.split import CLIP, LLAVA, Example, evaluation_split, scores
+from benchmarks.minillava.engine import MOST_TOKENS
+from benchmarks.minillava.split import CLIP, LLAVA, Example, held_out, scores
+from benchmarks.minillava.vocabulary import prompt
 from benchmarks.zoo.evidence import Row
 from vllm_autoprune import PruningState
 
-KINDS_ASKED = ("digit", "colour", "shape", "existence", "reading")
-
 
 def questions(scenes: int) -> list[Example]:
-    """Questions of learnt kinds about the first scenes of the held-out split."""
-    return [e for e in evaluation_split(scenes=scenes) if e.kind in KINDS_ASKED]
+    """All questions about the first scenes of the test split."""
+    return held_out("test", scenes)
 
 
 def measure(
     state: PruningState, examples: Sequence[Example], budgets: Sequence[int]
 ) -> tuple[Row, ...]:
-    """One engine, every question at every budget; greedy, four tokens an answer."""
+    """One engine, every question at every budget; greedy."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -41,7 +41,7 @@ def measure(
         block_size=32,
         additional_config={"autoprune": settings},
     )
-    sampling = SamplingParams(temperature=0, max_tokens=4)
+    sampling = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
     found = []
     try:
         for budget in budgets:
@@ -85,7 +85,7 @@ def _prompt(example: Example, budget: int) -> dict[str, object]:
     from PIL import Image
 
     return {
-        "prompt": f"USER: <image>\n{example.question} ASSISTANT:",
+        "prompt": prompt(example.question),
         "multi_modal_data": {"image": Image.fromarray(example.image.permute(1, 2, 0).numpy())},
         "mm_processor_kwargs": {"autoprune": {"budget": budget}},
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.minillava.split import Example, evaluation_split
+from benchmarks.minillava.split import Example, held_out
 from tests.serving.paths import CLIP, LLAVA
 from tests.tpdsl.samples import edited, shipped
 
@@ -48,8 +48,9 @@ class Answer:
 
 
 def examples(scenes: int = 4) -> list[Example]:
-    """Questions of the held-out split that are asked about single objects."""
-    return [e for e in evaluation_split(scenes=scenes) if e.kind in ("digit", "colour", "shape")]
+    """Questions of the held-out split with open, short answers about one shape or sign."""
+    kinds = ("digit", "colour", "shape", "text", "relation")
+    return [e for e in held_out("test", scenes) if e.kind in kinds]
 
 
 def picture(image: Tensor) -> Image.Image:

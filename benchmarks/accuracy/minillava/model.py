@@ -14,17 +14,15 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.accuracy.records import MME, Question
-from benchmarks.minillava.split import CHECKPOINT
-from benchmarks.minillava.yardstick.split import CHECKPOINT as YARDSTICK
-from benchmarks.minillava.yardstick.split import png
+from benchmarks.minillava.split import CHECKPOINT, png
 from benchmarks.search.data import questions
 from vllm_autoprune.errors import ConfigError, Problem
 
-NAMED = {"embedded": CHECKPOINT, "yardstick": YARDSTICK}
+EMBEDDED = "embedded"
 _REQUESTS = 60_000
 """What the default number of scenes is chosen for: 40 minutes at 25 requests a second."""
-_PER_SCENE = {False: 12, True: 18}
-"""Questions about one scene, of the simple and of the harder family."""
+_PER_SCENE = 18
+"""Questions about one scene, about; it has no number to read where it has no sign."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class MiniLlava:
 
     name: str
     folder: Path
-    hard: bool
 
     @property
     def llava(self) -> Path:
@@ -62,22 +59,17 @@ class MiniLlava:
 
     def scenes(self, cases: int) -> int:
         """As many scenes as so many cases answer in about 40 minutes; at least 8."""
-        return max(8, _REQUESTS // (max(cases, 1) * _PER_SCENE[self.hard]))
+        return max(8, _REQUESTS // (max(cases, 1) * _PER_SCENE))
 
 
-def find(name: str, *, simple: bool = False) -> MiniLlava:
-    """``embedded``, ``yardstick``, or a folder with ``llava`` and ``clip``.
-
-    A folder is asked the harder questions, unless ``simple``. Raises :class:`ConfigError`.
-    """
-    folder = NAMED.get(name, Path(name))
+def find(name: str) -> MiniLlava:
+    """``embedded``, or a folder with ``llava`` and ``clip``; raises :class:`ConfigError`."""
+    folder = CHECKPOINT if name == EMBEDDED else Path(name)
     for part in ("llava/config.json", "clip/config.json"):
         if not (folder / part).is_file():
-            mend = f"give {', '.join(NAMED)}, or a folder with llava/ and clip/"
+            mend = f"give {EMBEDDED}, or a folder with llava/ and clip/"
             raise ConfigError("eval", [Problem(f"--model {name}", f"has no {part}", mend)])
-    return MiniLlava(
-        name if name in NAMED else folder.name, folder, not simple and name != "embedded"
-    )
+    return MiniLlava(name if name == EMBEDDED else folder.name, folder)
 
 
 @dataclass(frozen=True)
@@ -91,10 +83,10 @@ class Asked:
     """A ``data:`` URL, one object for all questions about a scene."""
 
 
-def held_out(model: MiniLlava, scenes: int) -> Sequence[Asked]:
+def held_out(scenes: int) -> Sequence[Asked]:
     """The questions about the first scenes of the test split, scene by scene."""
     found, images = [], dict[int, str]()
-    for number, example in enumerate(questions("test", scenes, hard=model.hard)):
+    for number, example in enumerate(questions("test", scenes)):
         if example.image_id not in images:
             content = base64.b64encode(png(example.image)).decode()
             images[example.image_id] = f"data:image/png;base64,{content}"

@@ -56,7 +56,7 @@ class MiniLlavaSuite:
     ) -> None:
         self.cases = found
         self._model, self._scenes, self._settings = model, scenes, settings
-        self._asked = {one.record.id: one for one in held_out(model, scenes)}
+        self._asked = {one.record.id: one for one in held_out(scenes)}
         self.opened = Opened(
             suite=NAME,
             model=f"mini-LLaVA {model.name}, weights {model.digest}",

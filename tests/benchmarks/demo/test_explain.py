@@ -14,10 +14,11 @@ from benchmarks.demo.configurations import FULL, PRUNED, Configuration, everythi
 from benchmarks.demo.example import SHOWN, draw_example
 from benchmarks.demo.explain import Explainer
 from benchmarks.demo.measure import Measured, Setting, questions
-from benchmarks.minillava.evaluate import Model, keep_cdpruner
-from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, evaluation_split, png
+from benchmarks.minillava.reader import Reader
+from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, held_out, png
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-EXAMPLES = [e for e in evaluation_split(2) if e.kind == "digit"]
+EXAMPLES = [e for e in held_out("test", 2) if e.kind in ("digit", "colour")]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,9 @@ def test_exactly_k_patches_are_kept_in_raster_order(
 
 
 def test_the_base_policy_keeps_what_an_evaluation_by_hand_keeps(explainer: Explainer) -> None:
-    model = Model(CHECKPOINT)
-    expected = keep_cdpruner(EXAMPLES, model.signals(EXAMPLES), 8)
+    policy = BASE_POLICIES["cdpruner"]
+    tokens = Reader(CHECKPOINT).look(EXAMPLES)
+    expected = policy.select(policy.call(name=policy.name).params, tokens, 8).picks
 
     found = [kept(explainer, example, Configuration("reference", 8)) for example in EXAMPLES]
 

@@ -22,7 +22,7 @@ from benchmarks.demo.measure import Measured, Questions, ask_everything, questio
 from benchmarks.demo.progress import LineProgress
 from benchmarks.demo.results import Results, control, half_width, row
 from benchmarks.demo.table import COLUMNS, markdown, terminal
-from benchmarks.minillava.split import LEARNT_KINDS
+from benchmarks.minillava.wordings import KINDS
 from tests.benchmarks.demo.fake_server import (
     Body,
     fake_server,
@@ -91,9 +91,9 @@ def results(asked: Questions, measured: Measured) -> Results:
     )
 
 
-def test_only_learnt_kinds_are_asked_and_timed_images_are_others(asked: Questions) -> None:
-    assert {example.kind for example in asked.examples} == set(LEARNT_KINDS)
-    assert len(asked.asked) == len(asked.examples) == 24
+def test_every_kind_is_asked_and_timed_images_are_others(asked: Questions) -> None:
+    assert {example.kind for example in asked.examples} == set(KINDS)
+    assert len(asked.asked) == len(asked.examples) == 35
     assert [item.identity for item in asked.timed] == ["timed-0", "timed-1"]
     sent = json.loads(json.dumps([item.messages for item in (*asked.asked, *asked.timed)]))
     assert len({message["content"][0]["image_url"]["url"] for (message,) in sent}) == 2 + 2
@@ -130,12 +130,12 @@ def test_markdown_has_a_line_for_every_row(results: Results) -> None:
 
     assert lines[0] == "| " + " | ".join(COLUMNS) + " |"
     assert lines[1] == "| --: | :-- | --: | --: | --: | --: | --: | --: |"
-    assert lines[2].startswith("| 144 | full | 100.0 ± 6.9 | 100.0 | 164.0 | 503,808 | ")
-    assert lines[9].startswith("| 8 | random keep | 0.0 ± 6.9 | 0.0 | 28.0 | 86,016 | ")
+    assert lines[2].startswith("| 144 | full | 100.0 ± 4.9 | 100.0 | 164.0 | 503,808 | ")
+    assert lines[9].startswith("| 8 | random keep | 0.0 ± 4.9 | 0.0 | 28.0 | 86,016 | ")
     assert lines[14].startswith("| 4 | shipped state | ") and lines[15] == ""
     assert lines[16] == results.verdict()
     assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[:15])
-    assert any("24 questions on 2 scenes" in line for line in lines)
+    assert any("35 questions on 2 scenes" in line for line in lines)
 
 
 @pytest.mark.parametrize("width", [80, 116])
@@ -147,7 +147,7 @@ def test_nothing_is_cut_off_on_the_terminal(results: Results, width: int) -> Non
     text = console.export_text()
     assert table.row_count == 13 and "…" not in text
     assert all(word in text for name in COLUMNS for word in name.split())
-    assert "shipped state" in text and "100.0 ± 6.9" in text
+    assert "shipped state" in text and "100.0 ± 4.9" in text
     assert ("–" in text) == (width == 116)  # quartiles only where there is room
 
 
@@ -173,7 +173,7 @@ def test_half_widths_are_wider_where_scenes_share_a_fate(asked: Questions) -> No
     spread_out = [e.answer if i % 2 else "none" for i, e in enumerate(examples)]
     by_scene = [e.answer if e.image_id else "none" for e in examples]
 
-    # Wilson for 12 of 24: 1.96 sqrt(0.25 / 24 + 1.96^2 / (4 * 24^2)) / (1 + 1.96^2 / 24)
-    assert half_width(examples, spread_out) == pytest.approx(0.1858, abs=1e-4)
+    # Wilson for p = 17/35: 1.96 sqrt(p (1 - p) / 35 + 1.96^2 / (4 * 35^2)) / (1 + 1.96^2 / 35)
+    assert half_width(examples, spread_out) == pytest.approx(0.1572, abs=1e-4)
     # Scenes of 0 and 1: 1.96 x sqrt(0.5) / sqrt(2)
     assert half_width(examples, by_scene) == pytest.approx(0.98)

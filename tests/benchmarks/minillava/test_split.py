@@ -1,112 +1,69 @@
-"""The held-out split: deterministic, balanced, truthful, and scored as documented."""
+"""The held-out splits: deterministic, disjoint, flagged, and scored as documented."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks.minillava.questions import PAIR_KINDS
-from benchmarks.minillava.scenes import COLOURS, EVALUATION_SEEDS, SHAPES, Thing, draw
-from benchmarks.minillava.split import (
-    LEARNT_KINDS,
-    UNLEARNT_KINDS,
-    Example,
-    evaluation_split,
-    png,
-    scores,
-)
+from benchmarks.minillava.layout import Canvas
+from benchmarks.minillava.split import Example, held_out, is_right, png, scores
 
 
 @pytest.fixture(scope="module")
 def split() -> list[Example]:
-    return evaluation_split(24)
+    return held_out("test", 12)
 
 
 def _example(kind: str, answer: str, pair: int | None = None) -> Example:
-    image = torch.zeros(3, 168, 168, dtype=torch.uint8)
-    return Example(0, image, "?", answer, kind, pair, ())
+    return Example(0, torch.zeros(3, 168, 168, dtype=torch.uint8), "?", answer, kind, pair, ())
 
 
 def test_a_smaller_split_begins_a_larger_one(split: list[Example]) -> None:
-    smaller = evaluation_split(3)
+    smaller = held_out("test", 3)
 
-    assert [item.question for item in smaller] == [item.question for item in split[:45]]
-    assert torch.equal(smaller[-1].image, split[44].image)
-
-
-def test_another_seed_gives_another_split(split: list[Example]) -> None:
-    other = evaluation_split(2, seed=1)
-
-    assert not torch.equal(other[0].image, split[0].image)
+    assert [one.question for one in smaller] == [one.question for one in split[: len(smaller)]]
+    assert torch.equal(smaller[-1].image, split[len(smaller) - 1].image)
 
 
-def test_scene_counts_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"1\.\.1000"):
-        evaluation_split(1001)
+def test_splits_show_different_scenes(split: list[Example]) -> None:
+    first = {name: held_out(name, 1)[0].image for name in ("search", "validation", "test")}
+
+    assert not torch.equal(first["search"], first["test"])
+    assert not torch.equal(first["search"], first["validation"])
 
 
-def test_every_kind_is_asked_about_every_scene(split: list[Example]) -> None:
-    for image_id in range(24):
-        kinds = {item.kind for item in split if item.image_id == image_id}
-        assert kinds == {*LEARNT_KINDS, *UNLEARNT_KINDS}
+def test_only_the_test_split_has_what_training_never_saw(split: list[Example]) -> None:
+    assert {one.image_id % 4 for one in split if one.unseen_style} == {1}
+    assert {one.image_id % 4 for one in split if one.unseen_wording} == {3}
+    for name in ("search", "validation"):
+        assert not any(one.unseen_style or one.unseen_wording for one in held_out(name, 4))
 
 
 def test_pairs_hold_one_yes_and_one_no_about_one_image(split: list[Example]) -> None:
     pairs: dict[int, list[Example]] = {}
-    for item in split:
-        assert (item.pair is not None) == (item.kind in {*PAIR_KINDS, "position"})
-        if item.pair is not None:
-            pairs.setdefault(item.pair, []).append(item)
+    for one in split:
+        if one.pair is not None:
+            pairs.setdefault(one.pair, []).append(one)
 
-    assert len(pairs) == 24 * 4
+    assert len(pairs) == 12 * 4
     for both in pairs.values():
-        assert sorted(item.answer for item in both) == ["no", "yes"]
-        assert len({(item.image_id, item.kind) for item in both}) == 1
+        assert sorted(one.answer for one in both) == ["no", "yes"]
+        assert len({(one.image_id, one.kind) for one in both}) == 1
 
 
-def _asked(things: Sequence[Thing], question: str) -> Thing:
-    """The one thing that the question's own words single out."""
-    named = [thing for thing in things if thing.name in question]
-    if not named:
-        named = [thing for thing in things if f"digit {thing.digit}" in question]
-    (thing,) = named
-    return thing
+def test_evidence_lies_within_the_image() -> None:
+    for one in held_out("search", 2, Canvas(8)):
+        assert one.image.shape == (3, 336, 336)
+        assert all(0 <= patch < 576 for patch in one.evidence)
 
 
-def _truth(item: Example, thing: Thing) -> str:
-    """The right answer to a question that is about one thing."""
-    if item.kind in {"digit", "colour", "shape"}:
-        every = {"digit": str(thing.digit), "colour": COLOURS[thing.colour]}
-        return every.get(item.kind, SHAPES[thing.shape])
-    if item.kind == "position":
-        row, column = divmod(thing.cell, 4)
-        halves = ("upper" if row < 2 else "lower", "left" if column < 2 else "right")
-        return "yes" if any(f" {half} half" in item.question for half in halves) else "no"
-    if item.kind == "reading":
-        return "yes" if str(thing.digit) in item.question else "no"
-    return "yes"
-
-
-def test_evidence_is_the_asked_thing_and_the_answer_is_true(split: list[Example]) -> None:
-    for item in split:
-        things = draw(EVALUATION_SEEDS[item.image_id], 1).scenes[0].things
-        if item.kind == "existence" and item.answer == "no":
-            assert not any(thing.name in item.question for thing in things)
-            assert item.evidence == ()
-        elif item.kind == "count":
-            words = item.question.rstrip("?").split()
-            found = [thing for thing in things if COLOURS[thing.colour] in words]
-            assert item.answer == str(len(found))
-            assert item.evidence == tuple(sorted(p for thing in found for p in thing.patches))
-        else:
-            thing = _asked(things, item.question)
-            assert item.evidence == thing.patches
-            assert item.answer == _truth(item, thing)
+def test_scene_counts_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="scenes must lie in"):
+        held_out("test", 0)
 
 
 def test_png_keeps_every_pixel(split: list[Example]) -> None:
@@ -115,25 +72,39 @@ def test_png_keeps_every_pixel(split: list[Example]) -> None:
     assert torch.equal(torch.from_numpy(image.copy()).permute(2, 0, 1), split[0].image)
 
 
-def test_scores_compare_first_words_and_need_both_of_a_pair() -> None:
+@pytest.mark.parametrize(
+    ("answer", "wanted", "right"),
+    [
+        (" 4821", "4821", True),
+        (" 482", "4821", False),
+        (" Upper left.", "upper left", True),
+        (" upper right", "upper left", False),
+        ("YES, it is", "yes", True),
+        ("", "3", False),
+    ],
+)
+def test_answers_must_start_with_all_wanted_words(answer: str, wanted: str, right: bool) -> None:
+    assert is_right(answer, wanted) is right
+
+
+def test_scores_are_by_kind_by_category_and_by_pair() -> None:
     examples = [
         _example("digit", "7"),
         _example("colour", "red"),
         _example("existence", "yes", 0),
         _example("existence", "no", 0),
-        _example("reading", "yes", 1),
-        _example("reading", "no", 1),
-        _example("position", "yes", 2),
-        _example("count", "3"),
+        _example("position", "yes", 1),
+        _example("position", "no", 1),
+        _example("quarter", "upper left"),
     ]
-    answers = [" 7.", "Red, I think", "YES", "no", "yes", "yes", "no", ""]
+    found = scores(examples, [" 7", " blue", " yes", " no", " yes", " yes", " upper left"])
 
-    found = scores(examples, answers)
-
-    assert found.accuracy == pytest.approx(5 / 6)
+    assert found.accuracy == pytest.approx(5 / 7)
     assert found.accuracy_plus == pytest.approx(1 / 2)
-    assert found.by_kind["reading"] == pytest.approx(1 / 2)
-    assert found.by_kind["position"] == 0.0 and found.by_kind["count"] == 0.0
+    assert found.by_kind["position"] == pytest.approx(1 / 2)
+    assert found.by_category["position"] == pytest.approx(2 / 3)
+    assert found.by_category["attributes"] == pytest.approx(1 / 2)
+    assert "fine text" not in found.by_category
 
 
 def test_scores_need_one_answer_an_example() -> None:

@@ -20,7 +20,7 @@ SCENES = 10
 def evaluator() -> MiniLlavaEvaluator:
     torch.set_num_threads(1)
     scenes = {"search": SCENES, "validation": 1, "test": 1}
-    return MiniLlavaEvaluator(CHECKPOINT, scenes, hard=False)  # type: ignore[arg-type]
+    return MiniLlavaEvaluator(CHECKPOINT, scenes)  # type: ignore[arg-type]
 
 
 async def test_full_tokens_know_and_a_selection_that_does_not_look_does_not(

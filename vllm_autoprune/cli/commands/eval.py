@@ -37,10 +37,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _minillava_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--model", default="embedded", help="embedded (default), yardstick, or a folder"
-    )
-    group.add_argument(
-        "--simple", action="store_true", help="ask a folder's model the simple questions"
+        "--model", default="embedded", help="embedded (default), or a folder with llava/ and clip/"
     )
     group.add_argument("--scenes", type=int, help="default: what takes about 40 minutes")
     group.add_argument("--budgets", type=int, nargs="+", default=[64, 32, 16, 8, 4], metavar="K")
@@ -107,7 +104,7 @@ def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
     from benchmarks.accuracy.minillava.model import find
     from benchmarks.accuracy.minillava.suite import Settings, suite
 
-    model = find(options.model, simple=options.simple)
+    model = find(options.model)
     settings = Settings(
         url=options.server_url,
         served_name=options.served_name,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.minillava.yardstick.layout import TRAINING_STYLES, Canvas, draw_layout
-from benchmarks.minillava.yardstick.phrases import (
+from benchmarks.minillava.layout import TRAINING_STYLES, Canvas, draw_layout
+from benchmarks.minillava.phrases import (
     BESIDE,
     HALF,
     PHRASE_KINDS,
@@ -15,10 +15,10 @@ from benchmarks.minillava.yardstick.phrases import (
     brief,
     training_phrases,
 )
-from benchmarks.minillava.yardstick.questions import Question
-from benchmarks.minillava.yardstick.render import Scene, render
-from benchmarks.minillava.yardstick.vocabulary import language_tokenizer
-from benchmarks.minillava.yardstick.wordings import BRIEF
+from benchmarks.minillava.questions import Question
+from benchmarks.minillava.render import Scene, render
+from benchmarks.minillava.vocabulary import language_tokenizer
+from benchmarks.minillava.wordings import BRIEF
 
 CANVAS = Canvas()
 STEPS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}

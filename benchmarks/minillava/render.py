@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.minillava.yardstick.layout import (
+from benchmarks.minillava.layout import (
     CELL,
     CELL_PATCHES,
     COLOURS,

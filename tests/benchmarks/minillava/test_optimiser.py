@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.minillava.yardstick.optimiser import FlatMuon, orthogonalise, schedule
+from benchmarks.minillava.optimiser import FlatMuon, orthogonalise, schedule
 
 
 def _model() -> nn.Sequential:

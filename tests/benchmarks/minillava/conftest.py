@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.minillava.yardstick.export import export
-from benchmarks.minillava.yardstick.language import Projector, language_model
-from benchmarks.minillava.yardstick.layout import Canvas
-from benchmarks.minillava.yardstick.towers import clip_model
-from benchmarks.minillava.yardstick.vocabulary import clip_tokenizer, language_tokenizer
+from benchmarks.minillava.export import export
+from benchmarks.minillava.language import Projector, language_model
+from benchmarks.minillava.layout import Canvas
+from benchmarks.minillava.towers import clip_model
+from benchmarks.minillava.vocabulary import clip_tokenizer, language_tokenizer
 
 
 @pytest.fixture(scope="session")

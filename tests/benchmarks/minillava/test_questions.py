@@ -8,16 +8,16 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.minillava.yardstick.layout import COLOURS, SHAPES, Canvas, Thing, draw_layout
-from benchmarks.minillava.yardstick.questions import (
+from benchmarks.minillava.layout import COLOURS, SHAPES, Canvas, Thing, draw_layout
+from benchmarks.minillava.questions import (
     Asker,
     Question,
     caption,
     pointing_phrase,
     training_questions,
 )
-from benchmarks.minillava.yardstick.render import Scene, render
-from benchmarks.minillava.yardstick.wordings import (
+from benchmarks.minillava.render import Scene, render
+from benchmarks.minillava.wordings import (
     BRIEF,
     CATEGORIES,
     KINDS,

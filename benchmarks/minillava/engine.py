@@ -1,4 +1,4 @@
-"""``python -m benchmarks.minillava.yardstick.engine``: the same questions, answered by vLLM.
+"""``python -m benchmarks.minillava.engine``: the same questions, answered by vLLM.
 
 Knows nothing about pruning: no state is given, so the plugin is inert and every token is kept.
 """
@@ -14,8 +14,8 @@ from typing import get_args
 
 from PIL import Image
 
-from benchmarks.minillava.yardstick.split import CHECKPOINT, Example, Split, held_out, scores
-from benchmarks.minillava.yardstick.vocabulary import prompt
+from benchmarks.minillava.split import CHECKPOINT, Example, Split, held_out, scores
+from benchmarks.minillava.vocabulary import prompt
 
 MOST_TOKENS = 6
 """The longest number and its end."""

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.minillava.yardstick.layout import (
+from benchmarks.minillava.layout import (
     CELL_PATCHES,
     SEEDS,
     TRAINING_STYLES,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.minillava.yardstick.layout import Canvas
-from benchmarks.minillava.yardstick.questions import Asker, Question
-from benchmarks.minillava.yardstick.render import Scene
-from benchmarks.minillava.yardstick.wordings import BRIEF, KINDS
+from benchmarks.minillava.layout import Canvas
+from benchmarks.minillava.questions import Asker, Question
+from benchmarks.minillava.render import Scene
+from benchmarks.minillava.wordings import BRIEF, KINDS
 
 BESIDE, HALF = "beside", "half"
 # How often each kind is said; what takes two steps is said most, and numbers, learnt last. Halves:

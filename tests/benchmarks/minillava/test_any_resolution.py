@@ -10,10 +10,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaNextForConditionalGeneration
 
-from benchmarks.minillava.yardstick.any_resolution import any_resolution
-from benchmarks.minillava.yardstick.layout import Canvas
-from benchmarks.minillava.yardstick.split import held_out
-from benchmarks.minillava.yardstick.vocabulary import prompt
+from benchmarks.minillava.any_resolution import any_resolution
+from benchmarks.minillava.layout import Canvas
+from benchmarks.minillava.split import held_out
+from benchmarks.minillava.vocabulary import prompt
 
 
 @pytest.fixture(scope="module")

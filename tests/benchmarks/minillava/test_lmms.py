@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.minillava.yardstick.lmms.task import TASK, write_task
-from benchmarks.minillava.yardstick.split import Example, held_out, png, scores
+from benchmarks.minillava.lmms.task import TASK, write_task
+from benchmarks.minillava.split import Example, held_out, png, scores
 
 
 class _Loader(yaml.SafeLoader):

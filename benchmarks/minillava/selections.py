@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.minillava.yardstick.split import Example
+from benchmarks.minillava.split import Example
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
 from vllm_autoprune.tpdsl.reassembly import gather_rows

@@ -5,7 +5,7 @@ Knows nothing about scenes. Slots: name, a_name, digit, colour, plural, side, nu
 
 from __future__ import annotations
 
-from benchmarks.minillava.yardstick.layout import COLOURS, LONGEST_NUMBER, SHAPES, SIGN
+from benchmarks.minillava.layout import COLOURS, LONGEST_NUMBER, SHAPES, SIGN
 
 SEEN: dict[str, tuple[str, ...]] = {
     "digit": (

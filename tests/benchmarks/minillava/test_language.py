@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.minillava.yardstick.language import (
+from benchmarks.minillava.language import (
     PHRASES,
     QUESTIONS,
     LanguageBatch,
@@ -21,10 +21,10 @@ from benchmarks.minillava.yardstick.language import (
     language_model,
     thin,
 )
-from benchmarks.minillava.yardstick.layout import MOST_THINGS, Canvas
-from benchmarks.minillava.yardstick.questions import Question
-from benchmarks.minillava.yardstick.towers import WIDTH, training_scenes
-from benchmarks.minillava.yardstick.vocabulary import END, language_tokenizer, token_id
+from benchmarks.minillava.layout import MOST_THINGS, Canvas
+from benchmarks.minillava.questions import Question
+from benchmarks.minillava.towers import WIDTH, training_scenes
+from benchmarks.minillava.vocabulary import END, language_tokenizer, token_id
 
 CANVAS = Canvas()
 BLOCKS = sum(course.number for course in QUESTIONS)

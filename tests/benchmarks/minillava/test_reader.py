@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from benchmarks.minillava.yardstick.evaluate import Case, evaluate, headroom, report
-from benchmarks.minillava.yardstick.reader import Reader
-from benchmarks.minillava.yardstick.selections import (
+from benchmarks.minillava.evaluate import Case, evaluate, headroom, report
+from benchmarks.minillava.reader import Reader
+from benchmarks.minillava.selections import (
     keep_all,
     keep_evidence,
     keep_random,
     selections,
 )
-from benchmarks.minillava.yardstick.split import Example, held_out
-from benchmarks.minillava.yardstick.towers import pixels
-from benchmarks.minillava.yardstick.vocabulary import prompt
+from benchmarks.minillava.split import Example, held_out
+from benchmarks.minillava.towers import pixels
+from benchmarks.minillava.vocabulary import prompt
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, CLIPModel, LlavaForConditionalGeneration
 
-from benchmarks.minillava.yardstick.prefix import LlamaPrefix
-from benchmarks.minillava.yardstick.split import Example
-from benchmarks.minillava.yardstick.towers import pixels
-from benchmarks.minillava.yardstick.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
+from benchmarks.minillava.prefix import LlamaPrefix
+from benchmarks.minillava.split import Example
+from benchmarks.minillava.towers import pixels
+from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from benchmarks.minillava.yardstick.layout import COLOURS, SHAPES, Canvas, draw_layout
-from benchmarks.minillava.yardstick.render import (
+from benchmarks.minillava.layout import COLOURS, SHAPES, Canvas, draw_layout
+from benchmarks.minillava.render import (
     NEIGHBOURS,
     NOTHING,
     Batch,

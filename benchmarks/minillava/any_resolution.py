@@ -1,4 +1,4 @@
-"""``python -m benchmarks.minillava.yardstick.any_resolution FROM TO``: a LLaVA-NeXT of one's own.
+"""``python -m benchmarks.minillava.any_resolution FROM TO``: a LLaVA-NeXT of one's own.
 
 Knows nothing about training: weights are a LLaVA-1.5 checkpoint's to the last bit. The one tensor
 that LLaVA-NeXT has on top, the newline between rows of tiles, is zero.

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.minillava.yardstick.lmms FOLDER``: writes a split as an lmms-eval task.
+"""``python -m benchmarks.minillava.lmms FOLDER``: writes a split as an lmms-eval task.
 
 Knows nothing about models.
 """
@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.minillava.yardstick.lmms.task import TASK, write_task
-from benchmarks.minillava.yardstick.split import Split, held_out
+from benchmarks.minillava.lmms.task import TASK, write_task
+from benchmarks.minillava.split import Split, held_out
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.minillava.yardstick.intervals import difference, mean
+from benchmarks.minillava.intervals import difference, mean
 
 SCENES = [number // 5 for number in range(200)]
 

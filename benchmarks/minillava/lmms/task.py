@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.minillava.yardstick.split import Example, png
-from benchmarks.minillava.yardstick.wordings import CATEGORIES
+from benchmarks.minillava.split import Example, png
+from benchmarks.minillava.wordings import CATEGORIES
 
-TASK = "minillava_yardstick"
+TASK = "minillava"
 
 _YAML = """\
 task: {task}

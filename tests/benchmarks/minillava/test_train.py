@@ -14,7 +14,7 @@ STEPS = "0.001"
 def _train(folder: Path, *more: str) -> str:
     ended = subprocess.run(
         [
-            sys.executable, "-m", "benchmarks.minillava.yardstick.train",
+            sys.executable, "-m", "benchmarks.minillava.train",
             "--out", str(folder / "out"), "--work", str(folder / "work"),
             "--steps-scale", STEPS, *more,
         ],
