@@ -14,8 +14,8 @@ from tests.serving.paths import TOKENS
 
 pytestmark = pytest.mark.engine
 
-KV_BYTES = 3072
-"""Keys and values of one token of mini-LLaVA: 2 x 4 layers x 6 heads x 32 x 2 bytes."""
+KV_BYTES = 2 * 6 * 6 * 32 * 2
+"""Keys and values of one token of mini-LLaVA: 2 x 6 layers x 6 heads x 32 x 2 bytes."""
 
 
 def samples(server: Server) -> dict[str, float]:
