@@ -73,8 +73,7 @@ def composed(choose: Chooser, budget: int) -> JsonObject:
         if choose.option(f"with {name}", ("no", "yes")) == "yes"
     ]
     first = ATOMS.names("scoring")[0]
-    pools = [name for name in ATOMS.names("candidate_pool") if not _is_partition(name)]
-    pools = [name for name in pools if not _is_nested(name)]
+    pools = _pools()
     wanted = [name for name in pools if choose.option(f"with {name}", ("no", "yes")) == "yes"]
     return {
         "scoring": {
@@ -88,6 +87,71 @@ def composed(choose: Chooser, budget: int) -> JsonObject:
         },
         "reassembly": _one(choose, "reassembly", budget),
     }
+
+
+def read_choices(state: PruningState, budget: int) -> dict[str, float | str]:
+    """The choices by which :func:`composed` comes nearest to a state.
+
+    What no choice stands for is left out: nested pools, partitions, a signal's second call.
+    """
+    body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS))
+    scoring, constraints = body["scoring"], body["constraints"]
+    assert isinstance(scoring, dict) and isinstance(constraints, dict)
+    found: dict[str, float | str] = {}
+    for names, held in (
+        (ATOMS.names("scoring"), scoring["signals"]),
+        (_pools(), constraints["pool"]),
+    ):
+        called = {str(_inside(call, "atom")): call for call in _listed(held)}
+        found |= {f"with {name}": "yes" if name in called else "no" for name in names}
+        for name in names:
+            found |= _read(called[name], budget) if name in called else {}
+    groups: dict[Group, JsonValue] = {
+        "similarity_kernel": scoring["kernel"],
+        "score_fusion": scoring["fusion"],
+        "selection_constraints": constraints["selector"],
+        "reassembly": body["reassembly"],
+    }
+    for group, call in groups.items():
+        found[group] = str(_inside(call, "atom"))
+        found |= _read(call, budget)
+    return found
+
+
+def _read(call: JsonValue, budget: int) -> dict[str, float | str]:
+    """The choices that :func:`_call` would have made for one call."""
+    assert isinstance(call, dict)
+    atom, found = str(call["atom"]), dict[str, float | str]()
+    for name, described in _parameters(atom).items():
+        value = call.get(name)
+        if name in _LEFT or name == "sign" or value is None:
+            continue
+        said = f"{atom}.{name}"
+        if (quotas := _quotas(name, budget)) is not None:
+            assert isinstance(value, int)
+            found[said] = _nearest(quotas, value)
+        elif isinstance(value, bool):
+            found[said] = str(value).lower()
+        elif isinstance(value, int | float | str) and (
+            "enum" in described or _bounds(described) is not None
+        ):
+            found[said] = value
+    return found
+
+
+def _pools() -> list[str]:
+    """Pools that stand in a row; those made of pools are what the others in a row stand for."""
+    names = ATOMS.names("candidate_pool")
+    return [name for name in names if not (_is_partition(name) or _is_nested(name))]
+
+
+def _nearest(quotas: Sequence[str], value: float) -> str:
+    return min(quotas, key=lambda quota: abs(int(quota) - value))
+
+
+def _listed(value: JsonValue) -> list[JsonValue]:
+    assert isinstance(value, list)
+    return value
 
 
 def _one(choose: Chooser, group: Group, budget: int) -> JsonObject:
@@ -160,7 +224,7 @@ def read_knobs(state: PruningState, budget: int) -> dict[str, float | str]:
         if quotas is None:
             found[knob.name] = value
         else:
-            found[knob.name] = min(quotas, key=lambda quota: abs(int(quota) - value))
+            found[knob.name] = _nearest(quotas, value)
     return found
 
 
@@ -204,5 +268,4 @@ def _is_partition(atom: str) -> bool:
 
 
 def _is_nested(atom: str) -> bool:
-    """Pools made of pools, which the others in a row stand for."""
     return any(described.get("type") == "array" for described in _parameters(atom).values())

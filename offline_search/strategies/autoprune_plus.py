@@ -1,12 +1,15 @@
 """`autoprune+`: a language model proposes structure, a sampler turns its numbers, races save both.
 
 Knows nothing about endpoints or servers. The first round is warm starts. After it each slot of a
-round goes to one of four origins, drawn by how often each has improved on the best so far:
+round goes to one of its origins, drawn by how often each has improved on the best so far:
 
     llm     a structure from the language model, which is poor at numbers
+    wide    a whole state, structure and numbers, by TPE over everything measured so far
     tune    the numbers of one of the best structures, by TPE within it
     near    one of the best with a few numbers moved a little, where TPE has too little to go by
-    graft   one of the best with one component of a random state
+    graft   one of the best with one component of another of them, or of a random state
+
+"The best" are of different structures: variants of one would crowd out what it has to learn from.
 
 Without a proposer the first origin falls away: the ablation that tells what a model is worth.
 """
@@ -23,14 +26,14 @@ from offline_search.history import History, Trial, structure
 from offline_search.prompt import propose
 from offline_search.proposal import COMPONENTS, Draft, JsonObject, assembled
 from offline_search.settings import Settings
-from offline_search.space import Dice, composed, read_knobs, turned
+from offline_search.space import Chooser, Dice, composed, read_choices, read_knobs, turned
 from offline_search.strategies.protocol import Round
 from offline_search.strategies.sampler import Study
 from offline_search.strategies.starts import paper_state, warm_starts
 from vllm_autoprune.tpdsl.state import PruningState
 
 _BEST = 5
-"""Trials that further ones are made from."""
+"""Structures that further candidates are made from, each by its best trial."""
 
 _ENOUGH = 4
 """Measured settings of a structure before TPE is asked about it."""
@@ -38,7 +41,10 @@ _ENOUGH = 4
 _STEP = 0.15
 """Width of a small move, as a share of a number's range."""
 
-_ORIGINS = ("llm", "tune", "graft")
+_RANDOM = 5
+"""Candidates whose whole structure is random, before TPE is asked about structures."""
+
+_ORIGINS = ("llm", "wide", "tune", "graft")
 
 
 class AutoPrunePlus:
@@ -55,21 +61,25 @@ class AutoPrunePlus:
         if this.number == 1:
             starts = warm_starts(self._settings)[: this.count]
             return [Draft("warm start", state) for state in starts]
-        ranked = this.history.ranked()
+        ranked = _different(this.history.ranked())
         if not ranked and self.asks:
             return list(await asyncio.gather(*(self._asked(this, i) for i in range(this.count))))
         if not ranked:
-            return [self._scattered(this.dice) for _ in range(this.count)]
+            return [self._composed("random", Dice(this.dice)) for _ in range(this.count)]
         credit = _credit(this.history)
         if not self.asks:
             del credit["llm"]
         origins = [_drawn(credit, this.dice) for _ in range(this.count)]
         drafts: dict[int, Draft] = {}
+        wide = self._told(this) if "wide" in origins else None
         for index, origin in enumerate(origins):
             if origin == "tune":
                 drafts[index] = self._tuned(ranked, this.history, this.dice)
             elif origin == "graft":
                 drafts[index] = self._grafted(ranked, this.dice)
+            elif origin == "wide":
+                assert wide is not None
+                drafts[index] = self._composed("wide", wide.suggest())
         waiting = [index for index in range(this.count) if index not in drafts]
         replies = await asyncio.gather(*(self._asked(this, index) for index in waiting))
         drafts |= dict(zip(waiting, replies, strict=True))
@@ -81,9 +91,26 @@ class AutoPrunePlus:
         messages = propose(self._settings, this.summary, shown, index, this.count)
         return await this.ask(index, messages, "llm", () if best is None else (best.name,))
 
-    def _scattered(self, dice: Random) -> Draft:
-        body = composed(Dice(dice), self._settings.source_budget)
-        return Draft("random", assembled(body, self._settings, "candidate"))
+    def _composed(self, origin: str, choose: Chooser) -> Draft:
+        body = composed(choose, self._settings.source_budget)
+        return Draft(origin, assembled(body, self._settings, "candidate"))
+
+    def _told(self, this: Round) -> Study:
+        """TPE over the whole space, told of every state that was measured, whoever made it."""
+        budget = self._settings.source_budget
+        made = sum(trial.proposed.origin == "wide" for trial in this.history.trials)
+        measured = [
+            (trial.state, trial.tried.objective)
+            for trial in this.history.trials
+            if trial.state is not None and trial.tried.objective is not None
+        ]
+        startup = len(measured) + _RANDOM - made
+        study = Study(this.dice.randrange(2**31), startup)
+        for state, objective in measured:
+            told = study.enqueue(read_choices(state, budget))
+            composed(told, budget)
+            study.tell(told, objective)
+        return study
 
     def _tuned(self, ranked: Sequence[Trial], history: History, dice: Random) -> Draft:
         parent, state = _parent(ranked, dice)
@@ -107,8 +134,10 @@ class AutoPrunePlus:
 
     def _grafted(self, ranked: Sequence[Trial], dice: Random) -> Draft:
         parent, state = _parent(ranked, dice)
-        other = composed(Dice(dice), self._settings.source_budget)
-        body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS))
+        others = [trial.state for trial in ranked[:_BEST] if trial.state not in (None, state)]
+        lent = dice.choice(others) if others and dice.random() < 0.5 else None
+        other = composed(Dice(dice), self._settings.source_budget) if lent is None else _alpha(lent)
+        body = _alpha(state)
         dice.choice(_GRAFTS)(body, other, dice)
         return self._draft("graft", body, parent)
 
@@ -137,6 +166,20 @@ class _Near:
             return now
         moved = min(high, max(low, self._dice.gauss(now, _STEP * (high - low))))
         return round(moved) if integer else round(moved, 4)
+
+
+def _alpha(state: PruningState) -> JsonObject:
+    body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS))
+    return body
+
+
+def _different(ranked: Sequence[Trial]) -> list[Trial]:
+    """The best trial of each structure, in their order."""
+    found: dict[object, Trial] = {}
+    for trial in ranked:
+        assert trial.state is not None
+        found.setdefault(structure(trial.state), trial)
+    return list(found.values())
 
 
 def _credit(history: History) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 from offline_search.history import parts, structure
 from offline_search.proposal import assembled
 from offline_search.settings import Settings
-from offline_search.space import Dice, composed, knobs, read_knobs, turned
+from offline_search.space import Dice, composed, knobs, read_choices, read_knobs, turned
 from offline_search.strategies.starts import base_state, paper_state, warm_starts
 from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
@@ -74,6 +74,37 @@ def test_what_was_read_off_is_what_was_turned(settings: Settings) -> None:
             return value
 
     assert assembled(turned(state, Same(), BUDGET), settings, "x").digest == state.digest
+
+
+class Told(Lowest):
+    """The choices that it was given, and no other."""
+
+    def __init__(self, choices: dict[str, float | str]) -> None:
+        self.choices = choices
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        assert self.choices[name] in options, name
+        return str(self.choices[name])
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        value = self.choices[name]
+        assert isinstance(value, int | float) and low <= value <= high, name
+        return value
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_composition_is_made_again_from_the_choices_read_off_it(
+    seed: int, settings: Settings
+) -> None:
+    state = assembled(composed(Dice(Random(seed)), BUDGET), settings, "candidate")
+    again = composed(Told(read_choices(state, BUDGET)), BUDGET)
+    assert assembled(again, settings, "candidate").digest == state.digest
+
+
+def test_a_state_that_was_not_composed_is_read_as_near_as_can_be(settings: Settings) -> None:
+    for state in (*warm_starts(settings), base_state(settings)):
+        near = assembled(composed(Told(read_choices(state, BUDGET)), BUDGET), settings, "candidate")
+        assert parts(near) == parts(state)
 
 
 def test_guards_are_no_knobs(settings: Settings) -> None:

@@ -55,7 +55,7 @@ def test_every_origin_of_autoprune_plus_gets_its_turn(data: Dataset, tmp_path: P
         names = {record.name for record in proposed}
         for record in proposed:
             assert set(record.parents) <= names
-    assert origins == {"warm start", "llm", "tune", "near", "graft"}
+    assert origins == {"warm start", "llm", "wide", "tune", "near", "graft"}
 
 
 @pytest.mark.parametrize("strategy", ["random", "tpe"])
