@@ -44,9 +44,9 @@ def test_computed_and_measured_columns_stand_side_by_side(tmp_path: Path) -> Non
     full, pruned, broken = lines[3:6]
     flops = cost(mini.geometry, 144).flops / cost(mini.geometry, 16).flops
     assert full.startswith("| full | 144 | ") and "(1.0x fewer) | 50.0 (1.00x faster)" in full
-    assert "| 60.0 (" not in full and full.endswith("| 5.00 | 0.4219 | 1024 | 197.0 |")
+    assert "| 60.0 (" not in full and full.endswith("| 5.00 | 0.6328 | 1024 | 197.0 |")
     assert f"({flops:.1f}x fewer) | 20.0 (2.50x faster) | 40.0 (35.0–45.0) | 5.00 |" in pruned
-    assert "| 0.04688 |" in pruned  # 16 tokens x 2 x 4 layers x 192 x 2 bytes
+    assert "| 0.07031 |" in pruned  # 16 tokens x 2 x 6 layers x 192 x 2 bytes
     assert broken.startswith("| broken | not served: no [CLS] token |")
     assert broken.count("|") == full.count("|")
 
