@@ -1,6 +1,7 @@
 """`autoprune+`: a language model proposes structure, a sampler turns its numbers, races save both.
 
-Knows nothing about endpoints or servers. The first round is warm starts. After it each slot of a
+Knows nothing about endpoints or servers. The first round is warm starts. After it the first half of
+a search looks for structures, and the second half works on the best of them as well; each slot of a
 round goes to one of its origins, drawn by how often each has improved on the best so far:
 
     llm     a structure from the language model, which is poor at numbers
@@ -45,6 +46,8 @@ _RANDOM = 5
 """Candidates whose whole structure is random, before TPE is asked about structures."""
 
 _ORIGINS = ("llm", "wide", "tune", "graft")
+_LOOKING = ("llm", "wide")
+"""Origins of whole states; the others work on what these found, and would soon be all of it."""
 
 
 class AutoPrunePlus:
@@ -69,6 +72,8 @@ class AutoPrunePlus:
         credit = _credit(this.history)
         if not self.asks:
             del credit["llm"]
+        if 2 * this.number <= self._settings.rounds:
+            credit = {origin: credit[origin] for origin in _LOOKING if origin in credit}
         origins = [_drawn(credit, this.dice) for _ in range(this.count)]
         drafts: dict[int, Draft] = {}
         wide = self._told(this) if "wide" in origins else None
