@@ -5,7 +5,7 @@ a search looks for structures, and the second half works on the best of them as 
 round goes to one of its origins, drawn by how often each has improved on the best so far:
 
     llm     a structure from the language model, which is poor at numbers
-    wide    a whole state, structure and numbers, by TPE over everything measured so far
+    wide    a whole state, structure and numbers, by TPE over all whole states measured so far
     tune    the numbers of one of the best structures, by TPE within it
     near    one of the best with a few numbers moved a little, where TPE has too little to go by
     graft   one of the best with one component of another of them, or of a random state
@@ -48,6 +48,9 @@ _RANDOM = 5
 _ORIGINS = ("llm", "wide", "tune", "graft")
 _LOOKING = ("llm", "wide")
 """Origins of whole states; the others work on what these found, and would soon be all of it."""
+
+_WHOLE = (*_LOOKING, "warm start", "random")
+"""Origins that TPE is told of."""
 
 
 class AutoPrunePlus:
@@ -101,13 +104,18 @@ class AutoPrunePlus:
         return Draft(origin, assembled(body, self._settings, "candidate"))
 
     def _told(self, this: Round) -> Study:
-        """TPE over the whole space, told of every state that was measured, whoever made it."""
+        """TPE over the whole space, told of every whole state that was measured, whoever made it.
+
+        It is not told of small steps: variants of one state would be all that it takes for good.
+        """
         budget = self._settings.source_budget
         made = sum(trial.proposed.origin == "wide" for trial in this.history.trials)
         measured = [
             (trial.state, trial.tried.objective)
             for trial in this.history.trials
-            if trial.state is not None and trial.tried.objective is not None
+            if trial.state is not None
+            and trial.tried.objective is not None
+            and trial.proposed.origin in _WHOLE
         ]
         startup = len(measured) + _RANDOM - made
         study = Study(this.dice.randrange(2**31), startup)
