@@ -20,6 +20,7 @@ from benchmarks.load.prepared import Prepared, prepare
 from benchmarks.load.record import Record
 from benchmarks.load.server_metrics import Watch
 from benchmarks.load.workload import Workload
+from benchmarks.minillava.engine import MOST_TOKENS
 from benchmarks.minillava.split import held_out, png, scores
 from benchmarks.overhead.measure import stages
 from benchmarks.overhead.resident import resident_of_group
@@ -112,7 +113,7 @@ def _ask(server: Server, model: Model, asked: Prepared, scenes: int) -> Pass:
 
 
 def _score(client: Client, scenes: int) -> tuple[float, float]:
-    """Accuracy and accuracy+ over the learnt kinds of mini-LLaVA's held-out questions."""
+    """Accuracy and accuracy+ over mini-LLaVA's held-out questions."""
     examples = held_out("test", scenes)
     bodies: list[bytes] = []
     for example in examples:
@@ -125,7 +126,7 @@ def _score(client: Client, scenes: int) -> tuple[float, float]:
             "model": SERVED,
             "messages": [{"role": "user", "content": parts}],
             "temperature": 0,
-            "max_tokens": 4,
+            "max_tokens": MOST_TOKENS,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

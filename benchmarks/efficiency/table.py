@@ -65,7 +65,7 @@ def notes(model: Model) -> Iterator[str]:
         "cache whatever is pruned, so this column says little; KV MiB is what a prompt needs of it."
     )
     if model.scored:
-        yield "Score: accuracy + accuracy+ on held-out questions of learnt kinds, at most 200."
+        yield "Score: accuracy + accuracy+ on held-out questions, at most 200."
 
 
 def costs(model: Model, arm: str, budget: int, measured: Sequence[Pass]) -> Cost:

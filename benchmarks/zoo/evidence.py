@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from vllm_autoprune import PruningState
 
 EVALUATED_ON = (
-    "the embedded mini-LLaVA through vLLM on a CPU, held-out split, learnt kinds of question, "
+    "the embedded mini-LLaVA through vLLM on a CPU, test split, every kind of question, "
     "greedy; K is given by the request; `python -m benchmarks.zoo measure`"
 )
 
