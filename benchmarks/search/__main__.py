@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--replies", type=Path, nargs="+", metavar="LEDGER",
         help="as proposer: the replies that these searches have recorded",
     )  # fmt: skip
+    compare.add_argument(
+        "--at-once", type=int, default=1, metavar="N",
+        help="searches that wait for the proposer together",
+    )  # fmt: skip
     compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
     speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
     speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
@@ -105,19 +109,29 @@ def _compare(options: argparse.Namespace) -> None:
     async def run(proposer: Proposer | None) -> None:
         seeds = range(options.seeds)
         try:
-            await compare(options.out, options.strategies, seeds, settings, evaluator, proposer)
+            await compare(
+                options.out,
+                options.strategies,
+                seeds,
+                settings,
+                evaluator,
+                proposer,
+                options.at_once,
+            )
         finally:
             if proposer is not None:
                 await proposer.close()
 
     asks = any(STRATEGIES[strategy](settings).asks for strategy in options.strategies)
+    requests = options.per_round * options.at_once
     if recorded is not None or not asks:
         asyncio.run(run(recorded))
     elif options.proposer_url:
-        asyncio.run(run(EndpointProposer(Endpoint(options.proposer_url, settings.proposer))))
+        endpoint = Endpoint(options.proposer_url, settings.proposer, at_once=requests)
+        asyncio.run(run(EndpointProposer(endpoint)))
     else:
         with served(model_folder()) as url:
-            unseeded = Endpoint(url, settings.proposer, seeded=False)
+            unseeded = Endpoint(url, settings.proposer, at_once=requests, seeded=False)
             asyncio.run(run(EndpointProposer(unseeded)))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from offline_search.ledger import Ledger, read
 from offline_search.records import Proposed, Tried
 from offline_search.search import Search
 from offline_search.settings import Settings
+from offline_search.space import read_choices
+from offline_search.strategies.sampler import Choice, Study, Suggestion
 from tests.offline_search.replies import sound
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
+from vllm_autoprune.tpdsl.load import load_state
 
 SEEDS = range(3)
 
@@ -56,6 +60,47 @@ def test_every_origin_of_autoprune_plus_gets_its_turn(data: Dataset, tmp_path: P
         for record in proposed:
             assert set(record.parents) <= names
     assert origins == {"warm start", "llm", "wide", "tune", "near", "graft"}
+
+
+def test_autoprune_plus_looks_for_whole_states_first(data: Dataset, tmp_path: Path) -> None:
+    found("autoprune+", data, tmp_path, rounds=6)
+    later: set[str] = set()
+    for seed in SEEDS:
+        for record in read(tmp_path / f"autoprune+-{seed}"):
+            if isinstance(record, Proposed) and 1 < record.round <= 3:
+                assert record.origin in {"llm", "wide"}
+            elif isinstance(record, Proposed) and record.round > 3:
+                later.add(record.origin)
+    assert {"tune", "near", "graft"} & later
+
+
+def test_its_sampler_of_whole_states_is_not_told_of_small_steps(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Choice]] = []
+    enqueue = Study.enqueue
+
+    def listening(study: Study, choices: dict[str, Choice]) -> Suggestion:
+        told.append(choices)
+        return enqueue(study, choices)
+
+    monkeypatch.setattr(Study, "enqueue", listening)
+    found("autoprune+", data, tmp_path, rounds=4)
+    known: dict[str, set[str]] = {"whole": set(), "steps": set()}
+    for seed in SEEDS:
+        for record in read(tmp_path / f"autoprune+-{seed}"):
+            if isinstance(record, Proposed) and record.state is not None:
+                kind = "steps" if record.origin in {"tune", "near", "graft"} else "whole"
+                state = load_state(json.dumps(record.state))
+                known[kind].add(_told(read_choices(state, 8)))
+    # TPE within a structure is told of its numbers alone; who names a kernel speaks of a whole one.
+    whole = {_told(choices) for choices in told if "similarity_kernel" in choices}
+    assert whole & known["whole"]
+    assert not whole & (known["steps"] - known["whole"])
+
+
+def _told(choices: dict[str, Choice]) -> str:
+    return json.dumps(choices, sort_keys=True)
 
 
 @pytest.mark.parametrize("strategy", ["random", "tpe"])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from benchmarks.search.speed import Speed, Way, drawn, processor_seconds
 from offline_search.evaluators.protocol import Job
 from offline_search.examples import Dataset
 from offline_search.ledger import Ledger, read
+from offline_search.prompt import Messages
+from offline_search.proposal import JsonObject
+from offline_search.proposers.protocol import Reply
 from offline_search.records import Replied
 from offline_search.settings import Settings
 from tests.offline_search.replies import sound
@@ -70,6 +75,38 @@ async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) ->
     await compare(tmp_path / "d", ["random"], [0], settings, evaluator, None)
     with pytest.raises(SearchError, match="no reply is recorded"):
         RecordedProposer([tmp_path / "d" / "random-0.jsonl"])
+
+
+class Waiting(ScriptedProposer):
+    """Answers nobody before so many have asked, for the first time."""
+
+    def __init__(self, replies: Sequence[str], together: int) -> None:
+        super().__init__(replies)
+        self._together, self._enough = together, asyncio.Event()
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        if len(self.asked) + 1 >= self._together:
+            self._enough.set()
+        replied = await super().reply(messages, schema, seed)
+        await asyncio.wait_for(self._enough.wait(), 30)
+        return replied
+
+
+async def test_searches_ask_together_and_find_what_they_find_alone(
+    data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
+    names, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
+    alone, together = ScriptedProposer(sound(20)), Waiting(sound(20), 2 * settings.per_round)
+    await compare(tmp_path / "a", names, seeds, settings, evaluator, alone)
+    await compare(tmp_path / "b", names, seeds, settings, evaluator, together, at_once=4)
+    for name in names:
+        for seed in seeds:
+            with (
+                Ledger(tmp_path / "a" / f"{name}-{seed}.jsonl") as one,
+                Ledger(tmp_path / "b" / f"{name}-{seed}.jsonl") as other,
+            ):
+                assert one.digest() == other.digest()
 
 
 async def test_what_one_search_has_measured_is_known_to_the_next(data: Dataset) -> None:
