@@ -27,7 +27,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: out/eval/SUITE")
     parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
     parser.add_argument("--dry-run", action="store_true", help="show what would be run, and stop")
-    parser.add_argument("--at-once", type=int, default=32, help="requests in flight")
+    parser.add_argument(
+        "--at-once", type=int, help="requests in flight; default: 128 of minillava, 32 of lmms"
+    )
     parser.add_argument(
         "--served-name", metavar="NAME", help="the model's name on its server; lmms needs it"
     )
@@ -103,12 +105,13 @@ def _suite(options: argparse.Namespace) -> tuple[Suite, Path]:
 def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
     from benchmarks.accuracy.minillava.model import find
     from benchmarks.accuracy.minillava.suite import Settings, suite
+    from offline_search.evaluators.served import AT_ONCE
 
     model = find(options.model)
     settings = Settings(
         url=options.server_url,
         served_name=options.served_name,
-        at_once=options.at_once,
+        at_once=options.at_once or AT_ONCE,
         log=folder / "server.log",
     )
     return suite(model, options.budgets, options.cases, options.scenes, settings)
@@ -126,7 +129,7 @@ def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
         raise ConfigError("eval", [Problem("--served-name", "is missing", mend)])
     divisor = mme_divisor(options.backbone)
     found = chosen(tasks, cognition=divisor > 20)
-    program = LmmsEval(options.lmms_eval, options.served_name, options.at_once, options.limit)
+    program = LmmsEval(options.lmms_eval, options.served_name, options.at_once or 32, options.limit)
     return LmmsSuite(
         servers(options.arm),
         found,
