@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from torch import Tensor
 
+from benchmarks.minillava import vocabulary
 from benchmarks.minillava.split import Example, held_out
 from tests.serving.paths import CLIP, LLAVA
 from tests.tpdsl.samples import edited, shipped
@@ -143,7 +144,7 @@ def prompt(
     if instruction is not None:
         asked["instructions"] = [instruction]
     return {
-        "prompt": f"USER: <image>\n{example.question} ASSISTANT:",
+        "prompt": vocabulary.prompt(example.question),
         "multi_modal_data": {"image": picture(example.image)},
         "mm_processor_kwargs": {"autoprune": asked},
     }
