@@ -42,6 +42,8 @@ class Table:
     budget: int
     digests: Mapping[str, str | None]
     ttft: Mapping[str, tuple[float, ...]]
+    again: Mapping[str, tuple[float, ...]]
+    """The same of a second question on each request's image."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,22 @@ class Composed:
     ttft: Estimate
     prefill_gain: Estimate
     ttft_gain: Estimate
+    again: Estimate
+    """Of a second question on the same image, as a share of the first one's."""
 
 
 def read(path: Path) -> Table:
     """A table's file; arms that were not served are left out."""
     told = json.loads(path.read_text())
-    times = {
-        arm: tuple(value for one in passes for value in one.get("ttft", ()))
-        for arm, passes in told["passes"].items()
-    }
-    served = {arm: found for arm, found in times.items() if found}
-    return Table(told["model"], told["layers"], told["budget"], told["digests"], served)
+    first, again = (
+        {
+            arm: tuple(value for one in passes for value in one.get(name, ()))
+            for arm, passes in told["passes"].items()
+            if "ttft" in passes[0]
+        }
+        for name in ("ttft", "again")
+    )
+    return Table(told["model"], told["layers"], told["budget"], told["digests"], first, again)
 
 
 def compose(shallow: Table, deep: Table, depth: int) -> dict[str, Composed]:
@@ -79,14 +86,20 @@ def compose(shallow: Table, deep: Table, depth: int) -> dict[str, Composed]:
         raise NotComparable(
             f"depths {shallow.layers} and {deep.layers}: give the shallow one first"
         )
-    counts = {len(times) for table in (shallow, deep) for times in table.ttft.values()}
+    counts = {
+        len(times)
+        for table in (shallow, deep)
+        for times in (*table.ttft.values(), *table.again.values())
+    }
     if len(counts) != 1:
         raise NotComparable(f"arms answered different numbers of requests: {sorted(counts)}")
     (count,) = counts
     picks = np.random.default_rng(SEED).integers(count, size=(DRAWS, count))
     # Row 0 is the sample itself, the others are its resamples.
     rows = np.vstack((np.arange(count)[None], picks))
-    drawn = {arm: _line(shallow, deep, arm, rows) for arm in shallow.ttft}
+    lines = (shallow.layers, deep.layers)
+    drawn = {arm: _line(lines, shallow.ttft[arm], deep.ttft[arm], rows) for arm in shallow.ttft}
+    second = {arm: _line(lines, shallow.again[arm], deep.again[arm], rows) for arm in shallow.again}
     first_slope, first_rest = next(iter(drawn.values()))
     return {
         arm: Composed(
@@ -95,19 +108,21 @@ def compose(shallow: Table, deep: Table, depth: int) -> dict[str, Composed]:
             ttft=_estimate(rest + slope * depth),
             prefill_gain=_estimate(first_slope / slope),
             ttft_gain=_estimate((first_rest + first_slope * depth) / (rest + slope * depth)),
+            again=_estimate((second[arm][1] + second[arm][0] * depth) / (rest + slope * depth)),
         )
         for arm, (slope, rest) in drawn.items()
     }
 
 
-def _line(shallow: Table, deep: Table, arm: str, rows: NDArray[np.intp]) -> tuple[Floats, Floats]:
+def _line(
+    layers: tuple[int, int], shallow: Sequence[float], deep: Sequence[float], rows: NDArray[np.intp]
+) -> tuple[Floats, Floats]:
     """Slope a layer and value at no layers, one of each for every row of picked requests."""
     low, high = (
-        np.median(np.asarray(table.ttft[arm], dtype=np.float64)[rows], axis=1)
-        for table in (shallow, deep)
+        np.median(np.asarray(times, dtype=np.float64)[rows], axis=1) for times in (shallow, deep)
     )
-    slope = (high - low) / (deep.layers - shallow.layers)
-    return slope, low - slope * shallow.layers
+    slope = (high - low) / (layers[1] - layers[0])
+    return slope, low - slope * layers[0]
 
 
 def _estimate(drawn: Floats) -> Estimate:
@@ -122,8 +137,9 @@ def markdown(shallow: Table, deep: Table, depth: int, arms: Mapping[str, Compose
         f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
         f"{shallow.layers} and {deep.layers}, which were measured; {count} requests of each",
         "",
-        "| arm | a layer, ms | all but the layers, ms | TTFT, s | prefill gain | TTFT gain |",
-        "| --- | --: | --: | --: | --: | --: |",
+        "| arm | a layer, ms | all but the layers, ms | TTFT, s | prefill gain | TTFT gain "
+        "| another question, of the first |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
     ]
     for arm, found in arms.items():
         cells = (
@@ -132,6 +148,7 @@ def markdown(shallow: Table, deep: Table, depth: int, arms: Mapping[str, Compose
             _told(found.ttft, 1, 2),
             _told(found.prefill_gain, 1, 2),
             _told(found.ttft_gain, 1, 2),
+            _told(found.again, 1, 2),
         )
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)

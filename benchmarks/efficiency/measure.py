@@ -16,7 +16,7 @@ from benchmarks.load.arms import Arm
 from benchmarks.load.client import Client
 from benchmarks.load.errors import LoadError
 from benchmarks.load.plain import Plain
-from benchmarks.load.prepared import Prepared, prepare
+from benchmarks.load.prepared import Line, Prepared, body, prepare
 from benchmarks.load.record import Record
 from benchmarks.load.server_metrics import Watch
 from benchmarks.load.workload import Workload
@@ -36,6 +36,8 @@ class Pass(Plain):
 
     ttft: tuple[float, ...]
     """At the client: with HTTP, the image processor and the vision tower."""
+    again: tuple[float, ...] = ()
+    """The same of another question on the same image, asked right after the first."""
     prefill: float
     """In the engine, mean: vLLM's own ``request_prefill_time_seconds``, vision tower included."""
     decode: tuple[float, ...]
@@ -88,28 +90,36 @@ def _ask(server: Server, model: Model, asked: Prepared, scenes: int) -> Pass:
     client = Client(server.url, patience=900)
     for line in asked.warm_up:
         client.send(asked.body(line))
-    before, watch = stages(server.get("/metrics")), Watch(server.url)
+    watch = Watch(server.url)
     watch.look()
-    records: list[Record] = []
-    resident = 0
+    records, again = list[Record](), list[Record]()
+    prefill, resident = 0.0, 0
     for line in asked.measured:
+        before = stages(server.get("/metrics"))["prefill"]
         records.append(client.send(asked.body(line), index=line.ask.index))
+        prefill += stages(server.get("/metrics"))["prefill"] - before
         resident = max(resident, sum(resident_of_group(server.process.pid).values()))
+        again.append(client.send(_another(asked, line), index=line.ask.index))
     watch.look()
-    after, metrics = stages(server.get("/metrics")), watch.metrics()
-    failed = [record.error for record in records if record.error]
-    if failed:
-        raise LoadError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
+    metrics = watch.metrics()
+    _all_answered([*records, *again])
     kept, images = metrics.visual_tokens_after, metrics.images
     return Pass(
         ttft=tuple(record.ttft for record in records),
-        prefill=(after["prefill"] - before["prefill"]) / len(records),
+        again=tuple(record.ttft for record in again),
+        prefill=prefill / len(records),
         decode=tuple(tpot for record in records if (tpot := record.tpot) is not None),
         prompt_tokens=sum(r.prompt_tokens or 0 for r in records) / len(records),
         visual_tokens=kept / images if kept and images else None,
         resident=resident,
         score=_score(client, scenes) if model.scored and scenes else None,
     )
+
+
+def _another(asked: Prepared, line: Line) -> bytes:
+    """Another question of as many words about the same image: the same words backwards."""
+    backwards = " ".join(reversed(line.ask.question.split()))
+    return body(asked.workload, line.ask.model_copy(update={"question": backwards}))
 
 
 def _score(client: Client, scenes: int) -> tuple[float, float]:
@@ -141,7 +151,7 @@ def _score(client: Client, scenes: int) -> tuple[float, float]:
 def _all_answered(records: Sequence[Record]) -> None:
     failed = [record.error for record in records if record.error]
     if failed:
-        raise LoadError(f"{len(failed)} of {len(records)} questions failed: {failed[0]}")
+        raise LoadError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
 
 
 def _cause(log: str) -> str:

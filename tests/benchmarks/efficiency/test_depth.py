@@ -14,7 +14,7 @@ NOISE = (-0.02, 0.0, 0.01)
 
 
 def table(layers: int) -> Table:
-    """Stock: 2 s and 1 s a layer. Pruned: 2.5 s and 0.1 s a layer."""
+    """Stock: 2 s and 1 s a layer, then 0.1 s and 0.05 s. Pruned: 2.5 s, then 0.5 s; 0.1 s."""
     return Table(
         "llava-next-7b",
         layers,
@@ -23,6 +23,10 @@ def table(layers: int) -> Table:
         {
             "full": tuple(2.0 + 1.0 * layers + noise for noise in NOISE),
             "AutoPrune": tuple(2.5 + 0.1 * layers + noise for noise in NOISE),
+        },
+        {
+            "full": tuple(0.1 + 0.05 * layers + noise for noise in NOISE),
+            "AutoPrune": tuple(0.5 + 0.1 * layers + noise for noise in NOISE),
         },
     )
 
@@ -38,6 +42,8 @@ def test_times_grow_by_the_layer() -> None:
     assert pruned.prefill_gain.value == pytest.approx(10.0)
     assert pruned.ttft_gain.value == pytest.approx(34.0 / 5.7)
     assert pruned.ttft_gain.low < pruned.ttft_gain.value < pruned.ttft_gain.high
+    assert found["full"].again.value == pytest.approx(1.7 / 34.0)
+    assert pruned.again.value == pytest.approx(3.7 / 5.7)
     assert "| AutoPrune | 100.0 (" in markdown(table(1), table(3), 32, found)
 
 
@@ -47,6 +53,7 @@ def test_times_grow_by_the_layer() -> None:
         (replace(table(3), budget=160), "differ"),
         (replace(table(3), digests={"full": None, "AutoPrune": "cd"}), "differ"),
         (table(1), "shallow one first"),
+        (replace(table(3), again={"full": (1.0,), "AutoPrune": (1.0,)}), "different numbers"),
         (replace(table(3), ttft={"full": (1.0,), "AutoPrune": (1.0,)}), "different numbers"),
     ],
 )
@@ -61,7 +68,9 @@ def test_files_are_read_and_arms_that_were_refused_left_out(
     paths = []
     for layers in (1, 3):
         one = table(layers)
-        passes = {arm: [{"ttft": times}] for arm, times in one.ttft.items()}
+        passes = {
+            arm: [{"ttft": times, "again": one.again[arm]}] for arm, times in one.ttft.items()
+        }
         told = {
             "model": one.model, "layers": layers, "budget": 320, "digests": dict(one.digests),
             "passes": {**passes, "fastv": [{"reason": "no attention"}]},
