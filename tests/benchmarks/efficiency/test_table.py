@@ -48,9 +48,6 @@ def test_computed_and_measured_columns_stand_side_by_side(tmp_path: Path) -> Non
     assert "| 60.0 (" not in full and full.endswith("| 5.00 | 0.6328 | 1024 | 197.0 |")
     times = "20.0 (2.50x faster) | 40.0 (35.0–45.0) | 20.0 (0.50x) | 5.00 |"
     assert f"({flops:.1f}x fewer) | {times}" in pruned
-        f"({flops:.1f}x fewer) | 20.0 (2.50x faster) | 40.0 (35.0–45.0) | 20.0 (0.50x) | 5.00 |"
-        in pruned
-    )
     assert "| 0.07031 |" in pruned  # 16 tokens x 2 x 6 layers x 192 x 2 bytes
     assert broken.startswith("| broken | not served: no [CLS] token |")
     assert broken.count("|") == full.count("|")
