@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm_autoprune.serving.batch import prune_images
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures
 from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.served import ServedState
 
 
 class Witness:

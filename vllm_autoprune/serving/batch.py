@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.plan import Ids, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
 from vllm_autoprune.serving.relevance import Relevance
+from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.serving.split import split_over_regions
 from vllm_autoprune.tpdsl.language import LanguagePrefix
 from vllm_autoprune.tpdsl.materialize import PruningPolicy

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from vllm_autoprune.serving.brought import brought
 from vllm_autoprune.serving.carried import packed
-from vllm_autoprune.serving.config import ServedState, policy_of
 from vllm_autoprune.serving.placeholders import Extent
 from vllm_autoprune.serving.plan import Keep
 from vllm_autoprune.serving.request import PruningRequest, Shared, refusal
 from vllm_autoprune.serving.rules import FLAG, Level, RequestRules
+from vllm_autoprune.serving.served import ServedState, policy_of
 from vllm_autoprune.serving.shares import shared
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Need

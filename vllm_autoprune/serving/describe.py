@@ -5,16 +5,12 @@ Knows nothing about how it is asked, nor about how it came to run this.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import JsonValue
 
 from vllm_autoprune import __version__
 from vllm_autoprune.serving.rules import FLAG, RequestRules
+from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.serving.towers import TextTower
-
-if TYPE_CHECKING:
-    from vllm_autoprune.serving.config import ServedState
 
 
 def in_one_line(served: ServedState) -> str:

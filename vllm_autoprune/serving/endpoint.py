@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from vllm_autoprune.serving.config import served_state
 from vllm_autoprune.serving.describe import as_data
+from vllm_autoprune.serving.served import served_state
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

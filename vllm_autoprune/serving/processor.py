@@ -16,12 +16,12 @@ from vllm.multimodal.parse import ImageEmbeddingItems
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.choice import Choice, called_by, choose_for
-from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.instruction import instruction_of_prompt
 from vllm_autoprune.serving.metrics import count, count_refused
 from vllm_autoprune.serving.placeholders import Extent, Placeholders, shortened
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
 from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, UNCOUNTED, read_request
+from vllm_autoprune.serving.served import ServedState, served_state
 from vllm_autoprune.serving.words import LAST_WORDS, Words
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 from vllm.renderers.hf import HfRenderer
 
 from vllm_autoprune.serving.compat import let_pass
-from vllm_autoprune.serving.config import served_state
 from vllm_autoprune.serving.instruction import instructions_of
 from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, UNCOUNTED
+from vllm_autoprune.serving.served import served_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

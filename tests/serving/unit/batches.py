@@ -14,10 +14,10 @@ from torch import Tensor
 from tests.serving.unit.samples import image, served
 from vllm_autoprune import Grid
 from vllm_autoprune.serving.batch import ModelParts, prune_images
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures
 from vllm_autoprune.serving.plan import Ids, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter
+from vllm_autoprune.serving.served import ServedState
 
 GRID = Grid(6, 6)
 N = GRID.tokens

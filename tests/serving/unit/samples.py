@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.tpdsl.samples import state
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures, Region
+from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.serving.towers import TextTower
 from vllm_autoprune.tpdsl.tokens import Grid
 

@@ -11,7 +11,8 @@ from vllm_autoprune import ConfigError
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving import config as config_module
-from vllm_autoprune.serving.config import adopt, served_state
+from vllm_autoprune.serving.config import adopt
+from vllm_autoprune.serving.served import served_state
 
 
 def test_adopted_the_state_is_on_the_model_config_and_our_settings_are_gone(

@@ -10,10 +10,10 @@ from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import BudgetError, RequestError, load_state
 from vllm_autoprune.serving.carried import packed, unpacked
 from vllm_autoprune.serving.choice import Choice, choose_for
-from vllm_autoprune.serving.config import NEEDS, ServedState
 from vllm_autoprune.serving.placeholders import Extent
 from vllm_autoprune.serving.request import read_request
 from vllm_autoprune.serving.rules import LEVELS, RequestRules
+from vllm_autoprune.serving.served import NEEDS, ServedState
 
 N = 144
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.serving.unit.samples import served
 from vllm_autoprune import load_state
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.describe import as_data, in_one_line
 from vllm_autoprune.serving.rules import RequestRules
+from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.serving.towers import TextTower
 
 TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)

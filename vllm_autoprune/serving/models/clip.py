@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from vllm_autoprune.serving.batch import ModelParts
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import TowerFeatures
 from vllm_autoprune.serving.language import FirstLayers
 from vllm_autoprune.serving.last_layer import LastLayer, Projected
 from vllm_autoprune.serving.models.vision import Tiles, Vision
 from vllm_autoprune.serving.next_layer import FollowingLayer
+from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures
 from vllm_autoprune.serving.models.any_resolution import (
     Join,
@@ -25,6 +24,7 @@ from vllm_autoprune.serving.models.llava_next import PLACEHOLDERS
 from vllm_autoprune.serving.models.pruned import PrunedModel
 from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Tiles, Vision
 from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.served import ServedState
 
 
 class OnevisionVision(Vision):

@@ -14,12 +14,12 @@ from vllm.model_executor.models.utils import StageMissingLayer
 
 from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.batch import prune_images
-from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.first_images import FirstImages
 from vllm_autoprune.serving.models.vision import Vision, batches
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter
 from vllm_autoprune.serving.ranks import is_first_rank
+from vllm_autoprune.serving.served import ServedState, served_state
 from vllm_autoprune.serving.stopwatch import Stopwatch
 from vllm_autoprune.serving.worker_metrics import WorkerMetrics
 

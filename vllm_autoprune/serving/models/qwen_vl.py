@@ -16,7 +16,6 @@ from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.compat import keep_positions
-from vllm_autoprune.serving.config import ServedState, served_state
 from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.models.heard import HeardAttention
 from vllm_autoprune.serving.models.pruned import PrunedModel
@@ -24,6 +23,7 @@ from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
 from vllm_autoprune.serving.mrope import CHANNELS, channels, input_positions, with_image_positions
 from vllm_autoprune.serving.placeholders import Extent, Placeholders
 from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.served import ServedState, served_state
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:

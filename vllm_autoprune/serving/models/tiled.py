@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.models.heard import HeardAttention
 from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
 from vllm_autoprune.serving.placeholders import Extent
+from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.batch import ModelParts
-from vllm_autoprune.serving.config import ServedState
 from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Key, TowerFeatures
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
+from vllm_autoprune.serving.served import ServedState
 
 Given = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""

@@ -1,0 +1,114 @@
+"""What a server runs, from its start to its end, and how it travels to other processes.
+
+Knows nothing about where it comes from: who reads settings makes one, who serves a request asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, get_args
+
+from vllm_autoprune.serving.activation import activate
+from vllm_autoprune.serving.carried import unpacked
+from vllm_autoprune.serving.compat import attached
+from vllm_autoprune.serving.plan import ItemPlan, Keep
+from vllm_autoprune.serving.rules import UNSTATED, RequestRules
+from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.tpdsl.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, inputs_read, materialize
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+ATTRIBUTE = "autoprune"
+
+Lacks = tuple[tuple[Need, str], ...]
+"""Inputs that cannot be made as this model is served, each with the reason."""
+
+
+@dataclass(frozen=True)
+class ServedState:
+    """What a server runs: a state, its default budget, and where relevance comes from.
+
+    ``follows`` where K follows from an image's size, as the state has it; budget is then the
+    most. ``rules`` say what requests may set; ``lacks`` what no state of theirs can read.
+    """
+
+    architecture: str
+    state: PruningState
+    budget: int
+    tower: TextTower | None
+    cache_bytes: int
+    follows: bool = False
+    rules: RequestRules = UNSTATED
+    lacks: Lacks = ()
+
+    def policy(self, budget: int | None = None, keep: Keep = "state") -> PruningPolicy:
+        """The policy at the server's budget, or at a request's; raises BudgetError."""
+        if budget is None and not self.follows:
+            budget = self.budget
+        return policy_of(self.state, budget, keep)
+
+    def planned(self, plan: ItemPlan) -> PruningPolicy:
+        """The policy that a plan asks for, by the server's state or by one that it carries."""
+        state = unpacked(plan.state) if plan.state else self.state
+        return policy_of(state, plan.budget, plan.keep)
+
+    def identity_of(self, state: PruningState) -> str:
+        """What decides which tokens a state keeps, beside image, K and instruction."""
+        tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
+        return state.digest + tower
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inputs that any request may make the workers read: quotas grow with K.
+
+        Where requests bring states, that is all that can be made: which ones they read is not
+        known before, and an image's features are made once, for all of them.
+        """
+        quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
+        own = inputs_read(self.state, exchange=quota > 0)
+        if not self.rules.allows("policies"):
+            return own
+        return own | (frozenset(NEEDS) - {need for need, _ in self.lacks})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As text, because parameter models are made from the registry and have no import path;
+        # and because a process that receives a state must start to serve it.
+        rest = (self.budget, self.tower, self.cache_bytes, self.follows, self.rules, self.lacks)
+        return _revive, (self.architecture, self.state.dumps(), *rest)
+
+
+NEEDS: tuple[Need, ...] = get_args(Need)
+
+
+def _revive(
+    architecture: str,
+    text: str,
+    budget: int,
+    tower: TextTower | None,
+    cache_bytes: int,
+    follows: bool,
+    rules: RequestRules,
+    lacks: Lacks,
+) -> ServedState:
+    activate(architecture)
+    state = load_state(text)
+    return ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
+
+
+@lru_cache(maxsize=512)
+def policy_of(state: PruningState, budget: int | None, keep: Keep = "state") -> PruningPolicy:
+    """The policy of a state at a budget; of its base policy alone where the plan keeps that."""
+    return materialize(state if keep == "state" else state.without_exchange(), budget)
+
+
+def served_state(model_config: ModelConfig) -> ServedState | None:
+    """The state that this model is served with; None where it is served stock."""
+    found = attached(model_config, ATTRIBUTE)
+    assert found is None or isinstance(found, ServedState)
+    return found
