@@ -15,13 +15,13 @@ from benchmarks.accuracy.tables import NONE, Table
 
 
 def beside(report: Report, source: Published) -> Iterator[Table]:
-    """One table for each published one of the backbone that has a method and K of ours."""
+    """One table for each published one of the backbone that shares a method, K and benchmark."""
     for printed in source.tables:
         if printed.backbone != report.opened.backbone:
             continue
         pairs = [(row, found) for row in report.rows if (found := _printed(printed, row))]
-        if pairs:
-            shared = [name for name in printed.benchmarks if name in report.rows[0].benchmarks]
+        shared = [name for name in printed.benchmarks if pairs and name in pairs[0][0].benchmarks]
+        if shared:
             head = ["method", "K", *shared, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
             rows = [_cells(printed, shared, ours, row) for ours, row in pairs]
             title = f"Ours / published, {printed.table}, {printed.backbone}"

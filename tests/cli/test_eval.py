@@ -72,6 +72,10 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--suite", "imagenet"], "is no suite"),
         (["--suite", "lmms:mme", "--arm", "full=http://h"], "--served-name: is missing"),
         (["--suite", "lmms:mme", "--served-name", "m"], "--arm: is missing"),
+        (
+            ["--suite", "lmms:mine", "--served-name", "m", "--include-path", "/nowhere"],
+            "--include-path /nowhere: holds no task",
+        ),
         (["--suite", "minillava", "--model", "/nowhere"], "has no llava/config.json"),
         (["--suite", "minillava", "--budgets", "144"], "are not within 1..143"),
         (

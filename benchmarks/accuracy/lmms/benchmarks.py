@@ -17,7 +17,7 @@ PINNED = "0.7.3"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One column: the sum of ``metrics`` of a task, times ``scale``."""
+    """One column: the sum of ``metrics`` of a task, times ``scale``; none: the task's first."""
 
     name: str
     task: str
@@ -55,24 +55,29 @@ PAPER = {
 """Sets of columns: all of them, and those of the tables on LLaVA and on Qwen."""
 
 
-def chosen(names: str, *, cognition: bool = False) -> Sequence[Benchmark]:
+def chosen(
+    names: str, *, cognition: bool = False, own: Sequence[Benchmark] = ()
+) -> Sequence[Benchmark]:
     """Benchmarks by column, task or set, with commas between; in the order of the paper.
 
-    ``cognition``: MME counts it too, as on Qwen. Raises :class:`ConfigError`.
+    ``cognition``: MME counts it too, as on Qwen. ``own`` are further ones, which come last. Raises
+    :class:`ConfigError`.
     """
+    every = [*BENCHMARKS, *own]
     wanted: set[str] = set()
     unknown = []
     for name in filter(None, names.split(",")):
-        match = [one.name for one in BENCHMARKS if name.lower() in (one.name.lower(), one.task)]
+        match = [one.name for one in every if name.lower() in (one.name.lower(), one.task)]
         columns = PAPER.get(name, tuple(match))
         wanted |= set(columns)
         if not columns:
             unknown.append(name)
     if unknown or not wanted:
-        known = ", ".join([*PAPER, *(one.task for one in BENCHMARKS)])
+        known = ", ".join([*PAPER, *(one.task for one in every)])
         what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
-        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, f"use: {known}")])
-    found = [one for one in BENCHMARKS if one.name in wanted]
+        mend = f"use: {known}; a task of your own needs --include-path"
+        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, mend)])
+    found = [one for one in every if one.name in wanted]
     return [_with_cognition(one) if one.name == MME and cognition else one for one in found]
 
 

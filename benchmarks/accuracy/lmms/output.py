@@ -1,4 +1,4 @@
-"""What lmms-eval leaves behind, as records: `*_results.json` and `*_samples_TASK.jsonl`.
+"""What lmms-eval leaves behind, as records: `*_results.json`, `*_samples_TASK.jsonl`, images.
 
 Knows nothing about processes. lmms-eval scores a request that failed as if its text were an answer;
 here it is a failure.
@@ -6,6 +6,7 @@ here it is a failure.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,11 @@ from pydantic import JsonValue
 
 from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.lmms.benchmarks import Benchmark
+from benchmarks.accuracy.lmms.process import IMAGES
 from benchmarks.accuracy.records import MME, Answer, Question, Total
 
 FAILED = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
 """What stands in place of an answer that never came."""
-
-_IMAGES = ("image_id", "imageId", "image_source", "image", "img_id", "filename")
-"""Where tasks name the image of a question; questions about one image are resampled together."""
 
 Line = Mapping[str, JsonValue]
 
@@ -37,11 +36,16 @@ class Output:
 
 def read_output(folder: Path, benchmark: Benchmark, case: str) -> Output:
     """Parse what one run wrote; raises :class:`EvaluationError` where something is missing."""
-    results = _object(_only(folder, "*_results.json", benchmark), benchmark)
-    lines = _lines(_only(folder, f"*_samples_{benchmark.task}.jsonl", benchmark), benchmark)
+    written = _only(folder, f"*_samples_{benchmark.task}.jsonl", benchmark)
+    stamp = written.name.removesuffix(f"_samples_{benchmark.task}.jsonl")
+    # Tasks write files of their own, such as MMBench's submissions/mmbench_en_dev_results.json.
+    results = _object(_only(written.parent, f"{stamp}_results.json", benchmark), benchmark)
+    lines = _lines(written, benchmark)
     _count(results, lines, benchmark)
+    benchmark = _with_metrics(benchmark, results)
+    images = _images(folder, benchmark)
     kept = [line for line in lines if any(metric in line for metric in benchmark.metrics)]
-    questions = [_question(line, benchmark) for line in kept]
+    questions = [_question(line, benchmark, images) for line in kept]
     if len({question.id for question in questions}) != len(questions):
         raise EvaluationError(f"{benchmark.task}: samples are there twice -> name a new --out")
     answers = [
@@ -61,6 +65,30 @@ def _only(folder: Path, pattern: str, benchmark: Benchmark) -> Path:
             "one -> its log lies there; mend that and add --resume"
         )
     return found[0]
+
+
+def _with_metrics(benchmark: Benchmark, results: Line) -> Benchmark:
+    """With the task's own first metric, where none is named."""
+    if benchmark.metrics:
+        return benchmark
+    metrics = _at(_at(results.get("configs"), benchmark.task), "metric_list")
+    first = _at(metrics[0], "metric") if isinstance(metrics, list) and metrics else None
+    if not isinstance(first, str):
+        raise EvaluationError(f"{benchmark.task}: has no metric -> give it a metric_list")
+    return dataclasses.replace(benchmark, metrics=(first,))
+
+
+def _images(folder: Path, benchmark: Benchmark) -> dict[JsonValue, str]:
+    """By ``doc_id``, what tells one image from another."""
+    path = folder / IMAGES
+    if not path.exists():
+        raise EvaluationError(
+            f"{benchmark.task}: lmms-eval did not write {path}, so it is not known which questions "
+            "are about one image -> name a program of this machine, which heeds PYTHONPATH, with "
+            "--lmms-eval"
+        )
+    found = _lines(path, benchmark)
+    return {line.get("doc_id"): str(line.get("image") or "") for line in found}
 
 
 def _object(path: Path, benchmark: Benchmark) -> dict[str, JsonValue]:
@@ -90,18 +118,15 @@ def _count(results: Line, lines: Sequence[Line], benchmark: Benchmark) -> None:
         )
 
 
-def _question(line: Line, benchmark: Benchmark) -> Question:
+def _question(line: Line, benchmark: Benchmark, images: Mapping[JsonValue, str]) -> Question:
     number = line.get("doc_id")
     scored = _metric(line, benchmark)
     category = str(_at(scored, "category") or "") if benchmark.name == MME else ""
     pair = str(_at(scored, "question_id") or "") if benchmark.name == MME else ""
-    doc = line.get("doc")
-    named = (str(_at(doc, key)) for key in _IMAGES if isinstance(_at(doc, key), str | int))
-    image = pair or next(named, f"#{number}")
     return Question(
         id=f"{benchmark.task}/{number}",
         benchmark=benchmark.name,
-        image=f"{benchmark.task}/{image}",
+        image=f"{benchmark.task}/{images.get(number) or f'#{number}'}",
         category=category,
         pair=f"{category}/{pair}" if pair else "",
     )
@@ -109,21 +134,28 @@ def _question(line: Line, benchmark: Benchmark) -> Question:
 
 def _answer(line: Line, benchmark: Benchmark, case: str, question: str) -> Answer:
     said = _texts(line.get("filtered_resps")) or _texts(line.get("resps"))
-    every = [*_texts(line.get("resps")), *said]
-    failure = next((text for text in every if text.startswith(FAILED)), None)
-    if not every:
-        failure = "no answer is recorded"
-    if failure is not None:
-        return Answer(case=case, question=question, failure=failure[:300])
     counts = line.get("token_counts")
     tokens = _at(counts[0], "input_tokens") if isinstance(counts, list) and counts else None
+    failure = _failure([*said, *_texts(line.get("resps"))], tokens)
+    if failure is not None:
+        return Answer(case=case, question=question, failure=failure)
     return Answer(
         case=case,
         question=question,
         score=_score(_metric(line, benchmark)),
-        prompt_tokens=int(tokens) if isinstance(tokens, int | float) and tokens else None,
+        prompt_tokens=int(tokens) if isinstance(tokens, int | float) else None,
         said=said[0],
     )
+
+
+def _failure(texts: Sequence[str], tokens: JsonValue) -> str | None:
+    """Why there is no answer; what is logged as the response has been through a task's filters."""
+    failure = next((text for text in texts if text.startswith(FAILED)), None)
+    if failure is not None:
+        return failure[:300]
+    if not texts:
+        return "no answer is recorded"
+    return None if tokens else "no prompt tokens are counted: the request failed"
 
 
 def _metric(line: Line, benchmark: Benchmark) -> JsonValue:

@@ -6,15 +6,27 @@ Knows nothing about what is in the files that it writes.
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.lmms.benchmarks import PINNED
 from vllm_autoprune.errors import ConfigError, Problem
+
+IMAGES = "images.jsonl"
+"""What our plugin of lmms-eval writes into the output: which image each question was about."""
+
+_PLUGIN = Path(__file__).with_name("plugin")
+_PATIENCE = 3
+"""How often in a row a server may not answer, before lmms-eval is not left to go on."""
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"Error during evaluation: (?P<what>.*?)(?:\. Please set `--verbosity|$)")
 
 
 @dataclass(frozen=True)
@@ -25,24 +37,32 @@ class LmmsEval:
     served_name: str
     at_once: int = 32
     limit: int | None = None
+    include: Path | None = None
+    """A folder of further tasks."""
+    look: float = 20.0
+    """Seconds from one look at the server to the next, while lmms-eval runs."""
 
     def command(self, url: str, task: str, output: Path) -> list[str]:
         """One task on one server; greedy as the task says, a prompt as the task has it.
 
-        ``prefix_aware_queue`` is off because it reorders requests by their text.
+        ``prefix_aware_queue`` is off because it reorders requests by their text;
+        ``adaptive_max_concurrency`` bounds the other even where nothing adapts, at 128 if not told.
         """
         arguments = {
             "model_version": self.served_name,
             "base_url": f"{url}/v1",
             "num_concurrent": self.at_once,
+            "adaptive_max_concurrency": self.at_once,
             "max_retries": 3,
             "prefix_aware_queue": False,
         }
         told = ",".join(f"{name}={value}" for name, value in arguments.items())
         line = [
-            *shlex.split(self.executable), "--model", "openai", "--model_args", told,
-            "--tasks", task, "--batch_size", "1", "--output_path", str(output), "--log_samples",
+            *self._program(), "--model", "openai", "--model_args", told, "--tasks", task,
+            "--batch_size", "1", "--output_path", str(output.absolute()), "--log_samples",
         ]  # fmt: skip
+        if self.include is not None:
+            line += ["--include_path", str(self.include.absolute())]
         return line if self.limit is None else [*line, "--limit", str(self.limit)]
 
     def check(self) -> None:
@@ -53,7 +73,7 @@ class LmmsEval:
         )
         try:
             ran = subprocess.run(
-                [*shlex.split(self.executable), "version"],
+                [*self._program(), "version"],
                 capture_output=True, text=True, timeout=300, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -64,23 +84,55 @@ class LmmsEval:
             what = f"is version {found}; what {PINNED} writes is what is understood"
             raise ConfigError("eval", [Problem(where, what, mend)])
 
-    def run(self, url: str, task: str, output: Path) -> None:
-        """Run to its end, output into ``lmms-eval.log``; raises :class:`EvaluationError`."""
+    def run(self, url: str, task: str, output: Path, answers: Callable[[], bool]) -> None:
+        """Run to its end, output into ``lmms-eval.log``; raises :class:`EvaluationError`.
+
+        ``answers`` tells whether the server still does: lmms-eval would go on asking a dead one to
+        the last question.
+        """
         output.mkdir(parents=True, exist_ok=True)
         log = output / "lmms-eval.log"
-        # The client wants a key even where the server does not.
-        environment = {"OPENAI_API_KEY": "none", **os.environ}
         with log.open("wb") as file:
-            ran = subprocess.run(
+            process = subprocess.Popen(
                 self.command(url, task, output),
                 stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment, check=False,
+                # It takes a task for a folder of tasks where one of that name lies there.
+                cwd=output,
+                env=_environment(output),
             )  # fmt: skip
-        if ran.returncode:
+            try:
+                told = self._await(process, answers)
+            finally:
+                process.kill()
+                process.wait()
+        if not told:
             raise EvaluationError(
-                f"lmms-eval ended with {ran.returncode} on {task}: {_last(log)} (log: {log}) -> "
-                "mend that and add --resume"
+                f"{url} does not answer any more, in the middle of {task} -> start it again and "
+                "add --resume: what is complete is not run again"
             )
+        # An exception within lmms-eval ends it with 0 as well.
+        if process.returncode or not any(output.rglob("*_samples_*.jsonl")):
+            raise EvaluationError(
+                f"lmms-eval ended with {process.returncode} and no samples of {task}: "
+                f"{said(log)} (log: {log}) -> mend that and add --resume"
+            )
+
+    def _program(self) -> list[str]:
+        """With a path that holds from any folder."""
+        name, *more = shlex.split(self.executable) or [""]
+        return [os.path.abspath(found) if (found := shutil.which(name)) else name, *more]
+
+    def _await(self, process: subprocess.Popen[bytes], answers: Callable[[], bool]) -> bool:
+        """Whether it came to its end, which it does not where the server has gone."""
+        silent = 0
+        while silent < _PATIENCE:
+            try:
+                process.wait(self.look)
+            except subprocess.TimeoutExpired:
+                silent = 0 if answers() else silent + 1
+            else:
+                return True
+        return False
 
 
 def shown(command: Sequence[str]) -> str:
@@ -88,6 +140,20 @@ def shown(command: Sequence[str]) -> str:
     return shlex.join(command)
 
 
-def _last(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+def said(log: Path) -> str:
+    """Why lmms-eval says that it ended; else its last line."""
+    text = _COLOUR.sub("", log.read_text(errors="replace"))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [match["what"] for line in lines if (match := _ERROR.search(line))]
+    return [*errors, *lines[-1:], "it said nothing"][0][:300]
+
+
+def _environment(output: Path) -> dict[str, str]:
+    path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        # The client wants a key even where the server does not.
+        "OPENAI_API_KEY": "none",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "AUTOPRUNE_IMAGES": str(output.absolute() / IMAGES),
+    }

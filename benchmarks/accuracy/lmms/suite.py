@@ -89,7 +89,9 @@ class LmmsSuite:
             n for n in range(1, 10_000) if not self._place(server, benchmark, n).exists()
         )
         folder = self._place(server, benchmark, attempt)
-        self._lmms_eval.run(server.url, benchmark.task, folder)
+        self._lmms_eval.run(
+            server.url, benchmark.task, folder, lambda: next(self._wrong(server), None) is None
+        )
         found = read_output(folder, benchmark, server.case.name)
         journal.put([*found.questions, *found.answers])
         if found.total is not None:

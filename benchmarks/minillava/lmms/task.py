@@ -32,6 +32,7 @@ generation_kwargs:
   temperature: 0
   do_sample: false
 process_results: !function utils.process_results
+cluster_key: image
 metric_list:
   - metric: minillava_accuracy
     aggregation: !function utils.aggregate_accuracy

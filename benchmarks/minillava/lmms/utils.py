@@ -33,24 +33,25 @@ def _is_right(said: str, wanted: str) -> bool:
 
 
 def process_results(doc: Doc, results: Sequence[str]) -> dict[str, dict[str, object]]:
-    """One row for each metric."""
+    """One row for each metric; lmms-eval takes ``score`` and the image for its standard errors."""
     row: dict[str, object] = {
+        "image": doc["image"],
         "category": doc["category"],
         "pair": doc["pair"],
-        "right": _is_right(results[0], str(doc["answer"])),
+        "score": float(_is_right(results[0], str(doc["answer"]))),
     }
     return {"minillava_accuracy": row, "minillava_accuracy_plus": row}
 
 
 def aggregate_accuracy(rows: Sequence[Row]) -> float:
-    """Per cent of questions answered right."""
-    return 100.0 * sum(bool(row["right"]) for row in rows) / len(rows)
+    """Share of questions answered right."""
+    return sum(row["score"] == 1.0 for row in rows) / len(rows)
 
 
 def aggregate_accuracy_plus(rows: Sequence[Row]) -> float:
-    """Per cent of yes/no pairs with both answers right, as in MME; 0 where there is no pair."""
+    """Share of yes/no pairs with both answers right, as in MME; 0 where there is no pair."""
     pairs: dict[object, list[bool]] = defaultdict(list)
     for row in rows:
         if row["pair"] is not None:
-            pairs[row["pair"]].append(bool(row["right"]))
-    return 100.0 * sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0
+            pairs[row["pair"]].append(row["score"] == 1.0)
+    return sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0

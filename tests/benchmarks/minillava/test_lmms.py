@@ -77,5 +77,5 @@ def test_the_task_scores_as_the_split_does(
 
     accuracy = functions.aggregate_accuracy([row["minillava_accuracy"] for row in rows])
     plus = functions.aggregate_accuracy_plus([row["minillava_accuracy_plus"] for row in rows])
-    assert accuracy == pytest.approx(100 * found.accuracy)
-    assert plus == pytest.approx(100 * found.accuracy_plus)
+    assert accuracy == pytest.approx(found.accuracy)
+    assert plus == pytest.approx(found.accuracy_plus)

@@ -17,7 +17,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from benchmarks.accuracy.suite import Suite
 
-_FAMILIES = ("random", "policies", "components", "quota")
+_FAMILIES = ("random", "policies", "found", "components", "quota")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +61,12 @@ def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="where it is installed"
+    )
+    group.add_argument(
+        "--include-path",
+        type=Path,
+        metavar="FOLDER",
+        help="tasks of your own: by the first metric of each, a mean of scores from 0 to 1",
     )
     group.add_argument("--limit", type=int, help="only so many samples of each task")
     group.add_argument(
@@ -120,6 +126,7 @@ def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
 def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
     from benchmarks.accuracy.lmms.arms import servers
     from benchmarks.accuracy.lmms.benchmarks import chosen
+    from benchmarks.accuracy.lmms.own import own_tasks
     from benchmarks.accuracy.lmms.process import LmmsEval
     from benchmarks.accuracy.lmms.suite import LmmsSuite
     from benchmarks.accuracy.published import mme_divisor
@@ -128,8 +135,15 @@ def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
         mend = "give the name that the servers have for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", mend)])
     divisor = mme_divisor(options.backbone)
-    found = chosen(tasks, cognition=divisor > 20)
-    program = LmmsEval(options.lmms_eval, options.served_name, options.at_once or 32, options.limit)
+    own = own_tasks(options.include_path) if options.include_path else ()
+    found = chosen(tasks, cognition=divisor > 20, own=own)
+    program = LmmsEval(
+        options.lmms_eval,
+        options.served_name,
+        options.at_once or 32,
+        options.limit,
+        options.include_path,
+    )
     return LmmsSuite(
         servers(options.arm),
         found,

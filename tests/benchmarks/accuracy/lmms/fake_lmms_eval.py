@@ -1,7 +1,7 @@
 """Stands in for lmms-eval: asks a server a few questions and writes the files of version 0.7.3.
 
-Knows nothing about the repository. FAKE_VERSION, FAKE_DROP (samples left out) and FAKE_EXIT break
-it on purpose.
+Knows nothing about the repository. FAKE_VERSION, FAKE_DROP (samples left out), FAKE_EXIT and
+FAKE_ERROR (an exception, after which it ends with 0) break it on purpose.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ def answer(base_url: str, model: str, question: str) -> tuple[str, dict[str, int
         with urllib.request.urlopen(request, timeout=10) as reply:
             said = json.load(reply)
     except OSError as error:
-        return f"{FAILED}{error}", {}
+        return f"{FAILED}{error}", {"input_tokens": 0, "output_tokens": 0, "reasoning_tokens": 0}
     usage = said["usage"]
-    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": 1}
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": 1, "reasoning_tokens": 0}
     return str(said["choices"][0]["message"]["content"]), counts
 
 
 def doc(task: str, number: int) -> dict[str, Any]:
     known: dict[str, Any] = {"question": f"{task} {number}?", "answer": GOLD[number]}
-    if task == "gqa":
-        return {**known, "imageId": f"n{number // 2}"}
     if task == "mme":
         category = "existence" if number < 2 else "code_reasoning"
         return {**known, "category": category, "question_id": f"{category}/1.jpg"}
@@ -50,6 +48,8 @@ def metrics(task: str, doc: dict[str, Any], said: str) -> dict[str, Any]:
     right = float(said.strip().lower() == doc["answer"])
     if task == "gqa":
         return {"exact_match": right}
+    if task == "own":
+        return {"own_accuracy": {"score": right}, "own_other": {"score": 0.0}}
     if task == "mme":
         key = "perception" if doc["category"] == "existence" else "cognition"
         kept = {name: doc[name] for name in ("question_id", "category")}
@@ -61,6 +61,9 @@ def results(task: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
     if task == "gqa":
         mean = sum(sample["exact_match"] for sample in samples) / len(samples)
         return {"alias": task, "exact_match,none": mean, "exact_match_stderr,none": 0.1}
+    if task == "own":
+        mean = sum(sample["own_accuracy"]["score"] for sample in samples) / len(samples)
+        return {"alias": task, "own_other,none": 0.0, "own_accuracy,none": mean}
     if task == "mme":
         points = {}
         for name in ("mme_perception_score", "mme_cognition_score"):
@@ -68,7 +71,7 @@ def results(task: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
             points[f"{name},none"] = 50 * sum(scores) + 100 * float(sum(scores) == 2)
             points[f"{name}_stderr,none"] = "N/A"
         return {"alias": task, **points}
-    right = sum(s["doc"]["answer"] == s["filtered_resps"][0] for s in samples)
+    right = sum(s["target"] == s["filtered_resps"] for s in samples)
     return {"alias": task, "gpt_eval_score,none": 100 * right / len(samples)}
 
 
@@ -81,23 +84,35 @@ def main() -> int:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--log_samples", action="store_true", required=True)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--include_path")
     options = parser.parse_args()
     told = dict(part.split("=", 1) for part in options.model_args.split(","))
     if "FAKE_EXIT" in os.environ:
         print("CUDA error: out of patience")
         return int(os.environ["FAKE_EXIT"])
+    if "FAKE_ERROR" in os.environ:
+        print(
+            f"Error during evaluation: {os.environ['FAKE_ERROR']}. Please set `--verbosity=DEBUG`"
+        )
+        return 0
     count = min(options.limit or len(GOLD), len(GOLD))
     samples = []
     for number in range(count):
         asked = doc(options.tasks, number)
         said, counts = answer(told["base_url"], told["model_version"], asked["question"])
         samples.append({
-            "doc_id": number, "doc": asked, "target": asked["answer"], "arguments": [],
-            "resps": [said], "filtered_resps": [said], "token_counts": [counts or None],
-            "doc_hash": "0", "input": "", **metrics(options.tasks, asked, said),
+            "doc_id": number, "target": asked["answer"], "filtered_resps": said,
+            "token_counts": [counts], "doc_hash": "0", "input": asked["question"],
+            **metrics(options.tasks, asked, said),
         })  # fmt: skip
+    # Two questions an image.
+    images = [{"task": options.tasks, "doc_id": n, "image": f"i{n // 2}"} for n in range(count)]
+    Path(os.environ["AUTOPRUNE_IMAGES"]).write_text(
+        "".join(json.dumps(image) + "\n" for image in images)
+    )
     summed = {
         "results": {options.tasks: results(options.tasks, samples)},
+        "configs": {options.tasks: {"metric_list": [{"metric": f"{options.tasks}_accuracy"}]}},
         "n-samples": {options.tasks: {"original": len(GOLD), "effective": count}},
     }
     folder = Path(options.output_path) / told["model_version"].split("/")[-1]

@@ -9,8 +9,11 @@ import pytest
 
 from benchmarks.accuracy.lmms.arms import servers
 from benchmarks.accuracy.lmms.benchmarks import BENCHMARKS, PAPER, PINNED, chosen
+from benchmarks.accuracy.lmms.own import own_tasks
 from benchmarks.accuracy.published import published
 from benchmarks.accuracy.records import MME
+from benchmarks.minillava.lmms.task import TASK, write_task
+from benchmarks.minillava.split import held_out
 from vllm_autoprune.errors import ConfigError
 
 
@@ -44,6 +47,23 @@ def test_cognition_counts_where_the_divisor_says_so() -> None:
 def test_what_is_unknown_is_told_with_what_is_known(names: str) -> None:
     with pytest.raises(ConfigError, match=r"use: paper, .*ocrbench"):
         chosen(names)
+
+
+def test_tasks_of_a_folder_come_after_the_paper_s(tmp_path: Path) -> None:
+    write_task(tmp_path, "test", held_out("test", 1))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "b.yaml").write_text("dataset_path: x\ntask: 'mine-2'\n")
+    own = own_tasks(tmp_path)
+    assert [one.task for one in own] == [TASK, "mine-2"]
+    assert [one.name for one in chosen("mine-2,minillava,gqa", own=own)] == ["GQA", TASK, "mine-2"]
+    with pytest.raises(ConfigError, match=r"foo.*needs --include-path"):
+        chosen("foo")
+
+
+def test_a_folder_without_tasks_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("group: x\n  task: nested\n")
+    with pytest.raises(ConfigError, match="holds no task"):
+        own_tasks(tmp_path)
 
 
 def test_arms_are_cases_at_addresses() -> None:

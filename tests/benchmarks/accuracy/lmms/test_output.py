@@ -1,22 +1,30 @@
-"""The files of lmms-eval 0.7.3, in the shapes that its tasks give them."""
+"""The files of lmms-eval 0.7.3: as it wrote them, and in the shapes that other tasks give them."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
 
 from benchmarks.accuracy.errors import EvaluationError
-from benchmarks.accuracy.lmms.benchmarks import chosen
+from benchmarks.accuracy.lmms.benchmarks import Benchmark, chosen
 from benchmarks.accuracy.lmms.output import Output, read_output
+from benchmarks.accuracy.lmms.process import IMAGES
 
 Line = dict[str, JsonValue]
 
+FILES = Path(__file__).with_name("files")
+"""What 0.7.3 wrote about four questions to a real server; in ``failed`` one answered 400."""
+
+OWN = Benchmark("minillava", "minillava", ())
+COUNTED: list[JsonValue] = [{"input_tokens": 9, "output_tokens": 1, "reasoning_tokens": 0}]
+
 
 def line(number: int, **more: JsonValue) -> Line:
-    return {"doc_id": number, "doc": {}, "resps": ["a"], "filtered_resps": ["a"], **more}
+    return {"doc_id": number, "filtered_resps": "a", "token_counts": COUNTED, **more}
 
 
 def output(
@@ -30,7 +38,40 @@ def output(
     (folder / "m" / "1_results.json").write_text(json.dumps(summed))
     text = "".join(json.dumps(one) + "\n" for one in lines)
     (folder / "m" / f"1_samples_{task}.jsonl").write_text(text)
+    images = [{"task": task, "doc_id": n, "image": f"i{n // 2}"} for n in range(len(lines))]
+    (folder / IMAGES).write_text("".join(json.dumps(image) + "\n" for image in images))
     return read_output(folder, benchmark, "full")
+
+
+def test_real_files() -> None:
+    found = read_output(FILES / "answered", OWN, "full")
+    assert [answer.said for answer in found.answers] == ["5", "blue", "cross", "1247"]
+    assert [answer.prompt_tokens for answer in found.answers] == [157, 158, 162, 161]
+    assert all(answer.score == 1.0 and answer.failure is None for answer in found.answers)
+    assert [question.id for question in found.questions] == [f"minillava/{n}" for n in range(4)]
+    # The document, and its image with it, is not among what is logged.
+    assert {question.image for question in found.questions} == {"minillava/264b78d7448f204c"}
+    assert found.total is not None
+    assert (found.total.metric, found.total.value, found.total.count) == (
+        "minillava_accuracy", 100.0, 4
+    )  # fmt: skip
+
+
+def test_real_files_with_a_request_that_failed() -> None:
+    found = read_output(FILES / "failed", OWN, "full")
+    assert found.total is None
+    (failed,) = (answer for answer in found.answers if answer.failure is not None)
+    assert failed.question == "minillava/1" and failed.score is None and failed.said is None
+    assert failed.failure is not None and "400 - the engine is gone" in failed.failure
+
+
+def test_a_task_s_own_results_are_not_lmms_eval_s(tmp_path: Path) -> None:
+    """MMBench writes submissions/mmbench_en_dev_results.json beside them."""
+    folder = tmp_path / "run"
+    shutil.copytree(FILES / "answered", folder)
+    (folder / "submissions").mkdir()
+    (folder / "submissions" / "minillava_results.json").write_text("{}")
+    assert read_output(folder, OWN, "full") == read_output(FILES / "answered", OWN, "full")
 
 
 def test_a_filter_s_name_stands_behind_the_metric(tmp_path: Path) -> None:
@@ -56,26 +97,33 @@ def test_scores_may_be_truth_values_or_records(tmp_path: Path) -> None:
         assert found.total is not None and found.total.value == 87.5
 
 
-def test_images_are_told_apart_by_what_the_task_calls_them(tmp_path: Path) -> None:
-    docs: list[JsonValue] = [{"imageId": "n1"}, {"imageId": "n1"}, {"question": "?"}]
-    lines = [line(i, exact_match=1.0) | {"doc": doc} for i, doc in enumerate(docs)]
+def test_images_are_told_apart_by_their_pixels(tmp_path: Path) -> None:
+    lines = [line(i, exact_match=1.0) for i in range(3)]
     found = output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
-    assert [question.image for question in found.questions] == ["gqa/n1", "gqa/n1", "gqa/#2"]
+    assert [question.image for question in found.questions] == ["gqa/i0", "gqa/i0", "gqa/i1"]
+
+
+def test_without_images_nothing_is_believed(tmp_path: Path) -> None:
+    output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0})
+    (tmp_path / IMAGES).unlink()
+    (benchmark,) = chosen("gqa")
+    with pytest.raises(EvaluationError, match="which questions are about one image"):
+        read_output(tmp_path, benchmark, "full")
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        ["[LMMS_EVAL_REQUEST_FAILED after 3 retries] timeout"],
-        [["[LMMS_EVAL_BUDGET_EXCEEDED]"]],
-        [],
+        {"filtered_resps": "[LMMS_EVAL_REQUEST_FAILED after 3 retries] timeout"},
+        {"filtered_resps": "A", "resps": ["[LMMS_EVAL_BUDGET_EXCEEDED]"]},
+        {"filtered_resps": "A", "token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
+        {"filtered_resps": "A", "token_counts": [None]},
+        {"filtered_resps": []},
     ],
 )
-def test_what_never_came_is_a_failure_and_leaves_no_total(
-    tmp_path: Path, said: list[JsonValue]
-) -> None:
-    lines = [line(0, exact_match=1.0), line(1, exact_match=0.0)]
-    lines[1] |= {"resps": said, "filtered_resps": said}
+def test_what_never_came_is_a_failure_and_leaves_no_total(tmp_path: Path, said: Line) -> None:
+    """A task's filter may have made an answer of the words of the failure."""
+    lines = [line(0, exact_match=1.0), line(1, exact_match=0.0) | said]
     found = output(tmp_path, "gqa", lines, {"exact_match,none": 0.5})
     assert found.total is None and found.answers[1].failure and found.answers[1].score is None
     assert found.answers[0].failure is None
@@ -97,7 +145,18 @@ def test_a_metric_that_is_not_reported_is_told(tmp_path: Path) -> None:
         output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": "N/A"})
 
 
+def test_a_task_of_one_s_own_without_a_metric_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(FILES / "answered", folder)
+    (path,) = folder.rglob("*_results.json")
+    results = json.loads(path.read_text())
+    results["configs"]["minillava"]["metric_list"] = []
+    path.write_text(json.dumps(results))
+    with pytest.raises(EvaluationError, match="minillava: has no metric"):
+        read_output(folder, OWN, "full")
+
+
 def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
     (benchmark,) = chosen("gqa")
-    with pytest.raises(EvaluationError, match=r"wrote 0 files \*_results.json"):
+    with pytest.raises(EvaluationError, match=r"wrote 0 files \*_samples_gqa.jsonl"):
         read_output(tmp_path, benchmark, "full")

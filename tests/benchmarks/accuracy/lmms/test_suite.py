@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks.accuracy.journal import JOURNAL, Journal, read
 from benchmarks.accuracy.lmms.arms import servers
-from benchmarks.accuracy.lmms.benchmarks import chosen
-from benchmarks.accuracy.lmms.process import LmmsEval
+from benchmarks.accuracy.lmms.benchmarks import Benchmark, chosen
+from benchmarks.accuracy.lmms.process import IMAGES, LmmsEval
 from benchmarks.accuracy.lmms.suite import LmmsSuite
 from benchmarks.accuracy.progress import Progress
 from benchmarks.accuracy.records import MME
@@ -37,8 +38,8 @@ def pruned(body: Body, number: int) -> Answer:
 def suite(arms: list[str], folder: Path, tasks: str = "mme,gqa") -> LmmsSuite:
     return LmmsSuite(
         servers(arms),
-        chosen(tasks),
-        LmmsEval(f"{sys.executable} {FAKE}", "m", limit=None),
+        chosen(tasks, own=[Benchmark("own", "own", ())]),
+        LmmsEval(f"{sys.executable} {FAKE}", "m", look=0.05),
         folder / "lmms-eval",
         backbone="llava-1.5-7b",
         mme_divisor=20.0,
@@ -66,7 +67,7 @@ def test_totals_samples_and_differences(tmp_path: Path) -> None:
     assert row.to_full.mme.value == -150.0
     assert row.all.acc == (50 + 2.5) / 2 and row.prompt_tokens == 4.0
     questions = read(tmp_path / JOURNAL).questions.values()
-    assert {q.image for q in questions} == {"gqa/n0", "gqa/n1", "mme/existence/1.jpg"}
+    assert {q.image for q in questions} == {"gqa/i0", "gqa/i1", "mme/i0"}
     assert "Ours / published" in (tmp_path / "report.md").read_text()
 
 
@@ -129,7 +130,44 @@ def test_a_run_that_ends_badly_tells_its_last_line(
     monkeypatch.setenv("FAKE_EXIT", "3")
     with endpoint(right) as full:
         report = run([f"full={full.url}"], tmp_path, "gqa")
-    assert any("ended with 3 on gqa: CUDA error" in reason for reason in report.reasons)
+    told = "ended with 3 and no samples of gqa: CUDA error: out of patience (log: "
+    assert any(told in reason for reason in report.reasons)
+
+
+def test_a_run_that_ends_well_but_wrote_nothing_tells_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ERROR", "Tasks not found: gqa")
+    with endpoint(right) as full:
+        report = run([f"full={full.url}"], tmp_path, "gqa")
+    told = "ended with 0 and no samples of gqa: Tasks not found: gqa (log: "
+    assert any(told in reason for reason in report.reasons)
+
+
+def test_a_server_that_goes_silent_is_not_asked_to_the_last_question(tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def hanging(body: Body, number: int) -> Answer:
+        base.down = True
+        gone.wait(30)
+        return error(503)
+
+    with endpoint(right) as full, endpoint(hanging) as base:
+        report = run(arms(full, base), tmp_path, "gqa")
+        gone.set()
+        assert len(base.asked) == 1
+    assert any("in the middle of gqa -> start it again" in reason for reason in report.reasons)
+    assert [row.case.name for row in report.rows] == ["full"]
+
+
+def test_a_task_of_one_s_own_counts_by_its_first_metric(tmp_path: Path) -> None:
+    with endpoint(right) as full, endpoint(pruned) as base:
+        report = run(arms(full, base), tmp_path, "own")
+    row = report.of("cdpruner@64")
+    assert report.valid and row is not None and row.to_full is not None
+    assert row.benchmarks == {"own": 50.0} and row.to_full.acc is not None
+    assert row.to_full.acc.value == -50.0
+    assert "published" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_server_that_does_not_prune_is_not_believed(tmp_path: Path) -> None:
@@ -176,4 +214,22 @@ def test_the_plan_is_the_command_lines(tmp_path: Path) -> None:
     assert len(lines) == 4
     assert "--tasks mme" in lines[1] and "base_url=http://a:1/v1," in lines[1]
     assert "base_url=http://b:2/v1," in lines[3] and "trim+autoprune@64/mme/1" in lines[3]
-    assert all("--log_samples" in line and "--model openai" in line for line in lines)
+    assert all("--log_samples" in line and "--model openai " in line for line in lines)
+
+
+def test_paths_hold_from_the_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run there, for it takes a task for a folder where one of that name lies."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "bin" / "lmms"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    program.chmod(0o755)
+    lmms_eval = LmmsEval("bin/lmms", "m", include=Path("tasks"))
+    lmms_eval.check()
+    command = lmms_eval.command("http://a:1", "gqa", Path("out"))
+    assert command[0] == str(program)
+    assert command[command.index("--output_path") + 1] == str(tmp_path / "out")
+    assert command[command.index("--include_path") + 1] == str(tmp_path / "tasks")
+    with endpoint(right) as full:
+        lmms_eval.run(full.url.removesuffix("/v1"), "gqa", Path("out"), lambda: True)
+    assert (tmp_path / "out" / IMAGES).exists() and (tmp_path / "out" / "m").is_dir()
