@@ -23,9 +23,10 @@ SMALL = ["--scenes", "1", "--budgets", "8", "--cases", "random"]
 
 
 def test_the_page_s_calls_parse() -> None:
-    assert len(CALLS) == 2
-    assert [parser().parse_args(call).command for call in CALLS] == ["eval", "eval"]
-    assert len(parser().parse_args(CALLS[1]).arm) == 3
+    assert len(CALLS) == 3
+    parsed = [parser().parse_args(call) for call in CALLS]
+    assert {options.command for options in parsed} == {"eval"}
+    assert len(parsed[1].arm) == 3 and parsed[2].include_path == Path("lmms-task")
 
 
 def test_the_defaults_are_the_suite_s_own() -> None:
