@@ -14,9 +14,9 @@ from offline_search.settings import Frozen
 MME = "MME"
 """The benchmark whose questions come in pairs of a yes and a no, by category; scored in points."""
 
-Arm = Literal["full", "random", "base", "autoprune", "component", "quota"]
-"""Who chooses tokens: nobody, chance, a base policy alone, the base policy with the shipped
-residual; and two kinds of ablation of the latter."""
+Arm = Literal["full", "random", "base", "autoprune", "found", "component", "quota"]
+"""Who chooses tokens: nobody, chance, a base policy alone, with the shipped residual, or with one
+that a search found on this model; and two kinds of ablation of the shipped one."""
 
 
 class Opened(Frozen):

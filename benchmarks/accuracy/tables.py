@@ -72,7 +72,8 @@ def tables(report: Report) -> Iterator[Table]:
 
 def _main(report: Report, kinds: Sequence[Kind]) -> Iterator[Table]:
     """As the paper's main table, one part for each budget, full tokens on top of each."""
-    shown = [row for row in report.rows if row.case.arm in ("full", "random", "base", "autoprune")]
+    arms = ("full", "random", "base", "autoprune", "found")
+    shown = [row for row in report.rows if row.case.arm in arms]
     full = [row for row in shown if row.case.arm == "full"]
     names = list(report.rows[0].benchmarks)
     head = ["method", *names, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]

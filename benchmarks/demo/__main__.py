@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--scenes", type=_positive, default=SCENES, help="scenes to ask about")
     made.add_argument("--rounds", type=_sample, default=ROUNDS, help="timed requests a row")
-    made.add_argument("--state", default="autoprune", help="pruning state: a file or a name")
+    made.add_argument("--state", default="minillava", help="pruning state: a file or a name")
     made.add_argument("--model", type=Path, help="LLaVA checkpoint instead of the embedded one")
     made.add_argument("--text-tower", type=Path, help="CLIP checkpoint that belongs to it")
     made.add_argument("--out", type=Path, default=Path("out/demo"), help="where files are written")

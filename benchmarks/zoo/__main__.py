@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.zoo.evidence import Evidence, known, with_evidence
 from benchmarks.zoo.files import write
-from benchmarks.zoo.states import SOURCE, zoo
+from benchmarks.zoo.states import FOUND, SOURCE, zoo
 from benchmarks.zoo.table import as_markdown
 from vllm_autoprune import PruningState, load_state
 
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build(folder: Path) -> None:
     """Write every state of the zoo and take away files that are no longer in it."""
-    source = load_state(folder / f"{SOURCE}.json")
-    states = {entry.state.name: entry.state for entry in zoo(source)}
+    source, *found = (load_state(folder / f"{name}.json") for name in (SOURCE, *FOUND))
+    states = {entry.state.name: entry.state for entry in zoo(source, found)}
     for name, state in states.items():
         path = folder / f"{name}.json"
         old = load_state(path) if path.exists() else None

@@ -1,4 +1,4 @@
-"""What the zoo holds: every shipped state, made from the one that is written by hand.
+"""What the zoo holds: every shipped state, most of them made from the one that is written by hand.
 
 Knows nothing about measuring them.
 
@@ -21,6 +21,9 @@ from vllm_autoprune.tpdsl.instruction_free import instruction_free
 from vllm_autoprune.tpdsl.transfer import transfer
 
 SOURCE = "autoprune"
+
+FOUND = ("minillava",)
+"""States that a search found; like the source, each is its own file in ``policies/``."""
 
 BUDGETS: Mapping[str, Sequence[int]] = {
     "llava-1.5-7b": (16, 32, 64, 128),
@@ -48,12 +51,13 @@ class Entry:
     state: PruningState
 
 
-def zoo(source: PruningState) -> list[Entry]:
-    """Every shipped state by family, the source first."""
+def zoo(source: PruningState, found: Sequence[PruningState] = ()) -> list[Entry]:
+    """Every shipped state by family, the source first; ``found`` are those of :data:`FOUND`."""
     stated = source.provenance.model_copy(update={"found_by": STRUCTURE})
     source = source.model_copy(update={"provenance": stated})
     return [
         Entry("source", source),
+        *(Entry("found", state) for state in found),
         *(Entry("transfer", state) for state in _transferred(source)),
         *(Entry("base policy", _alone(source, name)) for name in BASE_POLICIES),
         *(Entry("ablation", state) for state in _ablations(source)),

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.zoo.evidence import Evidence, known
-from benchmarks.zoo.states import SOURCE, zoo
+from benchmarks.zoo.states import FOUND, SOURCE, zoo
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 
 
 def as_markdown() -> str:
     """One row a state that behaves differently; carried-over states share their source's row."""
-    entries = zoo(load_state(SOURCE))
+    entries = zoo(load_state(SOURCE), [load_state(name) for name in FOUND])
     found = {e.state.name: known(load_state(e.state.name)) for e in entries}
     budgets = sorted({row.budget for e in found.values() if e for row in e.rows}, reverse=True)
     head = ["state", "what it is", *(f"K = {k}" for k in budgets)]
@@ -42,7 +42,9 @@ def _what(family: str, policy: PruningPolicy) -> str:
     if family == "instruction-free":
         return f"`{SOURCE}` for traffic that repeats images: {policy.base.name} and no relevance"
     if family == "source":
-        return f"the selected state: {policy.base.name}, at most {policy.quota} exchanges"
+        return f"the paper's state: {policy.base.name}, at most {policy.quota} exchanges"
+    if family == "found":
+        return f"found by a search on this model, upon {policy.base.name}"
     return policy.state.provenance.notes.rstrip(".")
 
 

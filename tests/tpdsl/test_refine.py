@@ -169,6 +169,17 @@ class TestInputs:
         assert_sound(policy, tokens, refine(policy, tokens))
 
 
+def test_kept_rows_carry_derivatives_and_the_choice_has_none() -> None:
+    """As training through a pruned model would want it."""
+    tokens = images(3)
+    tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
+    found = refine(policy_of("shipped", 8), tracked)
+    found.features.float().sum().backward()
+    assert tracked.features.grad is not None
+    touched = tracked.features.grad.ne(0).all(dim=-1)
+    assert torch.equal(touched.nonzero()[:, 1].view(2, 8), found.indices)
+
+
 @pytest.mark.parametrize("variant", ["shipped", "divprune", "dpp"])
 def test_an_image_without_instruction_is_pruned_like_any_other(variant: str) -> None:
     tokens = images(2)

@@ -90,10 +90,12 @@ class FallbackMeter:
                 logger.warning("An image fell back to %s tokens; more are only counted.", kind)
 
 
+@torch.no_grad()
 def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Refined:
     """As :func:`vllm_autoprune.refine`, but an exception costs quality instead of the engine.
 
     The policy, then its base policy's selection, then an even spread: the last reads nothing.
+    Without derivatives, because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
     reason: Reason = "scores"

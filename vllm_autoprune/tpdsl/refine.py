@@ -39,8 +39,9 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
     return assemble(policy, tokens, choose(policy, tokens))
 
 
+@torch.no_grad()
 def choose(policy: PruningPolicy, tokens: VisualTokens) -> Chosen:
-    """The tokens that are kept of every image; needs K < N."""
+    """The tokens that are kept of every image; needs K < N. A choice has no derivative."""
     if "instruction" in policy.needs:
         tokens.require_instruction()
     selected = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)

@@ -1,8 +1,8 @@
 """The cases of the paper's tables: controls, base policies with and without residual, ablations.
 
 Knows nothing about models but N. The residual is that of the shipped state ``autoprune``, put on
-each base policy; nothing of it is tuned to the policy. Its ablations and the sweep of q_e are
-shipped states too (``benchmarks.zoo`` makes them).
+each base policy; nothing of it is tuned to the policy. Its ablations, the sweep of q_e and what a
+search found on this model are shipped states too (``benchmarks.zoo`` has them).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Literal, get_args
 from pydantic import JsonValue
 
 from benchmarks.accuracy.records import Arm, Case
+from benchmarks.zoo.states import FOUND
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
-Family = Literal["random", "policies", "components", "quota"]
+Family = Literal["random", "policies", "found", "components", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """What can be measured beside the full model; all of it by default."""
 
@@ -50,8 +51,10 @@ def cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> li
         if "policies" in families:
             for policy in BASE_POLICIES:
                 found += _policy(policy, budget)
-        elif {"components", "quota"} & set(families):
+        elif {"found", "components", "quota"} & set(families):
             found += _policy(load_state(SOURCE).base_policy.name, budget)
+        if "found" in families:
+            found += _found(budget)
         if "components" in families:
             found += _components(budget)
         if "quota" in families:
@@ -81,6 +84,14 @@ def _policy(policy: str, budget: int) -> Iterator[Case]:
     yield _pruned(alone, "base", policy, load_state(policy), budget)
     name = f"{policy}+{SOURCE}@{budget}"
     yield _pruned(name, "autoprune", f"{policy} + AutoPrune", residual_on(policy), budget, alone)
+
+
+def _found(budget: int) -> Iterator[Case]:
+    for name in FOUND:
+        state = load_state(name)
+        policy = state.base_policy.name
+        label = f"{policy} + what a search found"
+        yield _pruned(f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}")
 
 
 def _components(budget: int) -> Iterator[Case]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.zoo.states import BUDGETS, QUOTAS, SOURCE, Entry, zoo
+from benchmarks.zoo.states import BUDGETS, FOUND, QUOTAS, SOURCE, Entry, zoo
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.load import shipped_states
@@ -12,7 +12,7 @@ SHIPPED = shipped_states()
 
 @pytest.fixture(scope="module")
 def entries() -> list[Entry]:
-    return zoo(load_state(SOURCE))
+    return zoo(load_state(SOURCE), [load_state(name) for name in FOUND])
 
 
 def test_what_is_shipped_is_what_the_zoo_builds(entries: list[Entry]) -> None:

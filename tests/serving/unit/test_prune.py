@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -32,6 +33,16 @@ def test_a_sound_policy_is_refine(policy: PruningPolicy) -> None:
     assert torch.equal(found.features, expected.features)
     assert meter.counts() == {"none": 2, "reference": 0, "uniform": 0}
     assert meter.raised == {}
+
+
+def test_features_that_follow_derivatives_are_no_failure(policy: PruningPolicy) -> None:
+    """vLLM's warm-up on a CPU hands over such."""
+    meter, tokens = FallbackMeter(), images()
+    tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
+    found = prune(policy, tracked, meter)
+    assert meter.raised == {} and meter.counts()["none"] == 2
+    assert torch.equal(found.indices, prune(policy, tokens, FallbackMeter()).indices)
+    assert not found.features.requires_grad
 
 
 def test_an_exception_costs_the_exchange_and_not_the_engine(
