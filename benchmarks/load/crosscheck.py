@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.load.errors import LoadError
+from benchmarks.load.first import come_first
 from benchmarks.load.load import Load, Slo
 from benchmarks.load.mock import MODEL, Script, mock_server
 from benchmarks.load.options import Options
@@ -196,7 +197,10 @@ def _theirs(
         "--percentile-metrics", "ttft,tpot,e2el",
         "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False,
+        start_new_session=True, preexec_fn=come_first,  # as ours is
+    )  # fmt: skip
     path = folder / "result.json"
     if done.returncode or not path.is_file():
         tail = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])

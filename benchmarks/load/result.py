@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from benchmarks.load.errors import LoadError
 from benchmarks.load.facts import RunFacts
+from benchmarks.load.first import priority
 from benchmarks.load.load import Load, Slo
 from benchmarks.load.plain import Plain
 from benchmarks.load.server_metrics import ServerMetrics
@@ -77,6 +78,7 @@ def environment() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(cores),
         "load average": f"{os.getloadavg()[0]:.2f}",
+        "priority": priority(),
     }
 
 

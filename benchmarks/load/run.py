@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.load.errors import LoadError
+from benchmarks.load.first import come_first
 from benchmarks.load.options import Options, arguments
 from benchmarks.load.prepared import load
 from benchmarks.load.result import RESULT, Result, read_result
@@ -84,7 +85,7 @@ def _locust(options: Options, workers: int, log: int) -> int:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, ended with the block."""
+    """A process in a session of its own, ahead of the server's, ended with the block."""
     environment = {**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])}
     process = subprocess.Popen(
         command,
@@ -93,6 +94,7 @@ def _process(command: Sequence[str], log: int) -> Iterator[subprocess.Popen[byte
         stdin=subprocess.DEVNULL,
         env=environment,
         start_new_session=True,
+        preexec_fn=come_first,
     )
     try:
         yield process
