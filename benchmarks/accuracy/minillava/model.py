@@ -20,7 +20,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 EMBEDDED = "embedded"
 _REQUESTS = 60_000
-"""What the default number of scenes is chosen for: 40 minutes at 25 requests a second."""
+"""What the default number of scenes is chosen for: half an hour at 35 requests a second."""
 _PER_SCENE = 18
 """Questions about one scene, about; it has no number to read where it has no sign."""
 
@@ -58,7 +58,7 @@ class MiniLlava:
         return digest.hexdigest()[:12]
 
     def scenes(self, cases: int) -> int:
-        """As many scenes as so many cases answer in about 40 minutes; at least 8."""
+        """As many scenes as so many cases answer in about half an hour; at least 8."""
         return max(8, _REQUESTS // (max(cases, 1) * _PER_SCENE))
 
 

@@ -41,7 +41,7 @@ def _minillava_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", default="embedded", help="embedded (default), or a folder with llava/ and clip/"
     )
-    group.add_argument("--scenes", type=int, help="default: what takes about 40 minutes")
+    group.add_argument("--scenes", type=int, help="default: what takes about half an hour")
     group.add_argument("--budgets", type=int, nargs="+", default=[64, 32, 16, 8, 4], metavar="K")
     group.add_argument("--cases", nargs="+", default=list(_FAMILIES), choices=_FAMILIES)
     group.add_argument(
