@@ -29,8 +29,13 @@ def come_first() -> None:
 
 
 def priority() -> str:
-    """The nice values of this process and, where there are such, of its session."""
-    own = str(os.getpriority(os.PRIO_PROCESS, 0))
-    with contextlib.suppress(OSError):
-        return f"nice {own}, session {_SESSION.read_text().split()[-1]}"
-    return f"nice {own}"
+    """The nice values of this process and, where there are such, of its session.
+
+    A process that is in no session's group, as under many containers, reads an empty file.
+    """
+    own = f"nice {os.getpriority(os.PRIO_PROCESS, 0)}"
+    try:
+        group = _SESSION.read_text().split()
+    except OSError:
+        return own
+    return f"{own}, session {group[-1]}" if group else own

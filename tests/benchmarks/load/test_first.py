@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+
+import benchmarks.load.first as module
 from benchmarks.load.first import NICE, come_first, priority
 
 TELL = "from benchmarks.load.first import priority; print(priority())"
@@ -29,9 +33,27 @@ def test_a_client_comes_first_where_the_system_lets_it() -> None:
         assert first == as_usual
         return
     assert first.startswith(f"nice {NICE}") and first != as_usual
-    if os.access("/proc/self/autogroup", os.W_OK):
+    if "session" in first:  # a kernel that groups by session; every started process is in one
         assert first == f"nice {NICE}, session {NICE}"
         assert as_usual.endswith("session 0")
+
+
+@pytest.mark.parametrize(
+    ("group", "tells"),
+    [
+        ("/autogroup-801 nice 3\n", ", session 3"),
+        ("", ""),  # a process in no group
+        (None, ""),  # a kernel without groups
+    ],
+)
+def test_a_machine_without_groups_tells_its_nice_value(
+    group: str | None, tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_by_kernel = tmp_path / "autogroup"
+    if group is not None:
+        told_by_kernel.write_text(group)
+    monkeypatch.setattr(module, "_SESSION", told_by_kernel)
+    assert priority() == f"nice {os.getpriority(os.PRIO_PROCESS, 0)}{tells}"
 
 
 def test_nobody_else_is_moved() -> None:
