@@ -14,6 +14,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from offline_search.history import Trial
+from offline_search.menu import Menu
 from offline_search.proposal import COMPONENTS, alpha
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -54,19 +55,24 @@ def task(settings: Settings) -> str:
 
 
 def propose(
-    settings: Settings, summary: str, example: PruningState, number: int, count: int
+    settings: Settings,
+    summary: str,
+    example: PruningState,
+    number: int,
+    count: int,
+    menu: Menu | None = None,
 ) -> Messages:
-    """Algorithm 2's LLMPropose: one of ``count`` candidates, given H_(t-1)."""
+    """Algorithm 2's LLMPropose: one of ``count`` candidates, given H_(t-1), of a menu's atoms."""
     shown = json.dumps(alpha(example), separators=(",", ":"))
     asked = (
         f"{summary}\n\nA valid candidate looks like this:\n{shown}\n\n"
         f"Propose candidate {number + 1} of {count}: change atoms, weights or q_e where the "
-        "history says that it pays. JSON only."
+        f"history says that it pays. {_offered(menu)}JSON only."
     )
     return ({"role": "system", "content": task(settings)}, {"role": "user", "content": asked})
 
 
-def cross(settings: Settings, parents: Sequence[Trial]) -> Messages:
+def cross(settings: Settings, parents: Sequence[Trial], menu: Menu | None = None) -> Messages:
     """EvoPrompting: parents with their scores, and the score a child should exceed."""
     told = []
     for parent in parents:
@@ -76,9 +82,13 @@ def cross(settings: Settings, parents: Sequence[Trial]) -> Messages:
     aim = max(parent.objective or 0.0 for parent in parents)
     asked = (
         "Parents:\n" + "\n".join(told) + "\n\nCombine the parents and change one thing, to score "
-        f"above {1000 * aim:+.0f}. JSON only."
+        f"above {1000 * aim:+.0f}. {_offered(menu)}JSON only."
     )
     return ({"role": "system", "content": task(settings)}, {"role": "user", "content": asked})
+
+
+def _offered(menu: Menu | None) -> str:
+    return "" if menu is None else f"{menu.told()} "
 
 
 def repair(asked: Messages, reply: str, problems: Sequence[str]) -> Messages:

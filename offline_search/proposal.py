@@ -65,9 +65,9 @@ def proposal_schema(budget: int) -> JsonObject:
         "required": list(COMPONENTS),
         "additionalProperties": False,
     }
-    reached = _reached(schema, known)
+    needed = reached(schema, known)
     schema["$defs"] = {
-        name: _narrowed(described, budget) for name, described in known.items() if name in reached
+        name: _narrowed(described, budget) for name, described in known.items() if name in needed
     }
     return schema
 
@@ -97,7 +97,8 @@ def _narrowed(value: JsonValue, budget: int, key: str = "") -> JsonValue:
     return found
 
 
-def _reached(value: JsonValue, known: Mapping[str, JsonValue]) -> set[str]:
+def reached(value: JsonValue, known: Mapping[str, JsonValue]) -> set[str]:
+    """Names of the definitions that a schema refers to, itself or through others."""
     found, waiting = set[str](), list(_references(value))
     while waiting:
         name = waiting.pop()

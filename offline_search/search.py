@@ -21,6 +21,7 @@ from offline_search.evaluators.protocol import Evaluator
 from offline_search.history import History
 from offline_search.ledger import Ledger
 from offline_search.measuring import Measuring
+from offline_search.menu import Menu
 from offline_search.prompt import Messages
 from offline_search.proposal import Draft
 from offline_search.proposers.asking import Asking, Limits
@@ -120,7 +121,8 @@ def _ask(asking: Asking, number: int) -> Ask:
         origin: str,
         parents: tuple[str, ...],
         code_in: Callable[[str], str] | None = None,
+        menu: Menu | None = None,
     ) -> Draft:
-        return await asking.draft((number, index), messages, origin, parents, code_in)
+        return await asking.draft((number, index), messages, origin, parents, code_in, menu)
 
     return ask

@@ -21,6 +21,13 @@ Objective = Literal["quality", "budgets", "tasks", "latency"]
 """What is aimed at: the one figure, each budget's, each category's, the time of a selection."""
 
 
+UNLISTED = ("openevolve", "random", "tpe")
+"""Strategies whose proposals are held to no menu: programs, and states that no model writes."""
+
+SMALL_MENU = 3
+"""Atoms offered for what a proposal changes, where a small model would repeat what it is shown."""
+
+
 class Frozen(BaseModel):
     """Base of everything that a ledger holds: frozen, and nothing unknown in it."""
 
@@ -52,6 +59,9 @@ class Settings(Frozen):
     )
     confirmed: int = Field(default=5, ge=1, le=50, description="candidates that are measured again")
     proposer: str = Field(default="", description="model that proposes; empty: none")
+    menu: int = Field(
+        default=0, ge=0, le=100, description="atoms offered for what a proposal changes; 0: all"
+    )
     temperature: float = Field(default=1.0, ge=0.0, le=2.0, description="of the proposer")
     reply_tokens: int = Field(
         default=1024, ge=64, le=32768, description="longest reply of the proposer"
@@ -64,6 +74,12 @@ class Settings(Frozen):
     def _aims_at_answers(self) -> Settings:
         if set(self.objectives) == {"latency"}:
             raise ValueError("latency alone is best with no policy at all: add quality")
+        return self
+
+    @model_validator(mode="after")
+    def _menu_is_read(self) -> Settings:
+        if self.menu and (not self.proposer or self.strategy in UNLISTED):
+            raise ValueError("a menu is for a language model that writes states: leave it out")
         return self
 
     @property

@@ -101,11 +101,11 @@ def _make(chosen: argparse.Namespace) -> int:
 def _arms(served: Model, chosen: argparse.Namespace, budget: int) -> list[Arm]:
     common = (
         "--served-model-name", SERVED, *served.flags, "--block-size", "32", "--enforce-eager",
-        "--dtype", "bfloat16", "--no-enable-prefix-caching", "--max-num-seqs", "8",
+        "--dtype", "bfloat16", "--max-num-seqs", "8",
     )  # fmt: skip
     tower = text_tower(served, chosen.out)
     pruning = (
-        "--autoprune-budget", str(budget), "--autoprune-feature-cache-gb", "0",
+        "--autoprune-budget", str(budget),
         *(() if tower is None else ("--autoprune-text-tower", str(tower))),
     )  # fmt: skip
     kv = (("VLLM_CPU_KVCACHE_SPACE", str(chosen.kv_cache_gb)),)

@@ -66,7 +66,7 @@ def read(path: Path) -> Table:
         {
             arm: tuple(value for one in passes for value in one.get(name, ()))
             for arm, passes in told["passes"].items()
-            if "ttft" in passes[0]
+            if all("ttft" in one for one in passes)
         }
         for name in ("ttft", "again")
     )
@@ -162,19 +162,22 @@ def _told(value: Estimate, unit: float, digits: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: composed and printed; 1: the tables do not belong together."""
+    """0: composed and printed; 1: a file is no table, or the two do not belong together."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.efficiency.depth", description=__doc__.splitlines()[0]
     )
     parser.add_argument("shallow", type=Path)
     parser.add_argument("deep", type=Path)
     chosen = parser.parse_args(arguments)
-    shallow, deep = read(chosen.shallow), read(chosen.deep)
     try:
+        shallow, deep = read(chosen.shallow), read(chosen.deep)
         depth = SHAPES[shallow.model][0].layers
         print(markdown(shallow, deep, depth, compose(shallow, deep, depth)))
-    except (NotComparable, KeyError) as error:
+    except (NotComparable, OSError) as error:
         print(f"depth: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"depth: not a table of benchmarks.efficiency: {error!r}", file=sys.stderr)
         return 1
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.efficiency.models import Model
 from benchmarks.load.arms import Arm
-from benchmarks.load.client import Client
+from benchmarks.load.client import EMPTY, Client
 from benchmarks.load.errors import LoadError
 from benchmarks.load.plain import Plain
 from benchmarks.load.prepared import Line, Prepared, body, prepare
@@ -112,7 +112,7 @@ def _ask(server: Server, model: Model, asked: Prepared, scenes: int) -> Pass:
         prompt_tokens=sum(r.prompt_tokens or 0 for r in records) / len(records),
         visual_tokens=kept / images if kept and images else None,
         resident=resident,
-        score=_score(client, scenes) if model.scored and scenes else None,
+        score=score(client, scenes) if model.scored and scenes else None,
     )
 
 
@@ -122,7 +122,7 @@ def _another(asked: Prepared, line: Line) -> bytes:
     return body(asked.workload, line.ask.model_copy(update={"question": backwards}))
 
 
-def _score(client: Client, scenes: int) -> tuple[float, float]:
+def score(client: Client, scenes: int) -> tuple[float, float]:
     """Accuracy and accuracy+ over mini-LLaVA's held-out questions."""
     examples = held_out("test", scenes)
     bodies: list[bytes] = []
@@ -143,7 +143,8 @@ def _score(client: Client, scenes: int) -> tuple[float, float]:
         bodies.append(json.dumps(asked).encode())
     with ThreadPoolExecutor(AT_ONCE) as pool:
         records = list(pool.map(client.send, bodies))
-    _all_answered(records)
+    # To say nothing is a wrong answer, not a missing one.
+    _all_answered([record for record in records if record.error != EMPTY])
     found = scores(examples, [record.text for record in records])
     return 100 * found.accuracy, 100 * found.accuracy_plus
 

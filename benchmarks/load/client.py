@@ -17,6 +17,8 @@ from benchmarks.load.stream import Read, parse
 
 PATH = "/v1/chat/completions"
 PIECE = 1 << 16
+EMPTY = "the answer held no text"
+"""Of a load test a failure: it has no first token. To whoever counts right answers, a wrong one."""
 KEPT_TEXT = 400
 """Characters of an answer that are kept, to compare servers by what they say."""
 
@@ -115,4 +117,4 @@ class Client:
 def _missing(text: str, finished: bool) -> str | None:
     if not finished:
         return "the answer was cut short: the stream ended without [DONE]"
-    return None if text else "the answer held no text"
+    return None if text else EMPTY

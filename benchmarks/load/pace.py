@@ -18,6 +18,9 @@ Clock = Callable[[], float]
 Send = Callable[[T, float], None]
 """Sends one request that was due at a time; returns when it is answered."""
 
+EARLY = 0.002
+"""Seconds that a request is awake before it is due: an event loop sleeps whole milliseconds."""
+
 TICK = 0.01
 """Seconds that an idle greenlet sleeps to find out how late it is woken."""
 
@@ -32,8 +35,10 @@ def open_loop(
     """
     pool, told = Pool(), None
     for item, at in due:
-        if stop.wait(max(at - now(), 0.0)):
+        if stop.wait(max(at - now() - EARLY, 0.0)):
             break
+        while now() < at:
+            gevent.sleep(0)  # answers that come in meanwhile are read
         if len(pool) >= most:
             told = f"over-saturated: {most} requests were under way at once"
             stop.set()

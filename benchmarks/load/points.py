@@ -107,6 +107,11 @@ class Point:
         return self.mean(lambda result: result.summary.request_rate) or 0.0
 
     @property
+    def answered(self) -> float:
+        """The same between the first answer and the last: what the server can do."""
+        return self.mean(lambda one: one.summary.answered_rate or one.summary.request_rate) or 0.0
+
+    @property
     def offered(self) -> float | None:
         """Requests due a second, by the schedule."""
         return self.mean(lambda result: result.summary.offered_rate)

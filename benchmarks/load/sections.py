@@ -58,21 +58,15 @@ def sweeps(paired: Paired, found: Sequence[Point]) -> str:
     return (
         f"<h2>Knee and highest rate</h2><p>Promise: {_told(slo)} for 99 % of requests. "
         f"Knee: the highest rate that is kept up with, median TTFT at most {KNEE:g} times "
-        "that of the lowest rate. Rates in requests/s; only those that were tried. "
+        "that of the lowest valid rate. The highest rate is kept up with too. Rates in requests/s; "
+        "only those that were tried, and two of them where a run between is not valid. "
         "&ldquo;Surely&rdquo; asks the upper end of the p99 interval.</p>" + _table(head, rows)
     )
 
 
 def _swept(one: Sweep) -> list[str]:
-    def rate(value: float | None) -> str:
-        if one.cut:
-            return "not known" if value is None else f"at least {value:g}"
-        return "below the lowest" if value is None else f"{value:g}"
-
-    notes = ["reached" if one.saturated else "not reached: try higher rates"]
-    if one.cut:
-        notes.append("the climb ended at a run that is not valid")
-    return [one.arm, rate(one.knee), rate(one.highest), rate(one.surely), "; ".join(notes)]
+    note = "reached" if one.saturated else "not reached: try higher rates"
+    return [one.arm, str(one.knee), str(one.highest), str(one.surely), note]
 
 
 def latencies(found: Sequence[Point]) -> str:

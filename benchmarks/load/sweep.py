@@ -5,7 +5,7 @@ Knows nothing about how the rates were measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.load.load import Slo
 from benchmarks.load.plain import Plain
@@ -20,18 +20,37 @@ STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep as shares of the capacity that a closed loop of the first arm shows."""
 
 
+class Edge(Plain):
+    """Where something ceases to hold, between two rates that were tried.
+
+    A run that is not valid tells nothing about its rate, for or against.
+    """
+
+    holds: float | None
+    """The highest valid rate up to which it holds; None where not even at the lowest."""
+    fails: float | None
+    """The lowest valid rate at which it does not; None where there is none above."""
+    gap: bool
+    """Whether a rate between the two was tried and is not valid: it may hold there or not."""
+
+    def __str__(self) -> str:
+        if self.holds is None:
+            return "not known" if self.fails is None else f"below {self.fails:g}"
+        if self.fails is None:
+            return f"at least {self.holds:g}"
+        return f"{self.holds:g} to {self.fails:g}" if self.gap else f"{self.holds:g}"
+
+
 class Sweep(Plain):
-    """One arm, over all rates that were tried; None where even the lowest is too much."""
+    """One arm, over all rates that were tried."""
 
     arm: str
     rates: tuple[float, ...]
-    knee: float | None
-    highest: float | None
-    """The highest rate up to which p99 TTFT and goodput were kept."""
-    surely: float | None
+    knee: Edge
+    highest: Edge
+    """The highest rate that is kept up with, p99 TTFT and goodput kept."""
+    surely: Edge
     """The same by the upper end of the p99 interval."""
-    cut: bool
-    """Whether the climb ended at a run that is not valid: the truth may lie higher."""
     saturated: bool
     """Whether a rate was reached that the server did not keep up with: if not, go higher."""
 
@@ -49,34 +68,36 @@ def over(point: Point) -> bool:
 
 
 def sweep(points: Sequence[Point], slo: Slo) -> Sweep:
-    """Of the open-loop points of one arm. A rate counts only where all lower ones hold too."""
+    """Of the open-loop points of one arm. A rate counts only where all lower valid ones hold."""
     ordered = sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
-    lowest = ordered[0].distribution(ttft) if ordered else None
-    bound = KNEE * lowest.at(50).value if lowest else 0.0
+    lowest = next((_median(p) for p in ordered if p.valid), 0.0)
     return Sweep(
         arm=ordered[0].arm if ordered else "",
         rates=tuple(p.load.rate for p in ordered if p.load.rate is not None),
-        knee=_last(ordered, [_keeps_up(p) and _median(p) <= bound for p in ordered]),
-        highest=_last(ordered, [_keeps(p, slo, surely=False) for p in ordered]),
-        surely=_last(ordered, [_keeps(p, slo, surely=True) for p in ordered]),
-        cut=_cut(ordered, slo),
+        knee=_edge(ordered, lambda p: _keeps_up(p) and _median(p) <= KNEE * lowest),
+        highest=_edge(ordered, lambda p: _keeps(p, slo, surely=False)),
+        surely=_edge(ordered, lambda p: _keeps(p, slo, surely=True)),
         saturated=any(p.valid and not _keeps_up(p) for p in ordered),
     )
 
 
-def _last(ordered: Sequence[Point], holds: Sequence[bool]) -> float | None:
-    """The rate before the first that does not hold."""
-    kept = holds.index(False) if False in holds else len(holds)
-    return ordered[kept - 1].load.rate if kept else None
-
-
-def _cut(ordered: Sequence[Point], slo: Slo) -> bool:
-    broken = [p for p in ordered if not _keeps(p, slo, surely=False)]
-    return bool(broken) and not broken[0].valid
+def _edge(ordered: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
+    valid = [p for p in ordered if p.valid]
+    broken = next((p.load.rate for p in valid if not holds(p)), None)
+    below = [p.load.rate or 0.0 for p in valid if broken is None or (p.load.rate or 0.0) < broken]
+    held = max(below, default=None)
+    between = (
+        p
+        for p in ordered
+        if not p.valid
+        and (held is None or (p.load.rate or 0.0) > held)
+        and (broken is None or (p.load.rate or 0.0) < broken)
+    )
+    return Edge(holds=held, fails=broken, gap=any(between))
 
 
 def _keeps_up(point: Point) -> bool:
-    return point.valid and point.completed >= KEPT_UP * (point.offered or 0.0)
+    return point.valid and point.answered >= KEPT_UP * (point.offered or 0.0)
 
 
 def _median(point: Point) -> float:
@@ -86,7 +107,7 @@ def _median(point: Point) -> float:
 
 def _keeps(point: Point, slo: Slo, *, surely: bool) -> bool:
     found, goodput = point.distribution(ttft), point.goodput
-    if not point.valid or found is None or goodput is None:
+    if found is None or goodput is None or not _keeps_up(point):
         return False
     late = found.at(99)
     first = slo.ttft is None or (late.high if surely else late.value) <= slo.ttft

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from benchmarks.minillava.split import CHECKPOINT
 from benchmarks.search.compare import as_markdown
 from benchmarks.search.data import write
 from offline_search.records import Split
+from offline_search.settings import SMALL_MENU
 
 ORDER = ("autoprune+", "autoprune", "random")
 
@@ -53,20 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--at-once", type=int, default=1, metavar="N",
         help="searches that wait for the proposer together",
     )  # fmt: skip
+    compare.add_argument(
+        "--menu", type=int, default=SMALL_MENU, metavar="N",
+        help="atoms offered for what a proposal changes; 0: all",
+    )  # fmt: skip
     compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
     speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
     speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
     speed.add_argument("--candidates", type=int, default=50)
     speed.add_argument("--few", type=int, default=3, help="candidates of the slow ways")
+    speed.add_argument(
+        "--layers", type=int, metavar="N",
+        help="LLaVA-1.5-7B's widths with so many language layers and no weights, not mini-LLaVA",
+    )  # fmt: skip
     speed.add_argument("--images", type=int, help="use only so many")
     options = parser.parse_args(arguments)
     if options.command == "speed":
-        from benchmarks.search.speed import measure
-        from offline_search.examples import read_dataset
-
-        dataset = read_dataset(options.data, limit=options.images)
-        print(measure(dataset, options.candidates, options.few, budget=8).as_markdown(), end="")
-        return 0
+        _speed(options)
     if options.command == "data":
         write(options.out, _scenes(options), each=options.each)
     elif options.command == "compare":
@@ -79,6 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _scenes(options: argparse.Namespace) -> dict[Split, int]:
     search, validation, test = options.scenes
     return {"search": search, "validation": validation, "test": test}
+
+
+def _speed(options: argparse.Namespace) -> None:
+    from benchmarks.search.speed import measure, mini_llava, true_widths
+    from offline_search.examples import read_dataset
+
+    dataset = read_dataset(options.data, limit=options.images)
+    with tempfile.TemporaryDirectory() as folder:
+        on = mini_llava(dataset)
+        if options.layers is not None:
+            on = true_widths(dataset, options.layers, Path(folder))
+        print(measure(on, options.candidates, options.few, budget=8).as_markdown(), end="")
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -104,6 +121,7 @@ def _compare(options: argparse.Namespace) -> None:
         base_policy=options.base_policy,
         budgets=tuple(options.budget),
         proposer="" if options.no_proposer else named,
+        menu=0 if options.no_proposer else options.menu,
     )
 
     async def run(proposer: Proposer | None) -> None:

@@ -25,7 +25,7 @@ from offline_search.replay import Absent
 from offline_search.report import Reading, reading
 from offline_search.report.markdown import table
 from offline_search.search import Search
-from offline_search.settings import Settings
+from offline_search.settings import UNLISTED, Settings
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -118,6 +118,7 @@ async def _search(
             "evaluator": evaluator.name,
             "equal_evaluations": True,
             "proposer": settings.proposer if asks else "",
+            "menu": 0 if strategy in UNLISTED or not asks else settings.menu,
         }
     )
     say = Progress(lambda line: print(f"{strategy} {seed}: {line}", flush=True))

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.minillava.split import CLIP, LLAVA
+from benchmarks.overhead.shape import write_llava
 from benchmarks.server import Server, serve
 from offline_search.answers import Answers
 from offline_search.evaluators.protocol import Job
@@ -29,11 +30,40 @@ from offline_search.settings import Settings
 from offline_search.space import Dice, composed
 from vllm_autoprune.tpdsl.state import PruningState
 
-_COMMON = (
-    "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--block-size", "32",
-    "--autoprune-text-tower", str(CLIP),
-)  # fmt: skip
+_COMMON = ("--enforce-eager", "--dtype", "bfloat16", "--block-size", "32")
 _STATES = ("--autoprune-state", "cdpruner", "--autoprune-requests", "states")
+_ANSWER = "w7"
+"""A word of the tokenizer that :func:`write_llava` gives a model without weights."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The model that candidates are measured on, and what it is asked."""
+
+    model: Path
+    flags: tuple[str, ...]
+    dataset: Dataset
+
+
+def mini_llava(dataset: Dataset) -> Measured:
+    """A few million parameters: what a request costs besides its model."""
+    flags = (*_COMMON, "--max-model-len", "512", "--autoprune-text-tower", str(CLIP))
+    return Measured(LLAVA, flags, dataset)
+
+
+def true_widths(dataset: Dataset, layers: int, folder: Path) -> Measured:
+    """LLaVA-1.5-7B's widths and vision tower, so many language layers, no weights.
+
+    The same images and questions. Answers become a word that its tokenizer has: what they score
+    means nothing here, and costs what it costs.
+    """
+    model = write_llava(folder / f"llava-{layers}", layers)
+    worded = {
+        split: tuple(one.model_copy(update={"answer": _ANSWER}) for one in examples)
+        for split, examples in dataset.splits.items()
+    }
+    flags = (*_COMMON, "--max-model-len", "1024", "--load-format", "dummy")
+    return Measured(model, flags, Dataset(dataset.folder, worded))
 
 
 @dataclass(frozen=True)
@@ -95,13 +125,13 @@ def drawn(count: int, budget: int) -> list[PruningState]:
     ]
 
 
-def measure(dataset: Dataset, candidates: int, few: int, budget: int) -> Speed:
+def measure(on: Measured, candidates: int, few: int, budget: int) -> Speed:
     """Start servers and time all three ways."""
-    states = drawn(candidates, budget)
-    with serve(LLAVA, *_COMMON, *_STATES) as server:
+    dataset, states = on.dataset, drawn(candidates, budget)
+    with serve(on.model, *on.flags, *_STATES) as server:
         asyncio.run(_answered(server.url, dataset, states[:1], budget))
         together = _timed("together, features shared", server, dataset, states, budget)
-    with serve(LLAVA, *_COMMON, *_STATES, "--autoprune-feature-cache-gb", "0") as server:
+    with serve(on.model, *on.flags, *_STATES, "--autoprune-feature-cache-gb", "0") as server:
         asyncio.run(_answered(server.url, dataset, states[:1], budget))
         name = "one request at a time, features not shared"
         alone = _timed(name, server, dataset, states[:few], budget, at_once=1)
@@ -110,7 +140,8 @@ def measure(dataset: Dataset, candidates: int, few: int, budget: int) -> Speed:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state.json"
             path.write_text(json.dumps(state.model_dump(mode="json")))
-            with serve(LLAVA, *_COMMON, *_STATES[2:], "--autoprune-state", str(path)) as server:
+            flags = (*on.flags, *_STATES[2:], "--autoprune-state", str(path))
+            with serve(on.model, *flags) as server:
                 asyncio.run(_answered(server.url, dataset, [state], budget))
                 processor += processor_seconds(server.process.pid)
     restarted = Way("a server started for each", few, time.monotonic() - began, processor)

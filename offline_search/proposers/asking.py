@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from offline_search.ledger import Ledger
+from offline_search.menu import Menu
 from offline_search.programs.run import run_program
 from offline_search.prompt import Messages, repair
 from offline_search.proposal import (
@@ -62,15 +63,19 @@ class Asking:
         origin: str,
         parents: tuple[str, ...],
         code_in: Callable[[str], str] | None = None,
+        menu: Menu | None = None,
     ) -> Draft:
         """The draft of one conversation, repaired once where its reply is not valid.
 
+        With a menu the reply is held to its atoms, where the endpoint can hold it to anything.
         With ``code_in`` a program is asked for; it finds the code in the reply. The draft is what
         the program returns, and nothing is repaired: its error is shown to whoever writes the next.
         """
         if code_in is not None:
             return await self._programmed(place, messages, origin, parents, code_in)
         schema = proposal_schema(self._settings.source_budget)
+        if menu is not None:
+            schema = menu.narrowed(schema)
         first = await self._reply(place, "first", messages, schema)
         draft = self._read(first, origin, parents)
         if draft.state is not None or first.text is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from offline_search.menu import offered
 from offline_search.prompt import propose
 from offline_search.proposal import Draft
 from offline_search.settings import Settings
@@ -28,13 +29,9 @@ class AutoPrune:
         best = this.history.best()
         shown = plain_state(self._settings) if best is None or best.state is None else best.state
         parents = () if best is None else (best.name,)
-        asked = [
-            this.ask(
-                index,
-                propose(self._settings, this.summary, shown, index, this.count),
-                "llm",
-                parents,
-            )
-            for index in range(this.count)
-        ]
+        asked = []
+        for index in range(this.count):
+            menu = offered(self._settings, this.dice, [shown])
+            told = propose(self._settings, this.summary, shown, index, this.count, menu)
+            asked.append(this.ask(index, told, "llm", parents, menu=menu))
         return list(await asyncio.gather(*asked))

@@ -24,6 +24,7 @@ from random import Random
 from pydantic import JsonValue
 
 from offline_search.history import History, Trial, structure
+from offline_search.menu import offered
 from offline_search.prompt import propose
 from offline_search.proposal import COMPONENTS, Draft, JsonObject, assembled
 from offline_search.settings import Settings
@@ -96,8 +97,10 @@ class AutoPrunePlus:
     async def _asked(self, this: Round, index: int) -> Draft:
         best = this.history.best()
         shown = paper_state(self._settings) if best is None or best.state is None else best.state
-        messages = propose(self._settings, this.summary, shown, index, this.count)
-        return await this.ask(index, messages, "llm", () if best is None else (best.name,))
+        menu = offered(self._settings, this.dice, [shown])
+        messages = propose(self._settings, this.summary, shown, index, this.count, menu)
+        parents = () if best is None else (best.name,)
+        return await this.ask(index, messages, "llm", parents, menu=menu)
 
     def _composed(self, origin: str, choose: Chooser) -> Draft:
         body = composed(choose, self._settings.source_budget)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from random import Random
 
 from offline_search.history import Trial
+from offline_search.menu import offered
 from offline_search.prompt import cross, propose
 from offline_search.proposal import Draft
 from offline_search.settings import Settings
@@ -36,12 +37,16 @@ class EvoPrompting:
         for index in range(this.count):
             if len(population) < _PARENTS:
                 shown = plain_state(self._settings)
-                messages = propose(self._settings, "", shown, index, this.count)
-                asked.append(this.ask(index, messages, "llm", ()))
+                menu = offered(self._settings, this.dice, [shown])
+                messages = propose(self._settings, "", shown, index, this.count, menu)
+                asked.append(this.ask(index, messages, "llm", (), menu=menu))
                 continue
             parents = _drawn(population, this.dice)
             names = tuple(parent.name for parent in parents)
-            asked.append(this.ask(index, cross(self._settings, parents), "crossover", names))
+            states = [parent.state for parent in parents if parent.state is not None]
+            menu = offered(self._settings, this.dice, states)
+            messages = cross(self._settings, parents, menu)
+            asked.append(this.ask(index, messages, "crossover", names, menu=menu))
         return list(await asyncio.gather(*asked))
 
 

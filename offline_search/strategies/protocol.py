@@ -11,6 +11,7 @@ from random import Random
 from typing import Protocol
 
 from offline_search.history import History
+from offline_search.menu import Menu
 from offline_search.prompt import Messages
 from offline_search.proposal import Draft
 
@@ -25,8 +26,12 @@ class Ask(Protocol):
         origin: str,
         parents: tuple[str, ...],
         code_in: Callable[[str], str] | None = None,
+        menu: Menu | None = None,
     ) -> Awaitable[Draft]:
-        """With ``code_in`` a program is asked for; it finds the code in a reply."""
+        """With ``code_in`` a program is asked for; it finds the code in a reply.
+
+        With a menu the proposer is held to its atoms.
+        """
 
 
 @dataclass(frozen=True)

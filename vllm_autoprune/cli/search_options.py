@@ -91,6 +91,11 @@ def proposer_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--temperature", type=float, default=1.0)
     group.add_argument(
+        "--menu", type=int, metavar="N",
+        help="atoms offered for what a proposal changes, drawn anew for each; 0: all, which is the "
+        "default with --proposer-url, while the small local model is offered a few",
+    )  # fmt: skip
+    group.add_argument(
         "--price", type=float, nargs=2, default=[0.0, 0.0], metavar=("IN", "OUT"),
         help="money for a million tokens, read and written",
     )  # fmt: skip
@@ -137,6 +142,7 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             without=tuple(options.without),
             quota=options.quota,
             proposer=named if asks else "",
+            menu=_menu(options, asks),
             temperature=options.temperature,
         )
     except ValidationError as error:
@@ -146,6 +152,15 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
         ]
         raise ConfigError("search", found) from None
     return settings, read_dataset(options.data, options.seed, options.images)
+
+
+def _menu(options: argparse.Namespace, asks: bool) -> int:
+    from offline_search.settings import SMALL_MENU, UNLISTED
+
+    if options.menu is not None:
+        return int(options.menu)
+    small = asks and options.proposer_url is None and options.strategy not in UNLISTED
+    return SMALL_MENU if small else 0
 
 
 def _proposer_name(options: argparse.Namespace) -> str:

@@ -82,3 +82,15 @@ def test_files_are_read_and_arms_that_were_refused_left_out(
     assert main([str(path) for path in paths]) == 0
     assert "composed for 32 language layers from 1 and 3" in capsys.readouterr().out
     assert main([str(path) for path in reversed(paths)]) == 1
+
+
+@pytest.mark.parametrize("held", [None, "", "[]", '{"model": "llava-next-7b"}'])
+def test_what_is_no_table_is_told_in_one_line(
+    held: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "1.json"
+    if held is not None:
+        path.write_text(held)
+
+    assert main([str(path), str(path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -12,7 +12,8 @@ import benchmarks.load.first as module
 from benchmarks.load.first import NICE, come_first, priority
 
 TELL = "from benchmarks.load.first import priority; print(priority())"
-RAISE = "import os; os.setpriority(os.PRIO_PROCESS, 0, -1)"
+REAL_TIME = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
+RAISED = "import os; os.setpriority(os.PRIO_PROCESS, 0, -1)"
 
 
 def told(before: Callable[[], None] | None = None) -> str:
@@ -26,10 +27,25 @@ def told(before: Callable[[], None] | None = None) -> str:
     ).stdout.strip()
 
 
+def allowed(what: str) -> bool:
+    return subprocess.run([sys.executable, "-c", what], capture_output=True).returncode == 0
+
+
 def test_a_client_comes_first_where_the_system_lets_it() -> None:
-    allowed = subprocess.run([sys.executable, "-c", RAISE], capture_output=True).returncode == 0
     as_usual, first = told(), told(come_first)
-    if not allowed:
+    if allowed(REAL_TIME):
+        assert first == "real time" != as_usual
+    elif not allowed(RAISED):
+        assert first == as_usual
+
+
+def test_where_real_time_is_refused_it_is_at_least_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    as_usual, first = told(), told(come_first)
+    if not allowed(RAISED):
         assert first == as_usual
         return
     assert first.startswith(f"nice {NICE}") and first != as_usual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.load.load import Load, Slo
-from benchmarks.load.points import Point
+from benchmarks.load.points import Point, ttft
 from benchmarks.load.sweep import grid, over, sweep
 from tests.benchmarks.load.samples import point
 
@@ -19,30 +19,58 @@ def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
 def test_the_knee_comes_before_the_promise_breaks() -> None:
     found = sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
     assert list(found.rates) == [1, 2, 4, 8]
-    assert (found.knee, found.highest, found.surely) == (2, 4, 4)
+    assert (found.knee.holds, found.highest.holds, found.surely.holds) == (2, 4, 4)
+    assert (found.knee.fails, found.highest.fails) == (4, 8)
+    assert (str(found.knee), str(found.highest)) == ("2", "4")
 
 
 def test_a_rate_counts_only_where_all_lower_ones_hold() -> None:
-    assert sweep([at(1, 0.1), at(2, 0.6), at(4, 0.1)], SLO).highest == 1
-    assert sweep([at(1, 0.9)], SLO).highest is None
+    assert str(sweep([at(1, 0.1), at(2, 0.6), at(4, 0.1)], SLO).highest) == "1"
+    assert str(sweep([at(1, 0.9)], SLO).highest) == "below 1"
+    assert str(sweep([at(1, 0.1), at(2, 0.1)], SLO).highest) == "at least 2"
 
 
-def test_a_run_that_is_not_valid_ends_the_climb() -> None:
-    found = sweep([at(1, 0.1), at(2, 0.1, valid=False), at(4, 0.1)], SLO)
-    assert (found.knee, found.highest, found.cut) == (1, 1, True)
-    assert not sweep([at(1, 0.1), at(2, 0.9)], SLO).cut
+def test_a_run_that_is_not_valid_tells_nothing_about_its_rate() -> None:
+    invalid = at(2, 0.1, valid=False)
+    assert str(sweep([at(1, 0.1), invalid, at(4, 0.1), at(8, 0.9)], SLO).highest) == "4"
+    assert str(sweep([at(1, 0.1), invalid, at(4, 0.9)], SLO).highest) == "1 to 4"
+    assert str(sweep([at(1, 0.1), invalid], SLO).highest) == "at least 1"
+    assert str(sweep([invalid, at(4, 0.9)], SLO).highest) == "below 4"
+    assert str(sweep([invalid], SLO).highest) == "not known"
+    # The lowest rate that is valid is what a knee is held against.
+    slow_start = [at(1, 0.01, valid=False), at(2, 0.1), at(4, 0.15), at(8, 0.25)]
+    assert str(sweep(slow_start, SLO).knee) == "4"
+
+
+def test_a_rate_that_is_not_kept_up_with_breaks_its_promise_in_the_end() -> None:
+    # 200 requests in a second, answered one every tenth of a second: nobody waits half of it yet,
+    # because all but the first were sent late; the queue would still grow for ever.
+    times = [[0.1 + 0.0025 * n for n in range(100)]]
+    burst = point("stock", Load(rate=200), times, every=1 / 200, slo=SLO)
+    found = sweep([at(1, 0.1), burst], SLO)
+    assert burst.distribution(ttft) is not None
+    assert (str(found.highest), found.saturated) == ("1", True)
+
+
+def test_a_short_run_is_not_called_slow_for_its_last_answer() -> None:
+    # Ten requests within a second, each answered after 0.4 s: completed over 1.3 s, kept up with.
+    short = point("stock", Load(rate=10), [[0.4] * 10], every=0.1, slo=SLO)
+    assert short.completed < 0.8 * 10 < short.answered
+    assert str(sweep([short], SLO).highest) == "at least 10"
 
 
 def test_one_late_request_in_a_hundred_is_kept_but_not_surely() -> None:
     found = sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
-    assert (found.highest, found.surely) == (2, 1)
-    assert sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest == 1
+    assert (found.highest.holds, found.surely.holds) == (2, 1)
+    assert sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest.holds == 1
 
 
 def test_a_sweep_says_whether_it_reached_saturation() -> None:
     assert not sweep([at(1, 0.1), at(2, 0.1)], SLO).saturated
-    # The last request is answered a hundred seconds after it was due: the server fell behind.
-    assert sweep([at(1, 0.1), at(4, 100.0)], SLO).saturated
+    # Each request waits a quarter of a second longer than the one before: the queue grows.
+    waits = [[0.25 * n for n in range(1, 201)]]
+    behind = point("stock", Load(rate=4), waits, every=0.25, slo=SLO)
+    assert sweep([at(1, 0.1), behind], SLO).saturated
 
 
 def test_climbing_ends_where_most_promises_break() -> None:
@@ -56,4 +84,5 @@ def test_rates_are_around_the_capacity() -> None:
 
 def test_of_no_point_nothing_is_known() -> None:
     found = sweep([point("stock", Load(users=1), [[0.1]])], SLO)
-    assert (found.rates, found.knee, found.highest) == ((), None, None)
+    assert found.rates == ()
+    assert str(found.knee) == str(found.highest) == "not known"
