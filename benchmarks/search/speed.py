@@ -32,6 +32,11 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 _COMMON = ("--enforce-eager", "--dtype", "bfloat16", "--block-size", "32")
 _STATES = ("--autoprune-state", "cdpruner", "--autoprune-requests", "states")
+_NOTHING_SHARED = (
+    "--autoprune-feature-cache-gb", "0", "--no-enable-prefix-caching",
+    "--mm-processor-cache-gb", "0",
+)  # fmt: skip
+"""Else a state that reads no question finds its image's features, or even its KV, again."""
 _ANSWER = "w7"
 """A word of the tokenizer that :func:`write_llava` gives a model without weights."""
 
@@ -131,7 +136,7 @@ def measure(on: Measured, candidates: int, few: int, budget: int) -> Speed:
     with serve(on.model, *on.flags, *_STATES) as server:
         asyncio.run(_answered(server.url, dataset, states[:1], budget))
         together = _timed("together, features shared", server, dataset, states, budget)
-    with serve(on.model, *on.flags, *_STATES, "--autoprune-feature-cache-gb", "0") as server:
+    with serve(on.model, *on.flags, *_STATES, *_NOTHING_SHARED) as server:
         asyncio.run(_answered(server.url, dataset, states[:1], budget))
         name = "one request at a time, features not shared"
         alone = _timed(name, server, dataset, states[:few], budget, at_once=1)
