@@ -106,10 +106,17 @@ class Point:
         """Requests answered a second."""
         return self.mean(lambda result: result.summary.request_rate) or 0.0
 
-    @property
-    def answered(self) -> float:
-        """The same between the first answer and the last: what the server can do."""
-        return self.mean(lambda one: one.summary.answered_rate or one.summary.request_rate) or 0.0
+    def answered(self, idle: float) -> float:
+        """The same, less the seconds that an answer takes anyway, by which no server is behind.
+
+        Else a short run would look slow for its last answer alone.
+        """
+
+        def rate(result: Result) -> float | None:
+            busy = result.summary.seconds - idle
+            return (result.summary.requests - result.summary.failed) / busy if busy > 0 else None
+
+        return self.mean(rate) or 0.0
 
     @property
     def offered(self) -> float | None:

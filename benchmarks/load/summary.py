@@ -34,9 +34,6 @@ class Summary(Plain):
     offered_rate: float | None
     """Requests a second as they were due: the schedule's own rate, not the one it was drawn for."""
     request_rate: float
-    """Answered requests a second, from the first that was due to the last answer."""
-    answered_rate: float | None = None
-    """The same between the first answer and the last: no lower because a run is short."""
     image_rate: float
     output_token_rate: float
     """Shown, never ranked by: pruning lowers prompt tokens, and answers have a fixed length."""
@@ -53,8 +50,6 @@ def summarize(records: Iterable[Record], slo: Slo) -> Summary:
     seconds = max((r.done for r in counted), default=0.0)
     seconds -= min((r.scheduled for r in counted), default=0.0)
     per_second = 1 / seconds if seconds > 0 else 0.0
-    ends = sorted(r.done for r in good)
-    drained = ends[-1] - ends[0] if ends else 0.0
     kept = [slo.good(record) for record in counted]
     span = counted[-1].scheduled - counted[0].scheduled if counted else 0.0
     return Summary(
@@ -70,7 +65,6 @@ def summarize(records: Iterable[Record], slo: Slo) -> Summary:
         good_rate=sum(kept) * per_second,
         offered_rate=(len(counted) - 1) / span if span > 0 else None,
         request_rate=len(good) * per_second,
-        answered_rate=(len(good) - 1) / drained if drained > 0 else None,
         image_rate=sum(r.images for r in good) * per_second,
         output_token_rate=sum(r.completion_tokens or 0 for r in good) * per_second,
         prompt_tokens=_mean([r.prompt_tokens for r in good]),

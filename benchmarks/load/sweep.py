@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.load.load import Slo
 from benchmarks.load.plain import Plain
-from benchmarks.load.points import Point, ttft
+from benchmarks.load.points import Point, Values, e2e, ttft
 from benchmarks.load.verdict import KEPT_UP
 
 GOOD_SHARE = 0.99
@@ -70,14 +70,23 @@ def over(point: Point) -> bool:
 def sweep(points: Sequence[Point], slo: Slo) -> Sweep:
     """Of the open-loop points of one arm. A rate counts only where all lower valid ones hold."""
     ordered = sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
-    lowest = next((_median(p) for p in ordered if p.valid), 0.0)
+    lowest = next((p for p in ordered if p.valid), None)
+    bound = KNEE * _median(lowest, ttft) if lowest else 0.0
+    idle = _median(lowest, e2e) if lowest else 0.0
+
+    def keeps_up(point: Point) -> bool:
+        return point.answered(idle) >= KEPT_UP * (point.offered or 0.0)
+
+    def keeps(point: Point, surely: bool) -> bool:
+        return keeps_up(point) and _keeps(point, slo, surely)
+
     return Sweep(
         arm=ordered[0].arm if ordered else "",
         rates=tuple(p.load.rate for p in ordered if p.load.rate is not None),
-        knee=_edge(ordered, lambda p: _keeps_up(p) and _median(p) <= KNEE * lowest),
-        highest=_edge(ordered, lambda p: _keeps(p, slo, surely=False)),
-        surely=_edge(ordered, lambda p: _keeps(p, slo, surely=True)),
-        saturated=any(p.valid and not _keeps_up(p) for p in ordered),
+        knee=_edge(ordered, lambda p: keeps_up(p) and _median(p, ttft) <= bound),
+        highest=_edge(ordered, lambda p: keeps(p, surely=False)),
+        surely=_edge(ordered, lambda p: keeps(p, surely=True)),
+        saturated=any(p.valid and not keeps_up(p) for p in ordered),
     )
 
 
@@ -96,18 +105,14 @@ def _edge(ordered: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
     return Edge(holds=held, fails=broken, gap=any(between))
 
 
-def _keeps_up(point: Point) -> bool:
-    return point.valid and point.answered >= KEPT_UP * (point.offered or 0.0)
-
-
-def _median(point: Point) -> float:
-    found = point.distribution(ttft)
+def _median(point: Point, values: Values) -> float:
+    found = point.distribution(values)
     return found.at(50).value if found else float("inf")
 
 
-def _keeps(point: Point, slo: Slo, *, surely: bool) -> bool:
+def _keeps(point: Point, slo: Slo, surely: bool) -> bool:
     found, goodput = point.distribution(ttft), point.goodput
-    if found is None or goodput is None or not _keeps_up(point):
+    if found is None or goodput is None:
         return False
     late = found.at(99)
     first = slo.ttft is None or (late.high if surely else late.value) <= slo.ttft

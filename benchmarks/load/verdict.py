@@ -145,6 +145,6 @@ def _notes(load: Load, summary: Summary, metrics: ServerMetrics) -> Iterator[str
         yield f"p99 rests on {summary.requests} requests; {ENOUGH[99]} are wanted"
     if not metrics.read:
         yield "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
-    offered, answered = summary.offered_rate, summary.answered_rate or summary.request_rate
-    if load.rate is not None and offered and answered < KEPT_UP * offered:
-        yield f"the server answered {answered:.2f} of {offered:.2f} requests/s offered"
+    offered = summary.offered_rate
+    if load.rate is not None and offered and summary.request_rate < KEPT_UP * offered:
+        yield f"the server completed {summary.request_rate:.2f} of {offered:.2f} requests/s offered"
