@@ -115,5 +115,6 @@ figure{margin:0} figcaption{font-weight:600} svg{width:100%;height:auto}
 .wide{overflow-x:auto} table{border-collapse:collapse;margin:.6rem 0;font-size:.86rem}
 th,td{text-align:left;padding:.25rem .7rem;border-bottom:1px solid #e3e5e9;vertical-align:top}
 th{border-bottom:2px solid #b9bec8} td{font-variant-numeric:tabular-nums}
+td:first-child{white-space:nowrap}
 pre{background:#f3f4f6;padding:.7rem;overflow-x:auto;white-space:pre-wrap}
 """
