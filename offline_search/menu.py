@@ -1,8 +1,9 @@
 """A menu: the few atoms that one proposal may use, so that a proposer cannot repeat itself.
 
-Knows nothing about proposers. A small model, left to itself, writes the example again: the menu
-keeps some parts of the candidates that it was shown and takes their atoms away from the others,
-where it offers a few others instead. So a proposal differs in structure from each of them.
+Knows nothing about proposers. A small model, left to itself, writes the example again, names one
+signal several times and gives the least quota. The menu keeps some parts of the candidates that it
+was shown and takes their atoms away from the others, where it offers a few others instead; signals
+and quota it prescribes. So a proposal differs from each candidate that was shown.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from random import Random
 from pydantic import JsonValue
 
 from offline_search.history import calls
-from offline_search.proposal import JsonObject, reached
+from offline_search.proposal import MOST_SIGNALS, JsonObject, reached
 from offline_search.settings import Settings
+from offline_search.space import quota_scale
 from vllm_autoprune.tpdsl.atom import ATOMS, Group
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -28,23 +30,29 @@ PARTS: Mapping[str, Group] = {
 }
 """Parts of a proposal that a menu narrows, and the group of each. Pools are few, and stay open."""
 
+QUOTA = "q_e"
+"""The part that is a number: no atom, and too much hangs on it to leave it to a small model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Menu:
     """Atoms by part, in the order of the registry; changed names the parts that are offered others.
 
-    Signals that are kept stand beside the new ones, because a candidate has several.
+    A proposal has every one of the signals, each once and in this order, and one of each other
+    part; quotas are the values of q_e that it may have.
     """
 
     atoms: Mapping[str, tuple[str, ...]]
+    quotas: tuple[int, ...]
     changed: tuple[str, ...]
 
     def told(self) -> str:
         """One sentence for a prompt."""
         offers = [
-            f"{part} {'is' if len(names) == 1 else 'from'} {', '.join(names)}"
+            f"{part} {'are all of' if part == 'signals' else _verb(names)} {', '.join(names)}"
             for part, names in self.atoms.items()
         ]
+        offers.append(f"{QUOTA} {_verb(self.quotas)} {', '.join(map(str, self.quotas))}")
         return f"This time {'; '.join(offers)}."
 
     def narrowed(self, schema: JsonObject) -> JsonObject:
@@ -53,40 +61,84 @@ class Menu:
         assert isinstance(known, dict)
         groups = set(PARTS.values())
         offered = {name for names in self.atoms.values() for name in names}
+        called = {atom: described for described, body in known.items() if (atom := _atom(body))}
         off = {
             described
-            for described, body in known.items()
-            if (atom := _atom(body)) and ATOMS[atom].group in groups and atom not in offered
+            for atom, described in called.items()
+            if ATOMS[atom].group in groups and atom not in offered
+        }
+        prescribed: Mapping[str, JsonObject] = {
+            "signals": _row([called[name] for name in self.atoms["signals"]]),
+            QUOTA: {"type": "integer", "enum": list(self.quotas)},
         }
         parts = {name: part for name, part in schema.items() if name != "$defs"}
-        narrow = {name: _without(part, off) for name, part in parts.items()}
-        left = {name: _without(body, off) for name, body in known.items() if name not in off}
+        narrow = {name: _narrow(part, off, prescribed) for name, part in parts.items()}
+        left = {
+            name: _narrow(body, off, prescribed) for name, body in known.items() if name not in off
+        }
         needed = reached(narrow, left)
         return {**narrow, "$defs": {name: body for name, body in left.items() if name in needed}}
 
 
 def offered(settings: Settings, dice: Random, shown: Sequence[PruningState]) -> Menu | None:
     """A menu where the search is one with menus; the dice are not touched where it is not."""
-    return drawn(dice, shown, settings.menu) if settings.menu else None
+    if not settings.menu:
+        return None
+    return drawn(dice, shown, settings.menu, settings.source_budget)
 
 
-def drawn(dice: Random, shown: Sequence[PruningState], width: int) -> Menu:
+def drawn(dice: Random, shown: Sequence[PruningState], width: int, budget: int) -> Menu:
     """A menu around the candidates that a proposer is shown; each part changes every other time.
 
-    A part that changes has up to ``width`` atoms that none of the shown has there; at least one
-    part does.
+    A part that changes has up to ``width`` atoms that none of the shown has there, the quota one
+    value that none of them has; at least one part changes. Signals that change keep some of those
+    that were there and gain up to ``width``.
     """
-    changed = [part for part in PARTS if dice.random() < 0.5] or [dice.choice(list(PARTS))]
+    had = _quotas_of(shown)
+    parts = [*PARTS, *([QUOTA] if had else [])]
+    changed = [part for part in parts if dice.random() < 0.5] or [dice.choice(parts)]
     atoms = {}
     for part, group in PARTS.items():
         used = {call.atom for state in shown for call in calls(state)}
         held = [name for name in ATOMS.names(group) if name in used]
-        if part in changed:
-            others = [name for name in ATOMS.names(group) if name not in used]
-            kept = dice.sample(held, dice.randrange(max(1, len(held)))) if part == "signals" else []
-            held = [*kept, *dice.sample(others, min(width, len(others)))] or held
-        atoms[part] = tuple(held)
-    return Menu(atoms, tuple(changed))
+        others = [name for name in ATOMS.names(group) if name not in used]
+        if part == "signals":
+            held = _signals(dice, held, others, width if part in changed else 0)
+        elif part in changed:
+            held = dice.sample(others, min(width, len(others))) or held
+        atoms[part] = tuple(name for name in ATOMS.names(group) if name in held)
+    fresh = [quota for quota in quota_scale(budget) if quota not in had] or had
+    kept = QUOTA not in changed and had
+    return Menu(atoms, tuple(had) if kept else (dice.choice(fresh),), tuple(changed))
+
+
+def _signals(dice: Random, held: Sequence[str], others: Sequence[str], width: int) -> list[str]:
+    """All that are held, as many as a proposal may have; or some of them and some others."""
+    if not width or not others:
+        return dice.sample(held, min(len(held), MOST_SIGNALS))
+    new = dice.sample(others, dice.randint(1, min(width, len(others), MOST_SIGNALS)))
+    kept = [name for name in held if dice.random() < 0.5]
+    return [*new, *dice.sample(kept, min(len(kept), MOST_SIGNALS - len(new)))]
+
+
+def _quotas_of(shown: Sequence[PruningState]) -> list[int]:
+    """The values of q_e, each once; some selectors have none."""
+    found = [state.constraints.selector.model_dump().get(QUOTA) for state in shown]
+    return sorted({quota for quota in found if isinstance(quota, int)})
+
+
+def _verb(offers: Sequence[object]) -> str:
+    return "is" if len(offers) == 1 else "is one of"
+
+
+def _row(definitions: Sequence[str]) -> JsonObject:
+    """The schema of a list that has one call of each, in this order."""
+    length = len(definitions)
+    items: list[JsonValue] = [{"$ref": f"#/$defs/{name}"} for name in definitions]
+    return {
+        "type": "array", "prefixItems": items, "items": False,
+        "minItems": length, "maxItems": length,
+    }  # fmt: skip
 
 
 def _atom(body: JsonValue) -> str:
@@ -97,12 +149,17 @@ def _atom(body: JsonValue) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _without(value: JsonValue, off: Set[str]) -> JsonValue:
-    """A schema less the branches that lead to what is off the menu."""
+def _narrow(value: JsonValue, off: Set[str], prescribed: Mapping[str, JsonObject]) -> JsonValue:
+    """A schema less the branches that lead to what is off the menu, with what is prescribed."""
     if isinstance(value, list):
-        return [_without(item, off) for item in value if _leads(item) not in off]
+        return [_narrow(item, off, prescribed) for item in value if _leads(item) not in off]
     if isinstance(value, dict):
-        return {name: _without(item, off) for name, item in value.items()}
+        return {
+            name: prescribed[name]
+            if name in prescribed and isinstance(item, dict)
+            else _narrow(item, off, prescribed)
+            for name, item in value.items()
+        }
     return value
 
 

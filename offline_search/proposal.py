@@ -30,7 +30,9 @@ SAFETY = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_se
 LONGEST_REPLY = 20_000
 """Characters of a reply that are looked at; a proposal has about a thousand."""
 
-_MOST = {"signals": 6, "pool": 3}
+MOST_SIGNALS = 6
+
+_MOST = {"signals": MOST_SIGNALS, "pool": 3}
 """Lists that a proposer may not make longer, so that a small one comes to an end."""
 
 # `r_min` follows from q_e, and whatever else a reader of JSON does not need.

@@ -178,11 +178,13 @@ def _call(choose: Chooser, atom: str, budget: int) -> JsonObject:
 
 
 def _quotas(name: str, budget: int) -> Sequence[str] | None:
-    """Values of q_e worth telling apart at this budget."""
-    if name != "q_e":
-        return None
-    powers = [2**power for power in range(10) if 2**power < budget]
-    return [str(quota) for quota in (0, *powers, budget)]
+    """Their words, where a parameter is the quota."""
+    return [str(quota) for quota in quota_scale(budget)] if name == "q_e" else None
+
+
+def quota_scale(budget: int) -> list[int]:
+    """Values of q_e worth telling apart at a budget: none, powers of two, and all of it."""
+    return [0, *(2**power for power in range(10) if 2**power < budget), budget]
 
 
 def knobs(state: PruningState) -> list[Knob]:
