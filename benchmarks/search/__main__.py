@@ -56,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="searches that wait for the proposer together",
     )  # fmt: skip
     compare.add_argument(
-        "--menu", type=int, default=SMALL_MENU, metavar="N",
-        help="atoms offered for what a proposal changes; 0: all",
+        "--menu", type=int, metavar="N",
+        help=f"atoms offered for what a proposal changes; 0: all, as is the default with "
+        f"--proposer-url; else {SMALL_MENU}",
     )  # fmt: skip
     compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
     speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
@@ -98,6 +99,13 @@ def _speed(options: argparse.Namespace) -> None:
         print(measure(on, options.candidates, options.few, budget=8).as_markdown(), end="")
 
 
+def _menu(options: argparse.Namespace) -> int:
+    if options.no_proposer:
+        return 0
+    small = 0 if options.proposer_url else SMALL_MENU
+    return small if options.menu is None else int(options.menu)
+
+
 def _compare(options: argparse.Namespace) -> None:
     from benchmarks.search.compare import Remembering, compare
     from benchmarks.search.minillava import MiniLlavaEvaluator
@@ -121,7 +129,7 @@ def _compare(options: argparse.Namespace) -> None:
         base_policy=options.base_policy,
         budgets=tuple(options.budget),
         proposer="" if options.no_proposer else named,
-        menu=0 if options.no_proposer else options.menu,
+        menu=_menu(options),
     )
 
     async def run(proposer: Proposer | None) -> None:

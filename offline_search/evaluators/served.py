@@ -14,9 +14,8 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +47,34 @@ class Patience:
     first_wait: float = 1.0
 
 
+class _Room:
+    """Requests that one server has in flight, each on a client of its own with one connection.
+
+    A client with many connections looks at all of them for every request: with 128 that took
+    longer than the model.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._free: asyncio.LifoQueue[httpx.AsyncClient] = asyncio.LifoQueue()
+        trusted = httpx.create_ssl_context()
+        for _ in range(at_once):
+            self._free.put_nowait(httpx.AsyncClient(timeout=_TIMEOUT, verify=trusted))
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client that nobody else uses meanwhile, when one is free: first come, first served."""
+        client = await self._free.get()
+        try:
+            yield client
+        finally:
+            self._free.put_nowait(client)
+
+    async def close(self) -> None:
+        """Close the connections of those that are free."""
+        while not self._free.empty():
+            await self._free.get_nowait().aclose()
+
+
 class ServedEvaluator:
     """One or several servers of the same model that share the work."""
 
@@ -68,11 +95,8 @@ class ServedEvaluator:
         self._model = model or ""
         self._patience = patience or Patience()
         self._probes = probes
-        self._rooms = [asyncio.Semaphore(at_once) for _ in urls]
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once * len(urls))
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits)
+        self._rooms = [_Room(at_once) for _ in urls]
         self._images: dict[str, str] = {}
-        self._turn = itertools.count()
 
     def probes(self) -> Sequence[VisualTokens]:
         """As given: an HTTP client cannot know what a model sees."""
@@ -82,11 +106,11 @@ class ServedEvaluator:
         """One question with a state to every server; raises :class:`ConfigError` that says why."""
         problems: list[Problem] = []
         names: set[str] = set()
-        for url in self._urls:
+        for place, url in enumerate(self._urls):
             try:
-                self._model = await self._served(url)
+                self._model = await self._served(place)
                 names.add(self._model)
-                await self._try_state(url)
+                await self._try_state(place)
             except httpx.HTTPError as error:
                 what = f"does not answer ({type(error).__name__})"
                 problems.append(Problem(url, what, "start the server, or correct its address"))
@@ -109,10 +133,12 @@ class ServedEvaluator:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        for room in self._rooms:
+            await room.close()
 
-    async def _served(self, url: str) -> str:
-        answer = await self._client.get(f"{url}/v1/models")
+    async def _served(self, place: int) -> str:
+        async with self._rooms[place].connection() as client:
+            answer = await client.get(f"{self._urls[place]}/v1/models")
         answer.raise_for_status()
         models = answer.json()["data"]
         names = [str(model["id"]) for model in models]
@@ -120,9 +146,9 @@ class ServedEvaluator:
             raise EvaluationFailed(f"serves {', '.join(names)}, not {self._model}")
         return self._model or names[0]
 
-    async def _try_state(self, url: str) -> None:
+    async def _try_state(self, place: int) -> None:
         example = self.dataset.of("search")[0]
-        await self._once(url, example, _pruning(load_state("cdpruner"), 1))
+        await self._once(place, example, _pruning(load_state("cdpruner"), 1))
 
     async def _ask(self, example: Example, pruning: Mapping[str, object]) -> tuple[float, bool]:
         place = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
@@ -130,14 +156,13 @@ class ServedEvaluator:
         for attempt in range(self._patience.attempts):
             # An image stays with a server that has its features, until that server fails it.
             server = (place + attempt) % len(self._urls)
-            async with self._rooms[server]:
-                try:
-                    return await self._once(self._urls[server], example, pruning)
-                except EvaluationFailed as error:
-                    # Refused: what is wrong with a request is still wrong the next time.
-                    raise EvaluationFailed(f"{self._urls[server]}: {error}") from None
-                except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
-                    failure = f"{type(error).__name__}: {error}"[:300]
+            try:
+                return await self._once(server, example, pruning)
+            except EvaluationFailed as error:
+                # Refused: what is wrong with a request is still wrong the next time.
+                raise EvaluationFailed(f"{self._urls[server]}: {error}") from None
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
+                failure = f"{type(error).__name__}: {error}"[:300]
             if attempt + 1 < self._patience.attempts:
                 await asyncio.sleep(wait)
                 wait *= 2
@@ -149,18 +174,21 @@ class ServedEvaluator:
         raise EvaluationFailed(f"{failure}, after {self._patience.attempts} attempts")
 
     async def _any_answers(self) -> bool:
-        for url in self._urls:
+        for url, room in zip(self._urls, self._rooms, strict=True):
             with contextlib.suppress(httpx.HTTPError):
-                if (await self._client.get(f"{url}/v1/models")).is_success:
-                    return True
+                async with room.connection() as client:
+                    if (await client.get(f"{url}/v1/models")).is_success:
+                        return True
         return False
 
     async def _once(
-        self, url: str, example: Example, pruning: Mapping[str, object]
+        self, place: int, example: Example, pruning: Mapping[str, object]
     ) -> tuple[float, bool]:
-        image = self._image(example)
-        body = reference_body(self._model, image, example.question, example.answer, pruning)
-        answer = await self._client.post(f"{url}/v1/chat/completions", json=body)
+        async with self._rooms[place].connection() as client:
+            image = self._image(example)
+            body = reference_body(self._model, image, example.question, example.answer, pruning)
+            url = f"{self._urls[place]}/v1/chat/completions"
+            answer = await client.post(url, json=body)
         if answer.status_code in (400, 401, 403, 404, 422):
             raise EvaluationFailed(f"status {answer.status_code}: {_message(answer.text)}")
         answer.raise_for_status()

@@ -44,6 +44,8 @@ class Told:
     url: str = ""
     down: bool = False
     """Whether it does not even say what it serves."""
+    ports: set[int] = field(default_factory=set)
+    """Of the connections on which something was asked."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -69,6 +71,7 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
             told.asked.append(body)
+            told.ports.add(self.client_address[1])
             self._send(*told.answer(body, len(told.asked) - 1))
 
         def do_GET(self) -> None:

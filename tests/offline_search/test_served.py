@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -139,12 +140,31 @@ async def test_servers_share_the_images_and_stand_in_for_each_other(data: Datase
 
 
 async def test_jobs_run_at_once_within_the_room_of_a_server(data: Dataset) -> None:
-    with endpoint(reads) as told:
+    ended: list[int] = []
+    under_way: list[int] = []
+
+    def slowly(body: Body, number: int) -> Answer:
+        under_way.append(number + 1 - len(ended))
+        time.sleep(0.02)
+        ended.append(number)
+        return reads(body, number)
+
+    with endpoint(slowly) as told:
         evaluator = ServedEvaluator([told.url], data, model="m", at_once=3, patience=QUICK)
         jobs = [Job(STATE, budget, "search", 0, 6) for budget in (4, 8)]
         first, second = await asyncio.gather(*(evaluator.evaluate(job) for job in jobs))
         await evaluator.close()
     assert len(first) == len(second) == 6
+    assert max(under_way) == 3 and len(told.ports) == 3
+
+
+async def test_one_request_after_another_needs_one_connection(data: Dataset) -> None:
+    with endpoint(reads) as told:
+        evaluator = ServedEvaluator([told.url], data, model="m", patience=QUICK)
+        for start in range(4):
+            await evaluator.evaluate(Job(STATE, 8, "search", start, start + 1))
+        await evaluator.close()
+    assert len(told.asked) == 4 and len(told.ports) == 1
 
 
 async def test_a_server_that_will_do_is_named_with_its_data(data: Dataset) -> None:
