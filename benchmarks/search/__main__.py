@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"atoms offered for what a proposal changes; 0: all, as is the default with "
         f"--proposer-url; else {SMALL_MENU}",
     )  # fmt: skip
+    compare.add_argument(
+        "--no-seeds", action="store_true", help="for endpoints that do not bear a seed"
+    )
     compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
     speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
     speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
@@ -153,7 +156,10 @@ def _compare(options: argparse.Namespace) -> None:
     if recorded is not None or not asks:
         asyncio.run(run(recorded))
     elif options.proposer_url:
-        endpoint = Endpoint(options.proposer_url, settings.proposer, at_once=requests)
+        seeded = not options.no_seeds
+        endpoint = Endpoint(
+            options.proposer_url, settings.proposer, at_once=requests, seeded=seeded
+        )
         asyncio.run(run(EndpointProposer(endpoint)))
     else:
         with served(model_folder()) as url:
