@@ -24,8 +24,11 @@ Objective = Literal["quality", "budgets", "tasks", "latency"]
 UNLISTED = ("openevolve", "random", "tpe")
 """Strategies whose proposals are held to no menu: programs, and states that no model writes."""
 
-SMALL_MENU = 3
-"""Atoms offered for what a proposal changes, where a small model would repeat what it is shown."""
+SMALL_MENU = 1
+"""Atoms offered for what a proposal changes, where a small model would repeat what it is shown.
+
+One: between three it chooses by their names, and takes the same few throughout.
+"""
 
 
 class Frozen(BaseModel):
