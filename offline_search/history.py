@@ -130,10 +130,15 @@ def calls(state: PruningState) -> list[AtomCall]:
 
 def parts(state: PruningState) -> frozenset[str]:
     """Names of the atoms that a proposer chose, the quota among them."""
-    selector = state.constraints.selector
-    quota = selector.model_dump().get("q_e")
+    allowed = quota(state)
     names = {call.atom for call in calls(state)}
-    return frozenset(names if quota is None else names | {f"q_e={quota}"})
+    return frozenset(names if allowed is None else names | {f"q_e={allowed}"})
+
+
+def quota(state: PruningState) -> int | None:
+    """q_e of the selector; some have none."""
+    found = state.constraints.selector.model_dump().get("q_e")
+    return found if isinstance(found, int) else None
 
 
 def structure(state: PruningState) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from random import Random
 
 from pydantic import JsonValue
 
-from offline_search.history import calls
+from offline_search.history import calls, quota
 from offline_search.proposal import MOST_SIGNALS, JsonObject, reached
 from offline_search.settings import Settings
 from offline_search.space import quota_scale
@@ -94,12 +94,12 @@ def drawn(dice: Random, shown: Sequence[PruningState], width: int, budget: int) 
     value that none of them has; at least one part changes. Signals that change keep some of those
     that were there and gain up to ``width``.
     """
-    had = _quotas_of(shown)
+    had = sorted({asked for state in shown if (asked := quota(state)) is not None})
+    used = {call.atom for state in shown for call in calls(state)}
     parts = [*PARTS, *([QUOTA] if had else [])]
     changed = [part for part in parts if dice.random() < 0.5] or [dice.choice(parts)]
     atoms = {}
     for part, group in PARTS.items():
-        used = {call.atom for state in shown for call in calls(state)}
         held = [name for name in ATOMS.names(group) if name in used]
         others = [name for name in ATOMS.names(group) if name not in used]
         if part == "signals":
@@ -107,7 +107,7 @@ def drawn(dice: Random, shown: Sequence[PruningState], width: int, budget: int) 
         elif part in changed:
             held = dice.sample(others, min(width, len(others))) or held
         atoms[part] = tuple(name for name in ATOMS.names(group) if name in held)
-    fresh = [quota for quota in quota_scale(budget) if quota not in had] or had
+    fresh = [other for other in quota_scale(budget) if other not in had] or had
     kept = QUOTA not in changed and had
     return Menu(atoms, tuple(had) if kept else (dice.choice(fresh),), tuple(changed))
 
@@ -119,12 +119,6 @@ def _signals(dice: Random, held: Sequence[str], others: Sequence[str], width: in
     new = dice.sample(others, dice.randint(1, min(width, len(others), MOST_SIGNALS)))
     kept = [name for name in held if dice.random() < 0.5]
     return [*new, *dice.sample(kept, min(len(kept), MOST_SIGNALS - len(new)))]
-
-
-def _quotas_of(shown: Sequence[PruningState]) -> list[int]:
-    """The values of q_e, each once; some selectors have none."""
-    found = [state.constraints.selector.model_dump().get(QUOTA) for state in shown]
-    return sorted({quota for quota in found if isinstance(quota, int)})
 
 
 def _verb(offers: Sequence[object]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from offline_search.examples import Dataset
-from offline_search.history import calls, structure
+from offline_search.history import calls, quota, structure
 from offline_search.ledger import Ledger
 from offline_search.menu import PARTS, QUOTA, Menu, drawn, offered
 from offline_search.prompt import Messages, propose
@@ -37,7 +37,7 @@ def body_of(state: PruningState) -> Any:
 
 def likeness(state: PruningState) -> tuple[object, ...]:
     """What a menu tells apart: atoms and quota."""
-    return (*structure(state), state.constraints.selector.model_dump().get("q_e"))
+    return (*structure(state), quota(state))
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -104,8 +104,8 @@ def test_a_menu_is_narrow_and_says_what_it_offers(settings: Settings) -> None:
                 assert set(names) == used & set(ATOMS.names(PARTS[part]))
             elif part != "signals":
                 assert not set(names) & used and len(names) <= WIDTH
-        asked = shown.constraints.selector.model_dump()["q_e"]
-        assert len(menu.quotas) == 1 and (asked in menu.quotas) == (QUOTA not in menu.changed)
+        assert len(menu.quotas) == 1
+        assert (quota(shown) in menu.quotas) == (QUOTA not in menu.changed)
         assert f"q_e is {menu.quotas[0]}." in menu.told()
         narrowed = menu.narrowed(schema)
         assert len(json.dumps(narrowed)) < len(json.dumps(schema)) / 2
@@ -117,7 +117,7 @@ def test_a_menu_is_narrow_and_says_what_it_offers(settings: Settings) -> None:
 def test_every_signal_and_every_quota_comes_up(atom: str, settings: Settings) -> None:
     menus = [drawn(Random(seed), [plain_state(settings)], WIDTH, 8) for seed in range(300)]
     assert sum(atom in menu.atoms["signals"] for menu in menus) > 300 / 20
-    assert {quota for menu in menus for quota in menu.quotas} == {0, 1, 2, 4, 8}
+    assert {value for menu in menus for value in menu.quotas} == {0, 1, 2, 4, 8}
 
 
 def test_a_menu_has_no_more_signals_than_a_proposal_may(settings: Settings) -> None:
@@ -138,8 +138,8 @@ def test_a_quota_is_offered_where_no_other_is_left_and_where_there_was_none(
     small = settings.model_copy(update={"budgets": (budget,)})
     body = body_of(plain_state(small))
     parents = []
-    for quota in quota_scale(budget):
-        body["constraints"]["selector"]["q_e"] = quota
+    for value in quota_scale(budget):
+        body["constraints"]["selector"]["q_e"] = value
         parents.append(assembled(body, small, "parent"))
     body["constraints"]["selector"] = {"atom": UNCOUNTED[1]}
     none = assembled(body, small, "none")

@@ -145,7 +145,7 @@ async def test_jobs_run_at_once_within_the_room_of_a_server(data: Dataset) -> No
 
     def slowly(body: Body, number: int) -> Answer:
         under_way.append(number + 1 - len(ended))
-        time.sleep(0.02)
+        time.sleep(0.1)
         ended.append(number)
         return reads(body, number)
 
