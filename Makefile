@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench-check lint types policies format lock clean
+.PHONY: help venv demo test test-all bench-check lint types policies format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -35,9 +35,16 @@ demo: venv ## serve the embedded model and show what pruning does
 	@echo "demo: benchmarks.demo"
 	@$(PY) -m benchmarks.demo
 
-test: lint types policies ## everything that CI runs: lint, types, shipped states, tests
-	@echo "tests: pytest"
-	@$(PY) -m pytest -q
+# The engine tests need both cores for the engines that they start, so they follow the others.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+test: lint types policies ## everything that CI runs: lint, types, shipped states, tests (12 minutes)
+	@echo "tests 1/2: without an engine, on $(CORES) cores"
+	@$(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile $(PYTEST)
+	@echo "tests 2/2: on real vLLM engines and servers"
+	@$(PY) -m pytest -q -m engine $(PYTEST)
+
+test-all: ## make test, and the exhaustive sweeps (an hour)
+	@$(MAKE) test PYTEST=--exhaustive
 
 bench-check: venv ## the load test's stop-watch against a known schedule and vllm bench serve
 	@echo "bench-check: the stop-watch, against the mock server"

@@ -1,4 +1,4 @@
-"""What all tests share: no random order of examples, one thread, and the marker ``cpu``."""
+"""Settings of all tests: repeatable examples, one thread, the quick and the exhaustive run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 from hypothesis import settings
+
+pytest_plugins = ["tests.progress"]
 
 settings.register_profile(
     "repeatable",
@@ -21,8 +23,23 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``cpu`` whatever does not ask for a device or an engine."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="also run the sweeps that `make test` leaves to `make test-all`",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests without a device or an engine ``cpu``; deselect the exhaustive ones."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gpu", "engine")):
             item.add_marker("cpu")
+    if config.getoption("exhaustive"):
+        return
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+    if exhaustive:
+        config.hook.pytest_deselected(items=exhaustive)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

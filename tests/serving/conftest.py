@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.server import Server, serve
 from tests.serving.paths import CLIP, LLAVA
-from tests.serving.runners import ENVIRONMENTS, Runner
+from tests.serving.runners import Runner
+from tests.serving.scenarios import end_processes
 from vllm_autoprune.serving.endpoint import NAME
 
 COMMON = (
@@ -19,12 +20,49 @@ COMMON = (
 PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
 
 
-@pytest.fixture(scope="session", params=ENVIRONMENTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Both runners for each test of a ``runner``; V2 is exhaustive unless it is marked ``both``."""
+    direct = any(
+        "runner" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")
+    )
+    if "runner" in metafunc.fixturenames and not direct:
+        both = any(metafunc.definition.iter_markers("both"))
+        rare = () if both else (pytest.mark.exhaustive,)
+        runners = [pytest.param("v1"), pytest.param("v2", marks=rare)]
+        metafunc.parametrize("runner", runners, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end a shared server come after all others of the same model runner."""
+    ends = [item for item in items if item.get_closest_marker("ends_servers")]
+    for item in ends:
+        name = item.callspec.id if isinstance(item, pytest.Function) else ""
+        items.remove(item)
+        same = [i for i, other in enumerate(items) if name in other.nodeid.partition("[")[2]]
+        items.insert(max(same, default=len(items) - 1) + 1, item)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the scenarios that collected tests name, those of V1 and V2 side by side."""
+    if session.config.option.collectonly or hasattr(session.config, "workerinput"):
+        return
+    for item in session.items:
+        if not isinstance(item, pytest.Function):
+            continue
+        names = [name for mark in item.iter_markers("scenarios") for name in mark.args]
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        for name in names:
+            Runner(parameters.get("runner", "v1")).begin(name.format(**parameters))
+
+
+def pytest_sessionfinish() -> None:
+    end_processes()
+
+
+@pytest.fixture(scope="session")
 def runner(request: pytest.FixtureRequest) -> Runner:
-    """Each of vLLM's model runners; servers of one are ended before those of the other start."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = {item.callspec.params.get("runner") for item in items if hasattr(item, "callspec")}
-    return Runner(request.param, frozenset(ENVIRONMENTS.keys() & asked))
+    """One of vLLM's model runners; servers of one are ended before those of the other start."""
+    return Runner(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -74,15 +74,27 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
     }
     if settings is not None:
         options["additional_config"] = {"autoprune": dict(settings)}
-    return LLM(**options)
+    llm = LLM(**options)
+    _RUNNING.append(llm)
+    return llm
 
 
-def released(llm: LLM) -> None:
+_RUNNING: list[LLM] = []
+
+
+def release(llm: LLM) -> None:
     """End an engine of this process, so that another one can start."""
+    _RUNNING.remove(llm)
     llm.llm_engine.engine_core.shutdown()
     # vLLM collects garbage several times a start, and each time walks all that was imported:
     # half of the time that an engine of this size takes.
     gc.freeze()
+
+
+def release_all() -> None:
+    """End whichever engines of this process still run."""
+    for llm in list(_RUNNING):
+        release(llm)
 
 
 def model_of(llm: LLM) -> AutopruneLlavaForConditionalGeneration:

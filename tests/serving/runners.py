@@ -1,22 +1,17 @@
-"""vLLM's two model runners, each in the environment in which tests serve by it.
+"""vLLM's two model runners, each with the environment in which tests serve by it.
 
-Knows nothing about what is served. On a CPU, V2 runs by Triton's interpreter
-(``interpreter/README.md``). What one is asked is begun for the other as well, where this session
-asks it too: on two cores both take little longer than one.
+On a CPU, V2 runs by Triton's interpreter (``interpreter/README.md``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from tests.serving.scenarios import PATIENCE, POOL, Report, begin, run
+from tests.serving.scenarios import PATIENCE, Report, begin, run
 from vllm_autoprune.selftest import report
-from vllm_autoprune.selftest import run as selftest
 from vllm_autoprune.selftest.runners import RUNNERS
 
 # Without these vLLM binds the threads of every engine to the same cores.
@@ -34,31 +29,25 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Runner:
-    """One of them; ``asked`` has the names of those that this test session asks for."""
+    """One of the two model runners."""
 
     name: str
-    asked: frozenset[str] = frozenset(ENVIRONMENTS)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What a process that serves by it is started with."""
+        """Variables of a process that serves by it."""
         return ENVIRONMENTS[self.name]
+
+    def begin(self, scenario: str) -> None:
+        """Start a scenario whose report a later test reads."""
+        begin(scenario, self.environment)
 
     def run(
         self, scenario: str, more: Mapping[str, str] | None = None, patience: float = PATIENCE
     ) -> Report:
-        """The report of a scenario."""
-        for name in self.asked:
-            begin(scenario, {**ENVIRONMENTS[name], **(more or {})}, patience)
+        """The report of a scenario; ``more`` variables mean a process of its own."""
         return run(scenario, {**self.environment, **(more or {})}, patience)
 
     def examine(self, backbone: str) -> report.Report:
         """The selftest's report of a backbone."""
-        for name in self.asked:
-            _examined(backbone, name)
-        return _examined(backbone, self.name).result()
-
-
-@cache
-def _examined(backbone: str, name: str) -> Future[report.Report]:
-    return POOL.submit(selftest.examine, backbone, ENVIRONMENTS[name])
+        return report.Report.model_validate(self.run(f"selftest:{backbone}"))

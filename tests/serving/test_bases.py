@@ -8,7 +8,11 @@ from tests.serving.paths import TOKENS
 from tests.serving.runners import Runner
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(500),
+    pytest.mark.scenarios("base_policies"),
+]
 
 READ_THE_INSTRUCTION = {
     name for name, base in BASE_POLICIES.items() if base.needs & {"instruction", "language"}

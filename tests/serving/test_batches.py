@@ -7,7 +7,7 @@ import pytest
 from tests.serving.paths import TOKENS
 from tests.serving.runners import Runner
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.both, pytest.mark.scenarios("batches")]
 
 
 def test_mixed_budgets_in_one_batch_answer_as_they_do_alone(runner: Runner) -> None:

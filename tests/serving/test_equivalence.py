@@ -8,7 +8,13 @@ import pytest
 
 from tests.serving.runners import Runner
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.both,
+    pytest.mark.scenarios(
+        "plain", "everything_kept", "whole_prefill", "chunked_prefill", "no_caches"
+    ),
+]
 
 
 def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:

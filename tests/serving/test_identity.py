@@ -6,7 +6,13 @@ import pytest
 
 from tests.serving.runners import Runner
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.both,
+    pytest.mark.scenarios(
+        "interleaved", "instruction_left_out", "blind_state", "batches", "embeddings_for_relevance"
+    ),
+]
 
 
 def test_interleaved_questions_answer_as_they_do_alone(runner: Runner) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from benchmarks.server import Server, serve
-from tests.serving.conftest import COMMON, PRUNED
+from benchmarks.server import Server
 from tests.serving.engine import examples
 from tests.serving.http import body
-from tests.serving.paths import LLAVA
-from tests.serving.runners import Runner
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(590), pytest.mark.ends_servers]
 
 PATIENCE = 120.0
 
@@ -30,9 +26,8 @@ class Aftermath:
     ended: bool
 
 
-def killed(runner: Runner, flags: Sequence[str]) -> Aftermath:
-    env = runner.environment
-    with serve(LLAVA, *COMMON, *flags, env=env) as server, ThreadPoolExecutor(4) as pool:
+def kill_worker(server: Server) -> Aftermath:
+    with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(_status, server, i) for i in range(4)]
         deadline = time.monotonic() + PATIENCE
         while "vllm:num_requests_running" not in _running(server):
@@ -74,8 +69,10 @@ def _worker(server: Server) -> psutil.Process:
     raise AssertionError(f"no worker among {list(titles.values())}")
 
 
-def test_a_killed_worker_ends_a_pruned_server_as_it_ends_stock(runner: Runner) -> None:
-    stock = killed(runner, ())
-    pruned = killed(runner, (*PRUNED, "--autoprune-requests", "states"))
-    assert pruned == stock
-    assert 200 not in stock.statuses
+def test_a_killed_worker_ends_a_pruned_server_as_it_ends_stock(
+    stock: Server, pruned: Server
+) -> None:
+    """The last test of these servers (``conftest.pytest_collection_modifyitems``)."""
+    aftermath = kill_worker(stock)
+    assert kill_worker(pruned) == aftermath
+    assert 200 not in aftermath.statuses

@@ -5,23 +5,21 @@ from __future__ import annotations
 import pytest
 
 from tests.serving.paths import TOKENS
-from tests.serving.scenarios import run
+from tests.serving.runners import Runner
+from tests.serving.scenarios import Report
 from vllm_autoprune.tpdsl.load import shipped_states
 
 PATIENCE = 570.0
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("name", shipped_states())
-def test_a_shipped_state_serves(name: str) -> None:
-    """An engine of its own starts with the state and answers one question about one image.
+def assert_served(report: Report, name: str) -> None:
+    """K tokens at the state's own budget, no fallback and no error.
 
-    At the state's own K, the prompt is shorter than a stock engine's by N - K tokens of the N =
-    144 that this model has; no image fell back, nothing was raised. A state that keeps all 144 is
-    also asked to keep 72, by the request. Whether the answer is right is not looked at.
+    The prompt is shorter than a stock engine's by N - K tokens of the N = 144 that this model has.
+    A state that keeps all 144 is also asked to keep 72. Whether the answer is right is not judged.
     """
-    report = run("shipped", patience=PATIENCE)
     served, full = report["states"][name], report["full"]
     assert "error" not in served, served["error"]
     assert min(map(int, served["answers"])) < TOKENS
@@ -31,3 +29,15 @@ def test_a_shipped_state_serves(name: str) -> None:
     assert served["errors"] == {}
     assert served["fallbacks"]["reference"] == served["fallbacks"]["uniform"] == 0
     assert served["fallbacks"]["none"] > 0
+
+
+@pytest.mark.scenarios("shipped_by_request")
+@pytest.mark.parametrize("name", shipped_states())
+def test_a_request_may_name_a_shipped_state(name: str) -> None:
+    assert_served(Runner("v1").run("shipped_by_request"), name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", shipped_states())
+def test_a_shipped_state_serves_as_the_state_of_an_engine(name: str) -> None:
+    assert_served(Runner("v1").run("shipped", patience=PATIENCE), name)

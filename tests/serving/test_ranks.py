@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.serving.runners import Runner
+from tests.serving.scenarios.ranks import POLICIES
 
 pytestmark = pytest.mark.engine
 
 
-ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-
-
+@pytest.mark.scenarios("one_rank", "two_ranks")
 def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> None:
-    one, two = runner.run("one_rank", ENVIRONMENT), runner.run("two_ranks", ENVIRONMENT)
+    one, two = runner.run("one_rank"), runner.run("two_ranks")
     first, second = two["kept"]
     assert len(first) > 0
     assert first == second
@@ -22,14 +21,10 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
     assert sum(same) >= 0.9 * len(same)
 
 
-@pytest.mark.parametrize("name", ["visionzip", "prumerge_plus", "fastv"])
-def test_ranks_choose_the_same_by_what_they_hold_in_parts(name: str) -> None:
-    """Heads of the vision tower and of the language model are spread over the ranks.
-
-    By one model runner: ranks agree within the model, which both runners call alike, and three
-    more pairs of workers would cost a minute.
-    """
-    report = Runner("v1", frozenset({"v1"})).run(f"two_ranks_{name}", ENVIRONMENT)
+@pytest.mark.parametrize("name", POLICIES)
+def test_ranks_choose_the_same_by_what_they_hold_in_parts(runner: Runner, name: str) -> None:
+    """Heads of the vision tower and of the language model are spread over the ranks."""
+    report = runner.run("two_ranks")["policies"][name]
     first, second = report["kept"]
     assert len(first) > 0
     assert first == second
@@ -37,8 +32,10 @@ def test_ranks_choose_the_same_by_what_they_hold_in_parts(name: str) -> None:
     assert all(answer["text"] for answer in report["answers"])
 
 
+@pytest.mark.scenarios("two_ranks_qwen2_5_vl")
 def test_ranks_of_a_model_with_m_rope_choose_the_same() -> None:
-    report = Runner("v1", frozenset({"v1"})).run("two_ranks_qwen2_5_vl", ENVIRONMENT)
+    """With V1 only: ranks agree within the model, which both runners call alike."""
+    report = Runner("v1").run("two_ranks_qwen2_5_vl")
     first, second = report["kept"]
     assert first == second
     assert [len(kept) for batch in first for kept in batch] == [8, 8, 8]

@@ -14,7 +14,11 @@ from tests.serving.paths import TOKENS
 from tests.serving.runners import Runner
 from tests.tpdsl.samples import edited, shipped
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(500),
+    pytest.mark.scenarios("brought", "every_kind"),
+]
 
 
 def entry(**said: object) -> dict[str, object]:

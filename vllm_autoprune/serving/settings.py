@@ -30,7 +30,9 @@ def read_state(value: object, problems: list[Problem]) -> PruningState | None:
         return load_state(_as_json(value) if isinstance(value, Mapping) else str(value))
     except StateError as error:
         for p in error.problems:
-            where = f"--autoprune-state {str(value)[:80]}" if not isinstance(value, Mapping) else ""
+            where = (
+                f"--autoprune-state {str(value)[:255]}" if not isinstance(value, Mapping) else ""
+            )
             problems.append(Problem(f"{where}#{p.where}", p.what, p.mend))
         return None
 

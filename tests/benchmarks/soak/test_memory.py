@@ -38,7 +38,6 @@ def judged(made: Samples, process: str = "7 worker") -> Flatness:
         (lambda i: 10 * MIB + i * SLACK // 100, True),  # more than 2 %, and next to nothing
         (lambda i: 10 * MIB + 2 * i * SLACK // 100, False),
     ],
-    ids=str,
 )
 def test_what_is_flat(held: Callable[[int], int], flat: bool) -> None:
     made = samples(held)

@@ -1,16 +1,20 @@
-"""Scenarios on a real engine, each run in a process of its own by :func:`run`.
+"""Scenarios on a real engine, run by a process that lives as long as the test session.
 
-Knows nothing about what is right: a scenario reports what happened, tests judge it.
-
-``python -m tests.serving.scenarios NAME`` prints one line of JSON, last.
+A scenario reports what happened; tests judge it. ``python -m tests.serving.scenarios NAME`` prints
+the report of one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -26,16 +30,14 @@ Outcome = tuple[Report, str | None]
 SCENARIOS: dict[str, Callable[[], Report]] = {}
 
 PATIENCE = 400.0
-"""Seconds that a scenario may take."""
+"""Seconds that one scenario may take."""
 
 MARK = "scenario-report:"
-
-POOL = ThreadPoolExecutor(min(2, len(os.sched_getaffinity(0))), thread_name_prefix="engine")
-"""Engines that run at once: an engine on a tiny model keeps one core busy."""
+FAILURE = "scenario-failure:"
 
 
 def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
-    """Enter a scenario under its own name."""
+    """Register a scenario under its own name."""
     SCENARIOS[function.__name__] = function
     return function
 
@@ -43,7 +45,7 @@ def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
 def run(
     name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
 ) -> Report:
-    """The report of a scenario, run once a test session and environment."""
+    """The report of a scenario, run once per test session and environment."""
     report, failure = begin(name, environment, patience).result()
     assert failure is None, failure
     return report
@@ -52,38 +54,115 @@ def run(
 def begin(
     name: str, environment: Mapping[str, str] | None = None, patience: float = PATIENCE
 ) -> Future[Outcome]:
-    """Start a scenario that somebody will want the report of, beside one that is running."""
-    return _begun(name, tuple(sorted((environment or {}).items())), patience)
+    """Queue a scenario behind those already queued for the same environment."""
+    return _begin(name, tuple(sorted((environment or {}).items())), patience)
 
 
 @cache
-def _begun(name: str, environment: tuple[tuple[str, str], ...], patience: float) -> Future[Outcome]:
-    # A failure is remembered too: every test of the scenario would wait for it again.
-    return POOL.submit(_outcome, name, dict(environment), patience)
+def _begin(name: str, environment: tuple[tuple[str, str], ...], patience: float) -> Future[Outcome]:
+    # Failures are cached too: every other test of the scenario would wait for the same failure.
+    pool, process = _process(environment)
+    return pool.submit(process.run, name, patience)
 
 
-def _outcome(name: str, environment: Mapping[str, str], patience: float) -> Outcome:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.serving.scenarios", name],
-        cwd=Path(__file__).resolve().parents[3],
-        env=_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=patience,
-        check=False,
-    )
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK)), None
-    tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-    return None, f"scenario {name} ended with {done.returncode}:\n{tail}"
+@cache
+def _process(environment: tuple[tuple[str, str], ...]) -> tuple[ThreadPoolExecutor, EngineProcess]:
+    process, pool = EngineProcess(dict(environment)), ThreadPoolExecutor(1)
+    _STARTED.append((pool, process))
+    return pool, process
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    engine = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    return {**os.environ, **engine, **extra}
+_STARTED: list[tuple[ThreadPoolExecutor, EngineProcess]] = []
+
+
+def end_processes() -> None:
+    """End every engine process of this session, and forget the scenarios still queued."""
+    for pool, process in _STARTED:
+        pool.shutdown(wait=False, cancel_futures=True)
+        process.end()
+
+
+class EngineProcess:
+    """A process that runs scenarios one after another.
+
+    Importing vLLM and starting a first engine takes about twelve seconds of processor time, every
+    further engine of the same process one or two. A scenario that ends the process costs only its
+    own report: the next one gets a new process.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as this object
+
+    def run(self, name: str, patience: float) -> Outcome:
+        """A report, or the reason why there is none."""
+        process = self._started()
+        assert process.stdin is not None
+        process.stdin.write(name + "\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.end()
+                return None, f"scenario {name}: no report after {patience:.0f} s\n{self._tail()}"
+            if line is None:
+                code = process.wait()
+                self._process = None
+                return None, f"scenario {name} ended its process with {code}:\n{self._tail()}"
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK)), None
+            if line.startswith(FAILURE):
+                failure = json.loads(line.removeprefix(FAILURE))
+                return None, f"scenario {name} failed:\n{failure}\n{self._tail()}"
+
+    def end(self) -> None:
+        """End the process and its workers."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+            self._process.wait()
+            self._process = None
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._lines = queue.SimpleQueue()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.serving.scenarios", "--serve"],
+                cwd=Path(__file__).resolve().parents[3],
+                env={**os.environ, **_ENGINE, **self._environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                start_new_session=True,
+            )
+            threading.Thread(
+                target=_read_lines, args=(self._process, self._lines), daemon=True
+            ).start()
+        return self._process
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-40:])
+
+
+def _read_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Scenarios of several ranks send functions to their workers.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}

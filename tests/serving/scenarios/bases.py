@@ -19,7 +19,7 @@ from tests.serving.engine import (
     model_of,
     picture,
     prompt,
-    released,
+    release,
     start,
 )
 from tests.serving.offline import Offline
@@ -48,7 +48,7 @@ def base_policies() -> Report:
         "full": [generate(llm, [prompt(e)])[0].prompt_tokens for e in asked],
         "policies": {},
     }
-    released(llm)
+    release(llm)
     offline, seen = Offline(), watch()
     for name in BASE_POLICIES:
         report["policies"][name] = _served(name, offline, seen)
@@ -69,7 +69,7 @@ def _served(name: str, offline: Offline, seen: Watch) -> Report:
     report["together"] = _together(llm, seen)
     report["survived"] = _survived(llm)
     report["broken"], report["errors_at_last"] = meter.counts(), meter.raised
-    released(llm)
+    release(llm)
     return report
 
 

@@ -18,7 +18,7 @@ from tests.serving.engine import (
     generate,
     picture,
     prompt,
-    released,
+    release,
     start,
 )
 from tests.serving.interleave import interleaved
@@ -49,7 +49,7 @@ def brought() -> Report:
             for i, example in enumerate(asked):
                 (answer,) = generate(llm, [prompt(example, budget)])
                 report["native"][f"{name}/{budget}/{i}"] = answer.plain()
-        released(llm)
+        release(llm)
     llm = start({**STATE, "state": alone("divprune"), "requests": "states"})
     seen = watch()
     keys = [f"{name}/{k}/{i}" for name in STATES for k in BUDGETS for i in range(len(asked))]

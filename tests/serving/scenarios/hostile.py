@@ -1,11 +1,8 @@
-"""Requests that an engine has to survive.
-
-Knows nothing about what it should answer.
-"""
+"""Requests that an engine has to survive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -44,6 +41,7 @@ def hostile() -> Report:
     example, other = examples(2)[0], examples(2)[-1]
     sane = ask(llm, example).plain()
     report: dict[str, Any] = {"sane": sane, "after": {}}
+    before = _exported({})
 
     def survived(name: str) -> None:
         forget(llm)
@@ -75,7 +73,7 @@ def hostile() -> Report:
     survived("raised")
     report["unsafe"] = _unsafe_at_first_sight(llm, raising)
     survived("unsafe")
-    report["exported"] = generate_latest().decode()
+    report["exported"] = _exported(before)
     for name, asked in (
         ("zero", {"budget": 0}),
         ("text", {"budget": "8"}),
@@ -90,6 +88,16 @@ def hostile() -> Report:
             report[name] = str(error)
     survived("refused")
     return report
+
+
+def _exported(before: Mapping[str, float]) -> dict[str, float]:
+    """Counters of the plugin in this process's metrics, as differences from ``before``."""
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        - before.get(line.rpartition(" ")[0], 0.0)
+        for line in generate_latest().decode().splitlines()
+        if line.startswith("autoprune_") and "_created" not in line
+    }
 
 
 def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:

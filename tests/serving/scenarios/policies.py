@@ -1,7 +1,4 @@
-"""Every shipped state on a real engine.
-
-Knows nothing about what the states are for.
-"""
+"""Every shipped state on a real engine."""
 
 from __future__ import annotations
 
@@ -14,12 +11,13 @@ from tests.serving.engine import (
     generate,
     model_of,
     prompt,
-    released,
+    release,
     start,
 )
 from tests.serving.paths import TOKENS
 from tests.serving.scenarios import Report, scenario
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune import materialize
+from vllm_autoprune.tpdsl.load import load_state, shipped_states
 
 SMALL = {"max_model_len": 512, "num_gpu_blocks_override": 64}
 HALF = TOKENS // 2
@@ -27,14 +25,36 @@ HALF = TOKENS // 2
 
 
 @scenario
+def shipped_by_request() -> Report:
+    """As :func:`shipped`, on one engine of another state: requests name the state to use."""
+    llm = start(None, **SMALL)
+    report: dict[str, Any] = {"full": _asked(llm, {}).plain(), "states": {}}
+    release(llm)
+    llm = start({**STATE, "state": "divprune", "requests": "states"}, **SMALL)
+    meter = model_of(llm).autoprune_meter
+    for name, file in shipped_states().items():
+        own = materialize(load_state(file)).tokens_kept(TOKENS)
+        before = meter.counts()
+        asked: dict[int, dict[str, object]] = {own: {"policy": name}}
+        if own >= TOKENS:
+            asked[HALF] = {"policy": name, "budget": HALF}
+        report["states"][name] = {
+            "answers": {kept: _asked(llm, entry).plain() for kept, entry in asked.items()},
+            "fallbacks": {kind: count - before[kind] for kind, count in meter.counts().items()},
+            "errors": dict(meter.raised),
+        }
+    return report
+
+
+@scenario
 def shipped() -> Report:
     """By name of a state: K and the answer at its own budget, and at HALF where that prunes none.
 
-    ``full`` is the answer of a server without a state.
+    An engine for each state; ``full`` is the answer of an engine without a state.
     """
     llm = start(None, **SMALL)
-    report: dict[str, Any] = {"full": _asked(llm, None).plain(), "states": {}}
-    released(llm)
+    report: dict[str, Any] = {"full": _asked(llm, {}).plain(), "states": {}}
+    release(llm)
     for name, file in shipped_states().items():
         try:
             report["states"][name] = _served(str(file))
@@ -48,15 +68,16 @@ def _served(file: str) -> Report:
     try:
         model = model_of(llm)
         own = model.autoprune_served.policy().tokens_kept(TOKENS)
-        answers = {own: _asked(llm, None).plain()}
+        answers = {own: _asked(llm, {}).plain()}
         if own >= TOKENS:
-            answers[HALF] = _asked(llm, HALF).plain()
+            answers[HALF] = _asked(llm, {"budget": HALF}).plain()
         meter = model.autoprune_meter
         return {"answers": answers, "fallbacks": meter.counts(), "errors": meter.raised}
     finally:
-        released(llm)
+        release(llm)
 
 
-def _asked(llm: Any, budget: int | None) -> Answer:
-    (answer,) = generate(llm, [prompt(examples(1)[0], budget)])
+def _asked(llm: Any, entry: dict[str, object]) -> Answer:
+    raw = {**prompt(examples(1)[0]), "mm_processor_kwargs": {"autoprune": entry}}
+    (answer,) = generate(llm, [raw])
     return answer

@@ -1,23 +1,23 @@
-"""Tensor-parallel ranks: what each of them chooses before they agree.
-
-Knows nothing about whether they should.
-"""
+"""Tensor-parallel ranks: what each of them chooses before they agree."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.serving.engine import STATE, alone, chat, examples, start, turn
+from tests.serving.engine import STATE, alone, chat, examples, generate, prompt, start, turn
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import picture
+
+POLICIES = ("visionzip", "prumerge_plus", "fastv")
+"""They read the vision tower, its next layer, and the language model's first layers."""
 
 
 @scenario
@@ -28,30 +28,12 @@ def one_rank() -> Report:
 
 @scenario
 def two_ranks() -> Report:
-    """Answers at TP = 2, and what each rank would have kept before they agree."""
-    return _ranked(2)
+    """Answers at TP = 2, and what each rank would have kept before they agree.
 
-
-@scenario
-def two_ranks_visionzip() -> Report:
-    """As :func:`two_ranks`, for a base policy that reads the vision tower.
-
-    What processors make reaches both ranks through memory that they share.
+    ``policies`` has the same for requests that name a policy which reads what ranks hold in parts.
+    Processed images reach both ranks through shared memory.
     """
-    settings = {**STATE, "state": alone("visionzip"), "budget": 16}
-    return _ranked(2, settings, scenes=2, mm_processor_cache_type="shm")
-
-
-@scenario
-def two_ranks_prumerge_plus() -> Report:
-    """As :func:`two_ranks`, for one that reads the tower's next layer."""
-    return _ranked(2, {**STATE, "state": alone("prumerge_plus"), "budget": 16}, scenes=2)
-
-
-@scenario
-def two_ranks_fastv() -> Report:
-    """As :func:`two_ranks`, for one that reads the language model's first layers."""
-    return _ranked(2, {**STATE, "state": alone("fastv"), "budget": 16}, scenes=2)
+    return _ranked(2, POLICIES, mm_processor_cache_type="shm")
 
 
 @scenario
@@ -70,23 +52,29 @@ def two_ranks_qwen2_5_vl() -> Report:
         return {"answers": said, "kept": llm.collective_rpc(seen_here)}
 
 
-def _ranked(
-    ranks: int, settings: Mapping[str, object] = STATE, scenes: int = 4, **options: object
-) -> Report:
+def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         llava, clip = _with_heads_for_two(Path(folder))
         # float32, so that the sums of two ranks round to what one says.
         llm = start(
-            {**settings, "text_tower": str(clip)},
+            {**STATE, "text_tower": str(clip), "requests": "states"},
             model=str(llava),
             tensor_parallel_size=ranks,
             dtype="float32",
             **options,
         )
         llm.collective_rpc(begin_watching)
-        asked = examples(scenes)
+        asked = examples(4)
         said = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in asked]
-        return {"answers": said, "kept": llm.collective_rpc(seen_here)}
+        report = {"answers": said, "kept": llm.collective_rpc(seen_here), "policies": {}}
+        for name in policies:
+            llm.collective_rpc(begin_watching)
+            entry = {"autoprune": {"policy": alone(name), "budget": 16}}
+            raw = [{**prompt(e), "mm_processor_kwargs": entry} for e in examples(2)]
+            answers = [generate(llm, [each])[0].plain() for each in raw]
+            kept = llm.collective_rpc(seen_here)
+            report["policies"][name] = {"answers": answers, "kept": kept}
+        return report
 
 
 def _with_heads_for_two(folder: Path) -> tuple[Path, Path]:
