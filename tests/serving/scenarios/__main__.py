@@ -16,6 +16,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each enters its scenarios
     caches,
     exact,
     hostile,
+    kept_features,
     load,
     policies,
     ranks,
