@@ -26,8 +26,7 @@ CONCURRENCY = 8
 class Query:
     """A question in wire form; the image is encoded here, before any clock starts.
 
-    ``identity`` goes along as vLLM's ``uuid`` of the image. The random keep is drawn from it, so
-    that the same questions get the same draws on every machine.
+    ``identity`` goes along as vLLM's ``uuid`` of the image.
     """
 
     messages: list[ChatCompletionMessageParam]

@@ -61,10 +61,10 @@ def choose(examples: Sequence[Example], measured: Measured) -> int:
 def draw_example(setting: Setting, questions: Questions, measured: Measured) -> Drawn:
     """Explain one question and write ``kept.png``."""
     number = choose(questions.examples, measured)
-    example, identity = questions.examples[number], questions.asked[number].identity
+    example = questions.examples[number]
     image = Image.open(io.BytesIO(png(example.image))).convert("RGB")
     explainer = Explainer(setting.model, setting.text_tower, setting.state)
-    found = [explainer.explain(image, example.question, identity, c) for c in SHOWN]
+    found = [explainer.explain(image, example.question, c) for c in SHOWN]
     panels = [
         picture.Panel(
             title=NAMES[item.configuration.keep],

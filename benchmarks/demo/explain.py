@@ -18,7 +18,7 @@ from benchmarks.demo.configurations import Configuration
 from benchmarks.minillava.engine import MOST_TOKENS
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
 from vllm_autoprune.offline.llava import LlavaVision
-from vllm_autoprune.serving.plan import image_key
+from vllm_autoprune.serving.plan import make_feature_key
 from vllm_autoprune.serving.prune import keep_at_random
 from vllm_autoprune.serving.towers import describe_tower
 
@@ -41,23 +41,34 @@ class Explainer:
 
     @torch.no_grad()
     def explain(
-        self, image: Image.Image, question: str, identity: str, configuration: Configuration
+        self, image: Image.Image, question: str, configuration: Configuration
     ) -> Explanation:
-        """``identity`` as in the request: the random keep is drawn from it."""
+        """What a server would keep, and the answer that it would give."""
         tokens = self._vision.look(image, question).tokens
-        kept = self._kept(tokens, identity, configuration)
+        kept = self._kept(tokens, image, configuration)
         return Explanation(
             configuration, tuple(kept.tolist()), self._answer(tokens, kept, question)
         )
 
-    def _kept(self, tokens: VisualTokens, identity: str, configuration: Configuration) -> Tensor:
+    def _kept(
+        self, tokens: VisualTokens, image: Image.Image, configuration: Configuration
+    ) -> Tensor:
         budget = configuration.budget
         if configuration.keep == "full" or budget is None:
             return torch.arange(tokens.count)
         if configuration.keep == "random":
-            return keep_at_random(budget, tokens, [image_key(identity)]).indices[0]
+            key = make_feature_key(self._hash_pixels(image))
+            return keep_at_random(budget, tokens, [key]).indices[0]
         state = self._state if configuration.keep == "state" else self._state.without_exchange()
         return refine(materialize(state, budget), tokens).indices[0]
+
+    def _hash_pixels(self, image: Image.Image) -> str:
+        """As a server hashes them: after its image processor, in the dtype that it serves."""
+        from vllm.multimodal.hasher import MultiModalHasher
+
+        processor = self._vision.processor.image_processor
+        pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels.to(torch.bfloat16))
 
     def _answer(self, tokens: VisualTokens, kept: Tensor, question: str) -> str:
         processor, llava = self._vision.processor, self._vision.model

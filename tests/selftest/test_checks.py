@@ -38,6 +38,8 @@ def good() -> Report:
         pruned={"q": pruned},
         again={"q": pruned.model_copy(update={"cached": 32})},
         alone={"q": pruned},
+        unnamed={"q": pruned},
+        renamed={"q": pruned},
         chunked={"q": pruned},
         preempted={"q": pruned},
         predicted={"q": [N]},
@@ -94,6 +96,7 @@ SPOILT: dict[str, list[Callable[[Report], Report]]] = {
         _spoilt("pruned", cached=32),
     ],
     "questions_stand_alone": [_spoilt("alone", logprob=-3.1), _spoilt("alone", prompt=[1])],
+    "names_do_not_matter": [_spoilt("renamed", ids=[3, 5]), _spoilt("renamed", prompt=[1])],
     "images_are_seen_once": [_set(vision_runs=1)],
     "nothing_fell_back": [_set(fallbacks=1), _set(errors={"RuntimeError": 1})],
     "positions_are_a_gather": [

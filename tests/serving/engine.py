@@ -112,7 +112,7 @@ def vision_runs(llm: LLM) -> int:
 
 
 def forget(llm: LLM) -> None:
-    """Empty vLLM's caches; the plugin's own, of features, stays."""
+    """Empty vLLM's caches; the plugin's own, of features, goes with them."""
     llm.reset_prefix_cache()
     llm.llm_engine.reset_mm_cache()
     llm.llm_engine.reset_encoder_cache()

@@ -82,11 +82,8 @@ def _prompt(asked: Sequence[Any], which: int, budget: int, policy: str | None) -
 
 
 def _alone(llm: LLM, prompt: dict[str, object]) -> tuple[int, ...]:
-    from tests.serving.engine import forget, model_of
+    from tests.serving.engine import forget
 
-    vision = model_of(llm).autoprune
-    assert vision is not None
-    vision.cache.clear()
     forget(llm)
     (ids,) = _tokens(llm, [prompt])
     return tuple(ids)

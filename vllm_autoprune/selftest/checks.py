@@ -98,6 +98,18 @@ def questions_stand_alone(report: Report) -> str:
     )
 
 
+def names_do_not_matter(report: Report) -> str:
+    """Images of several sizes under one `uuid` are answered as they are without one."""
+    return next(
+        (
+            f"{name}: {wrong}"
+            for name, said in report.renamed.items()
+            if (wrong := unlike(said, report.unnamed[name]))
+        ),
+        "",
+    )
+
+
 def images_are_seen_once(report: Report) -> str:
     """The vision tower does not run for an image that it has seen."""
     return f"it ran {report.vision_runs} times more" if report.vision_runs else ""
@@ -139,6 +151,7 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         preempted_requests_go_on,
         the_same_question_shares,
         questions_stand_alone,
+        names_do_not_matter,
         images_are_seen_once,
         nothing_fell_back,
         positions_are_a_gather,
@@ -160,7 +173,17 @@ def runners_agree(first: Report, second: Report) -> str:
 
 def _ways(report: Report) -> dict[str, dict[str, Said]]:
     """Answers by each way of serving, stock first."""
-    names = ("stock", "whole", "pruned", "again", "alone", "chunked", "preempted")
+    names = (
+        "stock",
+        "whole",
+        "pruned",
+        "again",
+        "alone",
+        "unnamed",
+        "renamed",
+        "chunked",
+        "preempted",
+    )
     fields = dict(report)
     return {name: fields[name] for name in names}
 

@@ -32,10 +32,12 @@ class Report(BaseModel):
 
     ``runner`` is the model runner that vLLM did use, "v1" or "v2".
     ``stock`` without a state, ``whole`` with a K that keeps every token, ``pruned`` with a small
-    K, ``again`` the same once more, ``alone`` after all caches were emptied, ``chunked`` in steps
-    of a few tokens, ``preempted`` pushed back to the waiting queue in the middle. ``predicted``
-    has N of every image by its size alone, ``kept`` the place among an image's rows of each row
-    that was kept, -1 where it is none of them.
+    K, ``again`` the same once more, ``alone`` after all caches were emptied, ``unnamed`` and
+    ``renamed`` about images of several sizes without a ``uuid`` and all under one, ``chunked`` in
+    steps of a few tokens, ``preempted`` pushed back to the waiting queue in the middle.
+    ``predicted`` has N of every image by its size alone, ``kept`` the place among an image's rows
+    of each row that was kept, -1 where it is none of them. ``vision_runs`` counts runs of the
+    vision tower beyond one an image.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +48,8 @@ class Report(BaseModel):
     pruned: dict[str, Said]
     again: dict[str, Said]
     alone: dict[str, Said]
+    unnamed: dict[str, Said]
+    renamed: dict[str, Said]
     chunked: dict[str, Said]
     preempted: dict[str, Said]
     predicted: dict[str, list[int]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ ASKED: Mapping[str, tuple[str, tuple[Image.Image, ...]]] = {
     "two": ("how many are there", (_HIGH, picture(120, 96, 3))),
     "other question": ("which dog is on the left", (_WIDE,)),
 }
+RENAMED: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequence[int]]] = {
+    "two at once": (*ASKED["two"], (FEW, FEW)),
+    "one pruned, one whole": (ASKED["two"][0], (picture(96, 96, 5), _WIDE), (FEW, 4096)),
+    "first": (*ASKED["high"], (FEW,)),
+    "second": (*ASKED["wide"], (FEW,)),
+}
+"""Asked under one `uuid` for all images: in one request and in two, with a budget an image."""
 _LONG = " and the sky is blue on the right" * 6
 """So that the image and some of the text fill a block of the prefix cache."""
 
@@ -69,17 +76,21 @@ def _served(folder: Path) -> Report:
     found["whole"] = {name: _ask(llm, witness, name) for name in ASKED}
     found["pruned"], found["again"], found["kept"] = {}, {}, {}
     before = model.autoprune.runs
+    images = {id(image) for _, shown in ASKED.values() for image in shown}
     for name in ASKED:
         with witness.of_rows():
             found["pruned"][name] = _ask(llm, witness, name, FEW)
         found["kept"][name] = list(witness.places)
         witness.places.clear()
         found["again"][name] = _ask(llm, witness, name, FEW)
-    found["vision_runs"] = model.autoprune.runs - before
-    llm.reset_prefix_cache()
-    llm.llm_engine.reset_mm_cache()
-    llm.llm_engine.reset_encoder_cache()
+    found["vision_runs"] = model.autoprune.runs - before - len(images)
+    _empty_caches(llm)
     found["alone"] = {name: _ask(llm, witness, name, FEW) for name in ("other question", "wide")}
+    for way, uuid in (("unnamed", None), ("renamed", "one name for all")):
+        _empty_caches(llm)
+        found[way] = {
+            name: _ask_about(llm, witness, *asked, uuid=uuid) for name, asked in RENAMED.items()
+        }
     counts = model.autoprune_meter.counts()
     found["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
     found["errors"] = dict(model.autoprune_meter.raised)
@@ -140,6 +151,12 @@ _SOMETIMES = 11
 first request is pushed back while it is decoded, the second while it is prefilled."""
 
 
+def _empty_caches(llm: Engine) -> None:
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
+
+
 def _end(llm: Engine) -> None:
     llm.llm_engine.engine_core.shutdown()
     # vLLM collects garbage several times a start, and each time walks all that was imported.
@@ -175,10 +192,25 @@ def _ask(
     budget: int | None = None,
     began_anew: bool = False,
 ) -> Said:
-    text, images = ASKED[name]
-    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in images]
+    return _ask_about(llm, witness, *ASKED[name], budget, began_anew)
+
+
+def _ask_about(
+    llm: Engine,
+    witness: Witness,
+    text: str,
+    images: Sequence[Image.Image],
+    budget: int | Sequence[int] | None,
+    began_anew: bool = False,
+    uuid: str | None = None,
+) -> Said:
+    named = {} if uuid is None else {"uuid": uuid}
+    parts: list[dict[str, object]] = [
+        {"type": "image_pil", "image_pil": image, **named} for image in images
+    ]
     asked = [[{"role": "user", "content": [*parts, {"type": "text", "text": text + _LONG}]}]]
-    wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": budget}}}
+    asked_for = budget if budget is None or isinstance(budget, int) else list(budget)
+    wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": asked_for}}}
     (output,) = llm.chat(asked, _sampling(), use_tqdm=False, **wish)
     return _said(output, witness, began_anew)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.serving.features import ImageFeatures, Region
 from vllm_autoprune.serving.plan import Ids, ItemPlan
 from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
@@ -65,8 +66,7 @@ def prune_images(
             # Profiling is told the unpruned size, and has paid for the selection by now.
             rows[i] = images[i].rows() if plans[i].profile else kept[row]
     done = [row for row in rows if row is not None]
-    _assert_sizes(plans, images, done)
-    return done
+    return [_fit_rows(*one, meter) for one in zip(done, plans, images, strict=True)]
 
 
 def _groups(
@@ -219,12 +219,18 @@ def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(made) if len(made) == len(parts) else None
 
 
-def _assert_sizes(
-    plans: Sequence[ItemPlan], images: Sequence[ImageFeatures], rows: Sequence[Tensor]
-) -> None:
-    # vLLM's runners slice what they get to the placeholder's length, so a row too many would
-    # be cut off in silence.
-    for plan, image, row in zip(plans, images, rows, strict=True):
-        wanted = image.tokens if plan.profile else min(plan.budget, image.tokens)
-        if row.shape[0] != wanted:
-            raise AssertionError(f"{row.shape[0]} rows for a placeholder of {wanted}")
+def _fit_rows(rows: Tensor, plan: ItemPlan, image: ImageFeatures, meter: FallbackMeter) -> Tensor:
+    """As many rows as the image has placeholders: the budget of its plan.
+
+    vLLM cuts a row too many off in silence, and its engine ends where one is missing. Neither
+    happens while the API server foretells N as the model has it; where it does not, rows are
+    dropped at the end or the last one is repeated, and the mismatch is counted.
+    """
+    wanted = image.tokens if plan.profile else plan.budget
+    if rows.shape[0] == wanted:
+        return rows
+    meter.error(
+        SelectionError(f"{rows.shape[0]} rows for a placeholder of {wanted}"),
+        "cutting its rows off, or repeating the last one",
+    )
+    return rows[torch.arange(wanted, device=rows.device).clamp(max=rows.shape[0] - 1)]

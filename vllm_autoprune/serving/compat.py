@@ -19,8 +19,10 @@ LOWEST, BELOW = Version("0.32"), Version("0.34")
 """The hooks below were read in these releases; another one needs a look at each of them."""
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.config import ModelConfig, MultiModalConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -186,3 +188,39 @@ def _then_ask(stock: Callable[..., None]) -> Callable[..., None]:
             self.is_multimodal_pruning_enabled = config.is_multimodal_pruning_enabled()
 
     return load_model
+
+
+_WORKER_RESETS = (
+    "reset_encoder_cache",
+    "reset_mm_cache",
+    "reload_weights",
+    "update_weights",
+    "finish_weight_update",
+)
+
+
+def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
+    """Call ``clear`` with a worker's model after vLLM cleared its caches or replaced its weights.
+
+    Why: vLLM clears its own caches of images by these methods of ``vllm.v1.worker.gpu_worker``'s
+    ``Worker``, which both model runners and the CPU worker share, and tells models nothing.
+    ``Worker.reload_weights`` with ``is_checkpoint_format=False`` and weight transfers copy into
+    parameters without ``load_weights``. Also where the method fails: weights may be half new.
+    Remove when: vLLM tells a model that its encoder outputs are dropped.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for name in _WORKER_RESETS:
+        wrap(Worker, name, functools.partial(_then_clear, clear))
+
+
+def _then_clear(
+    clear: Callable[[nn.Module], None], stock: Callable[..., object]
+) -> Callable[..., object]:
+    def reset(self: Worker, *args: object, **named: object) -> object:
+        try:
+            return stock(self, *args, **named)
+        finally:
+            clear(self.get_model())
+
+    return reset

@@ -5,6 +5,8 @@ Knows nothing about how it is asked, nor about how it came to run this.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import JsonValue
 
 from vllm_autoprune import __version__
@@ -33,14 +35,16 @@ def in_one_line(served: ServedState) -> str:
     return "; ".join(parts) + "."
 
 
-def relevance(tower: TextTower | None) -> str:
-    """Where relevance comes from, and why."""
+def relevance(tower: TextTower | None, private: bool = False) -> str:
+    """Where relevance comes from, and why; for clients without a path on this machine."""
     if tower is None:
         return (
             "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
             "is given"
         )
-    return f"CLIP text tower {tower.path}, sign {tower.sign:+d}, because {tower.reason}"
+    local = Path(tower.path).exists() or Path(tower.path).is_absolute()
+    name = "from a local folder" if private and local else tower.path
+    return f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
 
 
 def permission(rules: RequestRules) -> str:
@@ -70,7 +74,7 @@ def as_data(served: ServedState) -> dict[str, JsonValue]:
             "r_min": policy.r_min,
         },
         "reads": [*sorted(policy.needs)],
-        "relevance": relevance(served.tower) if policy.reads_instruction else None,
+        "relevance": relevance(served.tower, private=True) if policy.reads_instruction else None,
         "requests": permission(served.rules),
         "evidence": evidence,
     }

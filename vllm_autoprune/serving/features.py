@@ -1,20 +1,19 @@
 """Vision features of an image, kept per image so that further questions skip the vision tower.
 
-Knows nothing about questions or budgets: what is kept here depends on the image alone.
+What is kept depends on the pixels alone, and so does the key that it is kept under: never on a
+question, a budget or a name that a client gave the image.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.tokens import Grid
-
-Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +155,12 @@ class FeatureCache:
         self.held = 0
         self.hits = 0
         self.misses = 0
-        self._entries: OrderedDict[Key, ImageFeatures] = OrderedDict()
+        self._entries: OrderedDict[Hashable, ImageFeatures] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: Key) -> ImageFeatures | None:
+    def get(self, key: Hashable) -> ImageFeatures | None:
         """The features of an image, now the most recently used, or None."""
         found = self._entries.get(key)
         if found is None:
@@ -171,7 +170,7 @@ class FeatureCache:
         self.hits += 1
         return found
 
-    def put(self, key: Key, features: ImageFeatures) -> None:
+    def put(self, key: Hashable, features: ImageFeatures) -> None:
         """Keep an image's features, dropping the least recently used ones beyond the bound."""
         if features.nbytes > self.limit or key in self._entries:
             return

@@ -84,8 +84,21 @@ HOOKS: tuple[Hook, ...] = (
         ),
         "processor: K placeholders and cache identity",
     ),
-    Hook("vllm.multimodal.inputs", ("MultiModalFieldConfig.batched",), "processor: the plan"),
-    Hook("vllm.multimodal.parse", ("ImageEmbeddingItems",), "processor: what comes unpruned"),
+    Hook(
+        "vllm.multimodal.inputs",
+        (
+            "MultiModalFieldConfig.batched",
+            "MultiModalKwargsItem.get_data",
+            "MultiModalKwargsItems.from_hf_inputs",
+        ),
+        "processor: the plan, and the key beside it",
+    ),
+    Hook("vllm.multimodal.hasher", ("MultiModalHasher.hash_kwargs",), "processor: feature keys"),
+    Hook(
+        "vllm.multimodal.parse",
+        ("ImageEmbeddingItems", "ImageProcessorItems.get_image_size", "MultiModalDataItems.select"),
+        "processor: what comes unpruned, and what an image shows",
+    ),
     Hook(
         "vllm.multimodal.processing.processor",
         ("PromptUpdateDetails",),
@@ -119,6 +132,19 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.worker.cpu_model_runner",
         ("CPUModelRunner.load_model",),
         "compat: positions of kept tokens on a CPU",
+        only="worker",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_worker",
+        (
+            "Worker.get_model",
+            "Worker.reset_encoder_cache",
+            "Worker.reset_mm_cache",
+            "Worker.reload_weights",
+            "Worker.update_weights",
+            "Worker.finish_weight_update",
+        ),
+        "compat: features are dropped with vLLM's caches of images",
         only="worker",
     ),
     Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),

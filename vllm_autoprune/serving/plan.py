@@ -27,10 +27,16 @@ _WORD = 8
 Ids = tuple[int, ...]
 """Token ids of a text."""
 
+Key = tuple[int, int]
+"""What an image's features are kept under (:func:`make_feature_key`)."""
+
+NO_KEY: Key = (0, 0)
+"""The key of an image whose features are not kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """One image: its budget, the identity of the image alone, and its instruction as token ids.
+    """One image: its budget, the key of its pixels alone, and its instruction as token ids.
 
     The instruction comes once for each need that reads it, since their tokenizers differ:
     ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
@@ -40,7 +46,7 @@ class ItemPlan:
     """
 
     budget: int
-    key: tuple[int, int]
+    key: Key
     instruction: Ids = ()
     language: Ids = ()
     keep: Keep = "state"
@@ -75,21 +81,27 @@ class ItemPlan:
         return ItemPlan(budget, (high, low), said, read, KEEPS[keep], bool(profile), state)
 
 
-def image_key(identity: str) -> tuple[int, int]:
-    """128 bits of vLLM's own image hash, as two int64."""
-    digest = hashlib.sha256(identity.encode()).digest()
-    return (
-        int.from_bytes(digest[:8], "little", signed=True),
-        int.from_bytes(digest[8:16], "little", signed=True),
-    )
+def make_feature_key(content: str, salt: str = "") -> Key:
+    """Key of an image's features: the digest of its pixels, then of pixels and cache salt.
+
+    Images of two salts never have one key. The first half is what a random keep is drawn from,
+    so that the same image gets the same draw whoever sends it.
+    """
+    return _int64(content), _int64(repr((content, salt)))
+
+
+def _int64(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:_WORD], "little", signed=True)
 
 
 def pruned_identity(
-    identity: str, served: str, budget: int, keep: Keep, read: tuple[Ids, Ids] | None
+    image: str, served: str, budget: int, keep: Keep, read: tuple[Ids, Ids] | None
 ) -> str:
-    """Cache identity of image + state + K + instruction.
+    """Cache identity of a pruned image: one SHA-256 digest in lower-case hexadecimal.
 
-    ``read`` is the plan's (instruction, language), None where the policy reads neither.
+    ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
+    (instruction, language), None where the policy reads neither. KV connectors read identities
+    as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
     """
-    said = hashlib.sha256(f"{served}|{budget}|{keep}|{read}".encode()).hexdigest()[:32]
-    return f"{identity}-ap-{said}"
+    return hashlib.sha256(repr((image, served, budget, keep, read)).encode()).hexdigest()

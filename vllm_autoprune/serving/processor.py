@@ -1,6 +1,7 @@
 """The processor: K placeholders, cache identity, and the plan that travels to the worker.
 
-Knows nothing about tensors of the model: all it decides follows from image size, state, request.
+All it decides follows from image size, state and request. What is kept of an image is found again
+by its content: of the source before it is processed, of the pixels for the worker.
 """
 
 from __future__ import annotations
@@ -10,25 +11,33 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm.multimodal.inputs import MultiModalFieldConfig
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.parse import ImageEmbeddingItems
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.choice import Choice, called_by, choose_for
+from vllm_autoprune.serving.feature_keys import add_key
 from vllm_autoprune.serving.instruction import instruction_of_prompt
 from vllm_autoprune.serving.metrics import count, count_refused
+from vllm_autoprune.serving.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.placeholders import Extent, Placeholders, shortened
-from vllm_autoprune.serving.plan import FIELD, ItemPlan, image_key, pruned_identity
-from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, UNCOUNTED, read_request
+from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, pruned_identity
+from vllm_autoprune.serving.request import (
+    NOT_SERVED,
+    REQUEST_KEY,
+    SALT,
+    UNCOUNTED,
+    CacheSalt,
+    read_request,
+)
 from vllm_autoprune.serving.served import ServedState, served_state
 from vllm_autoprune.serving.words import LAST_WORDS, Words
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
     from vllm.inputs import MultiModalHashes, MultiModalInput
-    from vllm.multimodal.inputs import MultiModalKwargsItems
-    from vllm.multimodal.parse import MultiModalDataItems
+    from vllm.multimodal.parse import ImageSize, MultiModalDataItems
     from vllm.multimodal.processing import (
         BaseDummyInputsBuilder,
         BaseProcessingInfo,
@@ -55,13 +64,15 @@ _PROFILING = object()
 class RequestPlan:
     """Plans of a request's images and the cache identities of all its items.
 
-    ``choices`` are what the plans were made from, under the name that ``policy`` is counted by.
+    ``choices`` are what the plans were made from, under the name that ``policy`` is counted by;
+    none where vLLM profiles. ``salt`` is the request's ``cache_salt``.
     """
 
     items: tuple[ItemPlan, ...]
     hashes: Mapping[str, list[str]]
     choices: tuple[Choice, ...] = ()
     policy: str = ""
+    salt: str = ""
 
 
 def pruned_factories(stock: _ProcessorFactories, placeholders: Placeholders) -> _ProcessorFactories:
@@ -102,6 +113,10 @@ class PrunedProcessor(_Stock):
         return 0 if accounts is None else accounts.kv_bytes
 
     @cached_property
+    def _named(self) -> NamedImages:
+        return NamedImages()
+
+    @cached_property
     def _words(self) -> Words:
         return Words(self.info, self._served.tower, self._placeholders.token(self.info))
 
@@ -130,9 +145,13 @@ class PrunedProcessor(_Stock):
         asked = kwargs.pop(REQUEST_KEY, None)
         profile = kwargs.pop(_PROFILE, None) is _PROFILING
         counted = kwargs.pop(UNCOUNTED, None) is not NOT_SERVED
+        salt = kwargs.pop(SALT, None)
         plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
         try:
-            plan = self._profiled(plain) if profile else self._planned(plain, asked)
+            if profile:
+                plan = self._profiled(plain)
+            else:
+                plan = self._planned(plain, asked, salt if isinstance(salt, CacheSalt) else "")
         except AutopruneError:
             count_refused()
             raise
@@ -152,8 +171,10 @@ class PrunedProcessor(_Stock):
         kwargs = dict(super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached))
         plan: RequestPlan = kwargs[_PLAN]
         cached = mm_is_cached.get("image", [])
-        missing = tuple(p for p, hit in zip(plan.items, cached, strict=True) if not hit)
-        return {**kwargs, _PLAN: replace(plan, items=missing)}
+        absent = [i for i, hit in enumerate(cached) if not hit]
+        items = tuple(plan.items[i] for i in absent)
+        choices = tuple(plan.choices[i] for i in absent) if plan.choices else ()
+        return {**kwargs, _PLAN: replace(plan, items=items, choices=choices)}
 
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
@@ -161,7 +182,7 @@ class PrunedProcessor(_Stock):
         plan, plain = _taken_out(hf_kwargs)
         data = super()._apply_hf_processor_main(mm_items, plain)
         if plan.items and _prunable(mm_items):
-            data[FIELD] = [item.encode() for item in plan.items]
+            data[FIELD] = [item.encode() for item in self._add_keys(plan, data, plain)]
         return data
 
     def _get_mm_fields_config(
@@ -203,39 +224,81 @@ class PrunedProcessor(_Stock):
             items.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
         return RequestPlan(tuple(items), hashes)
 
-    def _planned(self, inputs: ProcessorInputs, asked: object) -> RequestPlan:
+    def _planned(self, inputs: ProcessorInputs, asked: object, salt: str) -> RequestPlan:
         """Plans of a request's images, and identities that say what was decided."""
         hashes = super()._get_mm_hashes(inputs)
         images = hashes.get("image", [])
         request = read_request(asked)
         if not images or not _prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        extents = [self._unpruned(inputs, i) for i in range(len(images))]
+        known = self._identify_contents(inputs, images, salt)
+        extents = [self._predict_extent(inputs, size) for _, size in known]
         choices = choose_for(self._served, request, extents)
         texts = self._instructions(inputs, request.instructions, choices)
         told = [self._words.read(text, c.needs) for text, c in zip(texts, choices, strict=True)]
         items = tuple(
-            ItemPlan(c.kept, image_key(image), *ids, c.keep, state=c.state)
-            for image, ids, c in zip(images, told, choices, strict=True)
+            ItemPlan(c.kept, NO_KEY, *ids, c.keep, state=c.state)
+            for ids, c in zip(told, choices, strict=True)
         )
         identities = [
             # Where everything is kept the image is what it is in stock vLLM, caches included.
             image
             if c.whole
             else pruned_identity(
-                image, c.identity, c.kept, c.keep, ids if c.reads_instruction else None
+                content, c.identity, c.kept, c.keep, ids if c.reads_instruction else None
             )
-            for image, ids, c in zip(images, told, choices, strict=True)
+            for image, (content, _), ids, c in zip(images, known, told, choices, strict=True)
         ]
         called = called_by(self._served, request)
-        return RequestPlan(items, {**hashes, "image": identities}, choices, called)
+        return RequestPlan(items, {**hashes, "image": identities}, choices, called, salt)
+
+    def _identify_contents(
+        self, inputs: ProcessorInputs, images: Sequence[str], salt: str
+    ) -> list[NamedImage]:
+        """What each image shows, as a digest under the request's salt, and its size.
+
+        A client's ``uuid`` is no part of it: under one name two requests may send two pictures.
+        An image that comes by its ``uuid`` alone is the one last sent under it.
+        """
+        given = (inputs.mm_uuid_items or {}).get("image")
+        digests: Sequence[str] = images
+        if given is not None:
+            only = inputs.mm_data_items.select({"image"})
+            unnamed = replace(inputs, mm_data_items=only, mm_uuid_items=None)
+            digests = super()._get_mm_hashes(unnamed)["image"]
+        items = inputs.mm_data_items["image"]
+        found: list[NamedImage] = []
+        for i, (name, digest) in enumerate(zip(images, digests, strict=True)):
+            if items.get(i) is None:
+                found.append(self._named.find(name, salt))
+                continue
+            found.append((repr((digest, salt)), items.get_image_size(i)))
+            if given is not None and given[i] is not None and inputs.cache is not None:
+                self._named.note(name, salt, found[i])
+        return found
+
+    def _add_keys(
+        self, plan: RequestPlan, data: BatchFeature, kwargs: Mapping[str, object]
+    ) -> list[ItemPlan]:
+        """The plans of processed images, with the keys of the tensors that travel beside them."""
+        if all(choice.whole for choice in plan.choices):
+            return list(plan.items)
+        fields = super()._get_mm_fields_config(data, kwargs)
+        images = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        algorithm = self.info.ctx.get_mm_config().mm_hasher_algorithm
+        return [
+            # A whole image is what it is in stock vLLM, which keeps no features.
+            item if choice.whole else add_key(item, image, plan.salt, algorithm)
+            for item, choice, image in zip(plan.items, plan.choices, images, strict=True)
+        ]
 
     def _unpruned(self, inputs: ProcessorInputs, index: int) -> Extent:
         """N and the tiles of an image, a pure function of its size and of the request."""
-        items = inputs.mm_data_items["image"]
-        if items.get(index) is None:  # named by its uuid alone, to be found in a cache
+        return self._predict_extent(inputs, inputs.mm_data_items["image"].get_image_size(index))
+
+    def _predict_extent(self, inputs: ProcessorInputs, size: ImageSize | None) -> Extent:
+        if size is None:  # named by a uuid that is not known: vLLM's caches will not know it either
             return self._placeholders.most(self.info)
-        size = items.get_image_size(index)
         return self._placeholders.extent(self.info, size, inputs.hf_processor_mm_kwargs)
 
     def _instructions(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.serving.first_images import FirstImages
+from vllm_autoprune.serving.plan import Key
 from vllm_autoprune.serving.ranks import as_rank_zero, ranks
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import FALLBACKS, Chosen, Refined
@@ -62,12 +63,12 @@ class FallbackMeter:
             self._seen = torch.zeros(found.shape, dtype=torch.int64, pin_memory=pinned)
         self._seen.copy_(self._counts, non_blocking=True)
 
-    def error(self, error: Exception) -> None:
+    def error(self, error: Exception, outcome: str = "keeping its base policy's tokens") -> None:
         """Count an exception of the policy, and log the first of its type with its traceback."""
         name = type(error).__name__
         self.raised[name] = self.raised.get(name, 0) + 1
         if self.raised[name] == 1:
-            logger.error("Pruning policy failed; keeping its base policy's tokens.", exc_info=error)
+            logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
 
     def counts(self) -> dict[str, int]:
         """Images by fallback kind so far; waits for the device, so not for the hot path."""
@@ -116,10 +117,11 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
     return refined
 
 
-def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[tuple[int, int]]) -> Refined:
-    """K random tokens an image, drawn from the image's identity: a control, not a policy.
+def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> Refined:
+    """K random tokens an image, drawn from its pixels' key: a control, not a policy.
 
-    The draw depends on nothing else, so it is the same on every rank and in every batch.
+    The draw depends on nothing else, so it is the same on every rank, in every batch and under
+    every name of the image.
     """
     picks = []
     for high, _ in keys:

@@ -1,7 +1,4 @@
-"""The renderer: finds each image's instruction in the chat messages and sends it along.
-
-Knows nothing about what is done with it.
-"""
+"""The renderer: hands each image's instruction and the request's cache salt to the processor."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from vllm.renderers.hf import HfRenderer
 
 from vllm_autoprune.serving.compat import let_pass
 from vllm_autoprune.serving.instruction import instructions_of
-from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, UNCOUNTED
+from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, SALT, UNCOUNTED, CacheSalt
 from vllm_autoprune.serving.served import served_state
 
 if TYPE_CHECKING:
@@ -60,12 +57,17 @@ class AutopruneHfRenderer(HfRenderer):
     def _process_tokens(
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
-        return super()._process_tokens(_handed_over(prompt, **kwargs), **kwargs)
+        return super()._process_tokens(self._prepare(prompt, **kwargs), **kwargs)
 
     async def _process_tokens_async(
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
-        return await super()._process_tokens_async(_handed_over(prompt, **kwargs), **kwargs)
+        return await super()._process_tokens_async(self._prepare(prompt, **kwargs), **kwargs)
+
+    def _prepare(self, prompt: TokensPrompt, **kwargs: bool) -> TokensPrompt:
+        if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):
+            return prompt
+        return _add_salt(_handed_over(prompt, **kwargs))
 
 
 def _handed_over(prompt: TokensPrompt, *, skip_mm_cache: bool = False) -> TokensPrompt:
@@ -80,4 +82,13 @@ def _handed_over(prompt: TokensPrompt, *, skip_mm_cache: bool = False) -> Tokens
     if skip_mm_cache:  # as vLLM says where the prompt will not be served from here
         given[UNCOUNTED] = NOT_SERVED
     prompt["mm_processor_kwargs"] = given
+    return prompt
+
+
+def _add_salt(prompt: TokensPrompt) -> TokensPrompt:
+    """With the request's ``cache_salt`` for the processor: its caches hold what tenants sent."""
+    salt = prompt.get("cache_salt")
+    if salt:
+        given = dict(prompt.get("mm_processor_kwargs") or {})
+        prompt["mm_processor_kwargs"] = {**given, SALT: CacheSalt(salt)}
     return prompt

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.plan import Keep
+from vllm_autoprune.tpdsl.shown import printable
 
 REQUEST_KEY = "autoprune"
 """Our place within a request's ``mm_processor_kwargs``."""
@@ -24,8 +25,17 @@ NOT_SERVED = object()
 """Beside the entry, from the renderer: the prompt is only looked at, as `/tokenize` does. Compared
 by identity, so that no request can say it."""
 
+SALT = "_autoprune_salt"
+"""Beside the entry, from the renderer: the request's ``cache_salt`` as a :class:`CacheSalt`."""
+
 TOLD = 16
 """Problems that one answer tells."""
+
+
+class CacheSalt(str):
+    """A request's ``cache_salt``; of a type of its own, so that no request can say it here."""
+
+    __slots__ = ()
 
 
 class Shared(BaseModel):
@@ -100,10 +110,10 @@ def read_request(asked: object) -> PruningRequest:
     except ValidationError as error:
         problems: dict[str, Problem] = {}
         for detail in error.errors(include_url=False, include_input=False)[:TOLD]:
-            place = [str(step)[:40] for step in detail["loc"]]
-            where = "/".join([ENTRY, *place])
+            place = [str(step) for step in detail["loc"]]
+            where = "/".join([ENTRY, *(printable(step, 40) for step in place)])
             mend = _MEND.get(place[0] if place else "", f"use: {', '.join(_MEND)}")
-            problems.setdefault(where, Problem(where, detail["msg"][:200], mend))
+            problems.setdefault(where, Problem(where, printable(detail["msg"], 200), mend))
         raise RequestError("request", list(problems.values())) from None
 
 

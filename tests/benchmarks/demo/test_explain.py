@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks.demo.ask import Answer
@@ -16,8 +17,13 @@ from benchmarks.demo.explain import Explainer
 from benchmarks.demo.measure import Measured, Setting, questions
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, held_out, png
+from vllm_autoprune import load_state
+from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.served import ATTRIBUTE, ServedState
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
+_POSITIVE = 0x7FFF_FFFF_FFFF_FFFF
 EXAMPLES = [e for e in held_out("test", 2) if e.kind in ("digit", "colour")]
 
 
@@ -31,7 +37,7 @@ def image(example: Example) -> Image.Image:
 
 
 def kept(explainer: Explainer, example: Example, configuration: Configuration) -> tuple[int, ...]:
-    return explainer.explain(image(example), example.question, "asked-0", configuration).kept
+    return explainer.explain(image(example), example.question, configuration).kept
 
 
 @pytest.mark.parametrize("configuration", PRUNED, ids=lambda c: c.label)
@@ -60,19 +66,48 @@ def test_the_state_exchanges_at_most_two_of_its_base_policy(explainer: Explainer
         assert len(base & set(kept(explainer, example, Configuration("state", 8)))) >= 6
 
 
-def test_a_random_keep_depends_on_the_identity_of_the_image_alone(explainer: Explainer) -> None:
+def test_a_random_keep_depends_on_the_image_alone(explainer: Explainer) -> None:
     k8 = Configuration("random", 8)
     first, second = EXAMPLES[:2]
+    other = next(e for e in EXAMPLES if e.image_id != first.image_id)
     assert first.image_id == second.image_id and first.question != second.question
 
     assert kept(explainer, first, k8) == kept(explainer, second, k8)
-    other = explainer.explain(image(first), first.question, "asked-1", k8)
-    assert other.kept != kept(explainer, first, k8)
+    assert kept(explainer, other, k8) != kept(explainer, first, k8)
+
+
+@pytest.mark.compat
+def test_a_random_keep_is_drawn_as_a_server_draws_it(explainer: Explainer) -> None:
+    """From the key in the plan that vLLM's processor sends along with the pixels."""
+    from vllm.config import ModelConfig
+    from vllm.multimodal.processing import InputProcessingContext
+    from vllm.tokenizers import get_tokenizer
+
+    from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
+
+    config = ModelConfig(model=str(LLAVA), dtype="bfloat16", max_model_len=1024)
+    served = ServedState("LlavaForConditionalGeneration", load_state("autoprune"), 8, None, 0)
+    attach(config, ATTRIBUTE, served)
+    context = InputProcessingContext(config, get_tokenizer(str(LLAVA)))
+    factory = AutopruneLlavaForConditionalGeneration._processor_factory
+    processor = factory.build_processor(context)
+    shown = {"image": image(EXAMPLES[0]).convert("RGB")}
+    asked = {"autoprune": {"keep": "random", "instructions": ["what?"]}}
+    made = processor(
+        [1, processor._placeholders.token(processor.info)],
+        processor.info.parse_mm_data(shown),
+        hf_processor_mm_kwargs=asked,
+    )
+    plan = ItemPlan.decode(made["mm_kwargs"]["image"][0][FIELD].data)
+    expected = torch.randperm(144, generator=torch.Generator().manual_seed(plan.key[0] & _POSITIVE))
+    assert kept(explainer, EXAMPLES[0], Configuration("random", 8)) == tuple(
+        sorted(expected[:8].tolist())
+    )
 
 
 def test_everything_kept_answers_right_and_as_the_full_image_does(explainer: Explainer) -> None:
     for example in EXAMPLES:
-        asked = (image(example), example.question, "asked-0")
+        asked = (image(example), example.question)
         full = explainer.explain(*asked, FULL)
         control = explainer.explain(*asked, everything_kept(144))
         assert full.answer == control.answer == example.answer

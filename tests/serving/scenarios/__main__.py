@@ -21,6 +21,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     caches,
     exact,
     hostile,
+    kept_features,
     load,
     policies,
     ranks,

@@ -93,9 +93,6 @@ def _beside(
 
 def _together(llm: LLM, seen: Watch) -> Report:
     """The tokens kept of all examples when they are asked at the same moment, nothing cached."""
-    vision = model_of(llm).autoprune
-    assert vision is not None
-    vision.cache.clear()
     forget(llm)
     seen.kept.clear()
     seen.budgets.clear()

@@ -50,12 +50,11 @@ def test_the_instruction_is_the_image_s_own() -> None:
     assert torch.equal(second, pruned([plan(8, ids=(2,))], [one])[0])
 
 
-@pytest.mark.parametrize("budget", [N, N + 1, 65536])
 def test_nothing_is_selected_or_copied_where_everything_is_kept(
-    budget: int, selections: list[tuple[int, int]]
+    selections: list[tuple[int, int]],
 ) -> None:
     one, other = images(2)
-    all_rows, few = pruned([plan(budget), plan(8)], [one, other])
+    all_rows, few = pruned([plan(N), plan(8)], [one, other])
     assert all_rows is one.regions[0].projected
     assert few.shape == (8, 16)
     assert selections == [(8, 1)]
@@ -108,15 +107,33 @@ def test_keeps_of_one_budget_do_not_mix() -> None:
     )
 
 
-def test_the_wrong_number_of_rows_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would cut a row too many off in silence."""
+@pytest.mark.parametrize("off", [-3, 1])
+def test_a_policy_with_another_number_of_rows_still_fills_its_placeholder(
+    off: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would cut a row too many off in silence; one too few would end its engine."""
 
-    def too_many(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Any:
-        return prune(served().policy(policy.budget + 1), tokens, meter)
+    def wrong(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Any:
+        return prune(served().policy(policy.budget + off), tokens, meter)
 
-    monkeypatch.setattr(under_test, "prune", too_many)
-    with pytest.raises(AssertionError, match="9 rows for a placeholder of 8"):
-        pruned([plan(8)], images(1))
+    monkeypatch.setattr(under_test, "prune", wrong)
+    meter = FallbackMeter()
+    with caplog.at_level("ERROR", "vllm.autoprune"):
+        (rows,) = prune_images(served(), [plan(8)], images(1), parts(), meter)
+    assert rows.shape[0] == 8
+    assert meter.raised == {"SelectionError": 1}
+    assert f"{8 + off} rows for a placeholder of 8" in caplog.text
+
+
+@pytest.mark.parametrize("budget", [N + 1, 4 * N])
+def test_an_image_smaller_than_its_plan_still_fills_its_placeholder(budget: int) -> None:
+    """Its rows, then the last one again: vLLM's engine ends where rows are missing."""
+    shown, meter = images(2), FallbackMeter()
+    large, small = prune_images(served(), [plan(budget), plan(8)], shown, parts(), meter)
+    assert torch.equal(large[:N], shown[0].rows())
+    assert torch.equal(large[N:], shown[0].rows()[-1:].expand(budget - N, -1))
+    assert small.shape[0] == 8
+    assert meter.raised == {"SelectionError": 1}
 
 
 def test_a_policy_that_raises_still_answers_for_every_image(

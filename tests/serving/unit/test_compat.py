@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,3 +154,61 @@ def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
     theirs.rate = 0.5
     assert theirs.is_multimodal_pruning_enabled()
     assert ours.rate == 0.0
+
+
+WORKER_CALLS = (
+    "reset_encoder_cache",
+    "reset_mm_cache",
+    "reload_weights",
+    "update_weights",
+    "finish_weight_update",
+)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own worker over a runner and a weight transfer that do nothing."""
+    from vllm.v1.worker import gpu_worker
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    for name in WORKER_CALLS:
+        monkeypatch.setattr(gpu_worker.Worker, name, gpu_worker.Worker.__dict__[name])
+    monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda _: nullcontext())
+    worker = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    calls = ("reset_encoder_cache", "reset_mm_cache", "reload_weights", "reset_lora_state")
+    worker.model_runner = SimpleNamespace(
+        **dict.fromkeys(calls, nothing), get_model=lambda: "the model"
+    )
+    transfer = ("update_weights", "finish_weight_update", "reset_weight_update_target")
+    worker.weight_transfer_engine = SimpleNamespace(**dict.fromkeys(transfer, nothing))
+    worker.vllm_config = SimpleNamespace()
+    worker._weight_update_active = True
+    worker._weight_update_is_draft = False
+    return worker
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", WORKER_CALLS)
+def test_features_are_cleared_when_a_worker_drops_images_or_takes_weights(
+    worker: Any, name: str
+) -> None:
+    cleared: list[object] = []
+    for _ in range(2):
+        compat.clear_with_worker_caches(cleared.append)
+    getattr(worker, name)(*([{}] if name == "update_weights" else []))
+    assert cleared == ["the model"]
+
+
+@pytest.mark.compat
+def test_features_are_cleared_where_new_weights_came_only_in_part(worker: Any) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the trainer is gone")
+
+    cleared: list[object] = []
+    compat.clear_with_worker_caches(cleared.append)
+    worker.weight_transfer_engine.update_weights = fail
+    with pytest.raises(OSError, match="trainer is gone"):
+        worker.update_weights({})
+    assert cleared == ["the model"]

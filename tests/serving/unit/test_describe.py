@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,17 @@ def test_relevance_is_told_only_where_it_is_read() -> None:
     blind = ServedState("LlavaForConditionalGeneration", load_state("visionzip"), 64, None, 0)
     assert "relevance" not in in_one_line(blind)
     assert as_data(blind)["relevance"] is None
+
+
+def test_clients_are_told_no_path(tmp_path: Path) -> None:
+    local = dataclasses.replace(TOWER, path=str(tmp_path))
+    here = dataclasses.replace(served(), tower=local)
+    assert str(tmp_path) in in_one_line(here)
+    told = json.dumps(as_data(here))
+    assert str(tmp_path) not in told and tmp_path.name not in told
+    assert "CLIP text tower from a local folder, sign -1" in told
+    hub = as_data(dataclasses.replace(served(), tower=TOWER))["relevance"]
+    assert hub == "CLIP text tower some/clip, sign -1, because its config says so"
 
 
 def test_data_has_policy_digest_and_evidence() -> None:

@@ -14,6 +14,7 @@ from vllm_autoprune.serving.activation import activate
 from vllm_autoprune.serving.features import FeatureCache
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.fits import no_text_tower, rows_only, siglip_problems
+from vllm_autoprune.serving.plan import NO_KEY
 
 
 @pytest.mark.compat
@@ -107,6 +108,41 @@ def test_each_image_is_encoded_once_and_then_remembered() -> None:
     again = vision.features(_keys(2, 3), _pixels(2, 3))
     assert shown[1:] == [[3.0]]
     assert [f.rows()[0, 0].item() for f in again] == [2, 3]
+
+
+def test_features_of_another_geometry_are_not_used() -> None:
+    """Two shapes of pixels under one key: a plan may be forged, and keys are digests."""
+    vision, shown = _vision(cache_bytes=1 << 20)
+    first, other = _pixels(1), [{"pixel_values": torch.full((4, 6, 6), 2.0)}]
+    vision.features(_keys(1), first)
+    (found,) = vision.features(_keys(1), other)
+    assert shown == [[1.0], [2.0]]
+    assert found.rows()[0, 0].item() == 2
+    assert [f.rows()[0, 0].item() for f in vision.features(_keys(1), first)] == [1]
+    assert len(shown) == 2
+
+
+@pytest.mark.compat
+def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
+    from vllm_autoprune.serving.models.vision import describe_geometry
+
+    wide = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([1, 2, 8])}
+    high = {**wide, "image_grid_thw": torch.tensor([1, 8, 2])}
+    assert describe_geometry(wide) != describe_geometry(high)
+    assert describe_geometry(wide) == describe_geometry({**wide, "pixel_values": torch.ones(16, 4)})
+    assert describe_geometry(wide) != describe_geometry({"pixel_values": torch.zeros(16, 4)})
+    on_device = [{name: part.to("meta") for name, part in one.items()} for one in (wide, high)]
+    assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
+
+
+def test_images_without_a_key_are_encoded_and_not_kept() -> None:
+    vision, shown = _vision(cache_bytes=1 << 20)
+    for _ in range(2):
+        found = vision.features([NO_KEY, NO_KEY, (1, 1)], _pixels(4, 5, 6))
+        assert [f.rows()[0, 0].item() for f in found] == [4, 5, 6]
+    assert shown == [[4.0, 5.0, 6.0], [4.0, 5.0]]
+    assert len(vision.cache) == 1
+    assert (vision.cache.hits, vision.cache.misses) == (1, 5)
 
 
 def test_cached_rows_do_not_hold_their_batch() -> None:

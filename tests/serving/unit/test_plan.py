@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,10 +10,11 @@ from hypothesis import strategies as st
 from vllm_autoprune.serving.plan import (
     FIELD,
     KEEPS,
+    NO_KEY,
     Ids,
     ItemPlan,
     Keep,
-    image_key,
+    make_feature_key,
     pruned_identity,
 )
 
@@ -56,13 +59,33 @@ def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> 
         assert other.group != plan.group
 
 
-@given(st.text(max_size=20))
-def test_an_image_key_is_two_int64(identity: str) -> None:
-    key = image_key(identity)
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_a_feature_key_is_two_int64(content: str, salt: str) -> None:
+    key = make_feature_key(content, salt)
     assert torch.tensor(key).tolist() == list(key)
-    assert key == image_key(identity)
-    assert key != image_key(identity + "x")
-    assert key[0] != key[1]
+    assert key == make_feature_key(content, salt)
+    assert key[0] != make_feature_key(content + "x", salt)[0]
+    assert key != NO_KEY
+
+
+def test_two_salts_have_no_key_in_common_and_draw_the_same() -> None:
+    keys = [make_feature_key("content", salt) for salt in ("", "a", "b", "ab")]
+    assert len(set(keys)) == 4
+    assert len({draw for draw, _ in keys}) == 1
+    assert make_feature_key("ab", "c") != make_feature_key("a", "bc")
+
+
+@given(st.text(max_size=20), st.sampled_from(KEEPS))
+def test_an_identity_is_one_digest_that_connectors_read_as_a_number(image: str, keep: Keep) -> None:
+    """vLLM's LMCache adapter does ``int(identifier, 16) & 0xFFFF`` in the engine core."""
+    identity = pruned_identity(image, "digest", 8, keep, ((1,), ()))
+    assert re.fullmatch("[0-9a-f]{64}", identity)
+
+
+def test_the_last_16_bits_of_an_identity_still_tell_images_apart() -> None:
+    """Older LMCache packages keep no others; a fixed ending would make all images one."""
+    images = [pruned_identity(str(i), "digest", 8, "state", None) for i in range(64)]
+    assert len({int(identity, 16) & 0xFFFF for identity in images}) > 60
 
 
 def test_equal_decisions_have_one_identity() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from vllm_autoprune.serving.renderer import _STASH, _handed_over
-from vllm_autoprune.serving.request import NOT_SERVED, UNCOUNTED
+from vllm_autoprune.serving.renderer import _STASH, _add_salt, _handed_over
+from vllm_autoprune.serving.request import NOT_SERVED, SALT, UNCOUNTED, CacheSalt
 
 pytestmark = pytest.mark.compat
 
@@ -57,3 +57,17 @@ def test_a_prompt_without_a_note_is_passed_on() -> None:
     prompt: Any = {"prompt_token_ids": [1]}
     assert _handed_over(prompt) is prompt
     assert prompt == {"prompt_token_ids": [1]}
+
+
+def test_the_cache_salt_reaches_the_processor_in_a_type_of_its_own() -> None:
+    given = {"autoprune": {"budget": 8}, SALT: "what a client wrote"}
+    prompt: Any = {"prompt_token_ids": [1], "cache_salt": "tenant", "mm_processor_kwargs": given}
+    kwargs = _add_salt(prompt)["mm_processor_kwargs"]
+    assert kwargs == {"autoprune": {"budget": 8}, SALT: "tenant"}
+    assert isinstance(kwargs[SALT], CacheSalt)
+    assert given[SALT] == "what a client wrote"
+
+
+def test_a_prompt_without_a_salt_is_left_as_it_is() -> None:
+    prompt: Any = {"prompt_token_ids": [1]}
+    assert _add_salt(prompt) == {"prompt_token_ids": [1]}

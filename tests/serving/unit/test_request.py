@@ -87,3 +87,12 @@ def test_an_answer_stays_short_whatever_is_asked() -> None:
         read_request({"x" * 10_000 + str(i): "y" * 10_000 for i in range(1000)})
     assert len(caught.value.problems) <= TOLD
     assert len(str(caught.value)) < 10_000
+
+
+@pytest.mark.parametrize("key", ["a\nERROR forged line", "\x1b[2J", "\u2028", "x" * 10_000 + "\n"])
+def test_a_key_that_a_client_made_up_is_told_on_one_short_line(key: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_request({key: 1, "budget": {key: 2}})
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 3  # the subject and two problems
+    assert all(line.isprintable() and len(line) < 300 for line in lines)

@@ -26,6 +26,9 @@ LOOKED_AT: Mapping[str, str] = {
     "vllm.model_executor.models.interfaces.SupportsMultiModal.get_language_model": "a child is "
     "the language model by its methods, `embed_input_ids` among them, no longer by a protocol; "
     "no tower here has that one",
+    "vllm.v1.worker.gpu_worker.Worker.update_weights": "quantized heads of a draft model are "
+    "restored besides; features are cleared after it all the same",
+    "vllm.v1.worker.gpu_worker.Worker.finish_weight_update": "as update_weights",
 }
 """Hooks whose code differs between the installed release and one that is kept, and why each will
 do. A name that is not here has the same code in both, or the test below fails."""

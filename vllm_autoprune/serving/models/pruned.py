@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.models.utils import StageMissingLayer
 
 from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.batch import prune_images
+from vllm_autoprune.serving.compat import clear_with_worker_caches
 from vllm_autoprune.serving.first_images import FirstImages
 from vllm_autoprune.serving.models.vision import Vision, batches
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
@@ -49,6 +50,7 @@ class PrunedModel(_Stock):
         self.autoprune_served: ServedState = served
         self.autoprune_meter = FallbackMeter(FirstImages())
         self.autoprune = self.autoprune_vision(self, served)
+        clear_with_worker_caches(_clear_features)
         self.autoprune_watch = Stopwatch(self.autoprune.like.device)
         accounts = accounts_of(vllm_config.model_config)
         self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
@@ -104,3 +106,9 @@ class PrunedModel(_Stock):
         loaded = super().load_weights(self.autoprune.heard(weights))
         self.autoprune.loaded()
         return loaded
+
+
+def _clear_features(model: nn.Module) -> None:
+    vision = model.autoprune if isinstance(model, PrunedModel) else None
+    if vision is not None:
+        vision.cache.clear()

@@ -6,7 +6,7 @@ Knows nothing about any one model: a backbone says how its images are told apart
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.batch import ModelParts
-from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Key, TowerFeatures
+from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.plan import NO_KEY, Key
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 from vllm_autoprune.serving.served import ServedState
 
@@ -135,26 +136,35 @@ class Vision(ABC):
     def features(
         self, keys: Sequence[Key], images: Sequence[Inputs], profile: bool = False
     ) -> list[ImageFeatures]:
-        """Features of every image: cached ones, and one pass for each image not seen yet."""
+        """Features of every image: cached ones, and one pass for each image not seen yet.
+
+        Only features of the same geometry are used, whatever the key says: a plan may come from
+        a client. An image without a key is encoded and not kept.
+        """
         if profile:
             # All dummies look alike; telling them apart would measure too little memory.
             return self._encoded(images)
-        known: dict[Key, ImageFeatures] = {}
-        missing: dict[Key, Inputs] = {}
-        for key, image in zip(keys, images, strict=True):
-            if key in known or key in missing:
+        entries: list[Hashable] = [
+            at if key == NO_KEY else (key, describe_geometry(image))
+            for at, (key, image) in enumerate(zip(keys, images, strict=True))
+        ]
+        known: dict[Hashable, ImageFeatures] = {}
+        missing: dict[Hashable, Inputs] = {}
+        for entry, image in zip(entries, images, strict=True):
+            if entry in known or entry in missing:
                 continue
-            found = self.cache.get(key)
+            found = self.cache.get(entry)
             if found is None:
-                missing[key] = image
+                missing[entry] = image
             else:
-                known[key] = found
+                known[entry] = found
         if missing:
             made = self._encoded(list(missing.values()))
-            for key, features in zip(missing, made, strict=True):
-                known[key] = features
-                self.cache.put(key, features)
-        return [known[key] for key in keys]
+            for entry, features in zip(missing, made, strict=True):
+                known[entry] = features
+                if not isinstance(entry, int):  # those without a key are counted, not kept
+                    self.cache.put(entry, features)
+        return [known[entry] for entry in entries]
 
     def _encoded(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
         self.runs += 1
@@ -171,6 +181,21 @@ def batches(images: Sequence[Shown], bound: int) -> Iterator[slice]:
         held += image.tokens
     if start < len(images):
         yield slice(start, len(images))
+
+
+def describe_geometry(image: Inputs) -> Hashable:
+    """Shapes of an image's tensors, and the numbers that say how its patches or tiles lie.
+
+    Those are integers that vLLM leaves on the CPU; nothing on a device is read.
+    """
+    return tuple(
+        (
+            name,
+            tuple(part.shape),
+            None if part.is_floating_point() or part.device.type != "cpu" else str(part.tolist()),
+        )
+        for name, part in sorted(image.items())
+    )
 
 
 def each_image(inputs: Given) -> list[dict[str, Tensor]]:
