@@ -73,6 +73,16 @@ HOOKS: tuple[Hook, ...] = (
         "compat: requests may set what --autoprune-requests says",
     ),
     Hook(
+        "vllm.v1.engine.input_processor",
+        ("InputProcessor.process_inputs",),
+        "engine_requests: forged plans",
+    ),
+    Hook(
+        "vllm.v1.engine.output_processor",
+        ("OutputProcessor.add_request",),
+        "engine_requests: what is counted",
+    ),
+    Hook(
         "vllm.multimodal.processing",
         (
             "BaseMultiModalProcessor.apply",
@@ -84,7 +94,11 @@ HOOKS: tuple[Hook, ...] = (
         ),
         "processor: K placeholders and cache identity",
     ),
-    Hook("vllm.multimodal.inputs", ("MultiModalFieldConfig.batched",), "processor: the plan"),
+    Hook(
+        "vllm.multimodal.inputs",
+        ("MultiModalFieldConfig.batched", "MultiModalBatchedField"),
+        "processor: the plan; engine_requests: forged plans",
+    ),
     Hook("vllm.multimodal.parse", ("ImageEmbeddingItems",), "processor: what comes unpruned"),
     Hook(
         "vllm.multimodal.processing.processor",

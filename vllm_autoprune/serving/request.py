@@ -19,11 +19,6 @@ REQUEST_KEY = "autoprune"
 ENTRY = f"mm_processor_kwargs/{REQUEST_KEY}"
 """Where problems of it are."""
 
-UNCOUNTED = "_autoprune_uncounted"
-NOT_SERVED = object()
-"""Beside the entry, from the renderer: the prompt is only looked at, as `/tokenize` does. Compared
-by identity, so that no request can say it."""
-
 TOLD = 16
 """Problems that one answer tells."""
 

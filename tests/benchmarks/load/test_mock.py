@@ -42,8 +42,7 @@ def test_no_socket_is_left_to_the_garbage_collector(monkeypatch: pytest.MonkeyPa
     left: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: left.append(str(found.exc_value)))
     for _ in range(8):
-        with contextlib.ExitStack() as stack:
-            with mock_server(Script(first=0.01)) as server:
-                stack.enter_context(clients(server.url, 3))
+        with contextlib.ExitStack() as stack, mock_server(Script(first=0.01)) as server:
+            stack.enter_context(clients(server.url, 3))
     gc.collect()
     assert left == []
