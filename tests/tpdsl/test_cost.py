@@ -92,7 +92,7 @@ def test_the_refusal_names_the_sum_the_bound_and_the_dearest_atoms() -> None:
         require_affordable(state({"/scoring/signals": signals}), 100.0)
     (problem,) = caught.value.problems
     assert "may take 100" in problem.what
-    assert "/scoring/signals/0 local_detail_energy" in problem.what
+    assert "32 x local_detail_energy" in problem.what
     assert "--autoprune-request-cost" in str(caught.value)
 
 

@@ -11,7 +11,7 @@ image, which a request without pruning costs as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -270,6 +270,15 @@ def state_cost(state: PruningState, shape: Shape = REFERENCE) -> float:
     return sum(cost.milliseconds for cost in atom_costs(state, shape))
 
 
+def _dearest(costs: Sequence[AtomCost]) -> list[tuple[str, int, float]]:
+    """The three atoms that cost most: name, how often the state has it, milliseconds."""
+    found: dict[str, list[float]] = {}
+    for cost in costs:
+        found.setdefault(cost.atom, []).append(cost.milliseconds)
+    totals = [(atom, len(each), sum(each)) for atom, each in found.items()]
+    return sorted(totals, key=lambda total: -total[2])[:3]
+
+
 @lru_cache(maxsize=256)
 def require_affordable(state: PruningState, bound: float) -> None:
     """Raise :class:`StateError` for a state whose selection is predicted to cost more."""
@@ -277,8 +286,9 @@ def require_affordable(state: PruningState, bound: float) -> None:
     total = sum(cost.milliseconds for cost in costs)
     if total <= bound:
         return
-    dearest = sorted(costs, key=lambda cost: -cost.milliseconds)[:3]
-    named = ", ".join(f"{c.where} {c.atom} {c.milliseconds:.0f}" for c in dearest)
+    named = ", ".join(
+        f"{count} x {atom} ({milliseconds:.0f} ms)" for atom, count, milliseconds in _dearest(costs)
+    )
     what = (
         f"one selection is predicted to take {total:.0f} ms of one CPU core, and a request's state "
         f"may take {bound:.0f}; the dearest atoms: {named}"

@@ -123,7 +123,7 @@ def test_a_dear_state_is_refused_before_it_is_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(f"{vetting.__name__}.safety_check", never)
     said = refused(dear())
     assert "ms of one CPU core" in said and "may take 200" in said
-    assert "cluster_centroid_representativeness" in said or "multi_source_pool_builder" in said
+    assert "8 x external_policy" in said and "32 x cluster_centroid_repre" in said
     assert "--autoprune-request-cost" in said
 
 
