@@ -71,7 +71,7 @@ class PlanRules:
         if not plan.state:
             return
         if problem := _state_problem(served, plan.state):
-            raise plan_error(f"carries a state {problem}")
+            raise plan_error(f"carries a state that {problem}")
         if missing := served.planned(plan).needs - served.needs:
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
 
@@ -81,16 +81,16 @@ def _state_problem(served: ServedState, text: bytes) -> str:
     """Why a server does not run a state that a plan carries; empty where it does."""
     rules = served.rules
     if not rules.allows("policies"):
-        return f", and requests may set: {rules} ({FLAG})"
+        return f"requests may not bring: they may set {rules} ({FLAG})"
     if not rules.allows("states") and text not in _shipped():
-        return f"that does not ship, and requests may only name those that do ({FLAG})"
+        return f"does not ship, and requests may only name those that do ({FLAG})"
     try:
         state = unpacked(text)
         if packed(state) != text:
-            return "that is not in its canonical form"
+            return "is not in its canonical form"
         require_affordable(state, rules.cost)
     except (ValidationError, StateError) as error:
-        return f"that cannot be served: {str(error)[:400]}"
+        return f"cannot be served: {str(error)[:400]}"
     return ""
 
 

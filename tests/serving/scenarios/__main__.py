@@ -19,6 +19,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each enters its scenarios
     load,
     policies,
     ranks,
+    rendering,
 )
 
 if __name__ == "__main__":

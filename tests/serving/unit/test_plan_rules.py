@@ -56,7 +56,7 @@ def test_what_the_server_s_own_api_makes_is_allowed() -> None:
         (plan(keep="random"), "none", "keep = 'random'"),
         (plan(instruction=(WORDS,)), "none", "vocabulary of 100"),
         (plan(language=(2**40,)), "none", "vocabulary of 100"),
-        (plan(state=SHIPPED), "budget", "requests may set: budget"),
+        (plan(state=SHIPPED), "budget", "they may set budget"),
         (plan(state=OWN), "policies", "does not ship"),
         (plan(state=b"{}"), "states", "cannot be served"),
         (plan(state=b"\xff" * 9), "states", "cannot be served"),
