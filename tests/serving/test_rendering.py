@@ -38,5 +38,15 @@ def test_a_long_instruction_of_many_images_costs_little(report: Report) -> None:
     assert spent["long_seconds"] < spent["short_seconds"] + 2.0
 
 
+def test_odd_requests_fail_only_where_they_fail_unpruned(report: Report) -> None:
+    """Prompts that are cut short, and an image's token typed by a user."""
+    refused = ("VLLMValidationError", "ValueError", "RequestError")
+    assert len(report["odd"]) == 19
+    for name, outcome in report["odd"].items():
+        unpruned = report["odd_stock"][name]
+        assert outcome in ("served", unpruned, *refused), (name, outcome, unpruned)
+    assert "served" in report["odd"].values()
+
+
 def test_several_renderer_workers_do_not_mix_instructions_up(report: Report) -> None:
     assert report["side_by_side"] == [True] * 8

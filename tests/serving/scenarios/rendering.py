@@ -93,11 +93,47 @@ def rendering() -> Report:
 
     report["long"] = _long(renderer, example)
     report["side_by_side"] = asyncio.run(_side_by_side(renderer))
+    # Both use the tokenizer's own settings, so one after the other.
+    report["odd"] = _odd(renderer, config)
     renderer.shutdown()
+    unpruned = _config(pruned=False)
+    other = renderer_from_config(unpruned)
+    report["odd_stock"] = _odd(other, unpruned)
+    other.shutdown()
     return report
 
 
-def _config() -> VllmConfig:
+def _odd(renderer: Any, config: VllmConfig) -> dict[str, str]:
+    """What becomes of requests that leave images without their places: an error's type, or none."""
+    from vllm import SamplingParams
+    from vllm.renderers.params import ChatParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    door, example = InputProcessor(config, renderer), examples(1)[0]
+    words = example.question
+
+    def outcome(text: str, **truncation: object) -> str:
+        try:
+            params = renderer.default_chat_tok_params.with_kwargs(**truncation)
+            conversation = [turn(text, example.image)]
+            _, (prompt,) = renderer.render_chat([conversation], ChatParams(), params)
+            door.process_inputs("odd", prompt, SamplingParams(max_tokens=4), ("generate",))
+        except Exception as error:  # what a server makes of it follows from the type
+            return type(error).__name__
+        return "served"
+
+    cut = {
+        f"cut to {tokens} from the {side}": outcome(
+            words, truncate_prompt_tokens=tokens, truncation_side=side
+        )
+        for tokens in (1, 3, 8, 12, 20, 40, 150, 400)
+        for side in ("left", "right")
+    }
+    typed = {text: outcome(text) for text in ("<image>", f"<image> {words} <image>", "</s> <s>")}
+    return {**cut, **typed}
+
+
+def _config(*, pruned: bool = True) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
@@ -110,7 +146,7 @@ def _config() -> VllmConfig:
         limit_mm_per_prompt={"image": 128},
         mm_processor_cache_gb=0,
         renderer_num_workers=4,
-        additional_config={"autoprune": STATE},
+        additional_config={"autoprune": STATE} if pruned else {},
     ).create_engine_config()
 
 
