@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,12 @@ from vllm_autoprune import load_state
 from vllm_autoprune.serving.carried import packed
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(500),
+    # vLLM's decoder of processed inputs reads tensors from the message's own bytes.
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,9 @@ def server(runner: Runner) -> Iterator[Server]:
     flags = (*COMMON, *PRUNED, "--enable-scale-out", "--autoprune-requests", "budget:1-64")
     with serve(LLAVA, *flags, env=runner.environment) as started:
         yield started
+
+
+_NAMES = itertools.count(1)
 
 
 def rendered(server: Server, number: int = 0) -> dict[str, Any]:
@@ -60,8 +69,7 @@ def forged(request: dict[str, Any], change: Callable[[torch.Tensor], torch.Tenso
                 row = change(opened[FIELD].data)
                 opened[FIELD] = replace(opened[FIELD], data=row)
             items[i] = encode_mm_kwargs_item(opened)
-    forged.count = getattr(forged, "count", 0) + 1  # type: ignore[attr-defined]
-    features["mm_hashes"]["image"] = [f"{forged.count:064x}"]  # type: ignore[attr-defined]
+    features["mm_hashes"]["image"] = [f"{next(_NAMES):064x}"]
     return request
 
 
@@ -129,8 +137,6 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
         long = copy.deepcopy(chat)
         long["messages"][0]["content"][1]["text"] = "red " * 4000  # type: ignore[index]
         assert server.post("/v1/chat/completions", long)[0] == 400
-        cut = {**chat, "truncate_prompt_tokens": 4}
-        assert server.post("/v1/chat/completions", cut)[0] in (200, 400)
 
     by = grown(server, asking)
     served = by("autoprune_requests_total policy=autoprune")

@@ -73,6 +73,8 @@ def checking_plans(
 ) -> Callable[..., EngineCoreRequest]:
     """``InputProcessor.process_inputs``: the last step that may refuse a request by 400."""
 
+    from vllm.exceptions import VLLMValidationError
+
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: object, *args: object, **named: object
     ) -> EngineCoreRequest:
@@ -88,9 +90,10 @@ def checking_plans(
             return request
         try:
             _check(PlanRules(served, self.model_config.get_vocab_size()), request.mm_features)
-        except AutopruneError:
+        except AutopruneError as error:
             count_refused()
-            raise
+            # Of all errors of this step vLLM answers only its own by 400.
+            raise VLLMValidationError(str(error), parameter=FIELD) from None
         return request
 
     return process_inputs

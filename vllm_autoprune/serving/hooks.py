@@ -135,6 +135,7 @@ HOOKS: tuple[Hook, ...] = (
         "compat: positions of kept tokens on a CPU",
         only="worker",
     ),
+    Hook("vllm.exceptions", ("VLLMValidationError",), "engine_requests: forged plans"),
     Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),
     Hook(
         "vllm.utils.torch_utils",

@@ -56,7 +56,7 @@ def rendering() -> Report:
         try:
             request(name, prompt)
         except Exception as error:  # what a server answers by 400
-            return str(error)
+            return f"{type(error).__name__}: {error}"
         return ""
 
     counts = [_counted()]

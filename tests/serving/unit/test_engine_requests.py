@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.serving.unit.samples import served
-from vllm_autoprune import RequestError
 from vllm_autoprune.serving import engine_requests
 from vllm_autoprune.serving.choice import Choice
 from vllm_autoprune.serving.engine_requests import (
@@ -132,8 +131,10 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_that_was_not_made_here_is_checked(
     counted: list[Any], found: Any, said: str
 ) -> None:
+    from vllm.exceptions import VLLMValidationError
+
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(VLLMValidationError, match=said):  # answered by 400
         processed(made_elsewhere, [found])
     assert counted == [("refused",)]
     processed(made_elsewhere, [found], stock=True)
