@@ -115,7 +115,8 @@ def _changed(**parts: Any) -> PruningState:
 
 def measured(state: PruningState, seconds: float) -> float:
     """Milliseconds of one selection, the median over some time."""
-    policy, taken = materialize(state, REFERENCE.budget), []
+    policy = materialize(state, REFERENCE.budget)
+    taken: list[float] = []
     tokens, until = image(), time.process_time() + seconds
     while not taken or (time.process_time() < until and len(taken) < 20):
         fresh = VisualTokens(

@@ -43,7 +43,7 @@ def rendering() -> Report:
     report: dict[str, Any] = {}
 
     def chat(*images: object, text: str = example.question) -> Any:
-        _, (prompt,) = renderer.render_chat([[turn(text, *images)]], ChatParams())  # type: ignore[arg-type,list-item]
+        _, (prompt,) = renderer.render_chat([[turn(text, *images)]], ChatParams())  # type: ignore[arg-type]
         return prompt
 
     def request(name: str, prompt: Any, **sampling: int) -> Any:

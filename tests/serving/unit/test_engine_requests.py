@@ -58,7 +58,7 @@ def processed(
 
     config = SimpleNamespace(autoprune=None if stock else served(), get_vocab_size=lambda: 100)
     owner = SimpleNamespace(model_config=config)
-    step: Any = checking_plans(process_inputs)  # type: ignore[arg-type]
+    step: Any = checking_plans(process_inputs)
     return step(owner, "mine", prompt)
 
 
