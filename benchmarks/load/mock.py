@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MODEL = "mock"
@@ -66,7 +67,7 @@ class _Mock:
     def __init__(self, script: Script, server: MockServer) -> None:
         self.script, self.server = script, server
         self.slots = asyncio.Semaphore(script.slots or 1 << 20)
-        self.listener: asyncio.Server | None = None
+        self.connections = _Connections(self.answer)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -78,15 +79,12 @@ class _Mock:
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client went away
-        finally:
-            writer.close()
 
     async def _chat(self, writer: asyncio.StreamWriter, raw: bytes, arrived: float) -> None:
         script, body = self.script, json.loads(raw)
         self.server.seen.append(body)
         if script.serves is not None and len(self.server.seen) > script.serves:
-            if self.listener is not None:
-                self.listener.close()
+            self.connections.refuse()
             writer.transport.abort()
             return
         if body.get("model") != script.model:
@@ -178,15 +176,76 @@ def _framed(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
+class _Connections:
+    """Accepts connections and answers each in a task; :meth:`close` closes every socket.
+
+    ``asyncio.start_server`` loses a connection that it has accepted when the server closes before
+    the connection has its transport: nobody closes the socket then but the garbage collector.
+    """
+
+    def __init__(
+        self, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    ) -> None:
+        self._answer = answer
+        self._listener: socket.socket | None = None
+        self._open: dict[asyncio.Task[None], socket.socket] = {}
+
+    def listen(self, port: int) -> int:
+        """Accept from now on, on a port of this machine; returns the port."""
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=128)
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+        return int(self._listener.getsockname()[1])
+
+    def refuse(self) -> None:
+        """Accept no more."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    async def close(self) -> None:
+        """Accept no more, and cut every connection."""
+        self.refuse()
+        left = dict(self._open)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        connection.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._open[task] = connection
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._open.pop(task).close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=READ)
+        try:
+            await self._answer(reader, writer)
+            writer.close()
+            await writer.wait_closed()
+        except OSError:
+            pass  # the client went away
+        finally:
+            writer.transport.abort()
+
+
 async def _serve(script: Script, server: MockServer, port: int, ready: threading.Event) -> None:
     mock = _Mock(script, server)
-    mock.listener = await asyncio.start_server(mock.answer, "127.0.0.1", port, limit=READ)
-    server.url = f"http://127.0.0.1:{mock.listener.sockets[0].getsockname()[1]}"
+    server.url = f"http://127.0.0.1:{mock.connections.listen(port)}"
     ready.set()
     try:
         await asyncio.Event().wait()
     finally:
-        mock.listener.close()
+        await mock.connections.close()
 
 
 @contextlib.contextmanager
@@ -207,16 +266,7 @@ def mock_server(script: Script | None = None, port: int = 0) -> Iterator[MockSer
 
 def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
     with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
-        try:
-            loop.run_until_complete(task)
-        finally:
-            loop.run_until_complete(_give_up(asyncio.all_tasks(loop)))
-
-
-async def _give_up(tasks: set[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        loop.run_until_complete(task)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,10 +19,10 @@ from vllm_autoprune.offline import Seen
 from vllm_autoprune.offline.llama import llama_prefix
 from vllm_autoprune.offline.pixels import picture_of
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import Ids
+from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 from vllm_autoprune.serving.towers import TextTower
-from vllm_autoprune.serving.words import LAST_WORDS
+from vllm_autoprune.serving.words import LAST_WORDS, last_characters, last_segments
 from vllm_autoprune.tpdsl.language import LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
@@ -103,13 +103,15 @@ class LlavaVision:
         return llama_prefix(self.model.model.language_model, start, image, words)
 
     def _read(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
-        ids = tokenizer(text, truncation=False, verbose=False, add_special_tokens=special)
+        end = last_characters(text)
+        ids = tokenizer(end, truncation=False, verbose=False, add_special_tokens=special)
         # A literal image token has no meaning here, and in some models no embedding.
         image = None if special else self.model.config.image_token_id
         return tuple(token for token in ids["input_ids"] if token != image)
 
     def _instruction(self, patches: Tensor, features: Tensor, instruction: str) -> Instruction:
         ids = self._read(self._words, instruction, special=self._clip)
+        ids = last_segments(ids) if self._clip else ids[-RELEVANCE_IDS:]
         text, segments = self._relevance.instructions([ids])
         embedded = self._relevance.patches(patches)
         where = features if embedded is None else embedded

@@ -19,9 +19,12 @@ def activate(architecture: str) -> None:
     """
     if architecture in _active:
         return
+    from vllm_autoprune.serving import engine_requests  # it reads the state that is being activated
+
     _active.add(architecture)
     backbone = BACKBONES[architecture]
     compat.register_model(architecture, backbone.model)
     if backbone.mrope:
         compat.let_cpu_runner_ask()
+    engine_requests.watch_requests()
     compat.register_renderer("hf", "vllm_autoprune.serving.renderer", "AutopruneHfRenderer")

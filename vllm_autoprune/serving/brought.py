@@ -13,7 +13,8 @@ from pathlib import Path
 from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.serving.carried import KEPT, packed, unpacked
 from vllm_autoprune.serving.request import ENTRY, TOLD, refusal
-from vllm_autoprune.serving.vetting import vetted
+from vllm_autoprune.serving.vetting import CHECKED_REQUEST_BUDGET, vetted
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
 from vllm_autoprune.tpdsl.diagnosis import nearest
 from vllm_autoprune.tpdsl.load import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -24,15 +25,21 @@ MAX_TEXT = 1 << 16
 """Characters of a whole state as JSON; what decides behaviour is bounded again, much lower."""
 
 
-def brought(policy: str | Mapping[str, object]) -> PruningState:
+def brought(policy: str | Mapping[str, object], cost: float = DEFAULT_COST) -> PruningState:
     """The state that a request names or holds, fit to be served.
 
-    Raises :class:`RequestError`; then nothing of it is kept. A name is looked up among the states
-    that ship and is never a path.
+    Raises :class:`RequestError`, before the state is run where its selection is predicted to take
+    more than ``cost`` milliseconds. A name is looked up among the states that ship and is never a
+    path.
     """
     try:
         state = _named(policy) if isinstance(policy, str) else _loaded(_text(policy))
-        return _vetted(packed(state))
+        text = packed(state)
+        require_affordable(state, cost)
+        verdict = _verdict(text)
+        if isinstance(verdict, StateError):
+            raise verdict
+        return verdict
     except StateError as error:
         problems = [
             Problem(f"{ENTRY}/policy{p.where}", p.what, p.mend) for p in error.problems[:TOLD]
@@ -75,6 +82,10 @@ def _loaded(text: str) -> PruningState:
 
 
 @lru_cache(maxsize=KEPT)
-def _vetted(text: bytes) -> PruningState:
+def _verdict(text: bytes) -> PruningState | StateError:
+    """The state to serve, or why there is none: either is found out once a digest."""
     state = unpacked(text)
-    return vetted(state, materialize(state).budget)
+    try:
+        return vetted(state, min(materialize(state).budget, CHECKED_REQUEST_BUDGET))
+    except StateError as error:
+        return error

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.serving.plan import MAX_STATE
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
 
-MAX_CARRIED = 1 << 14
+MAX_CARRIED = MAX_STATE
 """Bytes of one carried state; those that ship take 1,200."""
 
 KEPT = 256

@@ -59,7 +59,9 @@ def choose_for(
         for size in sizes:
             _within(served.rules, size, "enabled", "all tokens of an image")
         return tuple(Choice(size, size, request.keep) for size in sizes)
-    state = served.state if request.policy is None else brought(request.policy)
+    state = served.state
+    if request.policy is not None:
+        state = brought(request.policy, served.rules.cost)
     choices = []
     for budget, image in zip(_budgets(request, sizes), images, strict=True):
         size = image.tokens

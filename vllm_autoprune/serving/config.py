@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
@@ -23,6 +24,7 @@ from vllm_autoprune.serving.settings import (
     SETTINGS,
     read_budget,
     read_cache_bytes,
+    read_request_cost,
     read_state,
     read_tower,
 )
@@ -80,6 +82,7 @@ def resolve(settings: object, vllm_config: VllmConfig) -> ServedState:
     tower = read_tower(settings.get("text_tower"), problems)
     cache_bytes = read_cache_bytes(settings.get("feature_cache_gb"), problems)
     rules = read_rules(settings.get("requests"), problems)
+    rules = replace(rules, cost=read_request_cost(settings.get("request_cost"), problems))
     architecture, backbone = _backbone(vllm_config, problems)
     if state is not None and budget is not None and not problems:
         state = _safe(state, budget, problems)

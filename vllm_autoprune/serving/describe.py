@@ -54,7 +54,10 @@ def permission(rules: RequestRules) -> str:
     if rules.level == "none":
         return f"nothing, by {FLAG} none"
     what = {"budget": "their budget", "policies": "a state that ships", "states": "any state"}
-    return f"{what[rules.level]}, {rules.least} to {rules.most} tokens of an image, by {FLAG}"
+    said = f"{what[rules.level]}, {rules.least} to {rules.most} tokens of an image, by {FLAG}"
+    if not rules.allows("policies"):
+        return said
+    return f"{said}, at a predicted {rules.cost:g} ms a selection or less"
 
 
 def as_data(served: ServedState) -> dict[str, JsonValue]:

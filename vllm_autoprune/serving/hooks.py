@@ -73,6 +73,16 @@ HOOKS: tuple[Hook, ...] = (
         "compat: requests may set what --autoprune-requests says",
     ),
     Hook(
+        "vllm.v1.engine.input_processor",
+        ("InputProcessor.process_inputs",),
+        "engine_requests: forged plans",
+    ),
+    Hook(
+        "vllm.v1.engine.output_processor",
+        ("OutputProcessor.add_request",),
+        "engine_requests: what is counted",
+    ),
+    Hook(
         "vllm.multimodal.processing",
         (
             "BaseMultiModalProcessor.apply",
@@ -88,10 +98,11 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.multimodal.inputs",
         (
             "MultiModalFieldConfig.batched",
+            "MultiModalBatchedField",
             "MultiModalKwargsItem.get_data",
             "MultiModalKwargsItems.from_hf_inputs",
         ),
-        "processor: the plan, and the key beside it",
+        "processor: the plan, and the key beside it; engine_requests: forged plans",
     ),
     Hook("vllm.multimodal.hasher", ("MultiModalHasher.hash_kwargs",), "processor: feature keys"),
     Hook(
@@ -147,6 +158,7 @@ HOOKS: tuple[Hook, ...] = (
         "compat: features are dropped with vLLM's caches of images",
         only="worker",
     ),
+    Hook("vllm.exceptions", ("VLLMValidationError",), "engine_requests: forged plans"),
     Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),
     Hook(
         "vllm.utils.torch_utils",

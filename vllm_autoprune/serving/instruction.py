@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from vllm_autoprune.serving.plan import RELEVANCE_IDS
+
+_LAST_IDS = 4 * RELEVANCE_IDS
+"""Token ids of a prompt that are turned back into text, far more than are read of it."""
+
 _IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
 
 
@@ -52,6 +57,6 @@ def instruction_of_prompt(
     ends in it. Later turns cannot be told apart here, so they belong to the instruction.
     """
     last = max((i for i, token in enumerate(ids) if token == image_token), default=-1)
-    text = decode(ids[last + 1 :]).strip()
+    text = decode(ids[max(last + 1, len(ids) - _LAST_IDS) :]).strip()
     ending = suffix.strip()
     return text.removesuffix(ending).strip() if ending else text

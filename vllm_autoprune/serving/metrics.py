@@ -16,8 +16,8 @@ from vllm_autoprune.serving.choice import Choice
 
 _REQUESTS = Counter(
     "autoprune_requests",
-    "Requests with images that were processed, by the policy they asked for: a name, 'request' "
-    "for a state of their own, 'off' for none.",
+    "Requests with images that the engine was handed, by the policy they asked for: a name, "
+    "'request' for a state of their own, 'off' for none.",
     ["policy"],
 )
 _REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
@@ -32,7 +32,7 @@ _KV_BYTES = Counter(
 
 
 def count(policy: str, choices: Iterable[Choice], kv_bytes: int) -> None:
-    """Count one processed request and its images."""
+    """Count one request and its images."""
     _REQUESTS.labels(policy).inc()
     for choice in choices:
         _IMAGES.labels(choice.keep).inc()

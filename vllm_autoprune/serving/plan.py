@@ -12,6 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
 
@@ -21,9 +24,6 @@ so that a running server can be measured against them on its own traffic."""
 
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 
-_WORD = 8
-"""Bytes of an int64."""
-
 Ids = tuple[int, ...]
 """Token ids of a text."""
 
@@ -32,6 +32,26 @@ Key = tuple[int, int]
 
 NO_KEY: Key = (0, 0)
 """The key of an image whose features are not kept."""
+RELEVANCE_IDS = 1024
+"""Token ids of an instruction that relevance reads: its last ones."""
+
+LANGUAGE_IDS = 256
+"""Token ids of an instruction that the language model's first layers read: its last ones.
+
+Their attention to all tokens before them is held, which a pasted document would make gigabytes.
+"""
+
+MAX_STATE = 1 << 14
+"""Bytes of the state that a plan carries; those that ship take 1,200."""
+
+_VERSION = 2
+"""First number of an encoded plan."""
+
+_HEAD = 9
+"""Numbers of an encoded plan before the state and the ids."""
+
+_WORD = 8
+"""Bytes of an int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +79,10 @@ class ItemPlan:
         return self.budget, self.keep, self.state
 
     def encode(self) -> Tensor:
-        """As int64 ``(7 + number of ids + bytes of the state / 8, rounded up,)``."""
+        """As int64 ``(9 + bytes of the state / 8, rounded up, + number of ids,)``."""
         keep = KEEPS.index(self.keep)
-        sizes = (len(self.instruction), len(self.state))
-        head = (self.budget, keep, int(self.profile), *self.key, *sizes)
+        sizes = (len(self.state), len(self.instruction), len(self.language))
+        head = (_VERSION, self.budget, keep, int(self.profile), *self.key, *sizes)
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
         words = [
             int.from_bytes(padded[i : i + _WORD], "little", signed=True)
@@ -71,14 +91,55 @@ class ItemPlan:
         return torch.tensor([*head, *words, *self.instruction, *self.language])
 
     @staticmethod
-    def decode(row: Tensor) -> ItemPlan:
-        """Inverse of :meth:`encode`; the row must lie on the CPU."""
-        budget, keep, profile, high, low, split, size, *rest = row.tolist()
+    def decode(row: object) -> ItemPlan:
+        """Inverse of :meth:`encode`; raises :class:`RequestError` for any other input.
+
+        Plans may come from a client (vLLM's ``/inference/v1/generate`` takes processed inputs),
+        so every number is checked. The row has to lie on the CPU.
+        """
+        if not isinstance(row, Tensor) or row.dtype != torch.int64 or row.dim() != 1:
+            raise plan_error("is not a row of 64-bit integers")
+        if row.device.type != "cpu" or not _HEAD <= row.shape[0] <= _MOST:
+            raise plan_error(f"has {row.shape[0]} numbers on {row.device.type}")
+        version, budget, keep, profile, high, low, *sizes = row[:_HEAD].tolist()
+        if version != _VERSION:
+            raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
+        _require(1 <= budget <= MAX_BUDGET, f"keeps K = {budget} tokens")
+        _require(0 <= keep < len(KEEPS), f"has keep = {keep}")
+        _require(profile in (0, 1), f"has profile = {profile}")
+        for size, most in zip(sizes, (MAX_STATE, RELEVANCE_IDS, LANGUAGE_IDS), strict=True):
+            _require(0 <= size <= most, f"has a part of {size}, and at most {most} are allowed")
+        size, said, read = sizes
         words = -(-size // _WORD)
-        state = b"".join(w.to_bytes(_WORD, "little", signed=True) for w in rest[:words])[:size]
+        _require(row.shape[0] == _HEAD + words + said + read, f"has {row.shape[0]} numbers")
+        rest = row[_HEAD:].tolist()
+        padded = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in rest[:words])
+        _require(not any(padded[size:]), "carries more than its state")
         ids = rest[words:]
-        said, read = tuple(ids[:split]), tuple(ids[split:])
-        return ItemPlan(budget, (high, low), said, read, KEEPS[keep], bool(profile), state)
+        _require(min(ids, default=0) >= 0, "has a negative token id")
+        return ItemPlan(
+            budget=budget,
+            key=(high, low),
+            instruction=tuple(ids[:said]),
+            language=tuple(ids[said:]),
+            keep=KEEPS[keep],
+            profile=bool(profile),
+            state=padded[:size],
+        )
+
+
+_MOST = _HEAD + MAX_STATE // _WORD + RELEVANCE_IDS + LANGUAGE_IDS
+
+
+def plan_error(what: str) -> RequestError:
+    """The error for a plan that this server does not carry out."""
+    fix = "send images, or inputs that a server with the same settings has rendered"
+    return RequestError("request", [Problem(FIELD, what, fix)])
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise plan_error(otherwise)
 
 
 def make_feature_key(content: str, salt: str = "") -> Key:

@@ -17,20 +17,14 @@ from vllm.multimodal.parse import ImageEmbeddingItems
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.choice import Choice, called_by, choose_for
+from vllm_autoprune.serving.engine_requests import ImageCounts, RenderedHashes
 from vllm_autoprune.serving.feature_keys import add_key
 from vllm_autoprune.serving.instruction import instruction_of_prompt
-from vllm_autoprune.serving.metrics import count, count_refused
+from vllm_autoprune.serving.metrics import count_refused
 from vllm_autoprune.serving.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.placeholders import Extent, Placeholders, shortened
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, pruned_identity
-from vllm_autoprune.serving.request import (
-    NOT_SERVED,
-    REQUEST_KEY,
-    SALT,
-    UNCOUNTED,
-    CacheSalt,
-    read_request,
-)
+from vllm_autoprune.serving.request import REQUEST_KEY, SALT, CacheSalt, read_request
 from vllm_autoprune.serving.served import ServedState, served_state
 from vllm_autoprune.serving.words import LAST_WORDS, Words
 
@@ -144,7 +138,6 @@ class PrunedProcessor(_Stock):
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         asked = kwargs.pop(REQUEST_KEY, None)
         profile = kwargs.pop(_PROFILE, None) is _PROFILING
-        counted = kwargs.pop(UNCOUNTED, None) is not NOT_SERVED
         salt = kwargs.pop(SALT, None)
         plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
         try:
@@ -157,8 +150,10 @@ class PrunedProcessor(_Stock):
             raise
         planned = replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan})
         processed = super().apply(planned, timing_ctx)
-        if plan.choices and counted:
-            count(plan.policy, plan.choices, self._kv_bytes)
+        counts = None
+        if plan.choices:
+            counts = ImageCounts(plan.policy, plan.choices, self._kv_bytes)
+        processed["mm_hashes"] = RenderedHashes(processed["mm_hashes"], counts)
         return processed
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:
@@ -235,7 +230,7 @@ class PrunedProcessor(_Stock):
         extents = [self._predict_extent(inputs, size) for _, size in known]
         choices = choose_for(self._served, request, extents)
         texts = self._instructions(inputs, request.instructions, choices)
-        told = [self._words.read(text, c.needs) for text, c in zip(texts, choices, strict=True)]
+        told = self._words.read_each(texts, [choice.needs for choice in choices])
         items = tuple(
             ItemPlan(c.kept, NO_KEY, *ids, c.keep, state=c.state)
             for ids, c in zip(told, choices, strict=True)

@@ -31,8 +31,9 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 logger = logging.getLogger("vllm.autoprune")
 
 
-Reason = Literal["scores", "error"]
-"""Why an image fell back: its scores were not finite, or its policy raised."""
+Reason = Literal["scores", "error", "plan"]
+"""Why an image fell back: its scores were not finite, its policy raised, or its plan was refused.
+"""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -69,6 +70,14 @@ class FallbackMeter:
         self.raised[name] = self.raised.get(name, 0) + 1
         if self.raised[name] == 1:
             logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
+
+    def refused(self, error: Exception, device: torch.device) -> None:
+        """Count a plan that is not carried out as it came, and log the first."""
+        name = type(error).__name__
+        self.raised[name] = self.raised.get(name, 0) + 1
+        self.add(torch.ones(1, dtype=torch.uint8, device=device), "plan")
+        if self.raised[name] == 1:
+            logger.error("A plan is not carried out as it came: %s", error)
 
     def counts(self) -> dict[str, int]:
         """Images by fallback kind so far; waits for the device, so not for the hot path."""

@@ -8,7 +8,7 @@ from vllm.renderers.hf import HfRenderer
 
 from vllm_autoprune.serving.compat import let_pass
 from vllm_autoprune.serving.instruction import instructions_of
-from vllm_autoprune.serving.request import NOT_SERVED, REQUEST_KEY, SALT, UNCOUNTED, CacheSalt
+from vllm_autoprune.serving.request import REQUEST_KEY, SALT, CacheSalt
 from vllm_autoprune.serving.served import served_state
 
 if TYPE_CHECKING:
@@ -57,20 +57,20 @@ class AutopruneHfRenderer(HfRenderer):
     def _process_tokens(
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
-        return super()._process_tokens(self._prepare(prompt, **kwargs), **kwargs)
+        return super()._process_tokens(self._prepare(prompt), **kwargs)
 
     async def _process_tokens_async(
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
-        return await super()._process_tokens_async(self._prepare(prompt, **kwargs), **kwargs)
+        return await super()._process_tokens_async(self._prepare(prompt), **kwargs)
 
-    def _prepare(self, prompt: TokensPrompt, **kwargs: bool) -> TokensPrompt:
+    def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
         if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):
             return prompt
-        return _add_salt(_handed_over(prompt, **kwargs))
+        return _add_salt(_handed_over(prompt))
 
 
-def _handed_over(prompt: TokensPrompt, *, skip_mm_cache: bool = False) -> TokensPrompt:
+def _handed_over(prompt: TokensPrompt) -> TokensPrompt:
     instructions = cast("dict[str, object]", prompt).pop(_STASH, None)
     if instructions is None:
         return prompt
@@ -79,8 +79,6 @@ def _handed_over(prompt: TokensPrompt, *, skip_mm_cache: bool = False) -> Tokens
     asked = {} if asked is None else asked
     if isinstance(asked, dict):  # anything else is refused by the processor, with a reason
         given[REQUEST_KEY] = {**asked, "instructions": instructions}
-    if skip_mm_cache:  # as vLLM says where the prompt will not be served from here
-        given[UNCOUNTED] = NOT_SERVED
     prompt["mm_processor_kwargs"] = given
     return prompt
 

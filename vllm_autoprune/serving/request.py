@@ -20,11 +20,6 @@ REQUEST_KEY = "autoprune"
 ENTRY = f"mm_processor_kwargs/{REQUEST_KEY}"
 """Where problems of it are."""
 
-UNCOUNTED = "_autoprune_uncounted"
-NOT_SERVED = object()
-"""Beside the entry, from the renderer: the prompt is only looked at, as `/tokenize` does. Compared
-by identity, so that no request can say it."""
-
 SALT = "_autoprune_salt"
 """Beside the entry, from the renderer: the request's ``cache_salt`` as a :class:`CacheSalt`."""
 

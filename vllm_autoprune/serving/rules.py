@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 FLAG = "--autoprune-requests"
@@ -28,13 +29,15 @@ class RequestRules:
     """The level, and the tokens of one image that a request may ask for, both ends included.
 
     ``stated`` where the operator said so: vLLM's own check of ``mm_processor_kwargs`` then lets
-    our entry pass. Otherwise it needs ``--trust-request-mm-kwargs``.
+    our entry pass. Otherwise it needs ``--trust-request-mm-kwargs``. ``cost`` is the most that a
+    state of a request may cost, in predicted milliseconds (:mod:`vllm_autoprune.tpdsl.cost`).
     """
 
     level: Level = "budget"
     least: int = 1
     most: int = MAX_BUDGET
     stated: bool = False
+    cost: float = DEFAULT_COST
 
     def allows(self, level: Level) -> bool:
         """Whether requests may set what belongs to a level."""

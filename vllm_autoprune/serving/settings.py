@@ -10,12 +10,14 @@ from collections.abc import Mapping
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.towers import TextTower, describe_tower
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, FLAG
 from vllm_autoprune.tpdsl.load import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
-SETTINGS = ("state", "budget", "text_tower", "feature_cache_gb", "requests")
+SETTINGS = ("state", "budget", "text_tower", "feature_cache_gb", "requests", "request_cost")
 DEFAULT_CACHE_GB = 0.25
+MAX_COST = 1e6
 
 
 def read_state(value: object, problems: list[Problem]) -> PruningState | None:
@@ -69,6 +71,19 @@ def read_budget(value: object, state: PruningState | None, problems: list[Proble
             for p in error.problems
         ]
         return None
+
+
+def read_request_cost(value: object, problems: list[Problem]) -> float:
+    """Predicted milliseconds that one selection by a state of a request may take."""
+    try:
+        cost = DEFAULT_COST if value is None else float(str(value))
+    except ValueError:
+        cost = -1.0
+    if not 0 < cost <= MAX_COST:
+        what = f"{value!r} is not a number of milliseconds"
+        problems.append(Problem(FLAG, what, f"give a number above 0, at most {MAX_COST:.0f}"))
+        return DEFAULT_COST
+    return cost
 
 
 def read_tower(value: object, problems: list[Problem]) -> TextTower | None:

@@ -18,7 +18,7 @@ FLAG = "--autoprune-text-tower"
 
 @dataclass(frozen=True, slots=True)
 class TextTower:
-    """Description of a CLIP checkpoint used for relevance."""
+    """Description of a CLIP checkpoint used for relevance; ``vocabulary`` as OpenAI's CLIP."""
 
     path: str
     sign: int
@@ -26,6 +26,7 @@ class TextTower:
     segment: int
     width: int
     vision_width: int
+    vocabulary: int = 49408
 
 
 def describe_tower(path: str) -> TextTower:
@@ -74,4 +75,5 @@ def describe_tower(path: str) -> TextTower:
         segment=config.text_config.max_position_embeddings,
         width=config.projection_dim,
         vision_width=config.vision_config.hidden_size,
+        vocabulary=config.text_config.vocab_size,
     )

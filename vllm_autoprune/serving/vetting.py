@@ -17,6 +17,9 @@ logger = logging.getLogger("vllm.autoprune")
 CHECKED_BUDGET = 256
 """Nobody must wait for a very large K: promises are kept or broken at a smaller one."""
 
+CHECKED_REQUEST_BUDGET = 64
+"""The same for states of requests: they are checked in the API server, between its requests."""
+
 
 def vetted(state: PruningState, budget: int) -> PruningState:
     """The state to serve at a budget; raises :class:`StateError` where there is none.
@@ -25,7 +28,7 @@ def vetted(state: PruningState, budget: int) -> PruningState:
     ``fallback_to_selection``; the log says so.
     """
     least = state.constraints.selector.insists_on or 0
-    policy = materialize(state, min(budget, max(CHECKED_BUDGET, least)))
+    policy = materialize(state, max(min(budget, CHECKED_BUDGET), least))
     record = safety_check(policy)
     if record.valid:
         return state

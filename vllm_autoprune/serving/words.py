@@ -1,26 +1,42 @@
-"""The instruction as token ids, once for each need that reads it.
-
-Knows nothing about which image it belongs to.
-"""
+"""The instruction as token ids, once for each need that reads it, and bounded in length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.plan import Ids
+from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.towers import TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo
 
-LAST_WORDS = 256
-"""Tokens that the language model's first layers see of an instruction: its last ones.
+LAST_WORDS = LANGUAGE_IDS
+"""Tokens that the language model's first layers see of an instruction: its last ones."""
 
-Their attention to all tokens before them is held, which a pasted document would make gigabytes.
+LAST_CHARACTERS = 16 * RELEVANCE_IDS
+"""Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
+
+In text of words a token has four characters, so that these are more tokens than are ever read.
 """
+
+
+def last_characters(text: str) -> str:
+    """The end of an instruction, all that is read of it: a pasted document would take seconds."""
+    if len(text) <= LAST_CHARACTERS:
+        return text
+    cut = text[-LAST_CHARACTERS:]
+    if text[-LAST_CHARACTERS - 1].isspace():
+        return cut
+    words = cut.split(maxsplit=1)
+    return words[1] if len(words) == 2 else cut
+
+
+def last_segments(ids: Ids) -> Ids:
+    """CLIP's token ids of an instruction, at most RELEVANCE_IDS: its start token and the last."""
+    return ids if len(ids) <= RELEVANCE_IDS else (ids[0], *ids[1 - RELEVANCE_IDS :])
 
 
 class Words:
@@ -33,19 +49,32 @@ class Words:
 
     def read(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
         """Ids for (relevance, language model); empty where nobody reads them."""
-        said = self._relevance(text) if "instruction" in needs else ()
-        read = self._language(text)[-LAST_WORDS:] if "language" in needs else ()
+        end = last_characters(text)
+        said = self._relevance(end) if "instruction" in needs else ()
+        read = self._language(end)[-LANGUAGE_IDS:] if "language" in needs else ()
         return said, read
+
+    def read_each(
+        self, texts: Sequence[str], needs: Sequence[frozenset[Need]]
+    ) -> list[tuple[Ids, Ids]]:
+        """:meth:`read` of every image of a request: each distinct text is tokenized once."""
+        known: dict[tuple[str, frozenset[Need]], tuple[Ids, Ids]] = {}
+        for key in zip(texts, needs, strict=True):
+            if key not in known:
+                known[key] = self.read(*key)
+        return [known[key] for key in zip(texts, needs, strict=True)]
 
     @cached_property
     def _relevance(self) -> Callable[[str], Ids]:
         if self._tower is None:
-            return self._language
+            return lambda text: self._language(text)[-RELEVANCE_IDS:]
         from transformers import AutoTokenizer
 
         clip = AutoTokenizer.from_pretrained(self._tower.path)
-        # No truncation: long instructions become several segments, as CDPruner's code has it.
-        return lambda text: tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+        # Not cut to one segment: long instructions become several, as CDPruner's code has it.
+        return lambda text: last_segments(
+            tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+        )
 
     def _language(self, text: str) -> Ids:
         ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)

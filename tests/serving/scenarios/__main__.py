@@ -25,6 +25,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     load,
     policies,
     ranks,
+    rendering,
 )
 
 SELFTEST = "selftest:"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.serving.unit import samples
-from vllm_autoprune.serving import activation, compat, config
+from vllm_autoprune.serving import activation, compat, config, engine_requests
 
 
 @dataclass
@@ -30,6 +30,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(compat, "register_model", lambda *said: noted.models.append(said))
     monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
     monkeypatch.setattr(compat, "let_cpu_runner_ask", lambda: None)
+    monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
     # Whether vLLM's names are there is a test of its own; here it would import all of them.
     monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)

@@ -98,3 +98,50 @@ def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "c"):
         brought(edited(one, {"/name": name}))
     assert asked == [state({"/constraints/selector/q_e": 6}).digest]
+
+
+def dear() -> Any:
+    """What the language allows and no server should run for a client."""
+    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    prior = {"atom": "external_policy", "policy": "divprune"}
+    source = {"atom": "diversity_pool_builder", "pool_ratio": 8.0}
+    pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": [source] * 8}
+    return edited(
+        shipped(),
+        {
+            "/scoring/signals": [signal] * 32,
+            "/source/priors": [prior] * 8,
+            "/constraints/pool": [pool] * 8,
+        },
+    )
+
+
+def test_a_dear_state_is_refused_before_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(policy: PruningPolicy) -> SafetyRecord:
+        raise AssertionError("it was run")
+
+    monkeypatch.setattr(f"{vetting.__name__}.safety_check", never)
+    said = refused(dear())
+    assert "ms of one CPU core" in said and "may take 200" in said
+    assert "8 x external_policy" in said and "32 x cluster_centroid_repre" in said
+    assert "--autoprune-request-cost" in said
+
+
+def test_the_bound_can_be_raised_and_lowered() -> None:
+    brought(edited(shipped(), {"/constraints/selector/q_e": 5}), cost=100.0)
+    with pytest.raises(RequestError, match="may take 20"):
+        brought(edited(shipped(), {"/constraints/selector/q_e": 5}), cost=20.0)
+
+
+def test_a_state_that_fails_its_check_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def broken(policy: PruningPolicy) -> SafetyRecord:
+        asked.append(policy.state.digest)
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(f"{vetting.__name__}.safety_check", broken)
+    strict = edited(shipped(), {"/constraints/selector/q_e": 9, "/safety": ["preserve_budget"]})
+    for _ in range(3):
+        assert "made to fail" in refused(strict)
+    assert len(asked) == 1

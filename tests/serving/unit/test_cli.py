@@ -159,6 +159,7 @@ def test_the_flags_are_a_group_of_their_own_added_once(parser: Any) -> None:
         ["--autoprune-text-tower"],
         ["--autoprune-feature-cache-gb"],
         ["--autoprune-requests"],
+        ["--autoprune-request-cost"],
     ]
     assert all(action.help for action in group._group_actions)
     assert isinstance(group, argparse._ArgumentGroup)

@@ -126,3 +126,14 @@ def test_places_survive_the_coarsest_dtype() -> None:
     assert torch.equal(found[0], torch.zeros(300 * 400, dtype=torch.int64))
     assert torch.equal(found[1].view(300, 400)[:, 7], torch.arange(300))
     assert torch.equal(found[2].view(300, 400)[7], torch.arange(400))
+
+
+def test_an_image_token_that_a_user_typed_stays_where_it_is() -> None:
+    """vLLM takes the first ones for images, so what is typed comes after all kept tokens."""
+    image = 9
+    ids = torch.tensor([5, image, image, 7, image, image, 6])
+    positions = torch.arange(7).expand(3, -1)
+    kept = channels(4, 4, torch.device("cpu"))[[2, 13]]
+    placed = with_image_positions(ids, positions, [kept], image, 0)
+    assert placed[:, 3:].tolist() == positions[:, 3:].tolist()
+    assert placed[:, 1].tolist() == [1, 1, 3]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_autoprune import RequestError
 from vllm_autoprune.serving.plan import (
     FIELD,
     KEEPS,
@@ -43,8 +44,51 @@ def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
     words = (len(plan.state) + 7) // 8
-    assert row.shape == (7 + words + len(plan.instruction) + len(plan.language),)
+    assert row.shape == (9 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
+
+
+def test_what_is_no_plan_is_refused_with_its_reason() -> None:
+    sound = ItemPlan(8, (1, 2), (3, 4), (5,), state=b"a state").encode()
+
+    def forged(place: int, value: int) -> torch.Tensor:
+        return sound.index_fill(0, torch.tensor([place]), value)
+
+    for row, said in (
+        (None, "64-bit"),
+        (sound.float(), "64-bit"),
+        (sound[None], "64-bit"),
+        (sound.to("meta"), "meta"),
+        (sound[:5], "has 5 numbers"),
+        (torch.zeros(10**6, dtype=torch.int64), "numbers"),
+        (forged(0, 1), "format version 1"),
+        (forged(1, 0), "K = 0"),
+        (forged(1, -8), "K = -8"),
+        (forged(1, 2**40), "K = "),
+        (forged(2, 3), "keep = 3"),
+        (forged(2, -1), "keep = -1"),
+        (forged(3, 2), "profile = 2"),
+        (forged(6, -1), "part of -1"),
+        (forged(6, 2**62), "part of"),
+        (forged(7, 10**6), "part of"),
+        (forged(8, 257), "part of 257"),
+        (forged(7, 3), "numbers"),
+        (forged(9, -1), "more than its state"),
+        (forged(11, -3), "negative"),
+        (torch.cat([sound, sound]), "numbers"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            ItemPlan.decode(row)
+
+
+@given(st.lists(INT64, max_size=40))
+def test_any_row_of_numbers_is_a_plan_or_refused(numbers: list[int]) -> None:
+    row = torch.tensor(numbers, dtype=torch.int64)
+    try:
+        plan = ItemPlan.decode(row)
+    except RequestError:
+        return
+    assert ItemPlan.decode(plan.encode()) == plan
 
 
 def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> None:

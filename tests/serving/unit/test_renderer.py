@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_autoprune.serving.renderer import _STASH, _add_salt, _handed_over
-from vllm_autoprune.serving.request import NOT_SERVED, SALT, UNCOUNTED, CacheSalt
+from vllm_autoprune.serving.request import SALT, CacheSalt
 
 pytestmark = pytest.mark.compat
 
@@ -45,12 +45,6 @@ def test_the_caller_s_own_dictionaries_are_not_changed() -> None:
     prompt: Any = {"prompt_token_ids": [1], _STASH: ["a"], "mm_processor_kwargs": kwargs}
     _handed_over(prompt)
     assert kwargs == {"autoprune": {"budget": 16}}
-
-
-def test_a_prompt_that_is_only_looked_at_is_marked_as_such() -> None:
-    prompt: Any = {"prompt_token_ids": [1], _STASH: ["what?"]}
-    kwargs = _handed_over(prompt, skip_mm_cache=True)["mm_processor_kwargs"]
-    assert kwargs == {"autoprune": {"instructions": ["what?"]}, UNCOUNTED: NOT_SERVED}
 
 
 def test_a_prompt_without_a_note_is_passed_on() -> None:

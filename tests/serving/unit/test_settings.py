@@ -13,6 +13,7 @@ from tests.serving.unit.samples import LLAVA, describe, vllm_config
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune.serving.config import resolve
 from vllm_autoprune.serving.towers import SIGN_KEY
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.load import shipped_states
 
 MISSING = "atom-that-is-not"
@@ -220,3 +221,12 @@ def test_every_problem_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         "VLLM_USE_RUST_FRONTEND",
         "model",
     }
+
+
+def test_the_bound_on_states_of_requests() -> None:
+    assert resolve({"state": "autoprune"}, vllm_config()).rules.cost == DEFAULT_COST
+    found = resolve({"state": "autoprune", "request_cost": "750"}, vllm_config()).rules
+    assert (found.cost, found.level) == (750.0, "budget")
+    for wrong in ("much", 0, -1, "nan", "inf", 1e9):
+        settings = {"state": "autoprune", "request_cost": wrong}
+        assert places(settings) == ["--autoprune-request-cost"]

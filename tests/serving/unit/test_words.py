@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from transformers import AutoTokenizer
+
+from tests.serving.paths import CLIP, LLAVA
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import BOS, EOS
+from vllm_autoprune.serving.plan import RELEVANCE_IDS, ItemPlan
 from vllm_autoprune.serving.towers import describe_tower
-from vllm_autoprune.serving.words import LAST_WORDS, Words
+from vllm_autoprune.serving.words import (
+    LAST_CHARACTERS,
+    LAST_WORDS,
+    Words,
+    last_characters,
+    last_segments,
+)
+from vllm_autoprune.tpdsl.tokens import Need
 
 IMAGE = 4
 
@@ -45,8 +58,51 @@ def test_a_literal_image_token_is_no_word() -> None:
     assert words.read("#", {"language"}) == ((), ())
 
 
-def test_the_language_model_sees_the_end_of_a_long_instruction() -> None:
+def test_only_the_end_of_a_long_instruction_is_read() -> None:
     long = "a" * 10_000 + "b" * (LAST_WORDS - 1)
     said, read = Words(info(), None, IMAGE).read(long, {"instruction", "language"})
-    assert len(said) == len(long)
+    assert said == tuple(map(ord, long))[-RELEVANCE_IDS:]
     assert read == (97,) + (98,) * (LAST_WORDS - 1)
+
+
+def test_a_text_of_many_images_is_tokenized_once_and_only_its_end() -> None:
+    asked: list[str] = []
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        asked.append(text)
+        return [len(word) for word in text.split()]
+
+    known: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
+    document = "words " * 100_000 + "what is it?"
+    needs: frozenset[Need] = frozenset({"instruction"})
+    ids = Words(known, None, IMAGE).read_each([document] * 100 + ["what?"], [needs] * 101)
+    assert len(asked) == 2
+    assert max(map(len, asked)) <= LAST_CHARACTERS
+    assert [len(said) for said, _ in ids] == [RELEVANCE_IDS] * 100 + [1]
+    assert sum(ItemPlan(8, (0, 0), *each).encode().nbytes for each in ids) < 1_000_000
+
+
+@pytest.mark.parametrize("tail", ["", "what is on the table?", "x" * 50, " two  spaces "])
+def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(LLAVA))
+    clip = AutoTokenizer.from_pretrained(str(CLIP))
+    source = Random(3)
+    known = ["red", "circle", "what", "is", "left", "of", "the", "three", "?", "Strasse", "\u4f60"]
+    text = " ".join(source.choice(known) for _ in range(20_000)) + tail
+    end = last_characters(text)
+    assert text.endswith(end) and len(end) <= LAST_CHARACTERS
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    assert (
+        tokenizer.encode(end, add_special_tokens=False)[-RELEVANCE_IDS:] == whole[-RELEVANCE_IDS:]
+    )
+    said = last_segments(tuple(clip(end, verbose=False)["input_ids"]))
+    assert said == last_segments(tuple(clip(text, verbose=False)["input_ids"]))
+    assert len(said) == RELEVANCE_IDS
+    assert said[0] == clip.bos_token_id and said[-1] == clip.eos_token_id
+
+
+def test_a_text_without_spaces_is_cut_where_it_has_to_be() -> None:
+    assert last_characters("x" * 10**6) == "x" * LAST_CHARACTERS
+    assert last_characters("a b") == "a b"
+    cut = last_characters("y" + " " + "x" * (LAST_CHARACTERS - 1) + " z")
+    assert cut == "z"

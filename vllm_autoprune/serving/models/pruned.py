@@ -18,6 +18,7 @@ from vllm_autoprune.serving.compat import clear_with_worker_caches
 from vllm_autoprune.serving.first_images import FirstImages
 from vllm_autoprune.serving.models.vision import Vision, batches
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.plan_rules import PlanReader, PlanRules
 from vllm_autoprune.serving.prune import FallbackMeter
 from vllm_autoprune.serving.ranks import is_first_rank
 from vllm_autoprune.serving.served import ServedState, served_state
@@ -51,6 +52,9 @@ class PrunedModel(_Stock):
         self.autoprune_meter = FallbackMeter(FirstImages())
         self.autoprune = self.autoprune_vision(self, served)
         clear_with_worker_caches(_clear_features)
+        rules = PlanRules(served, vllm_config.model_config.get_vocab_size())
+        device = self.autoprune.like.device
+        self.autoprune_plans = PlanReader(rules, self.autoprune_meter, device)
         self.autoprune_watch = Stopwatch(self.autoprune.like.device)
         accounts = accounts_of(vllm_config.model_config)
         self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
@@ -67,8 +71,7 @@ class PrunedModel(_Stock):
         if self.autoprune is None or rows is None:
             return super().embed_multimodal(**kwargs)
         assert isinstance(rows, Tensor | list)
-        plans = [ItemPlan.decode(row) for row in rows]
-        return self.autoprune_pruned(plans, kwargs)
+        return self.autoprune_pruned(self.autoprune_plans.read(rows), kwargs)
 
     def autoprune_pruned(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
         """``(K_i, D)`` rows of every image."""

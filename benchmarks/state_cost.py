@@ -1,0 +1,157 @@
+"""``python -m benchmarks.state_cost``: predicted against measured time of one selection.
+
+States are the shipped ones, and the shipped ``autoprune`` with other atoms in one of its places.
+Prints one row a state, and how far the predictions are off. CPU time of one core, so that other
+work on the machine changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
+from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.cost import REFERENCE, state_cost
+from vllm_autoprune.tpdsl.language import RecordedPrefix
+from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+
+HEADS, TEXT = 32, 16
+
+
+def image() -> VisualTokens:
+    """One image of the reference shape, with everything that a state may read."""
+    side, width, tower = math.isqrt(REFERENCE.tokens), REFERENCE.width, REFERENCE.tower
+    source = torch.Generator().manual_seed(0)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=source)
+
+    features, patches = rows(REFERENCE.tokens, width), rows(REFERENCE.tokens, tower)
+    length = 1 + REFERENCE.tokens + TEXT
+    entering = rows(length, width)
+    return VisualTokens(
+        features,
+        Grid(side, side),
+        cls_attention=rows(REFERENCE.tokens).softmax(dim=1),
+        instruction=Instruction(patches, rows(1, tower), torch.ones(1, 1, dtype=torch.bool), -1),
+        tower=TowerStates(
+            patches=patches,
+            keys=rows(REFERENCE.tokens, 64),
+            project=lambda low: low.new_zeros(*low.shape[:-1], width),
+            cls=rows(1, tower),
+            next_layer=NextLayer(rows(REFERENCE.tokens).softmax(dim=1), patches),
+        ),
+        language=RecordedPrefix(
+            start=1,
+            text=torch.ones(1, TEXT, dtype=torch.bool),
+            recorded_embeddings=entering,
+            recorded_states=entering,
+            recorded_normed=entering,
+            recorded_keys=rows(HEADS, length, 16),
+            recorded_attention=rows(HEADS, TEXT, length).softmax(dim=-1),
+        ),
+    )
+
+
+def states() -> Iterator[tuple[str, PruningState]]:
+    """Shipped states of different digests, then one more atom each, then a very dear one."""
+    known = set()
+    for name in sorted(shipped_states()):
+        state = load_state(name)
+        body = (state.base_policy, state.scoring, state.constraints)
+        if repr(body) not in known:
+            known.add(repr(body))
+            yield name, state
+    for name in ATOMS.names("scoring"):
+        yield f"4 x {name}", _changed(signals=[{"atom": name, "weight": 0.5}] * 4)
+    many = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    yield "32 x clusters of 64", _changed(signals=[many] * 32)
+    for name in ATOMS.names("selection_constraints"):
+        selector: dict[str, object] = {"atom": name}
+        if "q_e" in ATOMS[name].call.model_fields:
+            selector["q_e"] = 64
+        yield name, _changed(selector=selector)
+    for name in ("spatial_coverage_pool_builder", "quality_pool_builder", "diversity_pool_builder"):
+        yield f"8 x {name}", _changed(pool=[{"atom": name}] * 8)
+    inner = [{"atom": "diversity_pool_builder", "pool_ratio": 8.0}] * 8
+    joined = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": inner}
+    yield "8 x 8 pools", _changed(pool=[joined] * 8)
+    for policy in ("cdpruner", "divprune", "prumerge_plus", "visionzip", "trim", "dart", "fastv"):
+        prior = {"atom": "external_policy", "policy": policy}
+        yield f"8 x external {policy}", _changed(priors=[prior] * 8)
+    for name in (
+        "weighted_average",
+        "spatial_local_residual_merge",
+        "similarity_weighted_residual_merge",
+    ):
+        yield name, _changed(reassembly={"atom": name, "strength": 0.25})
+    yield "anchor_exchange", _changed(reassembly={"atom": "anchor_exchange", "margin": 0.1})
+
+
+def _changed(**parts: Any) -> PruningState:
+    body = json.loads(load_state("autoprune").dumps())
+    places = {"signals": "scoring", "pool": "constraints", "selector": "constraints"}
+    for name, value in {**parts, "provenance": {}}.items():
+        if name == "priors":
+            body["source"]["priors"] = value
+        elif name in places:
+            body[places[name]][name] = value
+        else:
+            body[name] = value
+    return load_state(json.dumps(body))
+
+
+def measured(state: PruningState, seconds: float) -> float:
+    """Milliseconds of one selection, the median over some time."""
+    policy = materialize(state, REFERENCE.budget)
+    taken: list[float] = []
+    tokens, until = image(), time.process_time() + seconds
+    while not taken or (time.process_time() < until and len(taken) < 20):
+        fresh = VisualTokens(
+            tokens.features,
+            tokens.grid,
+            tokens.cls_attention,
+            tokens.instruction,
+            tower=tokens.tower,
+            language=tokens.language,
+        )  # nothing computed yet
+        begun = time.process_time()
+        refine(policy, fresh)
+        taken.append(time.process_time() - begun)
+    return statistics.median(taken) * 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.state_cost", description=__doc__)
+    made.add_argument("--seconds", type=float, default=1.0, help="of each state")
+    made.add_argument("--only", default="", metavar="TEXT", help="states whose name holds it")
+    chosen = made.parse_args(arguments)
+    torch.set_num_threads(1)
+    errors = []
+    print(f"{'state':44} {'predicted ms':>12} {'measured ms':>12} {'ratio':>6}")
+    for name, state in states():
+        if chosen.only not in name:
+            continue
+        wanted, found = state_cost(state), measured(state, chosen.seconds)
+        errors.append(abs(math.log2(wanted / found)))
+        print(f"{name:44} {wanted:12.1f} {found:12.1f} {wanted / found:6.2f}", flush=True)
+    typical, worst = 2 ** statistics.median(errors), 2 ** max(errors)
+    print(f"off by a factor of {typical:.2f} (median), {worst:.2f} (worst)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

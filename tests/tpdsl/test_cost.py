@@ -1,0 +1,122 @@
+"""The cost model knows every atom, grows with what a state does, and ranks states as they run."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks.state_cost import states
+from tests.tpdsl.samples import images, state
+from vllm_autoprune import Grid, PruningState, StateError, load_state, materialize, refine
+from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.cost import (
+    DEFAULT_COST,
+    REFERENCE,
+    Shape,
+    atom_costs,
+    require_affordable,
+    state_cost,
+)
+from vllm_autoprune.tpdsl.load import shipped_states
+
+
+@pytest.mark.parametrize("name", shipped_states())
+def test_shipped_states_are_far_below_the_bound(name: str) -> None:
+    assert 3 * state_cost(load_state(name)) < DEFAULT_COST
+
+
+def test_every_atom_has_a_cost() -> None:
+    for name, one in states():
+        costs = atom_costs(one)
+        assert all(cost.milliseconds > 0 for cost in costs), name
+        assert state_cost(one) == sum(cost.milliseconds for cost in costs)
+    for signal in ATOMS.names("scoring"):
+        assert state_cost(state({"/scoring/signals": [{"atom": signal}]})) > 0
+    for name in ATOMS.names("reassembly"):
+        field = "margin" if "margin" in ATOMS[name].call.model_fields else "strength"
+        working = state({"/reassembly": {"atom": name, field: 0.5}})
+        assert state_cost(working) > state_cost(state()), name
+    for base in BASE_POLICIES:
+        prior = {"atom": "external_policy", "policy": base}
+        assert state_cost(state({"/source/priors": [prior]})) > state_cost(state()), base
+
+
+GROWING: list[tuple[str, Any, Any]] = [
+    ("/scoring/signals/0/weight", 0.0, 0.5),
+    ("/scoring/signals/4/radius", 1, 3),
+    ("/constraints/pool/1/pool_ratio", 0.25, 2.0),
+    (
+        "/constraints/selector",
+        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 2},
+        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 100},
+    ),
+    (
+        "/scoring/signals/0",
+        {"atom": "cluster_centroid_representativeness", "clusters": 4},
+        {"atom": "cluster_centroid_representativeness", "clusters": 64},
+    ),
+]
+
+
+@pytest.mark.parametrize(("pointer", "less", "more"), GROWING, ids=lambda value: str(value)[:30])
+def test_more_work_costs_more(pointer: str, less: Any, more: Any) -> None:
+    assert state_cost(state({pointer: less})) < state_cost(state({pointer: more}))
+
+
+def test_a_large_r_min_hides_no_cost() -> None:
+    """At the K that states are judged by nothing could be exchanged; a request asks for more."""
+    selector = {"atom": "reference_residual_exchange_selector", "q_e": 640, "r_min": 200}
+    signals = [{"atom": "cluster_centroid_representativeness", "clusters": 64}] * 32
+    hidden = state(
+        {
+            "/scoring/signals": signals,
+            "/constraints/selector": selector,
+            "/budget/atom": "fixed_budget@640",
+        }
+    )
+    assert state_cost(hidden) > 3 * state_cost(state())
+
+
+def test_a_larger_image_costs_more() -> None:
+    assert state_cost(state(), Shape(tokens=2880)) > 4 * state_cost(state())
+
+
+def test_the_refusal_names_the_sum_the_bound_and_the_dearest_atoms() -> None:
+    require_affordable(state(), DEFAULT_COST)
+    signals = [{"atom": "local_detail_energy", "radius": 3, "weight": 1.0}] * 32
+    with pytest.raises(StateError) as caught:
+        require_affordable(state({"/scoring/signals": signals}), 100.0)
+    (problem,) = caught.value.problems
+    assert "may take 100" in problem.what
+    assert "32 x local_detail_energy" in problem.what
+    assert "--autoprune-request-cost" in str(caught.value)
+
+
+def measured(one: PruningState, shape: Shape) -> float:
+    policy, taken = materialize(one, shape.budget), []
+    for seed in range(4):
+        tokens = images(seed, batch=1, grid=Grid(24, 24), width=shape.width)
+        begun = time.process_time()
+        refine(policy, tokens)
+        taken.append(time.process_time() - begun)
+    return min(taken) * 1e3
+
+
+def test_states_that_differ_much_are_ranked_as_they_run() -> None:
+    """Three states, each predicted to cost at least twice the one before it."""
+    shape = Shape(REFERENCE.tokens, 64, width=64, tower=64)
+    clusters = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    capped = {"atom": "constrained_pool_dpp_selector", "q_e": 64}
+    ranked = [
+        state(),
+        state({"/scoring/signals": [clusters] * 4}),
+        state({"/scoring/signals": [clusters] * 32, "/constraints/selector": capped}),
+    ]
+    predicted = [state_cost(one, shape) for one in ranked]
+    assert all(2 * a <= b for a, b in pairwise(predicted)), predicted
+    found = [measured(one, shape) for one in ranked]
+    assert found == sorted(found), (predicted, found)

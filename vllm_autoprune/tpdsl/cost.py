@@ -1,0 +1,297 @@
+"""Cost model of states: predicted CPU time of one selection, atom by atom.
+
+Every atom declares its work as calls of torch, numbers read or written, and multiplications, as
+functions of its parameters and of an image's shape. Three measured rates turn work into
+milliseconds of one CPU core (``python -m benchmarks.state_cost`` compares predictions with
+measurements).
+
+What a state reads of the model is not part of it: that is at most one more pass over the unpruned
+image, which a request without pruning costs as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.tpdsl.atom import AtomCall
+from vllm_autoprune.tpdsl.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.partitions import ClusterPartition, PartitionCall
+from vllm_autoprune.tpdsl.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
+from vllm_autoprune.tpdsl.reassembly import RECIPES, orders_by_quality
+from vllm_autoprune.tpdsl.reassembly.output import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
+from vllm_autoprune.tpdsl.source import ExternalPolicy, PriorCall, is_idle
+from vllm_autoprune.tpdsl.state import PruningState
+
+FLAG = "--autoprune-request-cost"
+
+DEFAULT_COST = 200.0
+"""Milliseconds that a state of a request may cost; those that ship cost 2 to 50."""
+
+MS_PER_CALL = 1e-3
+MS_PER_NUMBER = 4e-7
+MS_PER_PRODUCT = 1.75e-8
+"""Rates of one core of the machine that the model was fitted on: a call of torch, one float32 read
+and written, one multiply-add of a matrix product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An image of N tokens of width D, of which K are kept; Dv is the width of the tower."""
+
+    tokens: int = 576
+    budget: int = 192
+    width: int = 4096
+    tower: int = 1024
+
+
+REFERENCE = Shape()
+"""The image that states of requests are judged by: LLaVA-1.5's, with a third of it kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one atom does."""
+
+    calls: float = 0.0
+    numbers: float = 0.0
+    products: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.calls + other.calls,
+            self.numbers + other.numbers,
+            self.products + other.products,
+        )
+
+    @property
+    def milliseconds(self) -> float:
+        """On one core."""
+        return (
+            self.calls * MS_PER_CALL + self.numbers * MS_PER_NUMBER + self.products * MS_PER_PRODUCT
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AtomCost:
+    """Predicted milliseconds of one atom of a state, at its JSON pointer."""
+
+    where: str
+    atom: str
+    milliseconds: float
+
+
+C = TypeVar("C", bound=AtomCall)
+Rule = Callable[[C, Shape], Work]
+
+
+def _cosines(shape: Shape) -> Work:
+    n, d = shape.tokens, shape.width
+    return Work(12, 3 * n * d + n * n, 0.65 * n * n * d)
+
+
+def _clusters(clusters: int, rounds: int, shape: Shape) -> Work:
+    """Spherical k-means from farthest points."""
+    n, c = shape.tokens, min(clusters, shape.tokens)
+    begin = Work(12 + 5 * c, 3 * n * n + 2 * c * n, 0)
+    return begin + Work(rounds * 14, rounds * 12 * n * c, rounds * n * n * c)
+
+
+def _greedy(shape: Shape, steps: int) -> Work:
+    """Greedy MAP: every step looks at all steps before it."""
+    n = shape.tokens
+    return Work(14 * steps, 8 * n * steps + n * steps * steps / 2, n * steps * steps / 2)
+
+
+def _farthest(tokens: int, steps: int) -> Work:
+    return Work(4 + 5 * steps, 2 * tokens * steps, 0)
+
+
+_SIGNALS: Mapping[str, Callable[..., Work]] = {
+    "instruction_guided_visual_relevance": lambda call, s: Work(14, 4 * s.tokens * s.tower),
+    "attention_proxy_saliency": lambda call, s: Work(6, 2 * s.tokens),
+    "spatial_centrality_prior": lambda call, s: Work(18, 8 * s.tokens),
+    "redundancy_density_penalty": lambda call, s: Work(10, 9 * s.tokens**2),
+    "local_contrast_saliency": lambda call, s: _contrast(call, s),
+    "visual_token_norm_saliency": lambda call, s: Work(4, (call.p == 1) * 3 * s.tokens * s.width),
+    "cluster_centroid_representativeness": lambda call, s: _centroid(call, s),
+    "global_mean_representativeness": lambda call, s: Work(8, s.tokens**2),
+    "channel_entropy_informativeness": lambda call, s: Work(9, 14 * s.tokens * s.width),
+    "reference_selection_confidence": lambda call, s: Work(10, 4 * s.tokens),
+    "local_detail_energy": lambda call, s: _detail(call, s),
+}
+
+
+def _contrast(call: Contrast, shape: Shape) -> Work:
+    return Work(30, 8 * shape.tokens * (2 * call.radius + 1) ** 2)
+
+
+def _centroid(call: ClusterCentroid, shape: Shape) -> Work:
+    return _clusters(call.clusters, ROUNDS, shape)
+
+
+def _detail(call: Detail, shape: Shape) -> Work:
+    return Work(14, 2 * shape.tokens**2 * (2 + (2 * call.radius + 1) ** 2))
+
+
+def _partition(call: PartitionCall, shape: Shape) -> Work:
+    if isinstance(call, ClusterPartition):
+        return _clusters(call.clusters, call.iters, shape)
+    return Work(14, 4 * shape.tokens)
+
+
+def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[Work, int]:
+    """The work of one builder that may take ``candidates``, and how many it leaves at most."""
+    n, k = shape.tokens, shape.budget
+    if isinstance(call, JoinedPool):
+        size = min(n - k, int(call.pool_ratio * k) + 1)
+        total = Work(12, 10 * n + 4 * n * len(call.sources))
+        for source in call.sources:
+            total += _pool(source, shape, candidates)[0]
+        return total, size
+    if isinstance(call, CoveragePool):
+        return Work(40, 40 * n + 4 * n * call.cells**2), candidates
+    assert isinstance(call, SizedPool)
+    size = min(candidates, n - k, int(call.pool_ratio * k) + 1)
+    if call.atom == "quality_pool_builder":
+        return Work(14, 40 * n), size
+    gathered = candidates * (n + candidates + k)
+    return Work(20, 40 * n + 3 * gathered) + _farthest(candidates, size), size
+
+
+def _quota(state: PruningState, shape: Shape) -> int:
+    """Tokens that may be exchanged at some K: a request may ask for another K than the shape's."""
+    quota, _ = resolve_constraints(state.constraints.selector, MAX_BUDGET)
+    return min(quota, shape.budget)
+
+
+def _selector(state: PruningState, shape: Shape) -> Work:
+    call, n, k = state.constraints.selector, shape.tokens, shape.budget
+    quota = _quota(state, shape)
+    sort = Work(24, 60 * n)
+    match call.atom:
+        case "reference_strict_preservation_selector" | "quality_topk_selector":
+            return Work(4, 30 * n)
+        case "reference_strict_margin_exchange_selector" | (
+            "maximal_marginal_relevance_pool_selector"
+        ):
+            return sort + Work(24 * quota, n * n + quota * n * (12 + quota / 2))
+        case "constrained_pool_dpp_selector":
+            return _partition(state.constraints.partition, shape) + Work(22 * k, 0.8 * k * n * n)
+        case "anchor_controlled_pool_dpp_selector" | "runtime_reference_anchor_pool_dpp_selector":
+            return sort + _greedy(shape, k)
+    return sort
+
+
+def _base_policy(name: str, shape: Shape) -> Work:
+    """A base policy's own work, on inputs that are there."""
+    n, k, d = shape.tokens, shape.budget, shape.tower
+    match name:
+        case "cdpruner":
+            return Work(20, 4 * n * d) + _greedy(shape, k)
+        case "divprune":
+            gram = Work(10, 3 * n * shape.width + 8 * n * n, n * n * shape.width)
+            return gram + _farthest(n, k)
+        case "visionzip":
+            return Work(60, 6 * n * d + 2 * n * k, n * k * d / 3)
+        case "prumerge_plus":
+            return Work(80, 8 * n * d + 30 * n * k, 2 * n * k * d)
+        case "trim":
+            return Work(40, 6 * n * d)
+        case "dart":
+            return Work(400, 500 * n + 3 * n * shape.width)
+    return Work(40, 256 * n * 8)  # by attention of the language model's first layers
+
+
+def _prior(call: PriorCall, state: PruningState, shape: Shape) -> Work:
+    if isinstance(call, ExternalPolicy):
+        return Work(10, 4 * shape.tokens) + _base_policy(call.policy, shape)
+    if call.atom == "native_teacher_mask_prior":
+        return Work(30, 4 * shape.tokens) + _base_policy(state.base_policy.name, shape)
+    return Work(6, 4 * shape.tokens)
+
+
+def _reassembly(call: AtomCall, shape: Shape) -> Work:
+    n, k, d = shape.tokens, shape.budget, shape.width
+    kept = Work(20, 3 * k * d)
+    if isinstance(call, BlendCall | ExchangeCall) and call.idle:
+        return kept
+    recipe = RECIPES[call.atom]
+    total = kept + Work(40, 14 * n * k + n * d, n * k * d)
+    if recipe.assign.name == "local":
+        total += Work(14, 6 * n * n)
+    if recipe.form.name == "exchange":
+        total += Work(20, 8 * n * k, n * n * k)
+    return total
+
+
+def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
+    """What each atom of a state is predicted to take for one image, in the order of the state."""
+    quota = _quota(state, shape)
+    base, scores = state.base_policy.name, quota > 0 or orders_by_quality(state.reassembly)
+    own = _base_policy(base, shape)
+    if base in ("visionzip", "prumerge_plus", "trim"):
+        own += Work(10, 7 * shape.tokens * shape.width)  # every row is written anew
+    found = [_priced("/base_policy", base, own)]
+    if scores or base == "cdpruner":
+        found.append(_priced("", "cosines between all tokens", _cosines(shape)))
+    if scores:
+        for i, signal in enumerate(state.scoring.signals):
+            if signal.weight > 0:
+                work = _SIGNALS[signal.atom](signal, shape) + Work(6, 6 * shape.tokens)
+                found.append(_priced(f"/scoring/signals/{i}", signal.atom, work))
+        for i, prior in enumerate(state.source.priors):
+            if not is_idle(prior):
+                work = _prior(prior, state, shape)
+                found.append(_priced(f"/source/priors/{i}", prior.atom, work))
+    if quota > 0:
+        candidates = shape.tokens - shape.budget
+        for i, pool in enumerate(state.constraints.pool):
+            work, candidates = _pool(pool, shape, candidates)
+            found.append(_priced(f"/constraints/pool/{i}", pool.atom, work))
+        selector = state.constraints.selector
+        found.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
+    reassembly = _reassembly(state.reassembly, shape)
+    found.append(_priced("/reassembly", state.reassembly.atom, reassembly))
+    return found
+
+
+def _priced(where: str, name: str, work: Work) -> AtomCost:
+    return AtomCost(where, name, work.milliseconds)
+
+
+def state_cost(state: PruningState, shape: Shape = REFERENCE) -> float:
+    """Predicted milliseconds of one selection by a state: the sum over its atoms."""
+    return sum(cost.milliseconds for cost in atom_costs(state, shape))
+
+
+def _dearest(costs: Sequence[AtomCost]) -> list[tuple[str, int, float]]:
+    """The three atoms that cost most: name, how often the state has it, milliseconds."""
+    found: dict[str, list[float]] = {}
+    for cost in costs:
+        found.setdefault(cost.atom, []).append(cost.milliseconds)
+    totals = [(atom, len(each), sum(each)) for atom, each in found.items()]
+    return sorted(totals, key=lambda total: -total[2])[:3]
+
+
+@lru_cache(maxsize=256)
+def require_affordable(state: PruningState, bound: float) -> None:
+    """Raise :class:`StateError` for a state whose selection is predicted to cost more."""
+    costs = atom_costs(state)
+    total = sum(cost.milliseconds for cost in costs)
+    if total <= bound:
+        return
+    named = ", ".join(
+        f"{count} x {atom} ({milliseconds:.0f} ms)" for atom, count, milliseconds in _dearest(costs)
+    )
+    what = (
+        f"one selection is predicted to take {total:.0f} ms of one CPU core, and a request's state "
+        f"may take {bound:.0f}; the dearest atoms: {named}"
+    )
+    fix = f"use fewer or cheaper atoms, or serve with a higher {FLAG}"
+    raise StateError("state", [Problem("", what, fix, "cost")])
