@@ -19,6 +19,7 @@ LOWEST, BELOW = Version("0.32"), Version("0.34")
 """The hooks below were read in these releases; another one needs a look at each of them."""
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from vllm.config import ModelConfig, MultiModalConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -186,3 +187,50 @@ def _then_ask(stock: Callable[..., None]) -> Callable[..., None]:
             self.is_multimodal_pruning_enabled = config.is_multimodal_pruning_enabled()
 
     return load_model
+
+
+Embed = Callable[["Tensor"], "Tensor"]
+"""From token ids ``(T,)`` to input embeddings ``(T, D)``."""
+
+
+def embed_without_lora(language_model: nn.Module) -> Embed:
+    """The language model's input embedding, without the adapters of whatever batch is running.
+
+    Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
+    scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
+    of other requests.
+    Remove when: LoRA layers can be called without a mapping.
+    """
+
+    def embed(ids: Tensor) -> Tensor:
+        inner = getattr(language_model, "model")  # noqa: B009  # no protocol declares it
+        layer = inner.embed_tokens
+        inner.embed_tokens = getattr(layer, "base_layer", layer)
+        try:
+            embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
+        finally:
+            inner.embed_tokens = layer
+        return embedded
+
+    return embed
+
+
+def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
+    """Let ``reason`` refuse a level of sleep, before the engine is paused for it.
+
+    Why: ``EngineCore.sleep`` pauses scheduling and then tells the workers, so that a worker that
+    refuses leaves an engine that answers nothing.
+    Remove when: vLLM asks a model which levels of sleep it can wake up from.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def around(stock: Callable[..., object]) -> Callable[..., object]:
+        def sleep(self: EngineCore, level: int = 1, *args: object, **named: object) -> object:
+            refused = reason(self.vllm_config.model_config, level)
+            if refused is not None:
+                raise ValueError(refused)
+            return stock(self, level, *args, **named)
+
+        return sleep
+
+    wrap(EngineCore, "sleep", around)

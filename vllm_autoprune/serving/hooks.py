@@ -121,6 +121,7 @@ HOOKS: tuple[Hook, ...] = (
         "compat: positions of kept tokens on a CPU",
         only="worker",
     ),
+    Hook("vllm.v1.engine.core", ("EngineCore.sleep",), "compat: levels of sleep"),
     Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),
     Hook(
         "vllm.utils.torch_utils",

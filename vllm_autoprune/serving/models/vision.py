@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.batch import ModelParts
+from vllm_autoprune.serving.compat import embed_without_lora
 from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, Key, TowerFeatures
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 from vllm_autoprune.serving.served import ServedState
@@ -112,7 +113,7 @@ class Vision(ABC):
             if tower is not None:
                 self._relevance = ClipTower(tower, self.like.device)
             else:
-                embed = self._model.get_language_model().embed_input_ids
+                embed = embed_without_lora(self._model.get_language_model())
                 self._relevance = InputEmbeddings(embed, self.like.device)
         return self._relevance
 
