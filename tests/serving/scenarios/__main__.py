@@ -12,6 +12,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each enters its scenarios
     MARK,
     SCENARIOS,
     bases,
+    bounds,
     brought,
     caches,
     exact,

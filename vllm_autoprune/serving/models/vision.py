@@ -162,16 +162,16 @@ class Vision(ABC):
         return self.encode(images)
 
 
-def batches(images: Sequence[Shown], bound: int) -> Iterator[slice]:
-    """Runs of neighbouring images with at most ``bound`` unpruned tokens, or of a single one."""
+def batches(sizes: Sequence[int], bound: int) -> Iterator[slice]:
+    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one."""
     start, held = 0, 0
-    for at, image in enumerate(images):
-        if at > start and held + image.tokens > bound:
+    for at, size in enumerate(sizes):
+        if at > start and held + size > bound:
             yield slice(start, at)
             start, held = at, 0
-        held += image.tokens
-    if start < len(images):
-        yield slice(start, len(images))
+        held += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def each_image(inputs: Given) -> list[dict[str, Tensor]]:
