@@ -37,6 +37,7 @@ class ItemPlan:
     where the policy does not read it. ``profile`` marks vLLM's memory profiling: the unpruned
     size is returned, after paying for a selection as well. ``state`` is one that the request
     brought (:func:`vllm_autoprune.serving.carried.packed`), empty where the server's own is meant.
+    ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
     """
 
     budget: int
@@ -46,6 +47,7 @@ class ItemPlan:
     keep: Keep = "state"
     profile: bool = False
     state: bytes = b""
+    tokens: int = 0
 
     @property
     def group(self) -> tuple[int, Keep, bytes]:
@@ -53,10 +55,10 @@ class ItemPlan:
         return self.budget, self.keep, self.state
 
     def encode(self) -> Tensor:
-        """As int64 ``(7 + number of ids + bytes of the state / 8, rounded up,)``."""
+        """As int64 ``(8 + number of ids + bytes of the state / 8, rounded up,)``."""
         keep = KEEPS.index(self.keep)
         sizes = (len(self.instruction), len(self.state))
-        head = (self.budget, keep, int(self.profile), *self.key, *sizes)
+        head = (self.tokens, self.budget, keep, int(self.profile), *self.key, *sizes)
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
         words = [
             int.from_bytes(padded[i : i + _WORD], "little", signed=True)
@@ -67,12 +69,18 @@ class ItemPlan:
     @staticmethod
     def decode(row: Tensor) -> ItemPlan:
         """Inverse of :meth:`encode`; the row must lie on the CPU."""
-        budget, keep, profile, high, low, split, size, *rest = row.tolist()
+        tokens, budget, keep, profile, high, low, split, size, *rest = row.tolist()
         words = -(-size // _WORD)
         state = b"".join(w.to_bytes(_WORD, "little", signed=True) for w in rest[:words])[:size]
         ids = rest[words:]
         said, read = tuple(ids[:split]), tuple(ids[split:])
-        return ItemPlan(budget, (high, low), said, read, KEEPS[keep], bool(profile), state)
+        keeper = KEEPS[keep]
+        return ItemPlan(budget, (high, low), said, read, keeper, bool(profile), state, tokens)
+
+
+def unpruned_tokens(row: Tensor) -> int:
+    """``tokens`` of an encoded plan."""
+    return int(row[0])
 
 
 def image_key(identity: str) -> tuple[int, int]:

@@ -200,7 +200,8 @@ class PrunedProcessor(_Stock):
         for i in range(len(hashes.get("image", []))):
             whole = self._unpruned(inputs, i)
             budget = policy.at(whole.tokens, whole.tiles).budget
-            items.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
+            size = whole.tokens
+            items.append(ItemPlan(budget, (0, 0), said, longest, profile=True, tokens=size))
         return RequestPlan(tuple(items), hashes)
 
     def _planned(self, inputs: ProcessorInputs, asked: object) -> RequestPlan:
@@ -215,8 +216,8 @@ class PrunedProcessor(_Stock):
         texts = self._instructions(inputs, request.instructions, choices)
         told = [self._words.read(text, c.needs) for text, c in zip(texts, choices, strict=True)]
         items = tuple(
-            ItemPlan(c.kept, image_key(image), *ids, c.keep, state=c.state)
-            for image, ids, c in zip(images, told, choices, strict=True)
+            ItemPlan(c.kept, image_key(image), *ids, c.keep, state=c.state, tokens=extent.tokens)
+            for image, ids, c, extent in zip(images, told, choices, extents, strict=True)
         )
         identities = [
             # Where everything is kept the image is what it is in stock vLLM, caches included.

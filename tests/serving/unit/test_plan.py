@@ -13,6 +13,7 @@ from vllm_autoprune.serving.plan import (
     Keep,
     image_key,
     pruned_identity,
+    unpruned_tokens,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -25,6 +26,7 @@ PLANS = st.builds(
     keep=st.sampled_from(KEEPS),
     profile=st.booleans(),
     state=st.binary(max_size=40),
+    tokens=st.integers(0, 65536),
 )
 SAME: tuple[str, str, int, Keep, tuple[Ids, Ids] | None] = (
     "img",
@@ -40,8 +42,9 @@ def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
     words = (len(plan.state) + 7) // 8
-    assert row.shape == (7 + words + len(plan.instruction) + len(plan.language),)
+    assert row.shape == (8 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
+    assert unpruned_tokens(row) == plan.tokens
 
 
 def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> None:
