@@ -39,3 +39,9 @@ def test_twenty_images_in_one_prompt(runner: Runner) -> None:
     for answer in runner.run("batches")["twenty"]:
         assert answer["prompt_tokens"] < 20 * TOKENS
         assert answer["text"] is not None
+
+
+def test_samples_of_one_request_see_one_image(runner: Runner) -> None:
+    """``n > 1`` makes requests of their own of the same plan."""
+    report = runner.run("batches")
+    assert report["samples"] == [report["turn_one"]["text"]] * 3

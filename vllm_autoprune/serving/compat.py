@@ -5,10 +5,11 @@ Knows nothing about pruning.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from packaging.version import Version
@@ -19,9 +20,13 @@ LOWEST, BELOW = Version("0.32"), Version("0.34")
 """The hooks below were read in these releases; another one needs a look at each of them."""
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from vllm.config import ModelConfig, MultiModalConfig
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -224,3 +229,114 @@ def _then_clear(
             clear(self.get_model())
 
     return reset
+
+
+SPLIT = "autoprune_split"
+"""Method of a model that says which images of a step its encoder runs on together."""
+
+Split = Callable[[Sequence["MultiModalKwargsItem | None"]], list[slice]]
+"""Type of that method: runs of neighbouring items, together all of them."""
+
+
+def bound_encoder_calls() -> None:
+    """Encode the images of one step in groups, each within what memory profiling saw.
+
+    Why: the scheduler counts an image by its placeholders, K, so a step may hold many more images
+    than the encoder budget has room for unpruned. Both runners stack the pixels of all of them
+    on the device before they call the model. vLLM serialises pruned videos for the same reason,
+    in ``GPUModelRunner._execute_mm_encoder`` and for videos alone.
+    Remove when: vLLM's encoder budget counts unpruned tokens, or its runners ask the model how
+    many items to encode at once.
+    """
+    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    wrap(GPUModelRunner, "_execute_mm_encoder", _in_groups_v1)
+    wrap(EncoderRunner, "execute_mm_encoder", _in_groups_v2)
+
+
+def _in_groups_v1(
+    stock: Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]],
+) -> Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]]:
+    def execute(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> list[Tensor]:
+        split: Split | None = getattr(self.get_model(), SPLIT, None)
+        scheduled = scheduler_output.scheduled_encoder_inputs
+        places = [(request, i) for request, inputs in scheduled.items() for i in inputs]
+        if split is None or len(places) < 2:
+            return stock(self, scheduler_output)
+        features = [self.requests[request].mm_features[i] for request, i in places]
+        groups = split([feature.data for feature in features])
+        if len(groups) == 1:
+            return stock(self, scheduler_output)
+        outputs: list[Tensor] = []
+        for some in groups:
+            part = copy.copy(scheduler_output)
+            part.scheduled_encoder_inputs = {}
+            for request, i in places[some]:
+                part.scheduled_encoder_inputs.setdefault(request, []).append(i)
+            outputs += stock(self, part)
+        return outputs
+
+    return execute
+
+
+def _in_groups_v2(
+    stock: Callable[[EncoderRunner, list[tuple[str, MultiModalKwargsItem]]], list[Tensor]],
+) -> Callable[[EncoderRunner, list[tuple[str, MultiModalKwargsItem]]], list[Tensor]]:
+    def execute(
+        self: EncoderRunner, mm_kwargs: list[tuple[str, MultiModalKwargsItem]]
+    ) -> list[Tensor]:
+        split: Split | None = getattr(self.model, SPLIT, None)
+        if split is None or len(mm_kwargs) < 2:
+            return stock(self, mm_kwargs)
+        groups = split([item for _, item in mm_kwargs])
+        return [output for some in groups for output in stock(self, mm_kwargs[some])]
+
+    return execute
+
+
+Embed = Callable[["Tensor"], "Tensor"]
+"""From token ids ``(T,)`` to input embeddings ``(T, D)``."""
+
+
+def embed_without_lora(language_model: nn.Module) -> Embed:
+    """The language model's input embedding, without the adapters of whatever batch is running.
+
+    Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
+    scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
+    of other requests.
+    Remove when: LoRA layers can be called without a mapping.
+    """
+
+    def embed(ids: Tensor) -> Tensor:
+        inner = getattr(language_model, "model")  # noqa: B009  # no protocol declares it
+        layer = inner.embed_tokens
+        inner.embed_tokens = getattr(layer, "base_layer", layer)
+        try:
+            embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
+        finally:
+            inner.embed_tokens = layer
+        return embedded
+
+    return embed
+
+
+def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
+    """Let ``reason`` refuse a level of sleep, before the engine is paused for it.
+
+    Why: ``EngineCore.sleep`` pauses scheduling and then tells the workers, so that a worker that
+    refuses leaves an engine that answers nothing.
+    Remove when: vLLM asks a model which levels of sleep it can wake up from.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def around(stock: Callable[..., object]) -> Callable[..., object]:
+        def sleep(self: EngineCore, level: int = 1, *args: object, **named: object) -> object:
+            refused = reason(self.vllm_config.model_config, level)
+            if refused is not None:
+                raise ValueError(refused)
+            return stock(self, level, *args, **named)
+
+        return sleep
+
+    wrap(EngineCore, "sleep", around)

@@ -1,6 +1,6 @@
-"""A state's first real image: whether it keeps its promises on what it was made for.
+"""Safety check of a served state on its first real images; start-up has only synthetic ones.
 
-Knows nothing about where images come from. The safety check at start-up has only synthetic ones.
+A state is checked once for each budget and number of tiles that it is asked to select with.
 """
 
 from __future__ import annotations
@@ -19,48 +19,60 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 logger = logging.getLogger("vllm.autoprune")
 
 KNOWN = 4096
-"""States whose verdict is remembered, the oldest forgotten first."""
+"""Verdicts that are remembered, the least recently used forgotten first."""
+
+Checked = tuple[str, int, int, int, int]
+"""What a verdict is about: a state's digest, K, q_e and r_min on these images, and their tiles."""
 
 
 class FirstImages:
-    """Looks at every state once, on the first images that it is to select from.
+    """Checks a state on the first images that it selects from, at each budget and tile count.
 
-    ``unsafe`` counts the states that failed; from then on their base policy serves.
+    Both decide what a state does and promises: one that fails at K = 1 may be sound at K = 64,
+    and a budget that one client asks for must not decide what others are served. ``unsafe``
+    counts the states that failed at any; where they did their base policy serves.
     """
 
     def __init__(self) -> None:
         self.unsafe = 0
-        self._safe: OrderedDict[str, bool] = OrderedDict()
+        self._safe: OrderedDict[Checked, bool] = OrderedDict()
 
     def vetted(self, policy: PruningPolicy, tokens: VisualTokens) -> PruningPolicy:
         """The policy itself, or its base policy alone where its state has failed."""
-        state = policy.state
-        if state.digest not in self._safe:
-            found = self._look(policy, tokens)
-            if found is None:
+        state, tiles = policy.state, tokens.grid.tiles
+        here = policy.at(tokens.count, tiles)
+        checked = (state.digest, here.budget, here.quota, here.r_min, tiles)
+        if checked not in self._safe:
+            safe = self._check(policy, tokens)
+            if safe is None:
                 return policy
-            self._safe[state.digest] = found
+            self._safe[checked] = safe
             while len(self._safe) > KNOWN:
                 self._safe.popitem(last=False)
-        if self._safe[state.digest]:
+        self._safe.move_to_end(checked)
+        if self._safe[checked]:
             return policy
         return replace(
             policy, state=state.without_exchange(), quota=0, r_min=policy.budget, varies=False
         )
 
-    def _look(self, policy: PruningPolicy, tokens: VisualTokens) -> bool | None:
+    def _check(self, policy: PruningPolicy, tokens: VisualTokens) -> bool | None:
         """Whether the state is safe; None where these images cannot tell."""
         record = safety_check(policy, [tokens])
         if _everywhere(record.valid, tokens.features.device):
             return True
         if not bool(tokens.features.isfinite().all()):
             return None  # no policy could have kept its promises on these
+        digest = policy.state.digest
+        if any(key[0] == digest and not safe for key, safe in self._safe.items()):
+            return False  # told once: clients choose budgets, and could fill the log with them
         self.unsafe += 1
         logger.error(
-            "State %r (%s) FAILS ITS SAFETY CHECK ON THE FIRST REAL IMAGE: %s. From now on its "
-            "base policy %s serves alone.",
+            "State %r (%s) FAILS ITS SAFETY CHECK ON THE FIRST REAL IMAGE, at K = %d: %s. At this "
+            "budget, and any other at which it fails, its base policy %s serves alone.",
             policy.state.name,
-            policy.state.digest[:12],
+            digest[:12],
+            policy.at(tokens.count, tokens.grid.tiles).budget,
             "; ".join(f"{v.name}: {v.detail}" for v in record.failures()) or "on rank 0",
             policy.base.name,
         )

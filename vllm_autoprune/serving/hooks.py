@@ -159,6 +159,34 @@ HOOKS: tuple[Hook, ...] = (
         only="worker",
     ),
     Hook("vllm.exceptions", ("VLLMValidationError",), "engine_requests: forged plans"),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        ("GPUModelRunner._execute_mm_encoder",),
+        "compat: encoder calls within what profiling saw",
+        only="worker",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.mm.encoder_runner",
+        ("EncoderRunner.execute_mm_encoder",),
+        "compat: encoder calls within what profiling saw",
+        only="worker",
+    ),
+    Hook(
+        "vllm.multimodal.utils",
+        ("group_and_batch_mm_items",),
+        "models: unpruned tokens of an item",
+    ),
+    Hook(
+        "vllm.v1.core.encoder_cache_manager",
+        (
+            "EncoderCacheManager.create_manager",
+            "EncoderCacheManager.can_allocate",
+            "EncoderCacheManager.allocate",
+            "EncoderCacheManager.get_freed_mm_hashes",
+        ),
+        "encoder_budget: unpruned tokens of a step",
+    ),
+    Hook("vllm.v1.engine.core", ("EngineCore.sleep",), "compat: levels of sleep"),
     Hook("vllm.platforms", ("current_platform",), "compat: which runner is patched"),
     Hook(
         "vllm.utils.torch_utils",

@@ -47,7 +47,7 @@ MAX_STATE = 1 << 14
 _VERSION = 2
 """First number of an encoded plan."""
 
-_HEAD = 9
+_HEAD = 10
 """Numbers of an encoded plan before the state and the ids."""
 
 _WORD = 8
@@ -63,6 +63,7 @@ class ItemPlan:
     where the policy does not read it. ``profile`` marks vLLM's memory profiling: the unpruned
     size is returned, after paying for a selection as well. ``state`` is one that the request
     brought (:func:`vllm_autoprune.serving.carried.packed`), empty where the server's own is meant.
+    ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
     """
 
     budget: int
@@ -72,6 +73,7 @@ class ItemPlan:
     keep: Keep = "state"
     profile: bool = False
     state: bytes = b""
+    tokens: int = 0
 
     @property
     def group(self) -> tuple[int, Keep, bytes]:
@@ -79,10 +81,10 @@ class ItemPlan:
         return self.budget, self.keep, self.state
 
     def encode(self) -> Tensor:
-        """As int64 ``(9 + bytes of the state / 8, rounded up, + number of ids,)``."""
+        """As int64 ``(10 + bytes of the state / 8, rounded up, + number of ids,)``."""
         keep = KEEPS.index(self.keep)
         sizes = (len(self.state), len(self.instruction), len(self.language))
-        head = (_VERSION, self.budget, keep, int(self.profile), *self.key, *sizes)
+        head = (_VERSION, self.budget, keep, int(self.profile), *self.key, *sizes, self.tokens)
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
         words = [
             int.from_bytes(padded[i : i + _WORD], "little", signed=True)
@@ -101,12 +103,13 @@ class ItemPlan:
             raise plan_error("is not a row of 64-bit integers")
         if row.device.type != "cpu" or not _HEAD <= row.shape[0] <= _MOST:
             raise plan_error(f"has {row.shape[0]} numbers on {row.device.type}")
-        version, budget, keep, profile, high, low, *sizes = row[:_HEAD].tolist()
+        version, budget, keep, profile, high, low, *sizes, tokens = row[:_HEAD].tolist()
         if version != _VERSION:
             raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
         _require(1 <= budget <= MAX_BUDGET, f"keeps K = {budget} tokens")
         _require(0 <= keep < len(KEEPS), f"has keep = {keep}")
         _require(profile in (0, 1), f"has profile = {profile}")
+        _require(0 <= tokens <= MAX_BUDGET, f"has N = {tokens}")
         for size, most in zip(sizes, (MAX_STATE, RELEVANCE_IDS, LANGUAGE_IDS), strict=True):
             _require(0 <= size <= most, f"has a part of {size}, and at most {most} are allowed")
         size, said, read = sizes
@@ -125,7 +128,13 @@ class ItemPlan:
             keep=KEEPS[keep],
             profile=bool(profile),
             state=padded[:size],
+            tokens=tokens,
         )
+
+
+def unpruned_tokens(row: Tensor) -> int:
+    """``tokens`` of an encoded plan."""
+    return int(row[_HEAD - 1])
 
 
 _MOST = _HEAD + MAX_STATE // _WORD + RELEVANCE_IDS + LANGUAGE_IDS

@@ -216,7 +216,8 @@ class PrunedProcessor(_Stock):
         for i in range(len(hashes.get("image", []))):
             whole = self._unpruned(inputs, i)
             budget = policy.at(whole.tokens, whole.tiles).budget
-            items.append(ItemPlan(budget, (0, 0), said, longest, profile=True))
+            size = whole.tokens
+            items.append(ItemPlan(budget, (0, 0), said, longest, profile=True, tokens=size))
         return RequestPlan(tuple(items), hashes)
 
     def _planned(self, inputs: ProcessorInputs, asked: object, salt: str) -> RequestPlan:
@@ -232,8 +233,8 @@ class PrunedProcessor(_Stock):
         texts = self._instructions(inputs, request.instructions, choices)
         told = self._words.read_each(texts, [choice.needs for choice in choices])
         items = tuple(
-            ItemPlan(c.kept, NO_KEY, *ids, c.keep, state=c.state)
-            for ids, c in zip(told, choices, strict=True)
+            ItemPlan(c.kept, NO_KEY, *ids, c.keep, state=c.state, tokens=extent.tokens)
+            for ids, c, extent in zip(told, choices, extents, strict=True)
         )
         identities = [
             # Where everything is kept the image is what it is in stock vLLM, caches included.

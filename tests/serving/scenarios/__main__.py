@@ -17,6 +17,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     SCENARIOS,
     Report,
     bases,
+    bounds,
     brought,
     caches,
     exact,

@@ -17,7 +17,7 @@ from tests.serving.engine import (
     model_of,
     picture,
     prompt,
-    released,
+    release,
     start,
     vision_runs,
 )
@@ -47,7 +47,7 @@ def kept_features() -> Report:
         "resets": _count_after_resets(llm),
         "renamed": [_ask_under(llm, uuid) for uuid in (None, "one name")],
     }
-    released(llm)
+    release(llm)
     llm = start({**STATE, "budget": 16}, mm_processor_cache_gb=0, enable_prefix_caching=False)
     return {**report, "planted": _plant_names(llm)}
 

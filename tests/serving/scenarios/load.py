@@ -5,6 +5,8 @@ Knows nothing about what is right.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tests.serving.engine import (
     STATE,
     chat,
@@ -20,6 +22,9 @@ from tests.serving.engine import (
 from tests.serving.paths import TOKENS
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 @scenario
@@ -66,5 +71,15 @@ def batches() -> Report:
         "vision_batches": seen.vision_batches,
         "bound": model.autoprune_bound // TOKENS,
         "turn_one": first.plain(),
+        "samples": _samples(llm, conversation),
         "turn_two": chat(llm, [later])[0].plain(),
     }
+
+
+def _samples(llm: LLM, conversation: list[object]) -> list[str]:
+    """Three samples of one request (``n = 3``), without randomness."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(n=3, temperature=0, max_tokens=4)
+    (output,) = llm.chat([conversation], sampling, use_tqdm=False)
+    return [said.text.strip() for said in output.outputs]

@@ -31,6 +31,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
     monkeypatch.setattr(compat, "let_cpu_runner_ask", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
+    monkeypatch.setattr(compat, "refuse_sleep", lambda reason: None)
     # Whether vLLM's names are there is a test of its own; here it would import all of them.
     monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.tpdsl.samples import images, state
-from vllm_autoprune import PruningPolicy, VisualTokens, materialize, refine
+from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize, refine
+from vllm_autoprune.serving import first_images
 from vllm_autoprune.serving.first_images import FirstImages
+from vllm_autoprune.tpdsl import check
 from vllm_autoprune.tpdsl import refine as executor
+from vllm_autoprune.tpdsl.safety import SafetyRecord, Verdict
 
 
 @pytest.fixture
@@ -70,3 +75,58 @@ def test_images_that_are_no_numbers_condemn_no_state(
     assert (first.unsafe, logged.records) == (0, [])
     assert first.vetted(policy, tokens) is policy
     assert first.unsafe == 0
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
+    """Make every state fail its check at one budget; the budgets that are checked."""
+    checked: list[int] = []
+    stock = check.safety_check
+
+    def at_one_budget(policy: PruningPolicy, probes: list[VisualTokens]) -> SafetyRecord:
+        checked.append(policy.budget)
+        if policy.budget == budget:
+            return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+        return stock(policy, probes)
+
+    monkeypatch.setattr(first_images, "safety_check", at_one_budget)
+    return checked
+
+
+@pytest.mark.parametrize("budgets", [(8, 5), (5, 8)])
+def test_a_verdict_holds_for_the_budget_that_it_is_about(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int]
+) -> None:
+    """Whichever is asked for first: neither condemns nor clears the state at the other."""
+    checked = fails_at(monkeypatch, 5)
+    first, tokens = FirstImages(), images()
+    for _ in range(2):
+        for budget in budgets:
+            asked = materialize(policy.state, budget)
+            found = first.vetted(asked, tokens)
+            assert (found is asked) == (budget != 5)
+            assert found.quota == (0 if budget == 5 else asked.quota)
+    assert checked == list(budgets)
+    assert first.unsafe == 1
+
+
+def test_a_verdict_holds_for_the_number_of_tiles_that_it_is_about(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = fails_at(monkeypatch, 0)
+    first, whole = FirstImages(), images()
+    grid = whole.grid
+    tiled = replace(whole, grid=Grid(grid.height // 2, grid.width, 2))
+    for tokens in (whole, tiled, whole, tiled):
+        first.vetted(policy, tokens)
+    assert len(checked) == 2
+
+
+def test_a_state_that_fails_at_many_budgets_is_told_of_once(
+    policy: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    """Clients choose budgets: they must not be able to fill the log."""
+    first, tokens = FirstImages(), images()
+    for budget in (5, 6, 7, 8):
+        assert first.vetted(materialize(policy.state, budget), tokens).quota == 0
+    assert first.unsafe == 1
+    assert len(logged.records) == 1

@@ -194,6 +194,7 @@ def test_a_server_that_takes_no_images_has_no_vision_side(monkeypatch: pytest.Mo
     model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
     assert model.autoprune is None
     assert model.load_weights([]) == set()
+    assert model.autoprune_split([None, None]) == [slice(0, 2)]
 
 
 def test_the_table_of_support_has_every_backbone_as_it_is() -> None:

@@ -17,6 +17,7 @@ from vllm_autoprune.serving.plan import (
     Keep,
     make_feature_key,
     pruned_identity,
+    unpruned_tokens,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -29,6 +30,7 @@ PLANS = st.builds(
     keep=st.sampled_from(KEEPS),
     profile=st.booleans(),
     state=st.binary(max_size=40),
+    tokens=st.integers(0, 65536),
 )
 SAME: tuple[str, str, int, Keep, tuple[Ids, Ids] | None] = (
     "img",
@@ -44,8 +46,9 @@ def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
     words = (len(plan.state) + 7) // 8
-    assert row.shape == (9 + words + len(plan.instruction) + len(plan.language),)
+    assert row.shape == (10 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
+    assert unpruned_tokens(row) == plan.tokens
 
 
 def test_what_is_no_plan_is_refused_with_its_reason() -> None:
@@ -73,8 +76,9 @@ def test_what_is_no_plan_is_refused_with_its_reason() -> None:
         (forged(7, 10**6), "part of"),
         (forged(8, 257), "part of 257"),
         (forged(7, 3), "numbers"),
-        (forged(9, -1), "more than its state"),
-        (forged(11, -3), "negative"),
+        (forged(9, -1), "N = -1"),
+        (forged(10, -1), "more than its state"),
+        (forged(12, -3), "negative"),
         (torch.cat([sound, sound]), "numbers"),
     ):
         with pytest.raises(RequestError, match=said):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,17 @@ from torch import Tensor, nn
 
 from tests.golden.case import load, names
 from tests.serving.unit.conftest import TinyClip
-from tests.serving.unit.samples import BOS, EOS, SEGMENT, VISION_WIDTH, WIDTH, clip_config
+from tests.serving.unit.samples import (
+    BOS,
+    EOS,
+    SEGMENT,
+    VISION_WIDTH,
+    WIDTH,
+    clip_config,
+    served,
+)
+from vllm_autoprune.serving.features import ImageFeatures
+from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, segments
 from vllm_autoprune.serving.towers import describe_tower
@@ -193,3 +205,56 @@ def test_half_precision_embeddings_are_averaged_in_float32() -> None:
     text, _ = InputEmbeddings(lookup, CPU).instructions([tuple(range(32))])
     assert text.dtype == torch.float32
     torch.testing.assert_close(text[0, 0], lookup.table.weight.detach().float().mean(dim=0))
+
+
+class AdaptedEmbedding(nn.Module):
+    """As vLLM's ``VocabParallelEmbeddingWithLoRA``: adds the adapters of the batch that runs."""
+
+    def __init__(self, base_layer: nn.Embedding) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.base_layer(ids) + 1.0
+        return embedded
+
+
+class LanguageModel(nn.Module):
+    """Scales what its inner model embeds, as Gemma 3 does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = layer
+
+    def embed_input_ids(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.embed_tokens(ids) * 3.0
+        return embedded
+
+
+class EmbeddingsVision(Vision):
+    """The vision side of a model of which only relevance by embeddings is asked."""
+
+    @staticmethod
+    def tower(model: Any) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def images(self, inputs: Given) -> list[Shown]:
+        raise AssertionError("not asked")
+
+    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+        raise AssertionError("not asked")
+
+
+@torch.no_grad()
+def test_instructions_are_embedded_without_the_adapters_of_other_requests() -> None:
+    base = nn.Embedding(16, 8)
+    plain, adapted = LanguageModel(base), LanguageModel(AdaptedEmbedding(base))
+    layer = adapted.model.embed_tokens
+    model: Any = SimpleNamespace(get_language_model=lambda: adapted)
+    relevance = EmbeddingsVision(model, served({"/constraints/selector/q_e": 4})).relevance()
+    assert relevance is not None
+    text, _ = relevance.instructions([(1, 2, 3)])
+    expected = plain.embed_input_ids(torch.tensor([1, 2, 3])).mean(dim=0)
+    assert torch.equal(text[0, 0], expected)
+    assert adapted.model.embed_tokens is layer

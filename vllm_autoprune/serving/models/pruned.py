@@ -5,18 +5,19 @@ Knows nothing about any one model; a subclass says which :class:`Vision` is its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 from vllm.model_executor.models.utils import StageMissingLayer
+from vllm.multimodal.utils import group_and_batch_mm_items
 
 from vllm_autoprune.serving.accounts import accounts_of
 from vllm_autoprune.serving.batch import prune_images
-from vllm_autoprune.serving.compat import clear_with_worker_caches
+from vllm_autoprune.serving.compat import bound_encoder_calls, clear_with_worker_caches
 from vllm_autoprune.serving.first_images import FirstImages
-from vllm_autoprune.serving.models.vision import Vision, batches
+from vllm_autoprune.serving.models.vision import Given, Vision, batches
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.plan_rules import PlanReader, PlanRules
 from vllm_autoprune.serving.prune import FallbackMeter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.models.interfaces import MultiModalEmbeddings
     from vllm.model_executor.models.interfaces import SupportsMultiModal as _Stock
+    from vllm.multimodal.inputs import MultiModalKwargsItem
 else:
     _Stock = object
 
@@ -58,9 +60,28 @@ class PrunedModel(_Stock):
         self.autoprune_watch = Stopwatch(self.autoprune.like.device)
         accounts = accounts_of(vllm_config.model_config)
         self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
-        # vLLM counts a pruned image as K tokens, so a step may hold far more images than
-        # profiling saw: features and selections are made for as many at a time as it did see.
-        self.autoprune_bound: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.autoprune_profiled = 0
+        bound_encoder_calls()
+
+    @property
+    def autoprune_bound(self) -> int:
+        """Unpruned tokens of one call: what memory profiling saw, or may see where it did not run.
+
+        That is vLLM's own encoder budget, rounded down to whole images of the largest size.
+        """
+        return self.autoprune_profiled or self.autoprune_budget
+
+    def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
+        """Runs of neighbouring items whose images have at most ``autoprune_bound`` tokens, N.
+
+        An image with more than that is a run of its own. Read from the pixels themselves, while
+        they are on the CPU: a count that came with the request would be the client's word.
+        """
+        vision = self.autoprune
+        if vision is None:
+            return [slice(0, len(items))]
+        return list(batches([_unpruned(vision, item) for item in items], self.autoprune_bound))
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``).
@@ -77,21 +98,17 @@ class PrunedModel(_Stock):
         """``(K_i, D)`` rows of every image."""
         vision = self.autoprune
         assert vision is not None
-        # Fields that this call has nothing of are None.
-        held = {n: given for n, given in inputs.items() if isinstance(given, Tensor | list)}
-        images = vision.images(held)
+        images = vision.images(_given(inputs))
         profile = any(plan.profile for plan in plans)
+        if profile:
+            tokens = sum(image.tokens for image in images)
+            self.autoprune_profiled = max(self.autoprune_profiled, tokens)
         reserved = vision.cache.reserve(vision.like.device) if profile else None
-        total = sum(image.tokens for image in images)
-        done: list[Tensor] = []
-        for some in batches(images, total if profile else self.autoprune_bound):
-            keys = [plan.key for plan in plans[some]]
-            shown = [image.inputs for image in images[some]]
-            features, parts = vision.features(keys, shown, profile), vision.parts()
-            with nullcontext() if profile else self.autoprune_watch.running():
-                done += prune_images(
-                    self.autoprune_served, plans[some], features, parts, self.autoprune_meter
-                )
+        keys = [plan.key for plan in plans]
+        shown = [image.inputs for image in images]
+        features, parts = vision.features(keys, shown, profile), vision.parts()
+        with nullcontext() if profile else self.autoprune_watch.running():
+            done = prune_images(self.autoprune_served, plans, features, parts, self.autoprune_meter)
         del reserved
         if self.autoprune_metrics is not None and not profile and is_first_rank():
             metered = self.autoprune_watch, self.autoprune_meter, vision.cache
@@ -115,3 +132,16 @@ def _clear_features(model: nn.Module) -> None:
     vision = model.autoprune if isinstance(model, PrunedModel) else None
     if vision is not None:
         vision.cache.clear()
+
+
+def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:
+    """N of an image with a plan; 0 of what vLLM counts as it is."""
+    if item is None or FIELD not in item:
+        return 0
+    ((_, inputs),) = group_and_batch_mm_items([item])
+    return vision.images(_given(inputs))[0].tokens
+
+
+def _given(inputs: Mapping[str, object]) -> Given:
+    """The fields of one call but the plans; those that it has nothing of are None."""
+    return {n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.batch import ModelParts
+from vllm_autoprune.serving.compat import embed_without_lora
 from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, TowerFeatures
 from vllm_autoprune.serving.plan import NO_KEY, Key
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
@@ -113,7 +114,7 @@ class Vision(ABC):
             if tower is not None:
                 self._relevance = ClipTower(tower, self.like.device)
             else:
-                embed = self._model.get_language_model().embed_input_ids
+                embed = embed_without_lora(self._model.get_language_model())
                 self._relevance = InputEmbeddings(embed, self.like.device)
         return self._relevance
 
@@ -171,16 +172,16 @@ class Vision(ABC):
         return self.encode(images)
 
 
-def batches(images: Sequence[Shown], bound: int) -> Iterator[slice]:
-    """Runs of neighbouring images with at most ``bound`` unpruned tokens, or of a single one."""
+def batches(sizes: Sequence[int], bound: int) -> Iterator[slice]:
+    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one."""
     start, held = 0, 0
-    for at, image in enumerate(images):
-        if at > start and held + image.tokens > bound:
+    for at, size in enumerate(sizes):
+        if at > start and held + size > bound:
             yield slice(start, at)
             start, held = at, 0
-        held += image.tokens
-    if start < len(images):
-        yield slice(start, len(images))
+        held += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def describe_geometry(image: Inputs) -> Hashable:

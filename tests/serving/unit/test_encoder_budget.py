@@ -1,0 +1,88 @@
+"""How many unpruned tokens the scheduler lets one step encode."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
+
+K, BUDGET, CACHE = 8, 1000, 4096
+
+
+@pytest.fixture
+def manager() -> UnprunedBudgetManager:
+    scheduler = SimpleNamespace(max_num_encoder_input_tokens=BUDGET)
+    config: Any = SimpleNamespace(scheduler_config=scheduler)
+    return UnprunedBudgetManager.create_manager(cache_size=CACHE, vllm_config=config)
+
+
+def request(name: str, *sizes: int | None) -> Any:
+    """A request with an image of each size, kept as K; None is an image without a plan."""
+    features = [
+        SimpleNamespace(
+            identifier=f"{name}-{i}",
+            data=None
+            if size is None
+            else {FIELD: SimpleNamespace(data=ItemPlan(K, (0, 0), tokens=size).encode())},
+        )
+        for i, size in enumerate(sizes)
+    ]
+    return SimpleNamespace(
+        request_id=name, mm_features=features, get_num_encoder_embeds=lambda i: K
+    )
+
+
+def scheduled(manager: UnprunedBudgetManager, asked: Any) -> list[int]:
+    """Inputs of a request that this step takes, tried and allocated as the scheduler does."""
+    taken: list[int] = []
+    for i in range(len(asked.mm_features)):
+        if manager.check_and_update_cache(asked, i):
+            continue
+        if not manager.can_allocate(asked, i, CACHE, K * len(taken)):
+            break
+        taken.append(i)
+    for i in taken:
+        manager.allocate(asked, i)
+    return taken
+
+
+def test_a_step_is_bounded_by_what_the_encoder_works_on(manager: UnprunedBudgetManager) -> None:
+    one, other = request("one", 400, 400, 400), request("other", 300, 100)
+    assert scheduled(manager, one) == [0, 1]
+    assert scheduled(manager, other) == []
+    manager.get_freed_mm_hashes()
+    assert scheduled(manager, one) == [2]
+    assert scheduled(manager, other) == [0, 1]
+
+
+def test_an_image_above_the_budget_has_a_step_of_its_own(manager: UnprunedBudgetManager) -> None:
+    large, small = request("large", 5000), request("small", 10)
+    assert scheduled(manager, large) == [0]
+    assert scheduled(manager, small) == []
+    manager.get_freed_mm_hashes()
+    assert scheduled(manager, small) == [0]
+
+
+def test_a_request_that_was_not_scheduled_costs_nothing(manager: UnprunedBudgetManager) -> None:
+    """There was no room for its tokens: tried, not allocated."""
+    assert manager.can_allocate(request("no room", 900), 0, CACHE, 0)
+    assert scheduled(manager, request("other", 900)) == [0]
+
+
+def test_the_cache_holds_what_is_kept(manager: UnprunedBudgetManager) -> None:
+    scheduled(manager, request("one", 400, 400))
+    assert manager.num_free_slots == CACHE - 2 * K
+    assert scheduled(manager, request("one", 400, 400)) == []  # in the cache
+
+
+def test_what_has_no_plan_is_counted_as_stock_counts_it(manager: UnprunedBudgetManager) -> None:
+    assert len(scheduled(manager, request("one", *[None] * 100))) == 100
+
+
+def test_a_cache_without_room_is_stock_s_refusal(manager: UnprunedBudgetManager) -> None:
+    manager.num_free_slots = manager.num_freeable_slots = K - 1
+    assert scheduled(manager, request("one", 10)) == []
