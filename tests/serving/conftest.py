@@ -52,7 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         names = [name for mark in item.iter_markers("scenarios") for name in mark.args]
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         for name in names:
-            Runner(parameters.get("runner", "v1")).begin(name.format(**parameters))
+            Runner(str(parameters.get("runner", "v1"))).begin(name.format(**parameters))
 
 
 def pytest_sessionfinish() -> None:

@@ -5,6 +5,7 @@ Knows nothing about what is right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tests.serving.engine import (
@@ -76,7 +77,7 @@ def batches() -> Report:
     }
 
 
-def _samples(llm: LLM, conversation: list[object]) -> list[str]:
+def _samples(llm: LLM, conversation: Sequence[object]) -> list[str]:
     """Three samples of one request (``n = 3``), without randomness."""
     from vllm import SamplingParams
 

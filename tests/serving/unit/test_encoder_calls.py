@@ -48,7 +48,7 @@ def first_calls(model: object, features: dict[str, list[int | None]]) -> list[di
     """What the stock method of runner V1 is called with, all inputs being scheduled."""
     calls: list[dict[str, list[int]]] = []
 
-    def stock(self: object, scheduler_output: Any) -> list[str]:
+    def stock(self: object, scheduler_output: Any) -> Any:
         assert scheduler_output.free_encoder_mm_hashes == ["freed"]
         scheduled = scheduler_output.scheduled_encoder_inputs
         calls.append(scheduled)

@@ -224,7 +224,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.embed_tokens = layer
 
     def embed_input_ids(self, ids: Tensor) -> Tensor:
