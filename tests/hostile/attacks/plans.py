@@ -115,6 +115,8 @@ def _forge_all(site: Site, names: Iterable[str]) -> Iterable[str]:
             yield f"plan with {name}: {reply}, and the engine is dead"
             return
     site.note(f"by status: {statuses}")
+    if errors := sum(count for status, count in statuses.items() if not 0 < status < 500):
+        yield f"{errors} of {sum(statuses.values())} forged plans are answered by a server error"
 
 
 @attack("uncached")
