@@ -1,0 +1,1 @@
+"""What a hostile client may send, and what has to hold afterwards."""

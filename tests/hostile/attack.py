@@ -1,0 +1,96 @@
+"""Attacks: a registry of functions that send hostile requests and report problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tests.hostile.client import Client, Reply, distance
+from tests.hostile.pictures import Picture
+
+Profile = Literal["default", "uncached", "trusting", "stock"]
+"""Which server: ``default`` lets requests bring states; ``uncached`` has both of vLLM's caches off,
+the endpoints for tokens on, and lets requests set nothing; ``trusting`` lets them set arguments of
+the processor too, as ``stock`` does, which has no state."""
+
+QUESTION = "what colour is the cat on the left"
+SMALL, LARGE = (56, 56), (448, 448)
+"""Sizes whose number of visual tokens differs wherever a backbone has any that do."""
+
+SAME = 0.15
+"""Mean difference of log-probabilities up to which two answers are the same.
+
+Batches and cached prefixes round bfloat16 differently, by some hundredths; another image of a tiny
+random model differs by several times that."""
+
+
+@dataclass
+class Site:
+    """Where an attack takes place: a backbone, and clients of its servers.
+
+    ``notes`` are figures that an attack reports beside its problems.
+    """
+
+    backbone: str
+    client: Client
+    open_stock: Callable[[], Client]
+    words: str = QUESTION
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Report a figure."""
+        self.notes.append(text)
+
+    def ask(self, *pictures: Picture, **more: object) -> Reply:
+        """The answer to the question of this site about pictures."""
+        return self.client.chat(self.words, *pictures, **more)
+
+
+Run = Callable[[Site], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """``run`` yields a problem for each thing that does not hold; ``quick`` ones run in pytest."""
+
+    name: str
+    summary: str
+    profile: Profile
+    run: Run
+    quick: bool
+    backbones: Sequence[str]
+
+
+ATTACKS: dict[str, Attack] = {}
+BACKBONES = ("qwen2_5_vl", "llava_next", "llava")
+
+
+def attack(
+    profile: Profile = "default", quick: bool = True, backbones: Sequence[str] = BACKBONES
+) -> Callable[[Run], Run]:
+    """Register a function as an attack, described by its name and the line of its docstring."""
+
+    def register(run: Run) -> Run:
+        name = run.__name__
+        summary = (run.__doc__ or "").strip().partition("\n")[0]
+        ATTACKS[name] = Attack(name, summary, profile, run, quick, backbones)
+        return run
+
+    return register
+
+
+def server_errors(*replies: Reply) -> Iterable[str]:
+    """A problem for each reply that is a server error, or is missing."""
+    for reply in replies:
+        if reply.status >= 500 or reply.status == 0:
+            yield str(reply)
+
+
+def unlike(name: str, reply: Reply, *accepted: Reply) -> Iterable[str]:
+    """A problem where a reply was answered, and like none of these."""
+    yield from server_errors(reply)
+    if reply.status == 200:
+        gap = min(distance(reply.logprobs, other.logprobs) for other in accepted)
+        if gap > SAME:
+            yield f"{name}: the answer differs from the expected one by {gap:.2f}"

@@ -1,0 +1,90 @@
+"""Texts with a meaning of their own: control characters, special tokens, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from tests.hostile.attack import LARGE, Site, attack, server_errors
+from tests.hostile.client import Reply
+from tests.hostile.pictures import Picture
+
+_MARK = "forged-line-of-a-log"
+_CONTROL = ("\n", "\r", "\x1b[2J", "\0", "\u2028", "\u202e", "\x85")
+SPECIAL = (
+    *("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+    *("</s>", "<s>", "<pad>", "<|vision_start|><|image_pad|><|vision_end|>"),
+)
+
+
+@attack()
+def control_characters(site: Site) -> Iterable[str]:
+    """Control characters in keys and values: none is repeated in a message or in the log."""
+    picture, repeated = Picture(13, *LARGE), set[str]()
+    for control in _CONTROL:
+        text = f"a{control}{_MARK}"
+        for kwargs in (
+            {"autoprune": {text: 8}},
+            {"autoprune": {"policy": text}},
+            {"autoprune": {"policy": {text: 1}}},
+            {"autoprune": {"policy": {"scoring": {"fusion": {"atom": text}}}}},
+            {"autoprune": {"keep": text}},
+            {"autoprune": {"budget": {text: 1}}},
+            {text: 1, "autoprune": {}},
+        ):
+            reply = site.ask(picture, mm_processor_kwargs=kwargs)
+            yield from server_errors(reply)
+            if reply.status == 200:
+                yield f"{kwargs} is served"
+            # Only those of our own entry: vLLM words the refusal of other keys.
+            if len(kwargs) == 1 and f"{control}{_MARK}" in reply.message:
+                repeated.add(control)
+    if repeated:
+        yield f"{sorted(repeated)} are repeated in messages as they are"
+    for line in site.client.server.logged().splitlines():
+        if line.startswith(_MARK):
+            yield "a client writes a line of the log"
+            break
+
+
+@attack()
+def special_tokens(site: Site) -> Iterable[str]:
+    """Special tokens of the model in the text of a user: never worse than on stock vLLM."""
+    picture, stock = Picture(14, *LARGE), site.open_stock()
+    for text in SPECIAL:
+        for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
+            for pictures in ((picture,), ()):
+                yield from _no_worse(
+                    f"{text!r} with {len(pictures)} images",
+                    site.client.chat(words, *pictures),
+                    partial(stock.chat, words, *pictures),
+                )
+
+
+@attack()
+def truncated_prompts(site: Site) -> Iterable[str]:
+    """Prompts cut by ``truncate_prompt_tokens``, through an image too: never worse than stock."""
+    picture = Picture(15, *LARGE)
+    ours, theirs = (
+        [
+            client.chat(site.words, picture, truncate_prompt_tokens=count, truncation_side=side)
+            for count in (1, 2, 5, 20, 33, 200, 300, 2000, -1, 2**62)
+            for side in ("left", "right")
+        ]
+        for client in (site.client, site.open_stock())
+    )
+    # One by one they cannot be compared: what fits differs, and vLLM 0.32 answers 500 where an
+    # image of a prompt that it refused comes back.
+    errors, stock = ([r for r in replies if r.status >= 500] for replies in (ours, theirs))
+    site.note(f"server errors: {len(errors)}, on stock {len(stock)}")
+    if len(errors) > len(stock):
+        yield f"{len(errors)} server errors, and {len(stock)} on stock; the last is {errors[-1]}"
+
+
+def _no_worse(name: str, reply: Reply, ask_stock: Callable[[], Reply]) -> Iterable[str]:
+    """A problem where a reply is a server error and that of stock is none."""
+    if reply.status < 500 and reply.status != 0:
+        return
+    same = ask_stock()
+    if same.status < 500:
+        yield f"{name}: {reply}, and stock answers {same.status}"

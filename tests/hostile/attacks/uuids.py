@@ -1,0 +1,167 @@
+"""Names of images that a client chooses: one name for two images, names that vLLM gives itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tests.hostile.attack import LARGE, SMALL, Site, attack, server_errors, unlike
+from tests.hostile.client import entry, nearest
+from tests.hostile.pictures import Picture
+
+_ONE, _OTHER = Picture(1, *SMALL), Picture(2, *LARGE)
+
+
+@attack()
+def one_uuid_in_one_request(site: Site) -> Iterable[str]:
+    """Two images of different size under one uuid, in one request."""
+    yield from _send_both_under_one_uuid(site)
+
+
+@attack("uncached")
+def one_uuid_in_one_request_uncached(site: Site) -> Iterable[str]:
+    """Two images of different size under one uuid in one request, with vLLM's caches off."""
+    yield from _send_both_under_one_uuid(site)
+
+
+def _send_both_under_one_uuid(site: Site) -> Iterable[str]:
+    for first, second in ((_ONE, _OTHER), (_OTHER, _ONE)):
+        uuid = f"one-request-{first.seed}"
+        honest = site.ask(first, second)
+        doubled = site.ask(first, first), site.ask(second, second)
+        reply = site.ask(first.named(uuid), second.named(uuid))
+        # vLLM trusts a uuid: either image may stand for both.
+        yield from unlike("two images under one uuid", reply, honest, *doubled)
+        if reply.status in (0, 500):
+            return
+
+
+@attack()
+def one_uuid_in_two_requests(site: Site) -> Iterable[str]:
+    """Two images of different size under one uuid, one request after the other, then again."""
+    references = site.ask(_ONE), site.ask(_OTHER)
+    for order in ((0, 1, 0), (1, 0, 1)):
+        for budget in (None, 8):
+            more = {} if budget is None else entry(budget=budget)
+            expected = references
+            if budget is not None:
+                expected = site.ask(_ONE, **more), site.ask(_OTHER, **more)
+            for i in order:
+                picture = (_ONE, _OTHER)[i].named(f"two-requests-{order}-{budget}")
+                reply = site.ask(picture, **more)
+                yield from unlike("a reused uuid", reply, *expected)
+                if reply.status in (0, 500):
+                    return
+
+
+@attack("uncached")
+def one_uuid_in_two_requests_uncached(site: Site) -> Iterable[str]:
+    """Two images under one uuid in two requests, with vLLM's caches off: each about its own."""
+    references = [site.ask(_ONE), site.ask(_OTHER)]
+    for i in (0, 1, 0, 1):
+        reply = site.ask((_ONE, _OTHER)[i].named("two-requests"))
+        yield from server_errors(reply)
+        if reply.status in (0, 500):
+            return
+        if reply.status == 200 and nearest(reply.logprobs, [r.logprobs for r in references]) != i:
+            yield f"image {i} under a reused uuid is answered about image {1 - i}"
+
+
+@attack("uncached")
+def planted_names(site: Site) -> Iterable[str]:
+    """Uuids in the form that vLLM numbers images by itself, planted before those numbers come."""
+    victim, planted = Picture(3, *LARGE), Picture(4, *LARGE)
+    mine, theirs = site.ask(victim), site.ask(planted)
+    # The number of a request is not in any answer, but few enough have been processed to try all.
+    seen = int(site.client.metric("vllm:request_success_total")) + 40
+    names = [f"renderer0-mm-{number}-image-0" for number in range(1, 2 * seen + 40)]
+    for start in range(0, len(names), 8):
+        some = [planted.named(name) for name in names[start : start + 8]]
+        yield from server_errors(site.ask(*some))
+    wrong = 0
+    for _ in range(6):
+        reply = site.ask(victim)
+        yield from server_errors(reply)
+        wrong += nearest(reply.logprobs, [mine.logprobs, theirs.logprobs]) == 1
+    if wrong:
+        yield f"{wrong} of 6 requests without a uuid are answered about the planted image"
+
+
+@attack()
+def uuid_alone(site: Site) -> Iterable[str]:
+    """An image that is named by its uuid and not sent: small, large, at other budgets, unknown."""
+    stock = site.open_stock()
+    unknown = Picture(0, 1, 1, "never-sent", sent=False)
+    allowed = stock.chat(site.words, unknown).status
+    replies = [site.ask(unknown)]
+    for picture in (_ONE, _OTHER):
+        named = picture.named(f"alone-{picture.seed}")
+        alone = Picture(0, 1, 1, named.uuid, sent=False)
+        first = site.ask(named)
+        yield from server_errors(first)
+        for more in ({}, entry(budget=8), entry(enabled=False), entry(budget=4096)):
+            reply = site.ask(alone, **more)
+            replies.append(reply)
+            if reply.status == 200:
+                yield from unlike("by uuid alone", reply, first, site.ask(picture, **more))
+    site.note(f"{[reply.status for reply in replies]}; stock answers an unknown uuid by {allowed}")
+    for reply in replies:
+        # Stock vLLM answers a uuid that is in none of its caches by a server error.
+        if reply.status == 0 or reply.status >= 500 > allowed:
+            yield f"by uuid alone: {reply}, and stock answers {allowed}"
+
+
+@attack()
+def odd_uuids(site: Site) -> Iterable[str]:
+    """Uuids that look like identities of the server, are long, or are no text at all."""
+    identity = "0" * 64
+    reference = site.ask(_OTHER)
+    stock = site.open_stock()
+    odd = ("", " ", "a" * 100_000, f"{identity}-ap-{identity[:32]}", identity, "\n\0", "ü🦙", "0x1")
+    for uuid in odd:
+        reply = site.ask(_OTHER.named(uuid))
+        if reply.status >= 500 and stock.chat(site.words, _OTHER.named(uuid)).status < 500:
+            yield f"uuid {uuid[:20]!r}: {reply}"
+        elif reply.status == 200:
+            yield from unlike(f"uuid {uuid[:20]!r}", reply, reference)
+
+
+@attack()
+def random_keep_by_uuid(site: Site) -> Iterable[str]:
+    """A random keep under uuids of the client's choice: the draw must not follow the name."""
+    picture = Picture(5, *LARGE)
+    how = entry(keep="random", budget=8)
+    replies = [site.ask(picture.named(f"draw-{i}"), **how) for i in range(4)]
+    yield from server_errors(*replies)
+    for i, reply in enumerate(replies[1:], 1):
+        yield from unlike(f"random keep under uuid {i}", reply, replies[0])
+
+
+@attack()
+def cache_salt(site: Site) -> Iterable[str]:
+    """Whether the feature cache tells that a tenant of another salt has sent an image."""
+    picture = Picture(int(site.client.metric("vllm:request_success_total")) + 100, *LARGE)
+    name = "autoprune_feature_cache_hits_total"
+
+    def hits(salt: str, question: str) -> float:
+        before = site.client.metric(name)
+        reply = site.client.chat(question, picture, cache_salt=salt)
+        assert reply.status == 200, reply
+        return site.client.metric(name) - before
+
+    hits("first tenant", "what is the shape")
+    own = hits("first tenant", "which dog is blue")
+    site.note(f"hits within one salt: {own:.0f}")
+    if hits("second tenant", "how many are there"):
+        yield "a request of another cache_salt hits the features of the first"
+
+
+@attack("uncached")
+def identities_are_hexadecimal(site: Site) -> Iterable[str]:
+    """Identities of images, which cache connectors read as hexadecimal numbers."""
+    body = site.client.chat_body(site.words, _OTHER)
+    reply = site.client.send("/v1/chat/completions/render", body)
+    assert reply.status == 200, reply
+    for identity in reply.body["features"]["mm_hashes"]["image"]:
+        if not re.fullmatch(r"[0-9a-f]{64}", identity):
+            yield f"identity {identity!r}"

@@ -1,0 +1,83 @@
+"""One attack on one server, with the same sane question before and after it."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.server import Server
+from tests.hostile.attack import SAME, Attack, Profile, Site
+from tests.hostile.client import Client, Reply, distance
+from tests.hostile.pictures import Picture
+
+_SANE = Picture(0, 448, 448)
+_EXCEPTION = re.compile(r"(^|[\] ])\w+(Error|Exception): .")
+_GRACE = 10.0
+"""Seconds in which a server whose engine has died ends."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one attack; without problems the server withstood it."""
+
+    attack: str
+    backbone: str
+    runner: str
+    seconds: float
+    problems: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """The result in one word."""
+        return "BROKEN" if self.problems else "withstood"
+
+
+def carry_out(
+    attack: Attack, backbone: str, runner: str, get: Callable[[Profile], Server]
+) -> Outcome:
+    """Carry out an attack on the server of its profile, and see how the server is afterwards."""
+    begun = time.monotonic()
+    client = Client(get(attack.profile))
+    before = _ask_sane_question(client)
+    site = Site(backbone, client, lambda: Client(get("stock")))
+    problems: list[str] = []
+    try:
+        problems += attack.run(site)
+    except (AssertionError, urllib.error.URLError, OSError, KeyError) as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    problems += _problems_since(client, before)
+    return Outcome(attack.name, backbone, runner, time.monotonic() - begun, problems, site.notes)
+
+
+def _ask_sane_question(client: Client) -> Reply:
+    reply = client.chat("what colour is the cat", _SANE)
+    assert reply.status == 200, f"a normal request is refused before the attack: {reply}"
+    return reply
+
+
+def _problems_since(client: Client, before: Reply) -> list[str]:
+    after = client.chat("what colour is the cat", _SANE)
+    if after.status != 200:
+        return [f"a normal request afterwards: {after}; {_last_words(client.server)}"]
+    gap = distance(before.logprobs, after.logprobs)
+    if gap > SAME:
+        return [f"a normal request is answered otherwise than before, by {gap:.2f}"]
+    return []
+
+
+def _last_words(server: Server) -> str:
+    """The exception that a dead engine's log ends with."""
+    deadline = time.monotonic() + _GRACE
+    while server.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    ended = "the server has ended" if server.process.poll() is not None else "the server is up"
+    causes = [
+        line.rpartition("] ")[2].strip()
+        for line in server.logged().splitlines()
+        if _EXCEPTION.search(line) and "EngineCore encountered" not in line
+    ]
+    return f"{ended}: {(causes or ['no exception in its log'])[-1][-300:]}"

@@ -1,0 +1,192 @@
+"""``python -m tests.hostile.mutate``: mutated requests to one live server, which has to live.
+
+No request is missing an answer, and none is answered by a server error that stock vLLM does not
+give for such requests: those that change what vLLM reads itself are sent to a stock server too,
+without our entry. What is refused never reaches the engine, and a normal request is answered
+afterwards as it was before. Exit status 0 where all of that holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from benchmarks.server import Server, serve
+from tests.hostile.bodies import BODY, Mutant, draw
+from tests.hostile.client import CHAT, Client, Reply
+from tests.serving.engine import examples
+from tests.serving.http import ask, text_of
+from tests.serving.paths import CLIP, LLAVA
+
+FLAGS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32")
+PRUNED = (
+    *("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP)),
+    *("--autoprune-requests", "states:1-256"),
+)
+
+SHOWN = 200
+"""Characters of a bad exchange that are shown."""
+
+
+@dataclass
+class Tally:
+    """What became of the requests.
+
+    ``errors`` and ``stock_errors`` count server errors by their message.
+    """
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    stock_errors: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    answers: int = 0
+
+    @property
+    def served(self) -> int:
+        """Requests that were answered by the engine."""
+        return self.statuses[200]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request with its number, and what it was answered here and, where asked, by stock."""
+
+    number: int
+    mutant: Mutant
+    reply: Reply
+    stock: Reply | None
+
+
+def run(
+    server: Server,
+    count: int,
+    seed: int = 0,
+    at_once: int = 4,
+    stock: Server | None = None,
+    seconds: float = math.inf,
+) -> Tally:
+    """Send ``count`` requests, ``at_once`` at a time, and hold the server to its promises.
+
+    Without a ``stock`` server no server error is excused. After ``seconds`` no more are sent.
+    """
+    deadline = time.monotonic() + seconds
+    tally = Tally()
+    asked = examples(2)
+    before, engine = text_of(ask(server, asked[0])), _finished_by_engine(server)
+    client, other = Client(server), None if stock is None else Client(stock)
+
+    def exchange(number: int) -> Exchange | None:
+        if time.monotonic() > deadline:
+            return None
+        mutant = draw(server, asked, Random(f"{seed}/{number}"))
+        reply = client.send(CHAT, mutant.content)
+        failed = not 0 < reply.status < 500
+        mirrored = None
+        if other is not None and mutant.stock is not None and (failed or mutant.kind == BODY):
+            mirrored = other.send(CHAT, {**mutant.stock, "model": other.server.model})
+        return Exchange(number, mutant, reply, mirrored)
+
+    wrong: list[Exchange] = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for one in pool.map(exchange, range(count)):
+            if one is None:
+                break
+            tally.kinds[one.mutant.kind] += 1
+            tally.statuses[one.reply.status] += 1
+            if one.reply.status == 200:
+                tally.answers += len(one.reply.body["choices"])
+            if not 0 < one.reply.status < 500:
+                wrong.append(one)
+                tally.errors[_cause(one.reply)] += 1
+            if one.stock is not None and one.stock.status >= 500:
+                tally.stock_errors[_cause(one.stock)] += 1
+    # After the last one: what stock answers to a request depends on those before it.
+    tally.faults += [
+        f"seed {seed} number {one.number} ({one.mutant.kind}): {one.mutant.shown[:SHOWN]} -> "
+        f"{one.reply}"
+        for one in wrong
+        if _cause(one.reply) not in tally.stock_errors
+    ]
+    reached = _finished_by_engine(server) - engine
+    if reached != tally.answers:
+        tally.faults.append(f"the engine gave {reached} answers, and {tally.answers} were received")
+    after = text_of(ask(server, asked[0]))
+    if after != before:
+        tally.faults.append(f"a normal request was answered {before!r}, and is now {after!r}")
+    return tally
+
+
+def _cause(reply: Reply) -> str:
+    """An error's message without the numbers in it."""
+    return re.sub(r"[0-9a-f]{8,}|\d+", "…", f"{reply.status} {reply.message[:120]}")
+
+
+def _finished_by_engine(server: Server) -> int:
+    """Answers that the engine has finished, by vLLM's own count."""
+    return int(Client(server).metric("vllm:request_success_total"))
+
+
+def report(tally: Tally, seconds: float) -> str:
+    """What is printed at the end."""
+    lines = [
+        f"{sum(tally.statuses.values())} requests in {seconds:.0f} s, {len(tally.faults)} faults",
+        f"by status: {_format_counts(tally.statuses)}",
+        f"by kind: {_format_counts(tally.kinds)}",
+        f"server errors: {_format_counts(tally.errors) or 'none'}",
+        f"of stock: {_format_counts(tally.stock_errors) or 'none'}",
+        *tally.faults[:20],
+    ]
+    return "\n".join(lines)
+
+
+def _format_counts(counts: Mapping[Any, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start a server and a stock one, send mutated requests, and report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.hostile.mutate", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="send no more after that")
+    parser.add_argument("--json", help="write the tally to this file")
+    options = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        stock = stack.enter_context(serve(LLAVA, *FLAGS))
+        server = stack.enter_context(serve(LLAVA, *FLAGS, *PRUNED))
+        begun = time.monotonic()
+        tally = run(server, options.count, options.seed, options.at_once, stock, options.seconds)
+        print(report(tally, time.monotonic() - begun))
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(
+                {
+                    "statuses": tally.statuses,
+                    "kinds": tally.kinds,
+                    "faults": tally.faults,
+                    "errors": tally.errors,
+                    "stock_errors": tally.stock_errors,
+                },
+                file,
+                indent=1,
+            )
+    return 1 if tally.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

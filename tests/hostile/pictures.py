@@ -1,0 +1,53 @@
+"""Pictures of any size, as parts of a chat message, under names that a client chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from PIL import Image
+
+from benchmarks.load.pictures import encoded
+from benchmarks.load.pictures import picture as draw
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture drawn from a seed; ``uuid`` is sent where it is given, ``detail`` too.
+
+    With ``sent`` false only the uuid is sent, as clients do for what a server has cached. A
+    ``flat`` one has a single colour.
+    """
+
+    seed: int
+    width: int
+    height: int
+    uuid: str | None = None
+    detail: str | None = None
+    sent: bool = True
+    flat: bool = False
+
+    def named(self, uuid: str) -> Picture:
+        """The same picture under a uuid."""
+        return replace(self, uuid=uuid)
+
+    @property
+    def url(self) -> str:
+        """A data URL."""
+        return _url(self.seed, self.width, self.height, self.flat)
+
+    @property
+    def part(self) -> dict[str, object]:
+        """The picture as a part of a message."""
+        image: dict[str, object] | None = {"url": self.url} if self.sent else None
+        if image is not None and self.detail is not None:
+            image["detail"] = self.detail
+        part: dict[str, object] = {"type": "image_url", "image_url": image}
+        return part if self.uuid is None else {**part, "uuid": self.uuid}
+
+
+@cache
+def _url(seed: int, width: int, height: int, flat: bool) -> str:
+    if flat:
+        return encoded(Image.new("RGB", (width, height), (seed % 256,) * 3), "png")
+    return encoded(draw(seed, width, height), "png")

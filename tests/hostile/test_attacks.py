@@ -1,0 +1,41 @@
+"""The quick attacks that need a backbone whose images differ in tokens, or vLLM's caches off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import tests.hostile.attacks  # noqa: F401  (registers them)
+from tests.hostile.attack import ATTACKS
+from tests.hostile.campaign import carry_out
+from tests.hostile.fleet import Fleet
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+BACKBONE = "qwen2_5_vl"
+CACHED = ("one_uuid_in_one_request", "one_uuid_in_two_requests")
+UNCACHED = tuple(a.name for a in ATTACKS.values() if a.quick and a.profile == "uncached")
+
+
+# One runner for each: starting a server takes longer than all attacks on it.
+@pytest.fixture(scope="module")
+def cached() -> Iterator[Fleet]:
+    with Fleet(BACKBONE, "v2") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def uncached() -> Iterator[Fleet]:
+    with Fleet(BACKBONE, "v1") as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_an_attack_is_withstood(cached: Fleet, name: str) -> None:
+    assert carry_out(ATTACKS[name], BACKBONE, "v2", cached.get).problems == []
+
+
+@pytest.mark.parametrize("name", UNCACHED)
+def test_an_attack_without_caches_is_withstood(uncached: Fleet, name: str) -> None:
+    assert carry_out(ATTACKS[name], BACKBONE, "v1", uncached.get).problems == []
