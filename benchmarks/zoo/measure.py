@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.minillava.engine import MOST_TOKENS
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import CLIP, LLAVA, Example, held_out, scores
 from benchmarks.minillava.vocabulary import prompt
 from benchmarks.zoo.evidence import Row
@@ -41,7 +41,7 @@ def measure(
         block_size=32,
         additional_config={"autoprune": settings},
     )
-    sampling = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
     found = []
     try:
         for budget in budgets:

@@ -12,7 +12,7 @@ from benchmarks.accuracy.lmms.benchmarks import BENCHMARKS, PAPER, PINNED, chose
 from benchmarks.accuracy.lmms.own import own_tasks
 from benchmarks.accuracy.published import published
 from benchmarks.accuracy.records import MME
-from benchmarks.minillava.lmms.task import TASK, write_task
+from benchmarks.minillava.lmms import TASK, write_task
 from benchmarks.minillava.split import held_out
 from vllm_autoprune.errors import ConfigError
 
