@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from benchmarks.minillava.intervals import Interval, difference, mean
+from benchmarks.common.statistics import ClusterBootstrap, Estimate, estimate
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.selections import (
     ORACLE,
@@ -129,28 +130,28 @@ class Headroom:
 
     best: str
     worst: str
-    spread: Interval
-    below_oracle: Interval
-    above_random: Interval
+    spread: Estimate
+    below_oracle: Estimate
+    above_random: Estimate
 
 
 def headroom(
     examples: Sequence[Example], results: dict[str, Result], policies: Sequence[str], budget: int
 ) -> Headroom:
     """Best over worst policy, oracle over best, and best over random; paired by scene."""
-    scenes = [example.image_id for example in examples]
+    bootstrap = ClusterBootstrap([example.image_id for example in examples])
     right = {
-        name: [float(ok) for ok in results[f"{name} {budget}"].right]
+        name: np.asarray(results[f"{name} {budget}"].right, dtype=np.float64)
         for name in (*policies, RANDOM, ORACLE)
     }
-    ranked = sorted(policies, key=lambda name: sum(right[name]))
+    ranked = sorted(policies, key=lambda name: right[name].sum())
     worst, best = ranked[0], ranked[-1]
     return Headroom(
         best,
         worst,
-        difference(right[best], right[worst], scenes),
-        difference(right[ORACLE], right[best], scenes),
-        difference(right[best], right[RANDOM], scenes),
+        spread=estimate(bootstrap.mean(right[best] - right[worst])),
+        below_oracle=estimate(bootstrap.mean(right[ORACLE] - right[best])),
+        above_random=estimate(bootstrap.mean(right[best] - right[RANDOM])),
     )
 
 
@@ -159,6 +160,7 @@ def build_report(
 ) -> dict[str, object]:
     """All figures of the model card, as JSON."""
     scenes = [example.image_id for example in examples]
+    bootstrap = ClusterBootstrap(scenes)
     labels = [label.split() for label in results if not label.startswith(FULL)]
     names = sorted({name for name, _ in labels} - {RANDOM, ORACLE})
     budgets = sorted({int(budget) for _, budget in labels})
@@ -174,9 +176,9 @@ def build_report(
         },
         "cases": {
             label: {
-                "accuracy": asdict(mean([float(ok) for ok in result.right], scenes)),
+                "accuracy": asdict(estimate(bootstrap.mean([float(ok) for ok in result.right]))),
                 "accuracy+": accuracy_plus(examples, result),
-                "log-probability": asdict(mean(result.logprob, scenes)),
+                "log-probability": asdict(estimate(bootstrap.mean(result.logprob))),
                 "by category": accuracy_by_category(examples, result),
             }
             for label, result in results.items()
