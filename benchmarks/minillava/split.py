@@ -6,6 +6,7 @@ uses; only the test split has unseen wordings and arrangements.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 import re
@@ -108,6 +109,15 @@ def held_out(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> l
                 for question in group
             ]  # fmt: skip
     return examples
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """First twelve digits of the SHA-256 over the weights in ``llava`` and ``clip``."""
+    digest = hashlib.sha256()
+    for name in ("llava", "clip"):
+        for path in sorted((checkpoint / name).glob("*.safetensors")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def png(image: Tensor) -> bytes:

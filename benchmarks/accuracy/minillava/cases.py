@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from pydantic import JsonValue
 
 from benchmarks.accuracy.records import Arm, Case
-from benchmarks.zoo.states import FOUND
+from benchmarks.zoo.states import SEARCH_RESULTS
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.load import load_state
@@ -87,7 +87,7 @@ def _policy(policy: str, budget: int) -> Iterator[Case]:
 
 
 def _found(budget: int) -> Iterator[Case]:
-    for name in FOUND:
+    for name in SEARCH_RESULTS:
         state = load_state(name)
         policy = state.base_policy.name
         label = f"{policy} + what a search found"
