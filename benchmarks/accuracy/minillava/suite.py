@@ -30,7 +30,7 @@ from offline_search.evaluators.served import AT_ONCE
 from vllm_autoprune import __version__
 
 NAME = "minillava"
-SCORER = f"vllm-autoprune {__version__}: greedy decoding would say the reference answer"
+SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
 FLAGS = (
     "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--block-size", "32",
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
