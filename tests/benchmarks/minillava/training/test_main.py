@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,10 @@ def _train(run: Run) -> None:
     mp.start_processes(train_rank, (run,), RANKS, start_method="fork")
 
 
-def _weights(folder: Path) -> dict[str, bytes]:
+def _weights(folder: Path) -> dict[str, str]:
+    """Digest of every weight file."""
     return {
-        str(path.relative_to(folder)): path.read_bytes()
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*.safetensors"))
     }
 

@@ -16,8 +16,8 @@ def _model() -> nn.Sequential:
 
 def _loss(model: nn.Module, step: int) -> torch.Tensor:
     inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
-    wanted = inputs[:, :8].sin()
-    return (model(inputs.bfloat16()).float() - wanted).square().mean()
+    target = inputs[:, :8].sin()
+    return (model(inputs.bfloat16()).float() - target).square().mean()
 
 
 def _train(model: nn.Module, optimiser: FlatMuon, steps: range) -> float:

@@ -85,8 +85,8 @@ def test_labels_repeat_the_layout(batch: Batch) -> None:
                 assert labels.centre[index, patch] == int(patch == patches[0])
                 for place, step in enumerate(NEIGHBOURS):
                     other = scene.layout.neighbour(thing, *step)
-                    wanted = [other.colour, other.shape] if other else [len(COLOURS), len(SHAPES)]
-                    assert labels.near[index, patch, place].tolist() == wanted
+                    expected = [other.colour, other.shape] if other else [len(COLOURS), len(SHAPES)]
+                    assert labels.near[index, patch, place].tolist() == expected
         for sign, patches in zip(scene.layout.signs, scene.sign_patches, strict=True):
             assert labels.digit[index, list(patches)].tolist() == list(sign.number)
             assert labels.slot[index, list(patches)].tolist() == list(range(len(sign.number)))
