@@ -1,13 +1,13 @@
-"""Write docs/base-policies.md from the registry of base policies and what it costs to score.
+"""Write docs/base-policies.md from the registry of base policies.
 
-Knows nothing about any single policy. ``python scripts/base_policies.py``
+Run ``python scripts/base_policies.py``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import vllm_autoprune  # noqa: F401  (enters the base policies)
+import vllm_autoprune  # noqa: F401  (registers the base policies)
 from vllm_autoprune.backbones import LLAVA_7B
 from vllm_autoprune.base_policies.forms import FORMS
 from vllm_autoprune.cost import prefill_flops

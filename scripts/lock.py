@@ -1,8 +1,4 @@
-"""Writes requirements/cpu.txt: the exact versions of the CPU environment.
-
-Resolves without installing anything. It knows nothing about the environment that `make venv`
-builds from the result.
-"""
+"""Write requirements/cpu.txt, the exact versions of the CPU environment, without installing it."""
 
 import json
 import re
@@ -16,16 +12,16 @@ SOURCE = ROOT / "requirements/cpu.in"
 TARGET = ROOT / "requirements/cpu.txt"
 EXTRAS = ("bench", "search", "search-openevolve", "dev")
 
-# Distribution: why the environment does without it, and when this line can go.
-LEFT_OUT = {
+# Distributions that are not installed: the reason, and when the line can be removed.
+EXCLUDED = {
     "torchaudio": "a CUDA build on PyPI, which fails on import beside a CPU torch; vLLM needs it "
     "for audio models only. Remove when PyPI carries a CPU build",
     "torchcodec": "as torchaudio; vLLM needs it for one of its video decoders only",
 }
 
 
-def wanted() -> list[str]:
-    """Requirements to resolve: cpu.in and our own, less `vllm`, which cpu.in stands for."""
+def requirements() -> list[str]:
+    """Requirements to resolve: cpu.in and our own without `vllm`, which cpu.in replaces."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     ours = project["dependencies"] + [req for extra in EXTRAS for req in extras[extra]]
@@ -35,27 +31,27 @@ def wanted() -> list[str]:
     ]
 
 
-def resolve(requirements: list[str]) -> dict[str, str]:
-    """Name and version of everything that pip would install, names normalised."""
+def resolve(lines: list[str]) -> dict[str, str]:
+    """Normalised name and version of every distribution that pip would install."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
-    command += ["--ignore-installed", "--report", "-", *requirements]
+    command += ["--ignore-installed", "--report", "-", *lines]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    found = (item["metadata"] for item in report["install"])
-    return {re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"] for meta in found}
+    metadata = (item["metadata"] for item in report["install"])
+    return {re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"] for meta in metadata}
 
 
 def main() -> None:
-    """Resolve, drop what is left out, write the lock."""
+    """Resolve, remove the excluded distributions and write the lock."""
     print(f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}", flush=True)
-    versions = resolve(wanted())
+    versions = resolve(requirements())
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
-    dropped = LEFT_OUT.keys() | cuda
+    dropped = EXCLUDED.keys() | cuda
     header = [
         "# The CPU environment, exactly. Written by `make lock` (scripts/lock.py), not by hand.",
         "# Install with --no-deps: some declared dependencies are left out on purpose.",
-        *(f"#   {name}: {reason}." for name, reason in LEFT_OUT.items() if name in versions),
+        *(f"#   {name}: {reason}." for name, reason in EXCLUDED.items() if name in versions),
     ]
-    # Whichever build of torchvision the index has: 0.28.0 is met by 0.28.0+cpu too.
+    # Without the build tag, which differs between indexes: 0.28.0 accepts 0.28.0+cpu too.
     versions["torchvision"] = versions["torchvision"].split("+")[0]
     pins = [f"{name}=={versions[name]}" for name in sorted(versions.keys() - dropped)]
     TARGET.write_text("\n".join(header + pins) + "\n")

@@ -1,6 +1,6 @@
-"""Paste generated parts into README.md: what the demo measured, the zoo, the table of support.
+"""Update the generated parts of README.md: demo results, shipped states and supported models.
 
-Knows nothing about how they are made. Run ``make demo`` first; then ``python scripts/readme.py``.
+Run ``make demo`` first, then ``python scripts/readme.py``.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from vllm_autoprune.serving import support  # noqa: E402
 README = ROOT / "README.md"
 
 
-def pasted(text: str, name: str, part: str) -> str:
-    """``text`` with the part between the markers ``<!-- name -->`` and ``<!-- /name -->`` new."""
+def replace_part(text: str, name: str, part: str) -> str:
+    """Replace the part between the markers ``<!-- name -->`` and ``<!-- /name -->``."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise SystemExit(f"README.md has no markers <!-- {name} --> ... <!-- /{name} -->")
-    return pattern.sub(lambda found: found[1] + part.rstrip() + "\n" + found[2], text)
+    return pattern.sub(lambda match: match[1] + part.rstrip() + "\n" + match[2], text)
 
 
 def main() -> int:
-    """Rewrite README.md; parts whose source is missing stay as they are, and are named."""
-    text = pasted(README.read_text(), "support", support.as_markdown())
-    text = pasted(text, "zoo", table.as_markdown())
-    measured = ROOT / "out" / "demo" / "table.md"
-    if measured.is_file():
-        text = pasted(text, "demo", measured.read_text())
+    """Rewrite README.md; a part without a source is kept and reported."""
+    text = replace_part(README.read_text(), "support", support.as_markdown())
+    text = replace_part(text, "zoo", table.as_markdown())
+    results = ROOT / "out" / "demo" / "table.md"
+    if results.is_file():
+        text = replace_part(text, "demo", results.read_text())
     else:
-        print("no out/demo/table.md: run `make demo` to renew the figures", file=sys.stderr)
+        print("no out/demo/table.md: run `make demo` to update the figures", file=sys.stderr)
     README.write_text(text)
     return 0
 

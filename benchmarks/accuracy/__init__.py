@@ -1,5 +1,5 @@
-"""Accuracy: suites that are run, and what is made of their scores: tables, *Acc.* and *Rel.*
+"""Accuracy: suites of questions, their scores, and *Acc.* and *Rel.* in tables.
 
-Knows nothing about how a policy chooses tokens. ``python -m benchmarks.accuracy`` computes the
-published tables anew; ``vllm-autoprune eval`` runs a suite.
+``python -m benchmarks.accuracy`` recomputes the published tables; ``vllm-autoprune eval`` runs a
+suite.
 """

@@ -1,7 +1,4 @@
-"""`python -m benchmarks.accuracy`: the published tables, each figure computed anew.
-
-Knows nothing about how: it prints what ``published`` finds.
-"""
+"""`python -m benchmarks.accuracy`: print the published tables with every figure recomputed."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from benchmarks.accuracy.published import Audit, audit, published
+from benchmarks.accuracy.published import Audit, audit, read_published
 
 COLUMNS = (
     "method", "K", "Acc. printed", "Acc.", "Rel. printed", "ratio of means", "mean of ratios",
@@ -20,30 +17,32 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where every printed figure follows some definition, 1 where one follows none."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
-    made.add_argument("--json", action="store_true", help="JSON instead of Markdown")
-    chosen = made.parse_args(arguments)
-    source = published()
-    rows = list(audit(source))
-    print(_json(rows) if chosen.json else "\n".join(markdown(rows)))
+    """Exit status 1 if a printed figure follows none of the definitions, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy",
+        description="Print the published tables with every figure recomputed.",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of Markdown")
+    options = parser.parse_args(arguments)
+    rows = list(audit(read_published()))
+    print(as_json(rows) if options.json else "\n".join(as_markdown(rows)))
     return 0 if all(row.acc_reproduces and row.follows != "neither" for row in rows) else 1
 
 
-def markdown(rows: Sequence[Audit]) -> Iterator[str]:
-    """A table for each published one, then what they add up to."""
-    shown = None
+def as_markdown(rows: Sequence[Audit]) -> Iterator[str]:
+    """One table for each published one, and a summary."""
+    table = None
     for row in rows:
-        if row.table is not shown:
-            shown = row.table
-            yield f"\n{shown.table}, {shown.backbone}\n"
+        if row.table is not table:
+            table = row.table
+            yield f"\n{table.table}, {table.backbone}\n"
             yield f"| {' | '.join(COLUMNS)} |"
             yield "|" + " --- |" * len(COLUMNS)
         yield f"| {' | '.join(_cells(row))} |"
-    told = Counter(row.follows for row in rows)
-    right = sum(row.acc_reproduces for row in rows)
-    kinds = ", ".join(f"{kind}: {number}" for kind, number in told.most_common())
-    yield f"\nAcc. reproduces in {right} of {len(rows)} rows. Printed Rel. follows {kinds}."
+    counts = Counter(row.follows for row in rows)
+    reproduced = sum(row.acc_reproduces for row in rows)
+    kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.most_common())
+    yield f"\nAcc. reproduces in {reproduced} of {len(rows)} rows. Printed Rel. follows {kinds}."
 
 
 def _cells(row: Audit) -> tuple[str, ...]:
@@ -62,8 +61,9 @@ def _cells(row: Audit) -> tuple[str, ...]:
     )
 
 
-def _json(rows: Sequence[Audit]) -> str:
-    told = [
+def as_json(rows: Sequence[Audit]) -> str:
+    """All rows with their printed and recomputed figures."""
+    records = [
         {
             "table": row.table.table,
             "backbone": row.table.backbone,
@@ -77,7 +77,7 @@ def _json(rows: Sequence[Audit]) -> str:
         }
         for row in rows
     ]
-    return json.dumps(told, indent=1)
+    return json.dumps(records, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""*Acc.* and *Rel.*: many benchmark scores as one figure, by each of the definitions in use.
-
-Knows nothing about where scores come from.
+"""*Acc.* and *Rel.*: the scores of many benchmarks as one figure, by each definition in use.
 
 Acc. is the mean over benchmarks, MME divided by a constant first (AutoPrune paper, supplement,
 "Evaluation Metrics"). Rel. is written there as a ratio of means; most tables print a mean of
@@ -13,52 +11,52 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 Scores = Mapping[str, float]
-"""By benchmark, each in its official unit: per cent, but points for MME."""
+"""Scores by benchmark, each in its official unit: points for MME, per cent for all others."""
 
 MME = "MME"
 MMBENCH = ("MMB-EN", "MMB-CN")
 MME_DIVISOR = {"llava": 20.0, "llava_next": 20.0, "qwen2_5_vl": 28.0}
-"""Perception of at most 2000 points, or perception and cognition of at most 2800, to per cent."""
+"""Turns points of MME into per cent: at most 2000 for perception, 2800 together with cognition."""
 
 
-def normalised(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> Scores:
-    """MME divided, benchmarks in ``without`` left out; raises ValueError where none is left."""
-    kept = {
+def normalise(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> Scores:
+    """Divide MME and leave out benchmarks; raises ValueError if none is left."""
+    used = {
         name: score / mme_divisor if name == MME else score
         for name, score in scores.items()
         if name not in without
     }
-    if not kept:
-        raise ValueError("no benchmark is left to take a mean of")
-    return kept
+    if not used:
+        raise ValueError("no benchmark is left to average")
+    return used
 
 
 def accuracy(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> float:
     """Acc.: the mean over benchmarks, MME normalised."""
-    kept = normalised(scores, mme_divisor, without)
-    return sum(kept.values()) / len(kept)
+    used = normalise(scores, mme_divisor, without)
+    return sum(used.values()) / len(used)
 
 
 def ratio_of_means(
     scores: Scores, full: Scores, mme_divisor: float, without: Collection[str] = ()
 ) -> float:
     """Rel. as the paper writes it: 100 x Acc. of the pruned over Acc. of the full model."""
-    _same_benchmarks(scores, full)
+    _check_same_benchmarks(scores, full)
     return 100 * accuracy(scores, mme_divisor, without) / accuracy(full, mme_divisor, without)
 
 
 def mean_of_ratios(scores: Scores, full: Scores, without: Collection[str] = ()) -> float:
-    """Rel. as CDPruner means it: 100 x the mean over benchmarks of pruned over full.
+    """Rel. as CDPruner defines it: 100 x the mean over benchmarks of pruned over full.
 
-    A divisor of MME would cancel out.
+    The divisor of MME cancels out.
     """
-    _same_benchmarks(scores, full)
-    kept = normalised(scores, 1.0, without)
-    return 100 * sum(score / full[name] for name, score in kept.items()) / len(kept)
+    _check_same_benchmarks(scores, full)
+    used = normalise(scores, 1.0, without)
+    return 100 * sum(score / full[name] for name, score in used.items()) / len(used)
 
 
-def _same_benchmarks(scores: Scores, full: Scores) -> None:
-    """Raises ValueError where the two were not scored on the same benchmarks."""
+def _check_same_benchmarks(scores: Scores, full: Scores) -> None:
+    """Raise ValueError unless both were scored on the same benchmarks."""
     different = sorted(scores.keys() ^ full.keys())
     if different:
         raise ValueError(f"not scored on the same benchmarks: {', '.join(different)}")

@@ -1,7 +1,7 @@
-"""The journal: an append-only JSONL file with every sample, the only thing an evaluation remembers.
+"""The journal: an append-only JSONL file of records, from which an evaluation can be resumed.
 
-Knows nothing about what is asked. A process that is killed loses what was in flight and no more:
-the next one asks what is missing. Answers that failed count as missing.
+A killed process loses only the requests in flight; the next one asks the questions that are still
+unanswered. Failed answers count as unanswered.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.records import (
     RECORD,
     Answer,
     Case,
-    Opened,
+    EvaluationError,
     Question,
     Record,
+    Setup,
     Total,
 )
 from offline_search import appended
@@ -37,22 +37,22 @@ _WORDING = Wording(
 
 
 class Contents:
-    """What a journal holds, in the order it came; of answers to one question the last."""
+    """The records of a journal by kind and name; of several answers to a question the last."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
-        self.opened: Opened | None = None
+        self.setup: Setup | None = None
         self.cases: dict[str, Case] = {}
         self.questions: dict[str, Question] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
         self.totals: dict[str, dict[str, Total]] = {}
         for record in records:
-            self.take(record)
+            self.add(record)
 
-    def take(self, record: Record) -> None:
-        """Remember one more."""
+    def add(self, record: Record) -> None:
+        """Add one record."""
         match record:
-            case Opened():
-                self.opened = record
+            case Setup():
+                self.setup = record
             case Case():
                 self.cases[record.name] = record
             case Question():
@@ -62,11 +62,11 @@ class Contents:
             case Total():
                 self.totals.setdefault(record.case, {})[record.benchmark] = record
 
-    def known(self, record: Record) -> Record | None:
-        """The record that has this one's place."""
+    def existing(self, record: Record) -> Record | None:
+        """The record with the same key, if there is one."""
         match record:
-            case Opened():
-                return self.opened
+            case Setup():
+                return self.setup
             case Case():
                 return self.cases.get(record.name)
             case Question():
@@ -76,19 +76,19 @@ class Contents:
             case Total():
                 return self.totals.get(record.case, {}).get(record.benchmark)
 
-    def answered(self, case: str, question: str) -> bool:
-        """Whether there is an answer that did not fail."""
+    def is_answered(self, case: str, question: str) -> bool:
+        """Whether a question has an answer that did not fail."""
         answer = self.answers.get(case, {}).get(question)
         return answer is not None and answer.failure is None
 
 
 class Journal:
-    """A file of records that one process at a time adds to."""
+    """A file of records to which one process at a time can append."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create; a last line that a kill cut off is removed.
+        """Open or create the file; an incomplete last line is removed.
 
-        Raises :class:`EvaluationError` for a file that is no journal, is in use, or cannot be
+        Raises :class:`EvaluationError` if the file is not a journal, is in use, or cannot be
         written.
         """
         self.path = path
@@ -106,53 +106,53 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def open_as(self, opened: Opened) -> None:
-        """State what is measured; raises :class:`EvaluationError` where it is something else."""
-        known = self.contents.opened
-        if known is None:
-            self.put([opened])
-        elif known != opened:
-            said = opened.model_dump()
-            differ = [name for name, value in known.model_dump().items() if said[name] != value]
+    def begin(self, setup: Setup) -> None:
+        """Record the set-up; raises :class:`EvaluationError` if the journal has another one."""
+        existing = self.contents.setup
+        if existing is None:
+            self.append([setup])
+        elif existing != setup:
+            new = setup.model_dump()
+            differ = [name for name, value in existing.model_dump().items() if new[name] != value]
             raise EvaluationError(
-                f"{self.path}: holds another evaluation ({', '.join(differ)} differ) -> "
+                f"{self.path}: contains another evaluation ({', '.join(differ)} differ) -> "
                 "name another folder with --out"
             )
 
-    def put(self, records: Sequence[Record]) -> None:
-        """Append records in one write; those that are there already are not written again.
+    def append(self, records: Sequence[Record]) -> None:
+        """Append the records that are new, in one write.
 
-        Raises :class:`EvaluationError` where a case or a question says something else than before,
-        or where the disk does not take them.
+        Raises :class:`EvaluationError` if a case or a question differs from its earlier record, or
+        if the file cannot be written.
         """
         new = []
         for record in records:
-            known = self.contents.known(record)
-            if known == record:
+            existing = self.contents.existing(record)
+            if existing == record:
                 continue
-            if known is not None and isinstance(record, Case | Question | Opened):
+            if existing is not None and isinstance(record, Case | Question | Setup):
                 raise EvaluationError(
-                    f"{self.path}: {record.key} is not what it was when this began -> name another "
-                    "folder with --out"
+                    f"{self.path}: {record.key} differs from the one recorded before -> name "
+                    "another folder with --out"
                 )
             new.append(record)
         if not new:
             return
         self._file.append(new, exclude_none=True)
         for record in new:
-            self.contents.take(record)
+            self.contents.add(record)
 
 
-def read(path: Path) -> Contents:
-    """A journal that nobody has to be writing; raises :class:`EvaluationError`."""
+def read_journal(path: Path) -> Contents:
+    """Read a journal without opening it for writing; raises :class:`EvaluationError`."""
     return Contents(appended.read(path, RECORD, _WORDING))
 
 
-def missing(
+def unanswered(
     contents: Contents, cases: Sequence[Case], questions: Sequence[Question]
 ) -> Iterator[tuple[Case, Question]]:
-    """What is not answered yet, question by question, so that one image's requests are together."""
+    """Unanswered questions of all cases, question by question, so that images stay together."""
     for question in questions:
         for case in cases:
-            if not case.refused and not contents.answered(case.name, question.id):
+            if not case.refused and not contents.is_answered(case.name, question.id):
                 yield case, question

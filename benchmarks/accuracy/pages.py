@@ -1,30 +1,27 @@
-"""A report as a page of Markdown, and its tables as LaTeX.
-
-Knows nothing about what the cells say.
-"""
+"""A report as a page of Markdown, and its tables as LaTeX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.accuracy.beside import beside
-from benchmarks.accuracy.published import published
+from benchmarks.accuracy.comparison import compare_with_published
+from benchmarks.accuracy.published import read_published
 from benchmarks.accuracy.report import Report
-from benchmarks.accuracy.tables import Table, tables
-from offline_search.report.markdown import table as markdown_table
+from benchmarks.accuracy.tables import build_tables
+from benchmarks.common.report import Table
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
             **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip
 
-_FEW = 20
-"""Images below which a bootstrap over them says too little."""
+_MIN_IMAGES = 20
+"""With fewer images than this, bootstrap intervals over images are too narrow."""
 
 _NOTES = (
-    "Acc. is the mean over benchmarks, MME divided by {divisor:g} first. Rel. is told by both "
-    "definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over benchmarks "
-    "of a score over the full model's.",
-    "Differences are paired on the same questions; in brackets the 95 % interval, {images} images "
-    "resampled. An interval that holds 0 does not tell the two apart. ln p is the mean "
+    "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
+    "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
+    "benchmarks of a score over the full model's.",
+    "Differences are paired on the same questions; brackets show the 95 % interval, with {images} "
+    "images resampled. If an interval contains 0, the data show no difference. ln p is the mean "
     "log-probability of the reference answer; base is the base policy alone at the same K.",
 )
 
@@ -35,68 +32,63 @@ def as_markdown(report: Report) -> str:
 
 
 def as_latex(report: Report) -> str:
-    """Every table in ``booktabs``; the verdict stands above them as a comment."""
+    """All tables in the style of ``booktabs``, with the verdict as a comment above them."""
     return "\n".join(_latex(report)) + "\n"
 
 
-def verdict(report: Report) -> Iterator[str]:
-    """Whether the figures may be believed, and everything against it."""
+def _verdict(report: Report) -> Iterator[str]:
+    """Whether the report is valid, and every reason against it."""
     yield "valid" if report.valid else "NOT VALID"
     yield from (f"- {reason}" for reason in report.reasons)
 
 
-def every_table(report: Report) -> Iterator[Table]:
-    """Ours, then ours beside the published."""
+def _all_tables(report: Report) -> Iterator[Table]:
+    """The measured tables, then the comparison with the published ones."""
     if report.rows:
-        yield from tables(report)
-        yield from beside(report, published())
+        yield from build_tables(report)
+        yield from compare_with_published(report, read_published())
 
 
 def _markdown(report: Report) -> Iterator[str]:
-    opened = report.opened
-    yield f"# Accuracy: {opened.suite}"
+    setup = report.setup
+    yield f"# Accuracy: {setup.suite}"
     yield ""
-    yield f"Model: {opened.model}. Data: {opened.data}. Scored by {opened.scorer}."
+    yield f"Model: {setup.model}. Data: {setup.data}. Scored by {setup.scorer}."
     yield f"{report.questions:,} questions about {report.images:,} images, the same in every row."
     yield ""
-    yield "Verdict: " + "\n".join(verdict(report))
-    for found in every_table(report):
-        yield ""
-        yield f"## {found.title}"
-        yield ""
-        align = "l" * found.left + "r" * (len(found.head) - found.left)
-        yield from markdown_table(list(found.head), [list(row) for row in found.rows], align)
+    yield "Verdict: " + "\n".join(_verdict(report))
+    for table in _all_tables(report):
+        yield f"\n## {table.caption}\n\n{table.markdown()}"
     if report.rows:
         yield ""
         for note in _NOTES:
-            yield "- " + note.format(divisor=opened.mme_divisor, images=f"{report.images:,}")
-        if report.images < _FEW:
-            yield f"- Fewer than {_FEW} images: intervals are too narrow to be quoted."
+            yield "- " + note.format(divisor=setup.mme_divisor, images=f"{report.images:,}")
+        if report.images < _MIN_IMAGES:
+            yield f"- Fewer than {_MIN_IMAGES} images: the intervals are too narrow to be quoted."
 
 
 def _latex(report: Report) -> Iterator[str]:
-    opened = report.opened
-    yield f"% {opened.suite}: {opened.model}; {opened.data}; {opened.scorer}"
-    yield from (f"% {line}" for line in verdict(report))
-    for found in every_table(report):
-        columns = "l" * found.left + "r" * (len(found.head) - found.left)
+    setup = report.setup
+    yield f"% {setup.suite}: {setup.model}; {setup.data}; {setup.scorer}"
+    yield from (f"% {line}" for line in _verdict(report))
+    for table in _all_tables(report):
         yield ""
         yield r"\begin{table}[t]"
         yield r"\centering"
-        yield f"\\caption{{{_escaped(found.title)}}}"
-        yield f"\\begin{{tabular}}{{{columns}}}"
+        yield f"\\caption{{{_escape(table.caption)}}}"
+        yield f"\\begin{{tabular}}{{{table.align}}}"
         yield r"\toprule"
-        yield _line(found.head)
+        yield _latex_row(table.columns)
         yield r"\midrule"
-        yield from (_line(row) for row in found.rows)
+        yield from (_latex_row(row) for row in table.rows)
         yield r"\bottomrule"
         yield r"\end{tabular}"
         yield r"\end{table}"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return " & ".join(_escaped(cell) for cell in cells) + r" \\"
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(_escape(cell) for cell in cells) + r" \\"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return "".join(_ESCAPES.get(sign, sign) for sign in text)

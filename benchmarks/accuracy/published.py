@@ -1,7 +1,4 @@
-"""The published rows that print *Acc.* and *Rel.*, and what each definition makes of them.
-
-Knows nothing about our own measurements.
-"""
+"""The published rows with *Acc.* and *Rel.*, recomputed by each definition."""
 
 from __future__ import annotations
 
@@ -41,32 +38,32 @@ class Row(_Data):
     acc: float
     rel: float
     rel_follows: Follows
-    """Which definition reproduces ``rel``; a test holds it to :func:`follows`."""
+    """The definition that reproduces ``rel``, as :func:`matching_definition` finds it."""
 
 
 class Table(_Data):
-    """Rows that share a full model."""
+    """A table, or a part of one whose rows share a full model."""
 
     table: str
     backbone: str
     mme_divisor: float
     decimals: int
-    """Of the printed Acc."""
+    """Decimals of the printed Acc."""
     benchmarks: tuple[str, ...]
     rows: tuple[Row, ...]
 
     @property
     def full(self) -> Row:
-        """The unpruned model."""
+        """The row of the unpruned model."""
         return next(row for row in self.rows if row.method == FULL)
 
     def scores(self, row: Row) -> Scores:
-        """By benchmark."""
+        """Scores by benchmark."""
         return dict(zip(self.benchmarks, row.scores, strict=True))
 
 
 class Published(_Data):
-    """The data file."""
+    """The data file ``published.json``."""
 
     source: str
     note: str
@@ -75,7 +72,7 @@ class Published(_Data):
 
 @dataclass(frozen=True)
 class Audit:
-    """One row, computed anew."""
+    """One row with its recomputed figures."""
 
     table: Table
     row: Row
@@ -89,26 +86,26 @@ class Audit:
 
     @property
     def acc_reproduces(self) -> bool:
-        """Whether Acc. rounds to what is printed."""
+        """Whether the recomputed Acc. rounds to the printed one."""
         return _rounds_to(self.acc, self.row.acc, self.table.decimals)
 
 
-def published() -> Published:
-    """The rows as printed."""
+def read_published() -> Published:
+    """Read the published rows as printed."""
     return Published.model_validate_json(PATH.read_text())
 
 
 def mme_divisor(backbone: str) -> float:
-    """Points of MME to per cent on a backbone of the tables; raises :class:`ConfigError`."""
-    known = {table.backbone: table.mme_divisor for table in published().tables}
-    if backbone not in known:
-        mend = f"use {', '.join(known)}"
-        raise ConfigError("eval", [Problem(f"--backbone {backbone}", "is in no table", mend)])
-    return known[backbone]
+    """The divisor of MME for a backbone of the published tables; raises :class:`ConfigError`."""
+    divisors = {table.backbone: table.mme_divisor for table in read_published().tables}
+    if backbone not in divisors:
+        fix = f"use {', '.join(divisors)}"
+        raise ConfigError("eval", [Problem(f"--backbone {backbone}", "is in no table", fix)])
+    return divisors[backbone]
 
 
 def audit(source: Published) -> Iterator[Audit]:
-    """Every row of every table."""
+    """Recompute every row of every table."""
     for table in source.tables:
         full = table.scores(table.full)
         for row in table.rows:
@@ -122,26 +119,26 @@ def audit(source: Published) -> Iterator[Audit]:
                 acc_without_mmbench=accuracy(scores, divisor, MMBENCH),
                 ratio_of_means_without_mmbench=ratio_of_means(scores, full, divisor, MMBENCH),
                 mean_of_ratios_without_mmbench=mean_of_ratios(scores, full, MMBENCH),
-                follows=follows(table, row),
+                follows=matching_definition(table, row),
             )
 
 
-def follows(table: Table, row: Row) -> Follows:
-    """Which definitions give the printed Rel.
+def matching_definition(table: Table, row: Row) -> Follows:
+    """The definitions of Rel. that give the printed value.
 
-    A ratio of means is taken of unrounded figures, of printed ones, and of an unrounded one over
-    the printed full one: a printed table can have been made in any of these ways.
+    The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded one
+    over the printed one of the full model, as a table may have been computed in any of these ways.
     """
     scores, full, divisor = table.scores(row), table.scores(table.full), table.mme_divisor
     acc = accuracy(scores, divisor)
-    of_means = (
+    ratios = (
         ratio_of_means(scores, full, divisor),
         100 * row.acc / table.full.acc,
         100 * acc / table.full.acc,
     )
-    first = any(_rounds_to(value, row.rel, REL_DECIMALS) for value in of_means)
-    second = _rounds_to(mean_of_ratios(scores, full), row.rel, REL_DECIMALS)
-    match first, second:
+    is_ratio = any(_rounds_to(value, row.rel, REL_DECIMALS) for value in ratios)
+    is_mean = _rounds_to(mean_of_ratios(scores, full), row.rel, REL_DECIMALS)
+    match is_ratio, is_mean:
         case True, True:
             return "both"
         case True, False:
@@ -152,5 +149,5 @@ def follows(table: Table, row: Row) -> Follows:
 
 
 def _rounds_to(value: float, printed: float, decimals: int) -> bool:
-    """Half a unit of the last printed place; ties may have been rounded either way."""
+    """Whether a value is within half a unit of the last printed digit, ties included."""
     return abs(value - printed) <= 0.5 * 10**-decimals + 1e-9

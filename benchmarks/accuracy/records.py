@@ -1,6 +1,6 @@
-"""The records of an evaluation: one typed, frozen line for each thing that was asked or answered.
+"""Records of an evaluation: its set-up, cases, questions, answers and totals, one line each.
 
-Knows nothing about files. A journal of these is all that tables are made of.
+All tables are computed from a journal of these records.
 """
 
 from __future__ import annotations
@@ -10,47 +10,55 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, TypeAdapter
 
 from offline_search.settings import Frozen
+from vllm_autoprune.errors import AutopruneError
 
 MME = "MME"
-"""The benchmark whose questions come in pairs of a yes and a no, by category; scored in points."""
+"""The benchmark of yes/no pairs by category, which is scored in points."""
 
 Arm = Literal["full", "random", "base", "autoprune", "found", "component", "quota"]
-"""Who chooses tokens: nobody, chance, a base policy alone, with the shipped residual, or with one
-that a search found on this model; and two kinds of ablation of the shipped one."""
+"""How tokens are selected: all, at random, by a base policy alone, with the shipped residual, or
+with the residual of a search on this model; and two kinds of ablation of the shipped residual."""
 
 
-class Opened(Frozen):
-    """The first record: what is measured. Two runs with equal ones may share a journal."""
+class EvaluationError(AutopruneError):
+    """An evaluation cannot start or continue; the message says why and how to fix it.
 
-    kind: Literal["opened"] = "opened"
+    Everything recorded until then is kept. A single failed request is recorded, not raised.
+    """
+
+
+class Setup(Frozen):
+    """The first record: what is measured. Only runs with the same set-up may share a journal."""
+
+    kind: Literal["setup"] = "setup"
     suite: str
     model: str = Field(description="the served model, with a digest where there is one")
     data: str = Field(description="the questions, with a digest where there is one")
-    scorer: str = Field(description="what tells right from wrong, with its version")
-    backbone: str = Field(default="", description="whose published rows are shown beside ours")
-    mme_divisor: float = Field(description="points of MME to per cent, in Acc.")
+    scorer: str = Field(description="the scorer of answers, with its version")
+    backbone: str = Field(default="", description="the backbone whose published rows are compared")
+    mme_divisor: float = Field(description="divides points of MME to give per cent, in Acc.")
 
     @property
     def key(self) -> str:
-        """One a journal."""
-        return "opened"
+        """There is one in a journal."""
+        return "setup"
 
 
 class Case(Frozen):
-    """One way to serve the same questions; ``name`` is unique within an evaluation."""
+    """One way to serve the questions; ``name`` is unique within an evaluation."""
 
     kind: Literal["case"] = "case"
     name: str
     arm: Arm
-    label: str = Field(description="as tables name it")
-    budget: int = Field(default=0, description="K; 0: all tokens")
-    base: str = Field(default="", description="the case that it is compared with, besides full")
-    quota: int | None = Field(default=None, description="q_e, where a sweep sets it")
-    digest: str = Field(default="", description="of the state that is served")
-    asked: dict[str, JsonValue] = Field(
-        default_factory=dict, description="what every request says about pruning"
+    label: str = Field(description="its name in tables")
+    budget: int = Field(default=0, description="K; 0 means all tokens")
+    base: str = Field(default="", description="the case it is compared with, besides full")
+    quota: int | None = Field(default=None, description="q_e, if the case prunes")
+    digest: str = Field(default="", description="digest of the served state")
+    pruning: dict[str, JsonValue] = Field(
+        default_factory=dict, description="the plugin's field in every request"
     )
-    refused: str = Field(default="", description="why this cannot be served; then nothing is asked")
+    refused: str = Field(default="", description="why the case cannot be served, if it cannot")
 
     @property
     def key(self) -> str:
@@ -59,12 +67,12 @@ class Case(Frozen):
 
 
 class Question(Frozen):
-    """One sample. ``category`` and ``pair`` are MME's: of equal pairs one is a yes, one a no."""
+    """One question; ``category`` and ``pair`` are MME's, a pair has one "yes" and one "no"."""
 
     kind: Literal["question"] = "question"
     id: str
     benchmark: str
-    image: str = Field(description="questions about one image share its luck")
+    image: str = Field(description="questions about one image are resampled together")
     category: str = ""
     pair: str = ""
 
@@ -75,15 +83,15 @@ class Question(Frozen):
 
 
 class Answer(Frozen):
-    """One answer of one case; with a failure there is neither score nor text."""
+    """The answer to one question in one case; a failed request has neither score nor text."""
 
     kind: Literal["answer"] = "answer"
     case: str
     question: str
-    score: float | None = Field(default=None, description="0 to 1; none where only totals are")
+    score: float | None = Field(default=None, description="0 to 1, if answers are scored singly")
     logprob: float | None = Field(default=None, description="ln p of the reference answer")
     prompt_tokens: int | None = None
-    said: str | None = None
+    text: str | None = None
     failure: str | None = None
 
     @property
@@ -93,14 +101,14 @@ class Answer(Frozen):
 
 
 class Total(Frozen):
-    """What a benchmark's own scorer makes of all answers of a case, in the benchmark's unit."""
+    """The score that a benchmark's own scorer gives to a case, in the benchmark's unit."""
 
     kind: Literal["total"] = "total"
     case: str
     benchmark: str
     metric: str
     value: float
-    count: int = Field(description="answers that went into it")
+    count: int = Field(description="number of answers scored")
 
     @property
     def key(self) -> str:
@@ -108,6 +116,6 @@ class Total(Frozen):
         return f"total/{self.case}/{self.benchmark}"
 
 
-Record = Annotated[Opened | Case | Question | Answer | Total, Field(discriminator="kind")]
+Record = Annotated[Setup | Case | Question | Answer | Total, Field(discriminator="kind")]
 
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

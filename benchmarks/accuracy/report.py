@@ -1,27 +1,27 @@
-"""The report of an evaluation: a verdict and one row for each case.
+"""The report of an evaluation: its set-up, one row per case, and reasons against its validity.
 
-Knows nothing about how it is shown. A row's figures are points of per cent, but points for MME and
-natural logarithms for log-probabilities; of differences, more is better for the row.
+Figures are per cent, points for MME, and natural logarithms for log-probabilities. A positive
+difference is in favour of the row's own case.
 """
 
 from __future__ import annotations
 
-from benchmarks.accuracy.records import Case, Opened
-from offline_search.records import Measured
+from benchmarks.accuracy.records import Case, Setup
+from benchmarks.common.statistics import Estimate
 from offline_search.settings import Frozen
 
 
-class Gaps(Frozen):
-    """A case less another one, on the same questions, with 95 % intervals."""
+class Differences(Frozen):
+    """A case minus another one on the same questions, with 95 % intervals."""
 
-    acc: Measured | None
-    accuracy: Measured | None
-    mme: Measured | None
-    logprob: Measured | None
+    acc: Estimate | None
+    accuracy: Estimate | None
+    mme: Estimate | None
+    logprob: Estimate | None
 
 
 class Aggregates(Frozen):
-    """*Acc.*, and *Rel.* by both definitions; None where it would divide by nothing."""
+    """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
 
     acc: float
     ratio_of_means: float | None
@@ -35,17 +35,17 @@ class Row(Frozen):
     benchmarks: dict[str, float]
     all: Aggregates
     without_mmbench: Aggregates | None
-    accuracy: Measured | None
+    accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
-    to_full: Gaps | None
-    to_base: Gaps | None
+    to_full: Differences | None
+    to_base: Differences | None
 
 
 class Report(Frozen):
-    """An evaluation; ``reasons`` say why it is not valid."""
+    """An evaluation; it is valid if there are no ``reasons`` against it."""
 
-    opened: Opened
+    setup: Setup
     questions: int
     images: int
     reasons: tuple[str, ...]
@@ -54,9 +54,9 @@ class Report(Frozen):
 
     @property
     def valid(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether there is no reason against the report."""
         return not self.reasons
 
-    def of(self, name: str) -> Row | None:
+    def row(self, name: str) -> Row | None:
         """The row of a case, if it was measured."""
         return next((row for row in self.rows if row.case.name == name), None)

@@ -1,7 +1,4 @@
-"""The tables of an evaluation, as cells: main rows by budget, gains, components, exchange quota.
-
-Knows nothing about Markdown or LaTeX.
-"""
+"""The tables of an evaluation: results by budget, gains, ablations and exchange quotas."""
 
 from __future__ import annotations
 
@@ -9,143 +6,142 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.accuracy.records import MME, Arm
-from benchmarks.accuracy.report import Gaps, Report, Row
-from offline_search.records import Measured
+from benchmarks.accuracy.report import Differences, Report, Row
+from benchmarks.common.report import Table
+from benchmarks.common.statistics import Estimate
 
-NONE = "-"
+NO_VALUE = "-"
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of difference: how columns name it, where it is, how many decimals it has."""
+class Metric:
+    """A metric whose differences fill a column: its name, its field, and its decimals."""
 
     name: str
-    of: Callable[[Gaps], Measured | None]
+    of: Callable[[Differences], Estimate | None]
     digits: int = 1
 
-    def cell(self, gaps: Gaps | None) -> str:
-        """Value and interval."""
-        found = None if gaps is None else self.of(gaps)
-        if found is None:
-            return NONE
-        value, low, high = (self._signed(x) for x in (found.value, found.low, found.high))
+    def cell(self, differences: Differences | None) -> str:
+        """The difference with its interval."""
+        estimate = None if differences is None else self.of(differences)
+        if estimate is None:
+            return NO_VALUE
+        value, low, high = map(self._signed, (estimate.value, estimate.low, estimate.high))
         return f"{value} ({low} to {high})"
 
     def _signed(self, value: float) -> str:
-        """With its sign, but a zero has none: what is smaller than the last digit is no loss."""
+        """The rounded value with its sign; zero has no sign, or a tiny loss would look like one."""
         rounded = round(value, self.digits)
         return f"{rounded:+.{self.digits}f}" if rounded else f"{0:.{self.digits}f}"
 
-    def within(self, report: Report) -> bool:
-        """Whether any row differs from the full model in this way."""
+    def is_in(self, report: Report) -> bool:
+        """Whether any row has a difference to the full model in this metric."""
         return any(row.to_full is not None and self.of(row.to_full) for row in report.rows)
 
 
-ACC = Kind("Acc.", lambda gaps: gaps.acc)
-SAMPLES = Kind("samples", lambda gaps: gaps.accuracy)
-POINTS = Kind("MME", lambda gaps: gaps.mme)
-LN_P = Kind("ln p", lambda gaps: gaps.logprob, digits=3)
+ACC = Metric("Acc.", lambda differences: differences.acc)
+SAMPLES = Metric("samples", lambda differences: differences.accuracy)
+POINTS = Metric("MME", lambda differences: differences.mme)
+LN_P = Metric("ln p", lambda differences: differences.logprob, digits=3)
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cells with a title; the first ``left`` columns are text, the others figures."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
+def build_table(
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
+) -> Table:
+    """A table whose first ``left`` columns are text and aligned left, the others figures."""
+    return Table(caption, columns, rows, "l" * left + "r" * (len(columns) - left))
 
 
-def tables(report: Report) -> Iterator[Table]:
-    """Every table that the report has rows for."""
-    # Benchmarks that score no single answers leave no difference of Acc.
-    kinds = [ACC if ACC.within(report) else SAMPLES, *([LN_P] if LN_P.within(report) else [])]
-    yield from _main(report, kinds)
-    yield from _gains(report, kinds)
-    yield from _components(report)
-    yield from _quotas(report)
+def build_tables(report: Report) -> Iterator[Table]:
+    """Every table for which the report has rows."""
+    # There is no difference of Acc. if a benchmark does not score single answers.
+    metrics = [ACC if ACC.is_in(report) else SAMPLES, *([LN_P] if LN_P.is_in(report) else [])]
+    yield from _result_tables(report, metrics)
+    yield from _gain_tables(report, metrics)
+    yield from _component_table(report)
+    yield from _quota_table(report)
     if report.refused:
         rows = [[case.label, str(case.budget), case.refused] for case in report.refused]
-        yield Table("Cannot be served", ["method", "K", "why"], rows, left=3)
+        yield build_table("Cannot be served", ["method", "K", "why"], rows, left=3)
 
 
-def _main(report: Report, kinds: Sequence[Kind]) -> Iterator[Table]:
-    """As the paper's main table, one part for each budget, full tokens on top of each."""
+def _result_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
+    """The paper's main table, one part for each budget, each with the full model on top."""
     arms = ("full", "random", "base", "autoprune", "found")
-    shown = [row for row in report.rows if row.case.arm in arms]
-    full = [row for row in shown if row.case.arm == "full"]
+    listed = [row for row in report.rows if row.case.arm in arms]
+    full = [row for row in listed if row.case.arm == "full"]
     names = list(report.rows[0].benchmarks)
     head = ["method", *names, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
     if report.rows[0].without_mmbench is not None:
         head += ["Acc. w/o MMB", "ratio of means w/o MMB", "mean of ratios w/o MMB"]
-    head += [f"{kind.name} less {other}" for kind in kinds for other in ("full", "base")]
-    for budget in _budgets(shown):
-        rows = [*full, *(row for row in shown if row.case.budget == budget)]
-        yield Table(f"K = {budget}", head, [_cells(row, names, kinds) for row in rows])
+    head += [f"{metric.name} less {other}" for metric in metrics for other in ("full", "base")]
+    for budget in _budgets(listed):
+        rows = [*full, *(row for row in listed if row.case.budget == budget)]
+        yield build_table(f"K = {budget}", head, [_cells(row, names, metrics) for row in rows])
 
 
-def _cells(row: Row, names: Sequence[str], kinds: Sequence[Kind]) -> list[str]:
+def _cells(row: Row, names: Sequence[str], metrics: Sequence[Metric]) -> list[str]:
     cells = [row.case.label, *(f"{row.benchmarks[name]:.1f}" for name in names)]
     for part in (row.all, row.without_mmbench):
         if part is not None:
             cells += [f"{part.acc:.1f}", _figure(part.ratio_of_means), _figure(part.mean_of_ratios)]
-    return cells + [kind.cell(gaps) for kind in kinds for gaps in (row.to_full, row.to_base)]
+    differences = (row.to_full, row.to_base)
+    return cells + [metric.cell(one) for metric in metrics for one in differences]
 
 
-def _gains(report: Report, kinds: Sequence[Kind]) -> Iterator[Table]:
-    """What the residual adds to each base policy, as the paper's table over base policies."""
+def _gain_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
+    """The gain of the residual over each base policy, as in the paper's table."""
     rows = [row for row in report.rows if row.case.arm == "autoprune" and row.to_base is not None]
     if len(rows) < 2:
         return
     budgets = _budgets(rows)
-    alone = {row.case.name: row.case.label for row in report.rows}
-    gaps = {(alone[row.case.base], row.case.budget): row.to_base for row in rows}
+    labels = {row.case.name: row.case.label for row in report.rows}
+    gains = {(labels[row.case.base], row.case.budget): row.to_base for row in rows}
     head = ["base policy", *(f"K = {budget}" for budget in budgets)]
-    for kind in kinds:
+    for metric in metrics:
         cells = [
-            [label, *(kind.cell(gaps.get((label, budget))) for budget in budgets)]
-            for label in dict.fromkeys(label for label, _ in gaps)
+            [label, *(metric.cell(gains.get((label, budget))) for budget in budgets)]
+            for label in dict.fromkeys(label for label, _ in gains)
         ]
-        yield Table(f"AutoPrune less strategy only, {kind.name}", head, cells)
+        yield build_table(f"AutoPrune less strategy only, {metric.name}", head, cells)
 
 
-def _components(report: Report) -> Iterator[Table]:
+def _component_table(report: Report) -> Iterator[Table]:
     """The paper's ablation of components, between the base policy and AutoPrune."""
     rows = []
     for own in _by_budget(report, "component"):
-        base, whole = report.of(own[0].case.base), _residual_of(report, own[0])
+        base, whole = report.row(own[0].case.base), _complete_residual(report, own[0])
         for row in (base, *own, whole):
             if row is not None:
                 rows.append([str(own[0].case.budget), row.case.label, *_ablation(row, whole)])
     if rows:
         head = ["K", "method", "MME", "less base", "less AutoPrune", "Acc. less base",
                 "ln p less base"]  # fmt: skip
-        yield Table("Ablation of components", head, rows, left=2)
+        yield build_table("Ablation of components", head, rows, left=2)
 
 
 def _ablation(row: Row, whole: Row | None) -> list[str]:
     mme = row.benchmarks.get(MME)
-    over = None if whole is None or whole is row else whole.benchmarks.get(MME)
-    less = NONE if mme is None or over is None else f"{mme - over:+.1f}"
-    gaps = row.to_base
-    return [_figure(mme), POINTS.cell(gaps), less, ACC.cell(gaps), LN_P.cell(gaps)]
+    reference = None if whole is None or whole is row else whole.benchmarks.get(MME)
+    less = NO_VALUE if mme is None or reference is None else f"{mme - reference:+.1f}"
+    gain = row.to_base
+    return [_figure(mme), POINTS.cell(gain), less, ACC.cell(gain), LN_P.cell(gain)]
 
 
-def _quotas(report: Report) -> Iterator[Table]:
-    """The paper's sweep of q_e; differences are to the base policy, which exchanges nothing."""
+def _quota_table(report: Report) -> Iterator[Table]:
+    """The paper's values of q_e; differences are to the base policy, which exchanges nothing."""
     rows = []
     for own in _by_budget(report, "quota"):
-        whole = _residual_of(report, own[0])
-        swept = [*own, whole] if whole is not None else own
-        for row in sorted(swept, key=lambda row: row.case.quota or 0):
-            budget, quota, gaps = row.case.budget, row.case.quota or 0, row.to_base
+        whole = _complete_residual(report, own[0])
+        quotas = [*own, whole] if whole is not None else own
+        for row in sorted(quotas, key=lambda row: row.case.quota or 0):
+            budget, quota, gain = row.case.budget, row.case.quota or 0, row.to_base
             rows.append([str(budget), str(quota), str(max(budget - quota, 0)),
                          _figure(row.benchmarks.get(MME)),
-                         POINTS.cell(gaps), ACC.cell(gaps), LN_P.cell(gaps)])  # fmt: skip
+                         POINTS.cell(gain), ACC.cell(gain), LN_P.cell(gain)])  # fmt: skip
     if rows:
         head = ["K", "q_e", "K - q_e", "MME", "less base", "Acc. less base", "ln p less base"]
-        yield Table("Sweep of the exchange quota", head, rows, left=0)
+        yield build_table("Sweep of the exchange quota", head, rows, left=0)
 
 
 def _by_budget(report: Report, arm: Arm) -> Iterator[list[Row]]:
@@ -154,10 +150,10 @@ def _by_budget(report: Report, arm: Arm) -> Iterator[list[Row]]:
         yield [row for row in rows if row.case.budget == budget]
 
 
-def _residual_of(report: Report, row: Row) -> Row | None:
-    """AutoPrune on the same base policy at the same budget."""
-    ours = (other for other in report.rows if other.case.arm == "autoprune")
-    return next((other for other in ours if other.case.base == row.case.base), None)
+def _complete_residual(report: Report, row: Row) -> Row | None:
+    """AutoPrune with its complete residual, on the same base policy at the same budget."""
+    candidates = (other for other in report.rows if other.case.arm == "autoprune")
+    return next((other for other in candidates if other.case.base == row.case.base), None)
 
 
 def _budgets(rows: Sequence[Row]) -> list[int]:
@@ -165,4 +161,4 @@ def _budgets(rows: Sequence[Row]) -> list[int]:
 
 
 def _figure(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1f}"
+    return NO_VALUE if value is None else f"{value:.1f}"

@@ -15,7 +15,7 @@ from typing import cast
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from benchmarks.minillava.engine import MOST_TOKENS
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, png
 
 SERVED_NAME = "mini-llava"
@@ -83,7 +83,7 @@ class Client:
             model=SERVED_NAME,
             messages=asked.messages,
             temperature=0,
-            max_tokens=MOST_TOKENS,
+            max_tokens=MAX_ANSWER_TOKENS,
             extra_body=dict(extra_body),
         )
         assert done.usage is not None
@@ -109,7 +109,7 @@ class Client:
         return [task.result() for task in tasks]
 
     async def timed(self, asked: Query, extra_body: Mapping[str, object]) -> Timing:
-        """One streamed answer of exactly ``MOST_TOKENS`` tokens, with its times.
+        """One streamed answer of exactly ``MAX_ANSWER_TOKENS`` tokens, with its times.
 
         The length is fixed so that a wrong answer, which may be shorter, is not a faster one.
         """
@@ -120,7 +120,7 @@ class Client:
             model=SERVED_NAME,
             messages=asked.messages,
             temperature=0,
-            max_tokens=MOST_TOKENS,
+            max_tokens=MAX_ANSWER_TOKENS,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={**extra_body, "ignore_eos": True},

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.demo.configurations import Configuration
-from benchmarks.minillava.engine import MOST_TOKENS
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
 from vllm_autoprune.offline.llava import LlavaVision
 from vllm_autoprune.serving.plan import make_feature_key
@@ -81,7 +81,7 @@ class Explainer:
         embedded = llava.get_input_embeddings()(ids)
         embedded[ids == words.convert_tokens_to_ids(image)] = tokens.features[0, kept]
         said: list[int] = []
-        while len(said) < MOST_TOKENS:
+        while len(said) < MAX_ANSWER_TOKENS:
             hidden = llava.model.language_model(inputs_embeds=embedded, use_cache=False)
             best = llava.lm_head(hidden.last_hidden_state[:, -1]).argmax(-1)
             if int(best) == words.eos_token_id:

@@ -20,7 +20,7 @@ from benchmarks.load.prepared import Line, Prepared, body, prepare
 from benchmarks.load.record import Record
 from benchmarks.load.server_metrics import Watch
 from benchmarks.load.workload import Workload
-from benchmarks.minillava.engine import MOST_TOKENS
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import held_out, png, scores
 from benchmarks.overhead.measure import stages
 from benchmarks.overhead.resident import resident_of_group
@@ -136,7 +136,7 @@ def score(client: Client, scenes: int) -> tuple[float, float]:
             "model": SERVED,
             "messages": [{"role": "user", "content": parts}],
             "temperature": 0,
-            "max_tokens": MOST_TOKENS,
+            "max_tokens": MAX_ANSWER_TOKENS,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -1,4 +1,5 @@
-"""The harder mini-LLaVA: scenes on which policies differ, and the models trained on them.
+"""mini-LLaVA: synthetic scenes, questions about them, and a small LLaVA trained on both.
 
-Knows nothing about the plugin; only `evaluate.py` runs the package's base policies.
+``training`` draws training batches and trains; everything else reads the committed checkpoint and
+the held-out splits. Only ``evaluate`` and its selections use the plugin's base policies.
 """

@@ -1,47 +1,65 @@
-"""``python -m benchmarks.minillava.engine``: the same questions, answered by vLLM.
+"""Answers of vLLM to held-out questions, stock or with a pruning state.
 
-Knows nothing about pruning: no state is given, so the plugin is inert and every token is kept.
+``python -m benchmarks.minillava.engine`` scores a stock engine on a split.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from PIL import Image
 
 from benchmarks.minillava.split import CHECKPOINT, Example, Split, held_out, scores
 from benchmarks.minillava.vocabulary import prompt
 
-MOST_TOKENS = 6
-"""The longest number and its end."""
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+MAX_ANSWER_TOKENS = 6
+"""More than the longest answer and its end token."""
 
 
-def answers(llava: Path, examples: Sequence[Example]) -> list[str]:
-    """Greedy answers of a stock engine, in the order of the examples."""
-    from vllm import LLM, SamplingParams
+def open_engine(checkpoint: Path, settings: Mapping[str, object] | None = None) -> LLM:
+    """Start an engine; `settings` are the plugin's, and without them it prunes nothing."""
+    from vllm import LLM
 
-    llm = LLM(
-        model=str(llava), enforce_eager=True, dtype="bfloat16", max_model_len=512, block_size=32
+    return LLM(
+        model=str(checkpoint / "llava"),
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        block_size=32,
+        additional_config={"autoprune": settings} if settings else {},
     )
-    asked = [
+
+
+def answer_questions(
+    engine: LLM, examples: Sequence[Example], budget: int | None = None
+) -> list[RequestOutput]:
+    """Greedy answers in the order of the examples; K is `budget` in every request if given."""
+    from vllm import SamplingParams
+
+    pruning = {"mm_processor_kwargs": {"autoprune": {"budget": budget}}} if budget else {}
+    prompts = [
         {
             "prompt": prompt(example.question),
             "multi_modal_data": {"image": Image.fromarray(example.image.permute(1, 2, 0).numpy())},
+            **pruning,
         }
         for example in examples
     ]
-    sampling = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
-    return [output.outputs[0].text for output in llm.generate(asked, sampling)]
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
+    return engine.generate(prompts, sampling, use_tqdm=False)
 
 
 def main() -> None:
-    """Parse, ask, write scores as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Parse the arguments, ask the questions and write the scores as JSON."""
+    parser = argparse.ArgumentParser(description="Score a stock vLLM engine on a held-out split.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--split", choices=get_args(Split), default="test")
     parser.add_argument("--scenes", type=int, default=200)
@@ -49,8 +67,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     arguments = parser.parse_args()
     examples = held_out(arguments.split, arguments.scenes)
-    found = scores(examples, answers(arguments.checkpoint / "llava", examples))
-    arguments.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    outputs = answer_questions(open_engine(arguments.checkpoint), examples)
+    answers = [output.outputs[0].text for output in outputs]
+    arguments.json.write_text(json.dumps(asdict(scores(examples, answers)), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Figures of a checkpoint: by kind at full tokens, and by selection and K, with intervals.
+"""``python -m benchmarks.minillava.evaluate``: accuracy of a checkpoint by selection and budget.
 
-Knows nothing about serving: tokens are pruned between projector and language model by hand, so
-that these figures check the model rather than the plugin.
+Tokens are pruned between projector and language model with transformers, so these figures check the
+model and the policies, not the plugin.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from benchmarks.minillava.intervals import Interval, difference, mean
+from benchmarks.common.statistics import ClusterBootstrap, Estimate, estimate
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.selections import (
     ORACLE,
@@ -29,7 +30,7 @@ from benchmarks.minillava.wordings import CATEGORIES, KINDS
 
 BUDGETS = (64, 32, 16, 8)
 FULL = "full"
-SCENES_AT_ONCE = 4
+_SCENES_PER_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Case:
 
     @property
     def label(self) -> str:
-        """How results name it."""
+        """The key of its results, such as "cdpruner 16"."""
         return f"{self.name} {self.budget}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Answers to all questions, in their order: right or not, and log-probabilities."""
+    """Scores of all questions in order: whether right, and the answer's log-probability."""
 
     right: list[bool]
     logprob: list[float]
@@ -56,65 +57,66 @@ class Result:
 
 def _batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
     """Questions about a few scenes at a time."""
-    groups = groupby(examples, key=lambda example: example.image_id // SCENES_AT_ONCE)
+    groups = groupby(examples, key=lambda example: example.image_id // _SCENES_PER_BATCH)
     return (list(group) for _, group in groups)
 
 
 def evaluate(
     reader: Reader, examples: Sequence[Example], cases: Sequence[Case]
 ) -> tuple[dict[str, Result], list[bool]]:
-    """Results by label, and for questions with evidence whether relevance peaks inside it."""
+    """Results by label; and of each question with evidence, whether relevance peaks inside it."""
     results = {case.label: Result([], []) for case in cases}
     hits: list[bool] = []
-    for part in _batches(examples):
-        tokens = reader.look(part)
+    for batch in _batches(examples):
+        tokens = reader.encode(batch)
         instruction = tokens.require_instruction()
         peaks = (instruction.sign * instruction.cosines).mean(2).argmax(1).tolist()
         hits += [
-            peak in one.evidence for peak, one in zip(peaks, part, strict=True) if one.evidence
+            peak in one.evidence for peak, one in zip(peaks, batch, strict=True) if one.evidence
         ]
         for case in cases:
             with torch.no_grad():
-                rows = case.selection(part, tokens, case.budget)
-            answered = reader.answer(part, rows)
-            results[case.label].right.extend(answered.right.tolist())
-            results[case.label].logprob.extend(answered.logprob.tolist())
+                rows = case.selection(batch, tokens, case.budget)
+            scores = reader.score_answers(batch, rows)
+            results[case.label].right.extend(scores.right.tolist())
+            results[case.label].logprob.extend(scores.logprob.tolist())
     return results, hits
 
 
-def _share(result: Result, chosen: Sequence[bool]) -> float | None:
-    kept = [right for right, take in zip(result.right, chosen, strict=True) if take]
-    return sum(kept) / len(kept) if kept else None
-
-
-def by_category(examples: Sequence[Example], result: Result) -> dict[str, float]:
-    """Accuracy of each category that is asked."""
+def accuracy_by_category(examples: Sequence[Example], result: Result) -> dict[str, float]:
+    """Accuracy of each category that occurs."""
     groups = {name: [one.kind in kinds for one in examples] for name, kinds in CATEGORIES.items()}
-    return _shares(result, groups)
+    return _group_accuracies(result, groups)
 
 
-def by_kind(examples: Sequence[Example], result: Result) -> dict[str, float]:
-    """Accuracy of each kind that is asked."""
-    return _shares(result, {kind: [one.kind == kind for one in examples] for kind in KINDS})
+def accuracy_by_kind(examples: Sequence[Example], result: Result) -> dict[str, float]:
+    """Accuracy of each kind that occurs."""
+    groups = {kind: [one.kind == kind for one in examples] for kind in KINDS}
+    return _group_accuracies(result, groups)
 
 
-def by_novelty(examples: Sequence[Example], result: Result) -> dict[str, float]:
-    """Accuracy on what is worded and arranged as in training, and on what is not."""
+def accuracy_by_novelty(examples: Sequence[Example], result: Result) -> dict[str, float]:
+    """Accuracy on wordings and arrangements of training, and on unseen ones."""
     groups = {
         "as in training": [not (one.unseen_wording or one.unseen_style) for one in examples],
         "unseen wording": [one.unseen_wording for one in examples],
         "unseen layout": [one.unseen_style for one in examples],
     }
-    return _shares(result, groups)
+    return _group_accuracies(result, groups)
 
 
-def _shares(result: Result, groups: dict[str, list[bool]]) -> dict[str, float]:
-    found = {name: _share(result, chosen) for name, chosen in groups.items()}
-    return {name: share for name, share in found.items() if share is not None}
+def _group_accuracies(result: Result, groups: dict[str, list[bool]]) -> dict[str, float]:
+    """Accuracy of each group of questions that is not empty."""
+    accuracies: dict[str, float] = {}
+    for name, members in groups.items():
+        right = [ok for ok, member in zip(result.right, members, strict=True) if member]
+        if right:
+            accuracies[name] = sum(right) / len(right)
+    return accuracies
 
 
 def accuracy_plus(examples: Sequence[Example], result: Result) -> float:
-    """Share of yes/no pairs with both answers right."""
+    """Share of yes/no pairs with both answers right, 0 without pairs."""
     pairs: dict[int, list[bool]] = {}
     for example, right in zip(examples, result.right, strict=True):
         if example.pair is not None:
@@ -124,40 +126,41 @@ def accuracy_plus(examples: Sequence[Example], result: Result) -> float:
 
 @dataclass(frozen=True)
 class Headroom:
-    """At one budget: how far apart selections lie, in shares of questions."""
+    """Differences in accuracy between selections at one budget."""
 
     best: str
     worst: str
-    spread: Interval
-    below_oracle: Interval
-    above_random: Interval
+    spread: Estimate
+    below_oracle: Estimate
+    above_random: Estimate
 
 
 def headroom(
     examples: Sequence[Example], results: dict[str, Result], policies: Sequence[str], budget: int
 ) -> Headroom:
-    """Best against worst policy, oracle against best, best against random; paired by scene."""
-    scenes = [example.image_id for example in examples]
+    """Best over worst policy, oracle over best, and best over random; paired by scene."""
+    bootstrap = ClusterBootstrap([example.image_id for example in examples])
     right = {
-        name: [float(ok) for ok in results[f"{name} {budget}"].right]
+        name: np.asarray(results[f"{name} {budget}"].right, dtype=np.float64)
         for name in (*policies, RANDOM, ORACLE)
     }
-    ranked = sorted(policies, key=lambda name: sum(right[name]))
+    ranked = sorted(policies, key=lambda name: right[name].sum())
     worst, best = ranked[0], ranked[-1]
     return Headroom(
         best,
         worst,
-        difference(right[best], right[worst], scenes),
-        difference(right[ORACLE], right[best], scenes),
-        difference(right[best], right[RANDOM], scenes),
+        spread=estimate(bootstrap.mean(right[best] - right[worst])),
+        below_oracle=estimate(bootstrap.mean(right[ORACLE] - right[best])),
+        above_random=estimate(bootstrap.mean(right[best] - right[RANDOM])),
     )
 
 
-def report(
+def build_report(
     examples: Sequence[Example], results: dict[str, Result], hits: Sequence[bool]
 ) -> dict[str, object]:
-    """Everything that the model card shows, as JSON."""
+    """All figures of the model card, as JSON."""
     scenes = [example.image_id for example in examples]
+    bootstrap = ClusterBootstrap(scenes)
     labels = [label.split() for label in results if not label.startswith(FULL)]
     names = sorted({name for name, _ in labels} - {RANDOM, ORACLE})
     budgets = sorted({int(budget) for _, budget in labels})
@@ -167,16 +170,16 @@ def report(
         "scenes": len(set(scenes)),
         "relevance peaks inside the evidence": sum(hits) / len(hits),
         "full tokens": {
-            "category": by_category(examples, results[full]),
-            "kind": by_kind(examples, results[full]),
-            "novelty": by_novelty(examples, results[full]),
+            "category": accuracy_by_category(examples, results[full]),
+            "kind": accuracy_by_kind(examples, results[full]),
+            "novelty": accuracy_by_novelty(examples, results[full]),
         },
         "cases": {
             label: {
-                "accuracy": asdict(mean([float(ok) for ok in result.right], scenes)),
+                "accuracy": asdict(estimate(bootstrap.mean([float(ok) for ok in result.right]))),
                 "accuracy+": accuracy_plus(examples, result),
-                "log-probability": asdict(mean(result.logprob, scenes)),
-                "by category": by_category(examples, result),
+                "log-probability": asdict(estimate(bootstrap.mean(result.logprob))),
+                "by category": accuracy_by_category(examples, result),
             }
             for label, result in results.items()
         },
@@ -190,44 +193,44 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def table(found: dict[str, object]) -> str:
+def format_report(report: dict[str, object]) -> str:
     """The report as Markdown."""
-    cases, full = found["cases"], found["full tokens"]
+    cases, full = report["cases"], report["full tokens"]
     assert isinstance(cases, dict) and isinstance(full, dict)
-    lines = [f"{found['questions']} questions on {found['scenes']} scenes", ""]
+    lines = [f"{report['questions']} questions on {report['scenes']} scenes", ""]
     lines += ["| full tokens | % |", "|---|--:|"]
-    for shares in full.values():
-        lines += [f"| {name} | {_percent(share)} |" for name, share in shares.items()]
+    for accuracies in full.values():
+        lines += [f"| {name} | {_percent(share)} |" for name, share in accuracies.items()]
     lines += [
         "",
         "| kept | accuracy % (95 %) | accuracy+ % | log-probability |",
         "|---|--:|--:|--:|",
     ]
     for label, case in cases.items():
-        mid, low, high = (_percent(case["accuracy"][part]) for part in ("value", "low", "high"))
-        plus, dense = _percent(case["accuracy+"]), case["log-probability"]["value"]
-        lines.append(f"| {label} | {mid} ({low} to {high}) | {plus} | {dense:.3f} |")
+        value, low, high = (_percent(case["accuracy"][part]) for part in ("value", "low", "high"))
+        plus, logprob = _percent(case["accuracy+"]), case["log-probability"]["value"]
+        lines.append(f"| {label} | {value} ({low} to {high}) | {plus} | {logprob:.3f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Parse, evaluate, print."""
+    """Parse the arguments, evaluate and print the report."""
     parser = argparse.ArgumentParser(description="Evaluate the mini-LLaVA with transformers.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--split", choices=("search", "validation", "test"), default="test")
     parser.add_argument("--scenes", type=int, default=200)
     parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
-    parser.add_argument("--json", type=Path, help="write the whole report to this file as well")
+    parser.add_argument("--json", type=Path, help="file for the whole report")
     arguments = parser.parse_args()
     reader = Reader(arguments.checkpoint)
     examples = held_out(arguments.split, arguments.scenes)
     cases = [Case(FULL, keep_all, reader.grid.tokens)]
     cases += [Case(name, keep, k) for k in arguments.budgets for name, keep in selections().items()]
     results, hits = evaluate(reader, examples, cases)
-    found = report(examples, results, hits)
+    report = build_report(examples, results, hits)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(format_report(report))
 
 
 if __name__ == "__main__":

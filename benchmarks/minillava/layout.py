@@ -1,13 +1,13 @@
-"""What is in a scene and where: shapes that carry digits, and signs that carry numbers.
+"""Scene layouts: shapes that carry digits and signs that carry numbers, on a grid of cells.
 
-Knows nothing about pixels or questions. A canvas is a lattice of cells of 3 x 3 patches; a shape
-fills one cell, a sign two cells side by side, one character a patch.
+A canvas is a square grid of cells of 3 x 3 patches each. A shape occupies one cell; a sign occupies
+two cells side by side and shows one character per patch.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 PATCH = 14
@@ -19,16 +19,20 @@ COLOURS: tuple[str, ...] = (
 )  # fmt: skip
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "diamond", "cross")
 SIGN = "sign"
-LONGEST_NUMBER = 4
-MOST_THINGS = 13
-"""Shapes of the fullest scene of 4 x 4 cells."""
+MAX_DIGITS = 4
+"""Digits of the longest number on a sign."""
+MAX_SHAPES = 13
+"""Shapes in the fullest scene of 4 x 4 cells."""
+
+NEIGHBOURS: tuple[tuple[int, int], ...] = ((0, -1), (0, 1), (-1, 0), (1, 0))
+"""(rows, columns) from a cell to the cells on its left, on its right, above and below."""
 
 Style = Literal["scattered", "crowded", "signs", "ring", "bands"]
 TRAINING_STYLES: tuple[Style, ...] = ("scattered", "crowded", "signs")
-# Arrangements that training never draws.
+# Arrangements that occur in the test split only.
 UNSEEN_STYLES: tuple[Style, ...] = ("ring", "bands")
 
-# torch's CPU generator keeps the low 32 bits of a seed, so every range stays below 2**32.
+# torch's CPU generator keeps the low 32 bits of a seed, so all ranges stay below 2**32.
 SEEDS: dict[str, range] = {
     "train": range(0, 2**31),
     "search": range(2**31, 2**31 + 2**20),
@@ -39,31 +43,31 @@ SEEDS: dict[str, range] = {
 
 @dataclass(frozen=True)
 class Canvas:
-    """The size of a scene in cells a side: 4 gives 12 x 12 = 144 patches, 8 gives 576."""
+    """The size of a scene in cells per side: 4 gives 12 x 12 = 144 patches, 8 gives 576."""
 
     cells: int = 4
 
     @property
     def grid(self) -> int:
-        """Patches a side."""
+        """Patches per side."""
         return self.cells * CELL_PATCHES
 
     @property
     def patches(self) -> int:
-        """Patches in all, N."""
+        """Patches in total, N."""
         return self.grid * self.grid
 
     @property
     def image(self) -> int:
-        """Pixels a side."""
+        """Pixels per side."""
         return self.cells * CELL
 
 
 @dataclass(frozen=True)
 class Thing:
-    """One shape: indices into `COLOURS` and `SHAPES`, its cell, and where it is drawn.
+    """One shape: indices into `COLOURS` and `SHAPES`, a digit, a cell, and the exact placement.
 
-    `radius` and `shift` (x, y) are pixels; `shift` is from the centre of the cell.
+    `radius` and `shift` (x, y) are in pixels; `shift` is relative to the centre of the cell.
     """
 
     colour: int
@@ -76,13 +80,13 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """Colour and shape in words, unique within a scene."""
+        """Colour and form, such as "red square"; unique within a scene."""
         return f"{COLOURS[self.colour]} {SHAPES[self.shape]}"
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A plate of one colour with a number: one digit a patch from patch (row, column) on."""
+    """A coloured plate with a number: one digit per patch, the first at patch (row, column)."""
 
     colour: int
     number: tuple[int, ...]
@@ -91,12 +95,12 @@ class Sign:
 
     @property
     def name(self) -> str:
-        """Colour and the word sign, unique within a scene."""
+        """Colour and the word "sign"; unique within a scene."""
         return f"{COLOURS[self.colour]} {SIGN}"
 
     @property
     def text(self) -> str:
-        """The number as it is read."""
+        """The digits of the number as one string."""
         return "".join(map(str, self.number))
 
 
@@ -109,37 +113,30 @@ class Layout:
     signs: tuple[Sign, ...]
 
     def neighbour(self, thing: Thing, down: int, right: int) -> Thing | None:
-        """The shape in the cell `down` and `right` of a shape's, if there is one."""
+        """The shape `down` rows and `right` columns away from a shape, if that cell has one."""
         for other in self.things:
             if (other.row, other.column) == (thing.row + down, thing.column + right):
                 return other
         return None
 
 
-def training_seed(seed: int, stage: int, step: int, rank: int) -> int:
-    """The scene seed of one training batch; always one of the training range."""
-    drawn = (((seed % 128) * 8 + stage) * 2**17 + step) * 2 + rank
-    assert drawn in SEEDS["train"]
-    return drawn
-
-
-def _cells(rng: random.Random, style: Style, side: int) -> list[tuple[int, int]]:
-    """Cells that a style may fill, in random order."""
-    every = [(row, column) for row in range(side) for column in range(side)]
+def _available_cells(rng: random.Random, style: Style, side: int) -> list[tuple[int, int]]:
+    """The cells that a style may use, in random order."""
+    cells = [(row, column) for row in range(side) for column in range(side)]
     if style == "ring":
-        every = [cell for cell in every if cell[0] in (0, side - 1) or cell[1] in (0, side - 1)]
+        cells = [cell for cell in cells if cell[0] in (0, side - 1) or cell[1] in (0, side - 1)]
     if style == "bands":
         start = rng.randrange(2)
-        across = rng.random() < 0.5
-        every = [cell for cell in every if cell[0 if across else 1] % 2 == start]
-    rng.shuffle(every)
-    return every
+        horizontal = rng.random() < 0.5
+        cells = [cell for cell in cells if cell[0 if horizontal else 1] % 2 == start]
+    rng.shuffle(cells)
+    return cells
 
 
 def _place_signs(
     rng: random.Random, cells: list[tuple[int, int]], count: int, side: int
 ) -> list[Sign]:
-    """Signs on two free cells side by side each, which leave `cells`."""
+    """Place signs on pairs of free cells side by side, and remove those cells from `cells`."""
     signs: list[Sign] = []
     colours = rng.sample(range(len(COLOURS)), count)
     starts = [(row, column) for row in range(side) for column in range(side - 1)]
@@ -150,30 +147,30 @@ def _place_signs(
             continue
         for cell in pair:
             cells.remove(cell)
-        length = rng.randint(2, LONGEST_NUMBER)
-        first = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
+        length = rng.randint(2, MAX_DIGITS)
+        left = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
         number = tuple(rng.randrange(10) for _ in range(length))
-        line = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
-        signs.append(Sign(colours[len(signs)], number, line, first))
+        top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
+        signs.append(Sign(colours[len(signs)], number, top, left))
     return signs
 
 
 def draw_layout(rng: random.Random, style: Style, canvas: Canvas) -> Layout:
-    """Draw one scene; few colours and shapes, so that distractors share one of the two."""
+    """Draw a random scene of few colours and forms, so that most distractors share one of them."""
     area = canvas.cells * canvas.cells // 16
-    cells = _cells(rng, style, canvas.cells)
-    wanted = {"signs": 2, "scattered": rng.randint(0, 1), "crowded": 1, "ring": 1, "bands": 0}
-    signs = _place_signs(rng, cells, wanted[style], canvas.cells)
-    least, most = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MOST_THINGS)}.get(
+    cells = _available_cells(rng, style, canvas.cells)
+    sign_counts = {"signs": 2, "scattered": rng.randint(0, 1), "crowded": 1, "ring": 1, "bands": 0}
+    signs = _place_signs(rng, cells, sign_counts[style], canvas.cells)
+    fewest, most = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}.get(
         style, (5, 8)
     )
-    count = min(len(cells), rng.randint(least, most) * area)
-    hues = len(COLOURS) if area > 1 else rng.randint(3, 4)
-    forms = len(SHAPES) if count > 3 * hues - 1 else rng.randint(3, 4)
-    colours = rng.sample(range(len(COLOURS)), hues)
-    shapes = rng.sample(range(len(SHAPES)), forms)
+    count = min(len(cells), rng.randint(fewest, most) * area)
+    colour_count = len(COLOURS) if area > 1 else rng.randint(3, 4)
+    form_count = len(SHAPES) if count > 3 * colour_count - 1 else rng.randint(3, 4)
+    colours = rng.sample(range(len(COLOURS)), colour_count)
+    shapes = rng.sample(range(len(SHAPES)), form_count)
     pairs = [(colour, shape) for colour in colours for shape in shapes]
-    # Some name must stay absent, or nothing could be asked that is not there.
+    # At least one name must stay unused for the questions whose answer is "no".
     count = min(count, len(pairs), len(COLOURS) * len(SHAPES) - 8)
     digits: list[int] = []
     while len(digits) < count:
@@ -189,23 +186,3 @@ def draw_layout(rng: random.Random, style: Style, canvas: Canvas) -> Layout:
         )
     ]  # fmt: skip
     return Layout(style, tuple(things), tuple(signs))
-
-
-def alike(rng: random.Random, layout: Layout) -> Layout:
-    """The first shapes of a layout made one form, or one colour: only the other word names them.
-
-    Among many forms and colours a small model soon finds a shape by the last word of its name, is
-    right half of the time, and stays there.
-    """
-    if rng.random() < 0.5:
-        colours = rng.sample(range(len(COLOURS)), len(COLOURS))
-        shape = rng.randrange(len(SHAPES))
-        names = [(colour, shape) for colour in colours]
-    else:
-        colour = rng.randrange(len(COLOURS))
-        names = [(colour, shape) for shape in rng.sample(range(len(SHAPES)), len(SHAPES))]
-    things = tuple(
-        replace(thing, colour=colour, shape=shape)
-        for thing, (colour, shape) in zip(layout.things, names, strict=False)
-    )
-    return replace(layout, things=things)

@@ -1,6 +1,6 @@
-"""The language model's first layers over [before, image, question], for policies that read them.
+"""First layers of the language model over prompt, image and question, for policies that need them.
 
-Knows nothing about policies; it stands behind `vllm_autoprune.tpdsl.language.LanguagePrefix`.
+Implements the protocol `vllm_autoprune.tpdsl.language.LanguagePrefix`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 
 class LlamaPrefix:
-    """B sequences whose text is padded on the right; one pass, kept layer by layer."""
+    """States of B sequences with text padded on the right; each layer is computed once."""
 
     def __init__(self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor) -> None:
-        """embeds (B, L, D) enter layer 0; text (B, Lt) is false for padding."""
+        """Embeds (B, L, D) are the input of layer 0; text (B, Lt) is false for padding."""
         self._model = model
         self._embeds = embeds
         self._start, self._text = start, text
@@ -23,7 +23,7 @@ class LlamaPrefix:
 
     @property
     def layers(self) -> int:
-        """Layers of the whole language model."""
+        """Number of layers of the language model."""
         return len(self._model.layers)
 
     @property
@@ -37,12 +37,12 @@ class LlamaPrefix:
         return self._text
 
     def embeddings(self) -> Tensor:
-        """(B, L, D): what enters layer 0."""
+        """(B, L, D): the input of layer 0."""
         return self._embeds
 
     def states(self, layer: int) -> Tensor:
-        """(B, L, D): what leaves a layer, before any final norm."""
-        return self._entering(layer + 1)
+        """(B, L, D): the output of a layer, before any final norm."""
+        return self._input(layer + 1)
 
     def normed(self, layer: int) -> Tensor:
         """(B, L, D): `states` after the model's final norm."""
@@ -60,38 +60,38 @@ class LlamaPrefix:
         rows, length = self._text.shape[1], self._embeds.shape[1]
         scores = query[:, :, -rows:].float() @ key.float().transpose(2, 3)
         scores = scores * query.shape[-1] ** -0.5
-        ahead = torch.ones(rows, length, dtype=torch.bool).triu(length - rows + 1)
-        return scores.masked_fill(ahead, float("-inf")).softmax(-1)
+        future = torch.ones(rows, length, dtype=torch.bool).triu(length - rows + 1)
+        return scores.masked_fill(future, float("-inf")).softmax(-1)
 
     @torch.no_grad()
-    def _entering(self, layer: int) -> Tensor:
-        """(B, L, D): what enters a layer; computed once, with every layer before it."""
-        found = list(self._states) or [self._embeds]
+    def _input(self, layer: int) -> Tensor:
+        """(B, L, D): the input of a layer; computed once, together with all layers before it."""
+        states = list(self._states) or [self._embeds]
         positions = torch.arange(self._embeds.shape[1])[None]
         cosines = self._model.rotary_emb(self._embeds, positions)
         length = self._embeds.shape[1]
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         mask = torch.zeros(1, 1, length, length, dtype=self._embeds.dtype)
         mask.masked_fill_(future, torch.finfo(mask.dtype).min)
-        while len(found) <= layer:
-            block = self._model.layers[len(found) - 1]
-            found.append(
+        while len(states) <= layer:
+            block = self._model.layers[len(states) - 1]
+            states.append(
                 block(
-                    found[-1],
+                    states[-1],
                     attention_mask=mask,
                     position_ids=positions,
                     position_embeddings=cosines,
                 )
             )
-        self._states = tuple(found)
-        return found[layer]
+        self._states = tuple(states)
+        return states[layer]
 
     @torch.no_grad()
     def _rotated(self, layer: int) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, L, d) of a layer after rotary embedding."""
         block = self._model.layers[layer]
         attention: LlamaAttention = block.self_attn
-        normed = block.input_layernorm(self._entering(layer))
+        normed = block.input_layernorm(self._input(layer))
         shape = (*normed.shape[:-1], -1, attention.head_dim)
         query = attention.q_proj(normed).view(shape).transpose(1, 2)
         key = attention.k_proj(normed).view(shape).transpose(1, 2)

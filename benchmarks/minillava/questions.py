@@ -1,7 +1,4 @@
-"""Questions about a scene: kinds, answers, evidence patches, yes/no pairs.
-
-Knows nothing about pixels, tokenizers or models.
-"""
+"""Questions about a scene, with reference answers and the patches that hold the evidence."""
 
 from __future__ import annotations
 
@@ -9,21 +6,20 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.minillava.layout import COLOURS, SHAPES, Canvas, Sign, Thing
-from benchmarks.minillava.render import NEIGHBOURS, Scene
+from benchmarks.minillava.layout import COLOURS, NEIGHBOURS, SHAPES, Canvas, Sign, Thing
+from benchmarks.minillava.render import Scene
 from benchmarks.minillava.wordings import (
-    MOST_COUNTED,
+    MAX_COUNT,
     PAIR_KINDS,
     RELATIONS,
-    SEEN,
-    a,
-    plural,
+    name_plural,
+    with_article,
 )
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `evidence` are raster patches, what tells most first."""
+    """One question; `evidence` lists raster patches, the most informative first."""
 
     kind: str
     text: str
@@ -32,117 +28,116 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asker:
-    """Asks about one scene in wordings of a table of kinds."""
+class QuestionGenerator:
+    """Random questions about one scene; `wordings` has the templates of every kind."""
 
     rng: random.Random
     scene: Scene
     canvas: Canvas
     wordings: Mapping[str, Sequence[str]]
 
-    def ask(self, kind: str) -> list[Question] | None:
-        """A question of an open kind, or a yes and a no; None where the scene has no matter."""
+    def generate(self, kind: str) -> list[Question] | None:
+        """One open question, or a yes/no pair; None if the scene has nothing to ask about."""
         if kind in PAIR_KINDS:
-            return self._pair(kind)
-        question = self._open(kind)
+            return self._generate_pair(kind)
+        question = self._generate_open(kind)
         return None if question is None else [question]
 
-    def _word(self, kind: str, **slots: str | int) -> str:
-        return self.rng.choice(self.wordings[kind]).format(**slots)
-
-    def _open(self, kind: str) -> Question | None:
+    def _generate_open(self, kind: str) -> Question | None:
         match kind:
             case "digit":
-                thing = self._thing()
-                return self._about(kind, (thing,), str(thing.digit), name=thing.name)
+                thing = self._pick_thing()
+                return self._question(kind, (thing,), str(thing.digit), name=thing.name)
             case "colour" | "shape":
-                lone = self._lone()
-                if lone is None:
+                unique = self._pick_unique_digit()
+                if unique is None:
                     return None
-                answer = COLOURS[lone.colour] if kind == "colour" else SHAPES[lone.shape]
-                return self._about(kind, (lone,), answer, digit=lone.digit)
+                answer = COLOURS[unique.colour] if kind == "colour" else SHAPES[unique.shape]
+                return self._question(kind, (unique,), answer, digit=unique.digit)
             case "text":
                 if not self.scene.layout.signs:
                     return None
                 sign = self.rng.choice(self.scene.layout.signs)
-                return self._about(kind, (sign,), sign.text, name=sign.name)
+                return self._question(kind, (sign,), sign.text, name=sign.name)
             case "count":
-                number, things, what = self._counted()
-                return self._about(kind, things, str(number), plural=what)
+                things, plural = self._pick_group()
+                return self._question(kind, things, str(len(things)), plural=plural)
             case "quarter":
-                thing = self._thing()
-                vertical, horizontal = self._sides(thing)
-                return self._about(kind, (thing,), f"{vertical} {horizontal}", name=thing.name)
+                thing = self._pick_thing()
+                answer = " ".join(self._sides(thing))
+                return self._question(kind, (thing,), answer, name=thing.name)
             case "relation":
-                return self._relation()
+                return self._generate_relation()
         raise ValueError(f"{kind!r} is not an open kind of question")
 
-    def _pair(self, kind: str) -> list[Question]:
+    def _generate_pair(self, kind: str) -> list[Question]:
         match kind:
             case "existence":
-                thing, missing = self._thing(), self._absent()
-                yes = self._about(kind, (thing,), "yes", a_name=a(thing.name))
-                return [yes, self._about(kind, (), "no", a_name=a(missing))]
+                thing, absent = self._pick_thing(), self._pick_absent_name()
+                yes = self._question(kind, (thing,), "yes", a_name=with_article(thing.name))
+                return [yes, self._question(kind, (), "no", a_name=with_article(absent))]
             case "reading":
-                thing = self._thing()
+                thing = self._pick_thing()
                 shown = [other.digit for other in self.scene.layout.things]
-                every = shown if self.rng.random() < 0.5 else range(10)
-                wrong = [digit for digit in every if digit != thing.digit] or [9 - thing.digit]
+                digits = shown if self.rng.random() < 0.5 else range(10)
+                wrong = [digit for digit in digits if digit != thing.digit] or [9 - thing.digit]
                 name, other = thing.name, self.rng.choice(wrong)
-                yes = self._about(kind, (thing,), "yes", name=name, digit=thing.digit)
-                return [yes, self._about(kind, (thing,), "no", name=name, digit=other)]
+                yes = self._question(kind, (thing,), "yes", name=name, digit=thing.digit)
+                return [yes, self._question(kind, (thing,), "no", name=name, digit=other)]
             case "position":
-                thing = self._thing()
+                thing = self._pick_thing()
                 side = self.rng.choice(self._sides(thing))
                 opposite = {"left": "right", "right": "left", "upper": "lower", "lower": "upper"}
-                yes = self._about(kind, (thing,), "yes", name=thing.name, side=side)
-                no = self._about(kind, (thing,), "no", name=thing.name, side=opposite[side])
+                yes = self._question(kind, (thing,), "yes", name=thing.name, side=side)
+                no = self._question(kind, (thing,), "no", name=thing.name, side=opposite[side])
                 return [yes, no]
             case "counting":
-                number, things, what = self._counted()
-                near = [n for n in (number - 1, number + 1) if 0 <= n <= MOST_COUNTED]
+                things, plural = self._pick_group()
+                number = len(things)
+                near = [n for n in (number - 1, number + 1) if 0 <= n <= MAX_COUNT]
                 wrong_number = self.rng.choice(near)
-                yes = self._about(kind, things, "yes", number=number, plural=what)
-                no = self._about(kind, things, "no", number=wrong_number, plural=what)
+                yes = self._question(kind, things, "yes", number=number, plural=plural)
+                no = self._question(kind, things, "no", number=wrong_number, plural=plural)
                 return [yes, no]
         raise ValueError(f"{kind!r} is not a kind of yes/no question")
 
-    def _about(
+    def _question(
         self, kind: str, parts: Iterable[Thing | Sign], answer: str, **slots: str | int
     ) -> Question:
-        return Question(kind, self._word(kind, **slots), answer, self._evidence(parts))
+        text = self.rng.choice(self.wordings[kind]).format(**slots)
+        return Question(kind, text, answer, self._evidence(parts))
 
     def _evidence(self, parts: Iterable[Thing | Sign]) -> tuple[int, ...]:
-        """Patches of all parts: all of a sign, and of shapes first the middles, then the rest."""
-        whole = [
+        """Patches of all parts: the whole of every sign and the middle of every shape first."""
+        ranked = [
             (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
             for index, part in enumerate(parts)
             for place, patch in enumerate(self.scene.patches(part))
         ]
-        return tuple(patch for *_, patch in sorted(whole))
+        return tuple(patch for *_, patch in sorted(ranked))
 
-    def _thing(self) -> Thing:
+    def _pick_thing(self) -> Thing:
         return self.rng.choice(self.scene.layout.things)
 
-    def _lone(self) -> Thing | None:
-        """A shape whose digit no other shape carries."""
+    def _pick_unique_digit(self) -> Thing | None:
+        """A shape whose digit no other shape carries, if there is one."""
         things = self.scene.layout.things
         digits = [thing.digit for thing in things]
-        lone = [thing for thing in things if digits.count(thing.digit) == 1]
-        return self.rng.choice(lone) if lone else None
+        unique = [thing for thing in things if digits.count(thing.digit) == 1]
+        return self.rng.choice(unique) if unique else None
 
-    def _absent(self) -> str:
-        """A name that no shape in the scene bears, made of words that some shapes bear."""
+    def _pick_absent_name(self) -> str:
+        """A name that no shape in the scene has; usually its colour and its form both occur."""
         things = self.scene.layout.things
         taken = {(thing.colour, thing.shape) for thing in things}
         colours = sorted({thing.colour for thing in things})
         shapes = sorted({thing.shape for thing in things})
         near = [(c, s) for c in colours for s in shapes if (c, s) not in taken]
         if not near or self.rng.random() < 0.2:
-            every = [(c, s) for c in range(len(COLOURS)) for s in range(len(SHAPES))]
-            near = [pair for pair in every if pair not in taken]
+            pairs = [(c, s) for c in range(len(COLOURS)) for s in range(len(SHAPES))]
+            near = [pair for pair in pairs if pair not in taken]
         if not near:
-            raise ValueError("every colour and shape is in the scene: nothing is absent")
+            raise ValueError("the scene shows every colour in every form: no name is absent")
         colour, shape = self.rng.choice(near)
         return f"{COLOURS[colour]} {SHAPES[shape]}"
 
@@ -153,82 +148,35 @@ class Asker:
             "left" if thing.column < half else "right",
         )
 
-    def _counted(self) -> tuple[int, list[Thing], str]:
-        """Shapes of one colour or form; every number that the scene offers is equally likely."""
+    def _pick_group(self) -> tuple[list[Thing], str]:
+        """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
         things = self.scene.layout.things
-        offers: dict[int, list[tuple[list[Thing], str]]] = {}
+        groups: dict[int, list[tuple[list[Thing], str]]] = {}
         for colour in range(len(COLOURS)):
-            found = [thing for thing in things if thing.colour == colour]
-            offers.setdefault(len(found), []).append((found, plural(colour, None)))
+            group = [thing for thing in things if thing.colour == colour]
+            groups.setdefault(len(group), []).append((group, name_plural(colour, None)))
         for shape in range(len(SHAPES)):
-            found = [thing for thing in things if thing.shape == shape]
-            offers.setdefault(len(found), []).append((found, plural(None, shape)))
-        number = self.rng.choice(sorted(n for n in offers if n <= MOST_COUNTED))
-        found, what = self.rng.choice(offers[number])
-        return number, found, what
+            group = [thing for thing in things if thing.shape == shape]
+            groups.setdefault(len(group), []).append((group, name_plural(None, shape)))
+        size = self.rng.choice(sorted(size for size in groups if size <= MAX_COUNT))
+        return self.rng.choice(groups[size])
 
-    def _relation(self) -> Question | None:
-        """The text names an anchor; the answer is on the shape beside it."""
-        found = self._beside()
-        if found is None:
+    def _generate_relation(self) -> Question | None:
+        """Ask for the digit of the shape beside the one that the text names."""
+        neighbours = self._pick_neighbours()
+        if neighbours is None:
             return None
-        anchor, relation, target = found
+        anchor, relation, target = neighbours
         slots = {"name": anchor.name, "relation": relation}
-        return self._about("relation", (target, anchor), str(target.digit), **slots)
+        return self._question("relation", (target, anchor), str(target.digit), **slots)
 
-    def _beside(self) -> tuple[Thing, str, Thing] | None:
-        """An anchor, how its neighbour lies to it, and the neighbour."""
+    def _pick_neighbours(self) -> tuple[Thing, str, Thing] | None:
+        """A shape, the relation of its neighbour to it, and that neighbour."""
         layout = self.scene.layout
-        found = [
+        neighbours = [
             (anchor, relation, target)
             for anchor in layout.things
             for relation, step in zip(RELATIONS, NEIGHBOURS, strict=True)
             if (target := layout.neighbour(anchor, *step)) is not None
         ]
-        return self.rng.choice(found) if found else None
-
-
-# Shares of training; what needs more than one look gets more.
-_SHARES = {
-    "digit": 6, "colour": 4, "shape": 4, "text": 10, "count": 24, "quarter": 4, "relation": 14,
-    "existence": 8, "reading": 12, "position": 5, "counting": 14,
-}  # fmt: skip
-
-
-def training_questions(
-    rng: random.Random, scene: Scene, canvas: Canvas, number: int
-) -> list[Question]:
-    """`number` questions about a scene in wordings for training; one of each pair."""
-    asker, asked = Asker(rng, scene, canvas, SEEN), list[Question]()
-    while len(asked) < number:
-        kind = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
-        found = asker.ask(kind)
-        if found is not None:
-            asked.append(rng.choice(found))
-    return asked
-
-
-def pointing_phrase(rng: random.Random, scene: Scene) -> tuple[str, tuple[int, ...]]:
-    """A phrase, never a question, and the patches it points to.
-
-    Relevance to a whole question is what the text tower makes of it on its own, which is
-    what keeps relevance good but not perfect.
-    """
-    layout = scene.layout
-    if layout.signs and rng.random() < 0.2:
-        sign = rng.choice(layout.signs)
-        return f"the {sign.name}", scene.patches(sign)
-    thing = rng.choice(layout.things)
-    digits = [other.digit for other in layout.things]
-    if digits.count(thing.digit) == 1 and rng.random() < 0.35:
-        return f"the digit {thing.digit}", scene.patches(thing)
-    return rng.choice((thing.name, a(thing.name), f"the {thing.name}")), scene.patches(thing)
-
-
-def caption(rng: random.Random, scene: Scene) -> str:
-    """Three parts of the scene in words, for the contrast between images."""
-    every: tuple[Thing | Sign, ...] = (*scene.layout.things, *scene.layout.signs)
-    parts = rng.sample(every, 3)
-    return ", ".join(
-        f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
-    )
+        return self.rng.choice(neighbours) if neighbours else None

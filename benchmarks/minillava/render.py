@@ -1,6 +1,6 @@
-"""From layouts to images and dense labels, many scenes at once.
+"""Renderer: images of many scenes at once, and the patches that each shape and sign covers.
 
-Knows nothing about questions or models. Vectorised torch: dozens of scenes a training step.
+Vectorised in torch, because every training step draws new scenes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from benchmarks.minillava.layout import (
     CELL_PATCHES,
     COLOURS,
     PATCH,
-    SHAPES,
     Canvas,
     Layout,
     Sign,
     Thing,
 )
+
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+"""CLIP's normalisation of red, green and blue."""
 
 _RGB = (
     (215, 40, 40), (40, 150, 60), (45, 75, 215), (235, 215, 45),
@@ -37,19 +40,17 @@ _GLYPHS = (
     "00110 01000 10000 11110 10001 10001 01110", "11111 00001 00010 00100 01000 01000 01000",
     "01110 10001 10001 01110 10001 10001 01110", "01110 10001 10001 01111 00001 00010 01100",
 )  # fmt: skip
-# Half extents of a digit in pixels.
+# Half the width and half the height of a digit, in pixels.
 _GLYPH_X, _GLYPH_Y = 4.2, 5.8
-# A patch belongs to a shape once this share of its pixels does.
+# A patch belongs to a shape if the shape covers at least this fraction of it.
 _COVERAGE = 0.15
-
-NOTHING = -1
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A layout with the raster patches of its parts, the most telling patch first.
+    """A layout with the raster patches of its shapes and signs, in the layout's order.
 
-    `thing_patches` and `sign_patches` follow the layout's order; a sign's are in reading order.
+    The first patch of a shape is the middle of its cell; a sign's patches are in reading order.
     """
 
     layout: Layout
@@ -57,51 +58,24 @@ class Scene:
     sign_patches: tuple[tuple[int, ...], ...]
 
     def patches(self, part: Thing | Sign) -> tuple[int, ...]:
-        """Where a shape or a sign of this scene is seen."""
+        """The raster patches of a shape or sign of this scene."""
         if isinstance(part, Thing):
             return self.thing_patches[self.layout.things.index(part)]
         return self.sign_patches[self.layout.signs.index(part)]
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Dense targets (B, N) int64, -1 where a question makes no sense for a patch.
-
-    kind: 0 background, 1 shape, 2 sign; row and column in cells; slot: place in the number;
-    length: of the number less two; centre: 1 on a shape's middle patch, 0 on its others;
-    digit: of a sign's patches and of a shape's middle one, so that no other learns to repeat it;
-    near (B, N, 4, 2): colour and shape of the neighbours left, right, above, below of a shape,
-    `len(COLOURS)` and `len(SHAPES)` where there is none.
-    """
-
-    kind: Tensor
-    colour: Tensor
-    shape: Tensor
-    digit: Tensor
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-    length: Tensor
-    centre: Tensor
-    near: Tensor
-
-
-@dataclass(frozen=True)
 class Batch:
-    """`images` (B, 3, H, W) uint8 with what they show."""
+    """Images (B, 3, H, W) uint8 and the scenes they show."""
 
     images: Tensor
     scenes: tuple[Scene, ...]
 
 
-NEIGHBOURS: tuple[tuple[int, int], ...] = ((0, -1), (0, 1), (-1, 0), (1, 0))
-"""(down, right) of the cells left, right, above, below."""
-
-
 def _distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Signed distances in radii, negative inside; shape (M,), x and y (M, 42, 42)."""
     ax, ay = x.abs(), y.abs()
-    every = torch.stack(
+    distances = torch.stack(
         (
             (x * x + y * y).sqrt() - 1.0,
             torch.maximum(ax, ay) - 0.9,
@@ -110,19 +84,19 @@ def _distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
             torch.minimum(torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)),
         )
     )
-    return every[shape, torch.arange(len(shape))]
+    return distances[shape, torch.arange(len(shape))]
 
 
 def _ink(digits: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Coverage (M, 1, h, w) of digits drawn around the origin of pixel offsets x and y."""
+    """Coverage (M, 1, h, w) of digits centred on the origin of the pixel offsets x and y."""
     rows = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in _GLYPHS]
-    bank = torch.tensor(rows)
+    glyphs = torch.tensor(rows)
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
-    return F.grid_sample(bank[digits][:, None], grid, align_corners=False)
+    return F.grid_sample(glyphs[digits][:, None], grid, align_corners=False)
 
 
 def _paint(colour: Tensor, ink: Tensor, generator: torch.Generator) -> Tensor:
-    """(M, 3, h, w): the colour, slightly off, with the digit in its ink."""
+    """Pixels (M, 3, h, w) of the colours with a little noise, and the digits in their ink."""
     rgb = torch.tensor(_RGB).float()[colour]
     rgb = rgb + 10 * torch.randn(len(colour), 3, generator=generator)
     dark = torch.tensor(_INK).float()[colour][:, None, None, None]
@@ -130,22 +104,22 @@ def _paint(colour: Tensor, ink: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _background(size: int, canvas: Canvas, generator: torch.Generator) -> Tensor:
-    """(B, 3, H, W) floats: a tinted grey, blotches at patch scale, checker clutter."""
+    """Float pixels (B, 3, H, W): tinted grey, blotches of patch size, checkerboard clutter."""
     tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
     tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
     blotches = 14 * torch.randn(size, 3, canvas.grid, canvas.grid, generator=generator)
     blotches = F.interpolate(blotches, size=canvas.image, mode="bilinear", align_corners=False)
     fine = (torch.arange(canvas.image) // 5) % 2
     checker = (fine[:, None] ^ fine[None, :]).float() * 2 - 1
-    where = (torch.rand(size, 1, canvas.grid, canvas.grid, generator=generator) < 0.08).float()
-    where = where.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
-    return tone + tint + blotches + where * checker * 35
+    clutter = (torch.rand(size, 1, canvas.grid, canvas.grid, generator=generator) < 0.08).float()
+    clutter = clutter.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
+    return tone + tint + blotches + clutter * checker * 35
 
 
 def _draw_things(
     pixels: Tensor, layouts: Sequence[Layout], canvas: Canvas, generator: torch.Generator
 ) -> list[tuple[int, ...]]:
-    """Paint all shapes into (B, 3, H, W) and return the patches of each, centre first."""
+    """Paint all shapes into (B, 3, H, W) and return the patches of each, middle patch first."""
     flat = [(index, thing) for index, layout in enumerate(layouts) for thing in layout.things]
     image_of = torch.tensor([index for index, _ in flat])
     colour = torch.tensor([thing.colour for _, thing in flat])
@@ -167,27 +141,27 @@ def _draw_things(
     alpha = inside[:, None]
     view[image_of, row, column] = view[image_of, row, column] * (1 - alpha) + paint * alpha
 
-    tiles = inside.view(len(flat), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean((2, 4))
-    held = (tiles >= _COVERAGE).flatten(1).tolist()
+    coverage = inside.view(len(flat), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean((2, 4))
+    covered = (coverage >= _COVERAGE).flatten(1).tolist()
     # The middle patch shows the digit, so it comes first.
     order = sorted(range(CELL_PATCHES**2), key=lambda place: place != CELL_PATCHES**2 // 2)
-    found: list[tuple[int, ...]] = []
-    for covers, (_, thing) in zip(held, flat, strict=True):
+    patches: list[tuple[int, ...]] = []
+    for covers, (_, thing) in zip(covered, flat, strict=True):
         corner = thing.row * CELL_PATCHES * canvas.grid + thing.column * CELL_PATCHES
-        found.append(
+        patches.append(
             tuple(
                 corner + place // CELL_PATCHES * canvas.grid + place % CELL_PATCHES
                 for place in order
                 if covers[place]
             )
         )
-    return found
+    return patches
 
 
 def _draw_signs(
     pixels: Tensor, layouts: Sequence[Layout], canvas: Canvas, generator: torch.Generator
 ) -> None:
-    """Paint all signs into (B, 3, H, W), one patch a character."""
+    """Paint all signs into (B, 3, H, W), one patch per character."""
     flat = [
         (index, sign.row, sign.column + slot, sign.colour, digit)
         for index, layout in enumerate(layouts)
@@ -207,7 +181,7 @@ def _draw_characters(
     digit: Tensor,
     generator: torch.Generator,
 ) -> None:
-    """Fill patches `where` (image, row, column), each (M,), with a digit on a coloured plate."""
+    """Fill the patches `where` (image, row, column), each (M,), with digits on coloured plates."""
     shift = (torch.rand(len(digit), 2, generator=generator) * 2 - 1) * 1.5
     axis = torch.arange(PATCH) + 0.5 - PATCH / 2
     x, y = torch.broadcast_tensors(
@@ -219,14 +193,14 @@ def _draw_characters(
 
 
 def _finish(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """uint8 of float pixels with a little grain."""
+    """Convert float pixels to uint8 with a little grain."""
     size, _, height, width = pixels.shape
     grain = 5 * torch.randn(size, 1, height, width, generator=generator)
     return (pixels + grain).round().clamp(0, 255).to(torch.uint8)
 
 
 def render(layouts: Sequence[Layout], canvas: Canvas, seed: int) -> Batch:
-    """Draw the layouts; the same layouts and seed give the same pixels."""
+    """Render layouts; the same layouts and seed give the same pixels."""
     generator = torch.Generator().manual_seed(seed)
     pixels = _background(len(layouts), canvas, generator)
     patches = iter(_draw_things(pixels, layouts, canvas, generator))
@@ -245,11 +219,8 @@ def render(layouts: Sequence[Layout], canvas: Canvas, seed: int) -> Batch:
     return Batch(_finish(pixels, generator), scenes)
 
 
-def characters(seed: int, size: int, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
-    """Images (B, 3, H, W) with a digit in every patch, and its digit and colour, (B, N) each.
-
-    They teach a tower to read before it has to find what to read.
-    """
+def render_characters(seed: int, size: int, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+    """Images (B, 3, H, W) with a digit in every patch; its value and its colour, (B, N) each."""
     generator = torch.Generator().manual_seed(seed)
     shape = (size, canvas.grid, canvas.grid)
     digit = torch.randint(10, shape, generator=generator)
@@ -262,37 +233,8 @@ def characters(seed: int, size: int, canvas: Canvas) -> tuple[Tensor, Tensor, Te
     return _finish(pixels, generator), digit.flatten(1), colour.flatten(1)
 
 
-def labels(scenes: Sequence[Scene], canvas: Canvas) -> Labels:
-    """Dense targets of scenes."""
-    names = ("kind", "colour", "shape", "digit", "row", "column", "slot", "length", "centre")
-    flat = torch.full((len(names) + 2 * len(NEIGHBOURS), len(scenes) * canvas.patches), NOTHING)
-    flat[0] = 0
-    where: list[int] = []
-    rows: list[list[int]] = []
-    for index, scene in enumerate(scenes):
-        offset, layout = index * canvas.patches, scene.layout
-        for thing, patches in zip(layout.things, scene.thing_patches, strict=True):
-            near = [layout.neighbour(thing, *step) for step in NEIGHBOURS]
-            beside = [
-                value
-                for other in near
-                for value in ((other.colour, other.shape) if other else (len(COLOURS), len(SHAPES)))
-            ]
-            where += [offset + patch for patch in patches]
-            for place in range(len(patches)):
-                middle = place == 0
-                digit = thing.digit if middle else NOTHING
-                row = [1, thing.colour, thing.shape, digit, thing.row, thing.column, -1, -1]
-                rows.append([*row, int(middle), *beside])
-        for sign, patches in zip(layout.signs, scene.sign_patches, strict=True):
-            cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
-            where += [offset + patch for patch in patches]
-            rows += [
-                [2, sign.colour, -1, digit, *cell, slot, len(sign.number) - 2, -1, *[-1] * 8]
-                for slot, digit in enumerate(sign.number)
-            ]
-    flat[:, where] = torch.tensor(rows).T
-    parts = flat.view(-1, len(scenes), canvas.patches)
-    fields = dict(zip(names, parts, strict=False))
-    near_all = parts[len(names) :].permute(1, 2, 0).unflatten(2, (len(NEIGHBOURS), 2))
-    return Labels(near=near_all, **fields)
+def normalize_pixels(images: Tensor) -> Tensor:
+    """Normalised pixels (B, 3, H, W) bf16 of uint8 images, as the image processor computes them."""
+    mean = torch.tensor(PIXEL_MEAN)[:, None, None]
+    std = torch.tensor(PIXEL_STD)[:, None, None]
+    return ((images.float() / 255 - mean) / std).to(torch.bfloat16)

@@ -1,7 +1,4 @@
-"""What is kept of an image: everything, a random share, the evidence, or a base policy's choice.
-
-Knows nothing about answers.
-"""
+"""Token selections to compare: all tokens, a random subset, the evidence, and base policies."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ from vllm_autoprune.tpdsl.reassembly import gather_rows
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Selection = Callable[[Sequence[Example], VisualTokens, int], Tensor]
-"""(M examples, their tokens, K) -> rows (M, K, D) that enter the language model, in order."""
+"""(M examples, their tokens, K) → rows (M, K, D) for the language model, in raster order."""
 
 RANDOM, ORACLE = "random", "oracle"
 
 
 def keep_all(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
-    """Every token."""
+    """Keep every token."""
     return tokens.features
 
 
-def _samples(examples: Sequence[Example], tokens: VisualTokens) -> list[list[int]]:
-    """All raster indices in an order that is random but the same for the same question."""
+def _shuffled_patches(examples: Sequence[Example], tokens: VisualTokens) -> list[list[int]]:
+    """All raster indices in an order that is random but fixed for each question."""
     return [
         random.Random(f"{example.image_id} {example.question}").sample(
             range(tokens.count), tokens.count
@@ -39,21 +36,22 @@ def _samples(examples: Sequence[Example], tokens: VisualTokens) -> list[list[int
 
 
 def keep_random(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
-    """A seeded random sample for each question."""
-    picks = torch.tensor([sample[:count] for sample in _samples(examples, tokens)])
+    """Keep a seeded random subset for each question."""
+    picks = torch.tensor([order[:count] for order in _shuffled_patches(examples, tokens)])
     return gather_rows(tokens.features, picks.sort(1).values)
 
 
 def keep_evidence(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
-    """The oracle: the question's evidence, what tells most first, then a random rest."""
+    """Keep the question's evidence and fill up with random tokens: the oracle."""
+    orders = _shuffled_patches(examples, tokens)
     rows = [
-        list(dict.fromkeys((*example.evidence, *sample)))[:count]
-        for example, sample in zip(examples, _samples(examples, tokens), strict=True)
+        list(dict.fromkeys((*example.evidence, *order)))[:count]
+        for example, order in zip(examples, orders, strict=True)
     ]
     return gather_rows(tokens.features, torch.tensor(rows).sort(1).values)
 
 
-def _of_policy(policy: BasePolicy) -> Selection:
+def _policy_selection(policy: BasePolicy) -> Selection:
     params = policy.call(name=policy.name).params
 
     def keep(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
@@ -66,7 +64,7 @@ def _of_policy(policy: BasePolicy) -> Selection:
 
 
 def selections() -> dict[str, Selection]:
-    """Random, oracle, and every base policy that the package registers, at its defaults."""
-    assert _policies_are_loaded, "importing the package is what registers its policies"
-    found: dict[str, Selection] = {RANDOM: keep_random, ORACLE: keep_evidence}
-    return found | {name: _of_policy(policy) for name, policy in BASE_POLICIES.items()}
+    """Random, oracle, and every registered base policy at its defaults."""
+    assert _policies_are_loaded, "importing the package registers its policies"
+    controls: dict[str, Selection] = {RANDOM: keep_random, ORACLE: keep_evidence}
+    return controls | {name: _policy_selection(policy) for name, policy in BASE_POLICIES.items()}

@@ -1,11 +1,12 @@
-"""The held-out splits: examples, their PNG form, the scores and the checkpoint's place.
+"""Held-out splits: examples, their images as PNG, scores of answers, and the checkpoint folders.
 
-Knows nothing about engines or policies. Search, validation and test are drawn from seeds that
-neither training nor one another can draw; only test has unseen wordings and arrangements.
+Search, validation and test are drawn from disjoint ranges of scene seeds, which training never
+uses; only the test split has unseen wordings and arrangements.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 import re
@@ -24,7 +25,7 @@ from benchmarks.minillava.layout import (
     Canvas,
     draw_layout,
 )
-from benchmarks.minillava.questions import Asker, Question
+from benchmarks.minillava.questions import Question, QuestionGenerator
 from benchmarks.minillava.render import Scene, render
 from benchmarks.minillava.wordings import CATEGORIES, KINDS, SEEN, UNSEEN
 
@@ -33,10 +34,10 @@ LLAVA = CHECKPOINT / "llava"
 CLIP = CHECKPOINT / "clip"
 
 Split = Literal["search", "validation", "test"]
-LONGEST_SPLIT = 5000
+MAX_SCENES = 5000
 
-# How often a kind is asked about one scene; a scene without signs has no number to read.
-_ASKED = dict.fromkeys(KINDS, 1) | {"relation": 3, "count": 2, "text": 2}
+# How often each kind is tried for one scene; a scene without signs has no number to read.
+_ATTEMPTS = dict.fromkeys(KINDS, 1) | {"relation": 3, "count": 2, "text": 2}
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Example:
     question: str
     answer: str
     kind: str
-    pair: int | None  # shared by the yes and the no question of one pair
-    evidence: tuple[int, ...]  # raster patch indices, what tells most first
+    pair: int | None  # the same number for both questions of a yes/no pair
+    evidence: tuple[int, ...]  # raster patch indices, the most informative first
     unseen_wording: bool = False
     unseen_style: bool = False
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares between 0 and 1; accuracy+ counts a pair where both answers are right."""
+    """Shares between 0 and 1; accuracy+ is the share of yes/no pairs with both answers right."""
 
     accuracy: float
     accuracy_plus: float
@@ -64,29 +65,31 @@ class Scores:
     by_category: dict[str, float]
 
 
-def _draw(seed: int, unseen: bool, canvas: Canvas) -> tuple[Tensor, Scene]:
+def _draw_scene(seed: int, unseen: bool, canvas: Canvas) -> tuple[Tensor, Scene]:
     rng = random.Random(seed)
     style = rng.choice(UNSEEN_STYLES if unseen else TRAINING_STYLES)
     drawn = render([draw_layout(rng, style, canvas)], canvas, seed)
     return drawn.images[0], drawn.scenes[0]
 
 
-def _ask(rng: random.Random, scene: Scene, canvas: Canvas, unseen: bool) -> list[list[Question]]:
-    """Lone questions and pairs about one scene; the same text is asked once."""
-    asker = Asker(rng, scene, canvas, UNSEEN if unseen else SEEN)
-    groups = [asker.ask(kind) for kind in KINDS for _ in range(_ASKED[kind])]
-    found = {group[0].text: group for group in groups if group is not None}
-    return list(found.values())
+def _draw_questions(
+    rng: random.Random, scene: Scene, canvas: Canvas, unseen: bool
+) -> list[list[Question]]:
+    """Single questions and yes/no pairs about one scene, without repetitions of a text."""
+    generator = QuestionGenerator(rng, scene, canvas, UNSEEN if unseen else SEEN)
+    groups = [generator.generate(kind) for kind in KINDS for _ in range(_ATTEMPTS[kind])]
+    unique = {group[0].text: group for group in groups if group is not None}
+    return list(unique.values())
 
 
 def held_out(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> list[Example]:
-    """About eighteen questions on each scene; a smaller split is a prefix of a larger one.
+    """Draw about eighteen questions about each scene; fewer scenes give a prefix of more.
 
-    In the test split every fourth scene is of an arrangement, and another fourth in wordings,
-    that training never draws.
+    In the test split, one fourth of the scenes has an arrangement, and another fourth has wordings,
+    that training never uses.
     """
-    if not 0 < scenes <= LONGEST_SPLIT:
-        raise ValueError(f"scenes must lie in 1..{LONGEST_SPLIT}, got {scenes}")
+    if not 0 < scenes <= MAX_SCENES:
+        raise ValueError(f"scenes must lie in 1..{MAX_SCENES}, got {scenes}")
     canvas = canvas or Canvas()
     examples: list[Example] = []
     pairs = 0
@@ -94,8 +97,8 @@ def held_out(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> l
         seed = SEEDS[split][image_id]
         turn = image_id % 4 if split == "test" else 0
         unseen_style, unseen_wording = turn == 1, turn == 3
-        image, scene = _draw(seed, unseen_style, canvas)
-        for group in _ask(random.Random(seed + 1), scene, canvas, unseen_wording):
+        image, scene = _draw_scene(seed, unseen_style, canvas)
+        for group in _draw_questions(random.Random(seed + 1), scene, canvas, unseen_wording):
             pair = pairs if len(group) == 2 else None
             pairs += len(group) == 2
             examples += [
@@ -108,16 +111,25 @@ def held_out(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> l
     return examples
 
 
+def weights_digest(checkpoint: Path) -> str:
+    """First twelve digits of the SHA-256 over the weights in ``llava`` and ``clip``."""
+    digest = hashlib.sha256()
+    for name in ("llava", "clip"):
+        for path in sorted((checkpoint / name).glob("*.safetensors")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def png(image: Tensor) -> bytes:
-    """The PNG file of a (3, H, W) uint8 image."""
+    """A (3, H, W) uint8 image as the content of a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
-def is_right(answer: str, wanted: str) -> bool:
-    """Whether an answer starts with the wanted words, ignoring case and punctuation."""
-    expected = wanted.lower().split()
+def is_right(answer: str, reference: str) -> bool:
+    """Whether an answer starts with the words of the reference, ignoring case and punctuation."""
+    expected = reference.lower().split()
     return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
@@ -126,7 +138,7 @@ def _mean(values: Sequence[bool]) -> float:
 
 
 def scores(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
-    """Scores of one answer an example; a kind or category that is not asked is left out."""
+    """Score one answer per example; kinds and categories without questions are left out."""
     if len(examples) != len(answers):
         raise ValueError(f"{len(examples)} examples but {len(answers)} answers")
     kinds: dict[str, list[bool]] = {}
@@ -142,7 +154,7 @@ def scores(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
     }
     return Scores(
         accuracy=_mean([right for rights in kinds.values() for right in rights]),
-        accuracy_plus=_mean([all(both) for both in pairs.values()]),
+        accuracy_plus=_mean([all(pair) for pair in pairs.values()]),
         by_kind={kind: _mean(kinds[kind]) for kind in KINDS if kind in kinds},
         by_category={name: _mean(rights) for name, rights in categories.items() if rights},
     )

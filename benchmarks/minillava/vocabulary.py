@@ -1,7 +1,4 @@
-"""Both tokenizers: the language model's and the CLIP text tower's, trained on our wordings.
-
-Knows nothing about scenes, images or models.
-"""
+"""Prompt format and tokenizers of the language model and of the CLIP text tower."""
 
 from __future__ import annotations
 
@@ -18,22 +15,21 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from benchmarks.minillava.layout import COLOURS, SHAPES, SIGN
-from benchmarks.minillava.wordings import answer_words, every_text
+from benchmarks.minillava.wordings import answer_words, tokenizer_texts
 
 UNKNOWN, BEGIN, END, PAD, IMAGE_TOKEN = "<unk>", "<s>", "</s>", "<pad>", "<image>"
 _LANGUAGE_SPECIALS = (UNKNOWN, BEGIN, END, PAD, IMAGE_TOKEN)
 CLIP_BEGIN, CLIP_END = "<|startoftext|>", "<|endoftext|>"
 CLIP_LENGTH = 40
-"""Positions of the text tower."""
+"""Longest input of the text tower, in tokens."""
 
 BEFORE_IMAGE = "USER: "
 AFTER_IMAGE = "\n{question} ASSISTANT:"
 
 VOCABULARY = 640
 
-# A name is one token, across the space ("superwords": Liu et al. 2025, arXiv 2503.13423). A trained
-# model puts the words of a name together in its first layers; one that starts from nothing looked
-# shapes up by their last word alone for a thousand steps.
+# A name such as "red square" is one token ("superwords": Liu et al. 2025, arXiv 2503.13423). With
+# two tokens, a model trained from scratch looked shapes up by the last word for a thousand steps.
 _NAME = f" (?:{'|'.join(COLOURS)}) (?:{'|'.join((*SHAPES, SIGN, 'shapes'))})\\b"
 _WORDS = r"| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 
@@ -44,11 +40,11 @@ def prompt(question: str) -> str:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that the tokenizer is known to have."""
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    """The id of a token; raises KeyError if the tokenizer does not have it."""
+    number = tokenizer.token_to_id(token)
+    if number is None:
         raise KeyError(f"the tokenizer has no token {token!r}")
-    return found
+    return number
 
 
 def _trainer(size: int, specials: list[AddedToken]) -> BpeTrainer:
@@ -62,9 +58,10 @@ def _trainer(size: int, specials: list[AddedToken]) -> BpeTrainer:
 
 
 def language_tokenizer() -> Tokenizer:
-    """Byte-level BPE that adds no token of its own, so chat and plain prompts agree.
+    """Train the byte-level BPE tokenizer of the language model.
 
-    No text holds a number of two digits, so a number's digits stay one token each.
+    It adds no special tokens to a prompt, so chat and completion prompts agree. No training text
+    has a number of two digits, so every digit of a number is a token of its own.
     """
     tokenizer = Tokenizer(BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -75,21 +72,21 @@ def language_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     specials = [AddedToken(token, special=True) for token in _LANGUAGE_SPECIALS]
-    texts = [prompt(text) for text in every_text()]
+    texts = [prompt(text) for text in tokenizer_texts()]
     texts += [f" {word}" for word in answer_words()] * 50
     tokenizer.train_from_iterator(texts, _trainer(VOCABULARY, specials))
     return tokenizer
 
 
 def clip_tokenizer() -> Tokenizer:
-    """Lower-casing BPE with CLIP's two specials; the end token is the one pooled on."""
+    """Train the lower-casing BPE tokenizer of the text tower, with CLIP's begin and end tokens."""
     tokenizer = Tokenizer(BPE(unk_token=CLIP_END))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = every_text() + [f" {word}" for word in answer_words()] * 50
+    texts = tokenizer_texts() + [f" {word}" for word in answer_words()] * 50
     tokenizer.train_from_iterator(texts, _trainer(VOCABULARY - 48, []))
-    # Added last, so that the end token's id is the largest, as in OpenAI's CLIP.
+    # Added last: CLIP pools on the end token, which has the largest id, as in OpenAI's CLIP.
     tokenizer.add_special_tokens([AddedToken(CLIP_BEGIN), AddedToken(CLIP_END)])
     begin, end = token_id(tokenizer, CLIP_BEGIN), token_id(tokenizer, CLIP_END)
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,11 +1,11 @@
-"""How questions are worded: what training reads, and paraphrases that it never does.
+"""Wordings of every kind of question: those used in training, and unseen paraphrases for testing.
 
-Knows nothing about scenes. Slots: name, a_name, digit, colour, plural, side, number, relation.
+Slots: name, a_name, digit, colour, plural, side, number, relation.
 """
 
 from __future__ import annotations
 
-from benchmarks.minillava.layout import COLOURS, LONGEST_NUMBER, SHAPES, SIGN
+from benchmarks.minillava.layout import COLOURS, SHAPES, SIGN
 
 SEEN: dict[str, tuple[str, ...]] = {
     "digit": (
@@ -112,7 +112,7 @@ SEEN: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Paraphrases of known words: what is new is how they are put together.
+# Paraphrases in the words of training, put together in a new way.
 UNSEEN: dict[str, tuple[str, ...]] = {
     "digit": ("The {name} carries which digit?", "Name the digit that is on the {name}."),
     "colour": ("The digit {digit} is on a shape of which colour?",),
@@ -127,7 +127,7 @@ UNSEEN: dict[str, tuple[str, ...]] = {
     "counting": ("Can exactly {number} {plural} be seen?",),
 }
 
-# The same questions in as few words as tell them apart; what the language model learns first.
+# The same questions in as few words as possible; the language model learns these first.
 BRIEF: dict[str, tuple[str, ...]] = {
     "digit": ("{name}",),
     "colour": ("colour digit {digit}",),
@@ -137,7 +137,7 @@ BRIEF: dict[str, tuple[str, ...]] = {
     "quarter": ("quarter {name}",),
     "relation": ("{relation} the {name}",),
     "existence": ("{a_name}",),
-    # Not the name first: a name with its digit behind it is a `digit` phrase with its answer.
+    # The name never comes first: a name followed by a digit is a `digit` phrase with its answer.
     "reading": ("{digit} on the {name}", "the {name} a {digit}"),
     "position": ("{side} half {name}",),
     "counting": ("{number} {plural}",),
@@ -156,41 +156,42 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "two-hop": ("relation",),
     "fine text": ("text",),
 }
-"""What is reported together, as MME does; every kind is in exactly one."""
+"""Kinds that are reported together, as in MME; every kind is in exactly one category."""
 
 RELATIONS = ("left of", "right of", "above", "below")
-"""Of the shape that is asked about to the shape that is named."""
+"""Where the shape that is asked about lies, seen from the shape that is named."""
 SIDES = ("left", "right", "upper", "lower")
-MOST_COUNTED = 5
+MAX_COUNT = 5
+"""The largest number that is ever asked for."""
 
 
-def a(name: str) -> str:
-    """The name with its indefinite article."""
+def with_article(name: str) -> str:
+    """The name with its indefinite article: "a red square", "an orange circle"."""
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def plural(colour: int | None, shape: int | None) -> str:
-    """Shapes of a colour, or of a form: "red shapes", "crosses"."""
+def name_plural(colour: int | None, shape: int | None) -> str:
+    """The name of all shapes of a colour or of a form: "red shapes", "crosses"."""
     if shape is not None:
         return SHAPES[shape] + ("es" if SHAPES[shape].endswith("s") else "s")
     assert colour is not None
     return f"{COLOURS[colour]} shapes"
 
 
-def every_text() -> list[str]:
-    """Sentences that cover every wording and every filler, for tokenizer training."""
+def tokenizer_texts() -> list[str]:
+    """Sentences that contain every wording and every word for its slots."""
     names = [f"{colour} {shape}" for colour in COLOURS for shape in (*SHAPES, SIGN)]
-    plurals = [plural(colour, None) for colour in range(len(COLOURS))]
-    plurals += [plural(None, shape) for shape in range(len(SHAPES))]
+    plurals = [name_plural(colour, None) for colour in range(len(COLOURS))]
+    plurals += [name_plural(None, shape) for shape in range(len(SHAPES))]
     texts: list[str] = []
     for kind in KINDS:
         for wording in (*SEEN[kind], *UNSEEN[kind]):
             for number, name in enumerate(names):
                 slots = {
                     "name": name,
-                    "a_name": a(name),
+                    "a_name": with_article(name),
                     "digit": str(number % 10),
-                    "number": str(number % (MOST_COUNTED + 1)),
+                    "number": str(number % (MAX_COUNT + 1)),
                     "plural": plurals[number % len(plurals)],
                     "side": SIDES[number % len(SIDES)],
                     "relation": RELATIONS[number % len(RELATIONS)],
@@ -200,9 +201,5 @@ def every_text() -> list[str]:
 
 
 def answer_words() -> list[str]:
-    """Every word that an answer is made of; a number is made of one digit after another."""
+    """Every word that occurs in answers; numbers are single digits put together."""
     return [*COLOURS, *SHAPES, "yes", "no", *SIDES, *map(str, range(10))]
-
-
-LONGEST_ANSWER = LONGEST_NUMBER + 1
-"""Tokens of the longest answer, its end included."""

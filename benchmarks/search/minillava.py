@@ -83,13 +83,13 @@ class MiniLlavaEvaluator:
         rows = tokens.features
         if job.state is not None:
             rows = refine(materialize(job.state, job.budget), tokens).features
-        answered = self._reader.answer(part, rows)
+        answered = self._reader.score_answers(part, rows)
         return answered.logprob, answered.right
 
     def _look(self, split: Split, number: int, part: list[Asked]) -> VisualTokens:
         key = (split, number)
         if key not in self._seen:
-            self._seen[key] = self._reader.look(part)
+            self._seen[key] = self._reader.encode(part)
         return self._seen[key]
 
     def _parts(self, split: Split) -> Iterator[list[Asked]]:

@@ -1,4 +1,1 @@
-"""The zoo: builds the shipped states, measures each on the embedded model, writes its evidence.
-
-Knows nothing about searching for states.
-"""
+"""The shipped states: built from one source, measured on mini-LLaVA, written with that evidence."""

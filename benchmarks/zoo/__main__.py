@@ -1,7 +1,4 @@
-"""``python -m benchmarks.zoo build | measure | table``: makes ``policies/`` and its evidence.
-
-Knows nothing about what a state does.
-"""
+"""``python -m benchmarks.zoo build | measure | table``: build ``policies/`` and its evidence."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.zoo.evidence import Evidence, known, with_evidence
-from benchmarks.zoo.files import write
-from benchmarks.zoo.states import FOUND, SOURCE, zoo
+from benchmarks.minillava.split import CHECKPOINT, held_out, weights_digest
+from benchmarks.zoo.evidence import Evidence, read_evidence, with_evidence, write_state
+from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from benchmarks.zoo.table import as_markdown
 from vllm_autoprune import PruningState, load_state
 
-# An engine in this process, and quiet: there are many of them.
+# A quiet engine in this process, because many are started one after another.
 ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
           "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
 
@@ -25,15 +22,19 @@ POLICIES = Path(__file__).resolve().parents[2] / "policies"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the files, or measure those that have no evidence yet; a stopped run goes on."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
+    """Parse the arguments and run one of the three commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.zoo", description="Build the shipped states and their evidence."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write every state; evidence that still holds is kept")
     commands.add_parser("table", help="print the table that README.md shows")
-    asked = commands.add_parser("measure", help="measure states without evidence, one by one")
-    asked.add_argument("--scenes", type=int, default=100, help="of the held-out split")
-    asked.add_argument("--budgets", type=int, nargs="+", default=[16, 8])
-    asked.add_argument("--again", action="store_true", help="measure all of them anew")
+    measure = commands.add_parser(
+        "measure", help="measure states without evidence; an interrupted run can be repeated"
+    )
+    measure.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
+    measure.add_argument("--budgets", type=int, nargs="+", default=[16, 8])
+    measure.add_argument("--again", action="store_true", help="measure all states again")
     options = parser.parse_args(arguments)
     if options.command == "build":
         build(POLICIES)
@@ -45,16 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(folder: Path) -> None:
-    """Write every state of the zoo and take away files that are no longer in it."""
-    source, *found = (load_state(folder / f"{name}.json") for name in (SOURCE, *FOUND))
-    states = {entry.state.name: entry.state for entry in zoo(source, found)}
+    """Write every shipped state and delete the files of states that no longer exist."""
+    source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
+    states = {entry.state.name: entry.state for entry in build_states(source, results)}
     for name, state in states.items():
         path = folder / f"{name}.json"
-        old = load_state(path) if path.exists() else None
-        evidence = None if old is None else known(old)
-        if evidence is not None:
-            state = with_evidence(state, evidence)
-        write(state, path)
+        evidence = read_evidence(load_state(path)) if path.exists() else None
+        write_state(state if evidence is None else with_evidence(state, evidence), path)
     for path in folder.glob("*.json"):
         if path.stem not in states:
             path.unlink()
@@ -62,42 +60,37 @@ def build(folder: Path) -> None:
 
 
 def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> None:
-    """Measure state after state and write each file at once, so that a stopped run goes on."""
+    """Measure one state after another; each file is written at once, so no result is lost."""
     os.environ.update(ENGINE)
-    from benchmarks.zoo.measure import checkpoint_digest, measure, questions
+    from benchmarks.zoo.measure import behaviour_digest, measure
 
-    examples = questions(scenes)
-    done: dict[str, Evidence] = {}
+    examples = held_out("test", scenes)
+    model = f"mini-LLaVA {weights_digest(CHECKPOINT)}"
+    measured: dict[str, Evidence] = {}
     paths = sorted(folder.glob("*.json"))
     for number, path in enumerate(paths, 1):
         state = load_state(path)
-        key = _behaviour(state)
-        evidence = done.get(key) or (None if again else _current(state, checkpoint_digest()))
+        behaviour = behaviour_digest(state)
+        evidence = measured.get(behaviour)
+        if evidence is None and not again:
+            evidence = _valid_evidence(state, model, behaviour)
         if evidence is None:
             print(f"[{number}/{len(paths)}] {state.name} ...", file=sys.stderr, flush=True)
-            found = measure(state, examples, budgets)
+            rows = measure(state, examples, budgets)
             evidence = Evidence(
-                model=f"mini-LLaVA {checkpoint_digest()}",
-                questions=len(examples),
-                behaviour=key,
-                rows=found,
+                model=model, questions=len(examples), behaviour=behaviour, rows=rows
             )
-            print("   ", *(f"K={r.budget}: {r.accuracy}" for r in found), file=sys.stderr)
-        done[key] = evidence
-        write(with_evidence(state, evidence), path)
+            print("   ", *(f"K={row.budget}: {row.accuracy}" for row in rows), file=sys.stderr)
+        measured[behaviour] = evidence
+        write_state(with_evidence(state, evidence), path)
 
 
-def _behaviour(state: PruningState) -> str:
-    from benchmarks.zoo.measure import behaviour
-
-    return behaviour(state)
-
-
-def _current(state: PruningState, digest: str) -> Evidence | None:
-    found = known(state)
-    if found is None or found.model != f"mini-LLaVA {digest}":
+def _valid_evidence(state: PruningState, model: str, behaviour: str) -> Evidence | None:
+    """The evidence of a state, if it was measured on this model and nothing has changed since."""
+    evidence = read_evidence(state)
+    if evidence is None or (evidence.model, evidence.behaviour) != (model, behaviour):
         return None
-    return found if found.behaviour == _behaviour(state) else None
+    return evidence
 
 
 if __name__ == "__main__":

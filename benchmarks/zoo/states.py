@@ -1,9 +1,7 @@
-"""What the zoo holds: every shipped state, most of them made from the one that is written by hand.
+"""The shipped states, most of them derived from ``policies/autoprune.json``.
 
-Knows nothing about measuring them.
-
-``policies/autoprune.json`` is the source: the structure that the paper selected (its table of the
-materialized composition at K = 32). The paper prints no fusion weights; those in it are ours.
+That source has the structure that the paper selected (its table of the materialized composition at
+K = 32). The paper prints no fusion weights; the weights are ours.
 """
 
 from __future__ import annotations
@@ -22,18 +20,18 @@ from vllm_autoprune.tpdsl.transfer import transfer
 
 SOURCE = "autoprune"
 
-FOUND = ("minillava",)
-"""States that a search found; like the source, each is its own file in ``policies/``."""
+SEARCH_RESULTS = ("minillava",)
+"""States that a search produced; like the source, they are read from ``policies/``."""
 
 BUDGETS: Mapping[str, Sequence[int]] = {
     "llava-1.5-7b": (16, 32, 64, 128),
     "llava-next-7b": (160, 320, 640),
     "qwen2.5-vl-7b": (32, 64, 128, 256),
 }
-"""Every budget and backbone for which the paper reports the selected state."""
+"""The budgets and backbones for which the paper reports the selected state."""
 
 QUOTAS = (0, 1, 2, 4, 8, 16, 32)
-"""The paper's sweep of q_e at K = 32; 2 is the selected state itself."""
+"""The paper's values of q_e at K = 32; 2 is the selected state itself."""
 
 STRUCTURE = (
     "Structure: the state that the paper selected (its table of the materialized composition). "
@@ -51,15 +49,15 @@ class Entry:
     state: PruningState
 
 
-def zoo(source: PruningState, found: Sequence[PruningState] = ()) -> list[Entry]:
-    """Every shipped state by family, the source first; ``found`` are those of :data:`FOUND`."""
-    stated = source.provenance.model_copy(update={"found_by": STRUCTURE})
-    source = source.model_copy(update={"provenance": stated})
+def build_states(source: PruningState, search_results: Sequence[PruningState]) -> list[Entry]:
+    """Every shipped state by family, the source first; see :data:`SEARCH_RESULTS`."""
+    provenance = source.provenance.model_copy(update={"found_by": STRUCTURE})
+    source = source.model_copy(update={"provenance": provenance})
     return [
         Entry("source", source),
-        *(Entry("found", state) for state in found),
+        *(Entry("search result", state) for state in search_results),
         *(Entry("transfer", state) for state in _transferred(source)),
-        *(Entry("base policy", _alone(source, name)) for name in BASE_POLICIES),
+        *(Entry("base policy", _base_policy(source, name)) for name in BASE_POLICIES),
         *(Entry("ablation", state) for state in _ablations(source)),
         *(Entry("instruction-free", state) for state in _instruction_free(source)),
     ]
@@ -72,14 +70,14 @@ def _transferred(source: PruningState) -> Iterator[PruningState]:
             yield transfer(source, budget, GEOMETRIES[backbone], name).state
 
 
-def _alone(source: PruningState, policy: str) -> PruningState:
-    """A base policy with nothing exchanged: K tokens as the method picks them."""
+def _base_policy(source: PruningState, policy: str) -> PruningState:
+    """A base policy alone: the K tokens that the published method selects, without exchanges."""
     return _edited(
         source,
         policy,
         {
             "base_policy": {"name": policy, "params": {}},
-            "scoring": _plain_scoring(source),
+            "scoring": _unused_scoring(source),
             "constraints": {
                 "pool": [{"atom": "quality_pool_builder"}],
                 "selector": {"atom": "reference_strict_preservation_selector"},
@@ -91,10 +89,10 @@ def _alone(source: PruningState, policy: str) -> PruningState:
 
 
 def _ablations(source: PruningState) -> Iterator[PruningState]:
-    """The rows of the paper's ablation of components, and its sweep of the exchange quota."""
-    plain = _document(source)
-    constraints = _object(plain["constraints"])
-    selector, scoring = _object(constraints["selector"]), _object(plain["scoring"])
+    """The paper's ablations of components, and its values of the exchange quota."""
+    document = _document(source)
+    constraints = _object(document["constraints"])
+    selector, scoring = _object(constraints["selector"]), _object(document["scoring"])
     yield _edited(
         source,
         "ablation-without-anchoring",
@@ -128,15 +126,15 @@ def _ablations(source: PruningState) -> Iterator[PruningState]:
 
 
 def _instruction_free(source: PruningState) -> Iterator[PruningState]:
-    """For traffic that asks many questions about one image: all of them share its KV blocks.
+    """The source without the question, so that all questions about an image share its KV blocks.
 
-    Base policies alone have their variants among each other (cdpruner: divprune, and so on).
+    Base policies need no such variants: divprune is the one of cdpruner, and so on.
     """
     yield instruction_free(source, "instruction-free").state
 
 
-def _plain_scoring(source: PruningState) -> JsonObject:
-    """Scoring of a state that never scores; the grammar wants one signal."""
+def _unused_scoring(source: PruningState) -> JsonObject:
+    """Scoring for a state that never scores; the schema requires one signal."""
     scoring = _object(_document(source)["scoring"])
     return {**scoring, "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}]}
 

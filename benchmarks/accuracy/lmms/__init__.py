@@ -1,4 +1,1 @@
-"""The paper's benchmarks through lmms-eval, which runs as a process of its own.
-
-Knows nothing about what is made of answers.
-"""
+"""The paper's benchmarks through lmms-eval, which runs in a separate process."""

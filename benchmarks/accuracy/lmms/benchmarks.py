@@ -1,30 +1,29 @@
-"""The paper's 14 benchmarks as tasks of lmms-eval: which task, which metric, in which unit.
-
-Knows nothing about processes or files. Names are the columns of the paper's tables.
-"""
+"""Benchmarks as tasks of lmms-eval: the paper's 14, named as its columns, and tasks of a folder."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.accuracy.records import MME
 from vllm_autoprune.errors import ConfigError, Problem
 
 PINNED = "0.7.3"
-"""The version of lmms-eval whose tasks, metrics and output these are."""
+"""The version of lmms-eval whose tasks, metrics and output files are supported."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One column: the sum of ``metrics`` of a task, times ``scale``; none: the task's first."""
+    """One column: the sum of a task's metrics times ``scale``; by default its first metric."""
 
     name: str
     task: str
     metrics: tuple[str, ...]
     scale: float = 100.0
     mean: bool = True
-    """Whether the metric is the mean of the scores of single answers."""
+    """Whether the metric is the mean over the scores of single answers."""
     note: str = ""
 
 
@@ -47,40 +46,59 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",), mean=False, note="of 1,000 always"),
 )
 
-PAPER = {
+COLUMN_SETS = {
     "paper": tuple(one.name for one in BENCHMARKS),
     "paper-llava": tuple(one.name for one in BENCHMARKS[:10]),
     "paper-qwen": ("TextVQA", "ChartQA", "AI2D", "HallBench", MME, "MMB-EN", "MMB-CN"),
 }
-"""Sets of columns: all of them, and those of the tables on LLaVA and on Qwen."""
+"""Sets of columns: all of them, and those of the paper's tables on LLaVA and on Qwen."""
+
+_TASK = re.compile(r"""^task:\s*["']?(?P<name>[\w.-]+)["']?\s*$""", re.MULTILINE)
 
 
-def chosen(
+def select_benchmarks(
     names: str, *, cognition: bool = False, own: Sequence[Benchmark] = ()
 ) -> Sequence[Benchmark]:
-    """Benchmarks by column, task or set, with commas between; in the order of the paper.
+    """Benchmarks by column, task or set, separated by commas, in the order of the paper.
 
-    ``cognition``: MME counts it too, as on Qwen. ``own`` are further ones, which come last. Raises
+    ``cognition``: add it to MME, as on Qwen. ``own``: further benchmarks, which come last. Raises
     :class:`ConfigError`.
     """
-    every = [*BENCHMARKS, *own]
-    wanted: set[str] = set()
+    available = [*BENCHMARKS, *own]
+    selected: set[str] = set()
     unknown = []
     for name in filter(None, names.split(",")):
-        match = [one.name for one in every if name.lower() in (one.name.lower(), one.task)]
-        columns = PAPER.get(name, tuple(match))
-        wanted |= set(columns)
+        match = [one.name for one in available if name.lower() in (one.name.lower(), one.task)]
+        columns = COLUMN_SETS.get(name, tuple(match))
+        selected |= set(columns)
         if not columns:
             unknown.append(name)
-    if unknown or not wanted:
-        known = ", ".join([*PAPER, *(one.task for one in every)])
+    if unknown or not selected:
+        options = ", ".join([*COLUMN_SETS, *(one.task for one in available)])
         what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
-        mend = f"use: {known}; a task of your own needs --include-path"
-        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, mend)])
-    found = [one for one in every if one.name in wanted]
-    return [_with_cognition(one) if one.name == MME and cognition else one for one in found]
+        fix = f"use: {options}; a task of your own needs --include-path"
+        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
+    benchmarks = [one for one in available if one.name in selected]
+    return [_with_cognition(one) if one.name == MME and cognition else one for one in benchmarks]
 
 
 def _with_cognition(mme: Benchmark) -> Benchmark:
     metrics = ("mme_perception_score", "mme_cognition_score")
     return Benchmark(mme.name, mme.task, metrics, mme.scale, mme.mean, "perception and cognition")
+
+
+def find_tasks(folder: Path) -> Sequence[Benchmark]:
+    """Every task that a YAML file below ``folder`` declares; raises :class:`ConfigError`.
+
+    The first metric of each counts, and has to be a mean of scores between 0 and 1. The files are
+    searched, not parsed, because lmms-eval's YAML has tags that name functions.
+    """
+    names = [
+        match["name"]
+        for path in sorted(folder.rglob("*.yaml"))
+        if (match := _TASK.search(path.read_text(encoding="utf-8")))
+    ]
+    if not names:
+        what, fix = "holds no task", "name a folder with a YAML file that says `task: NAME`"
+        raise ConfigError("eval", [Problem(f"--include-path {folder}", what, fix)])
+    return [Benchmark(name, name, ()) for name in names]

@@ -1,29 +1,28 @@
-"""The suite: every benchmark on every server, one run of lmms-eval for each.
+"""The lmms-eval suite: one run of lmms-eval for every benchmark on every server.
 
-Knows nothing about figures. A run that is complete is not run again, so one server after another
-can be measured where there is room for only one.
+Complete runs are not repeated, so servers can be measured one after another on one machine.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.journal import Contents, Journal
-from benchmarks.accuracy.lmms.arms import Server
 from benchmarks.accuracy.lmms.benchmarks import PINNED, Benchmark
 from benchmarks.accuracy.lmms.output import read_output
-from benchmarks.accuracy.lmms.process import LmmsEval, shown
-from benchmarks.accuracy.progress import Progress
-from benchmarks.accuracy.records import Case, Opened
+from benchmarks.accuracy.lmms.process import LmmsEval
+from benchmarks.accuracy.lmms.servers import Server
+from benchmarks.accuracy.records import Case, EvaluationError, Setup
+from benchmarks.accuracy.run import Progress
 from vllm_autoprune.errors import ConfigError, Problem
 
-_CLOSE = 0.05
-"""Points by which a total may differ from the mean of its samples: both are rounded."""
+_TOLERANCE = 0.05
+"""Points by which a total may differ from the mean of its samples, as both are rounded."""
 
 
 class LmmsSuite:
@@ -39,12 +38,12 @@ class LmmsSuite:
         backbone: str,
         mme_divisor: float,
     ) -> None:
-        """``folder`` is where lmms-eval's own files go."""
+        """``folder`` receives the files of lmms-eval."""
         self._servers, self._benchmarks = servers, benchmarks
         self._lmms_eval, self._folder = lmms_eval, folder
         self.cases = [server.case for server in servers]
         limit = "" if lmms_eval.limit is None else f", the first {lmms_eval.limit} of each"
-        self.opened = Opened(
+        self.setup = Setup(
             suite="lmms",
             model=lmms_eval.served_name,
             data=", ".join(f"{one.name} ({one.task})" for one in benchmarks) + limit,
@@ -54,20 +53,22 @@ class LmmsSuite:
         )
 
     def plan(self) -> Sequence[str]:
-        """Every command line."""
+        """Every command line that will be run."""
         return [
-            shown(self._lmms_eval.command(server.url, one.task, self._place(server, one, 1)))
+            shlex.join(
+                self._lmms_eval.command(server.url, one.task, self._folder_of(server, one, 1))
+            )
             for server in self._servers
             for one in self._benchmarks
         ]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Run what is not complete; every server is looked for before the first run."""
+        """Run what is not complete, after checking all servers."""
         todo = [
             (server, one)
             for server in self._servers
             for one in self._benchmarks
-            if not _complete(journal.contents, server, one)
+            if not _is_complete(journal.contents, server, one)
         ]
         total = len(self._servers) * len(self._benchmarks)
         progress.begin(total, total - len(todo))
@@ -75,38 +76,38 @@ class LmmsSuite:
             return
         self._lmms_eval.check()
         problems = [
-            p for server in {s.url: s for s, _ in todo}.values() for p in self._wrong(server)
+            p for server in {s.url: s for s, _ in todo}.values() for p in self._problems(server)
         ]
         if problems:
             raise ConfigError("eval", problems)
         for server, one in todo:
-            progress.say(f"{server.case.name}: {one.task} ...")
+            progress.write(f"{server.case.name}: {one.task} ...")
             self._run(server, one, journal)
             progress.advance()
 
     def _run(self, server: Server, benchmark: Benchmark, journal: Journal) -> None:
         attempt = next(
-            n for n in range(1, 10_000) if not self._place(server, benchmark, n).exists()
+            n for n in range(1, 10_000) if not self._folder_of(server, benchmark, n).exists()
         )
-        folder = self._place(server, benchmark, attempt)
+        folder = self._folder_of(server, benchmark, attempt)
         self._lmms_eval.run(
-            server.url, benchmark.task, folder, lambda: next(self._wrong(server), None) is None
+            server.url, benchmark.task, folder, lambda: next(self._problems(server), None) is None
         )
-        found = read_output(folder, benchmark, server.case.name)
-        journal.put([*found.questions, *found.answers])
-        if found.total is not None:
-            journal.put([found.total])
-        elif next(self._wrong(server), None) is not None:
+        output = read_output(folder, benchmark, server.case.name)
+        journal.append([*output.questions, *output.answers])
+        if output.total is not None:
+            journal.append([output.total])
+        elif next(self._problems(server), None) is not None:
             raise EvaluationError(
-                f"{server.url} does not answer any more -> start it again and add --resume: what "
-                "is complete is not run again"
+                f"{server.url} stopped answering -> start it again and add --resume: complete "
+                "tasks are not repeated"
             )
 
-    def _place(self, server: Server, benchmark: Benchmark, attempt: int) -> Path:
+    def _folder_of(self, server: Server, benchmark: Benchmark, attempt: int) -> Path:
         return self._folder / server.case.name / benchmark.task / str(attempt)
 
-    def _wrong(self, server: Server) -> Iterator[Problem]:
-        """A server that is down, or serves another model."""
+    def _problems(self, server: Server) -> Iterator[Problem]:
+        """Whether a server does not answer, or serves another model."""
         name = self._lmms_eval.served_name
         try:
             with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
@@ -119,19 +120,19 @@ class LmmsSuite:
             yield Problem(server.url, f"serves {', '.join(names)}", f"serve {name}")
 
     def objections(self, contents: Contents) -> Sequence[str]:
-        """Totals that are not of their samples, and servers that prune nothing.
+        """Totals that differ from the mean of their samples, and servers that do not prune.
 
-        Of every case in the journal: some may be of an earlier run.
+        Covers every case in the journal, as some may be from an earlier run.
         """
-        found = list[str]()
+        objections = list[str]()
         for case in contents.cases.values():
             for benchmark in self._benchmarks:
-                found += _other_total(contents, case, benchmark)
-            found += _unpruned(contents, case)
-        return found
+                objections += _check_total(contents, case, benchmark)
+            objections += _check_pruned(contents, case)
+        return objections
 
 
-def _other_total(contents: Contents, case: Case, benchmark: Benchmark) -> Iterator[str]:
+def _check_total(contents: Contents, case: Case, benchmark: Benchmark) -> Iterator[str]:
     total = contents.totals.get(case.name, {}).get(benchmark.name)
     answers = [
         answer
@@ -142,22 +143,22 @@ def _other_total(contents: Contents, case: Case, benchmark: Benchmark) -> Iterat
     if total is None or not benchmark.mean or len(scores) != len(answers):
         return
     mean = 100 * sum(scores) / len(scores)
-    if abs(mean - total.value) > _CLOSE:
+    if abs(mean - total.value) > _TOLERANCE:
         yield (
-            f"{case.name}: {benchmark.name} is {total.value:.2f} by lmms-eval, but its samples "
-            f"have a mean of {mean:.2f}"
+            f"{case.name}: lmms-eval reports {total.value:.2f} for {benchmark.name}, but its "
+            f"samples have a mean of {mean:.2f}"
         )
 
 
-def _complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
-    asked = [q.id for q in contents.questions.values() if q.benchmark == benchmark.name]
+def _is_complete(contents: Contents, server: Server, benchmark: Benchmark) -> bool:
+    questions = [q.id for q in contents.questions.values() if q.benchmark == benchmark.name]
     return benchmark.name in contents.totals.get(server.case.name, {}) and all(
-        contents.answered(server.case.name, question) for question in asked
+        contents.is_answered(server.case.name, question) for question in questions
     )
 
 
-def _unpruned(contents: Contents, case: Case) -> Iterator[str]:
-    """Prompts of a pruned case are shorter than the full model's, as its server counts them."""
+def _check_pruned(contents: Contents, case: Case) -> Iterator[str]:
+    """Compare prompt lengths: a pruned case has shorter prompts than the full model."""
     if not case.budget:
         return
     full, own = contents.answers.get("full", {}), contents.answers.get(case.name, {})
@@ -172,5 +173,5 @@ def _unpruned(contents: Contents, case: Case) -> Iterator[str]:
     if longer:
         yield (
             f"{case.name}: {len(longer)} of {len(pairs)} prompts are as long as with all tokens: "
-            "its server does not prune them"
+            "its server does not prune"
         )

@@ -1,4 +1,1 @@
-"""The suite on mini-LLaVA: one server, every case a state that requests bring along.
-
-Knows nothing about what is made of answers.
-"""
+"""The accuracy suite of mini-LLaVA."""

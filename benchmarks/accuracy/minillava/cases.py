@@ -1,8 +1,7 @@
 """The cases of the paper's tables: controls, base policies with and without residual, ablations.
 
-Knows nothing about models but N. The residual is that of the shipped state ``autoprune``, put on
-each base policy; nothing of it is tuned to the policy. Its ablations, the sweep of q_e and what a
-search found on this model are shipped states too (``benchmarks.zoo`` has them).
+The residual of the shipped state ``autoprune`` is applied to each base policy without tuning. The
+ablations, the values of q_e and the search result are shipped states too (``benchmarks.zoo``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Literal, get_args
 from pydantic import JsonValue
 
 from benchmarks.accuracy.records import Arm, Case
-from benchmarks.zoo.states import FOUND
+from benchmarks.zoo.states import SEARCH_RESULTS
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.load import load_state
@@ -23,11 +22,11 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 Family = Literal["random", "policies", "found", "components", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
-"""What can be measured beside the full model; all of it by default."""
+"""Families of cases that can be measured beside the full model; by default all of them."""
 
 BUDGETS = (64, 32, 16, 8, 4)
 QUOTAS = (0, 1, 4)
-"""Of the sweep 0, 1, 2, 4: two is AutoPrune itself, which is measured anyway."""
+"""Values of q_e besides 2, which is AutoPrune itself and is measured anyway."""
 
 SOURCE = "autoprune"
 _COMPONENTS = {
@@ -37,33 +36,33 @@ _COMPONENTS = {
 }
 
 
-def cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> list[Case]:
-    """Every case, the full model first; raises :class:`ConfigError` for a budget not below N."""
+def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> list[Case]:
+    """All cases, the full model first; raises :class:`ConfigError` for budgets outside 1..N-1."""
     wrong = [budget for budget in budgets if not 0 < budget < tokens]
     if wrong:
-        what, mend = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
-        said = " ".join(map(str, wrong))
-        raise ConfigError("eval", [Problem(f"--budgets {said}", what, mend)])
-    found = [Case(name="full", arm="full", label="full", asked={"enabled": False})]
+        what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
+        values = " ".join(map(str, wrong))
+        raise ConfigError("eval", [Problem(f"--budgets {values}", what, fix)])
+    cases = [Case(name="full", arm="full", label="full", pruning={"enabled": False})]
     for budget in budgets:
         if "random" in families:
-            found.append(_random(budget))
+            cases.append(_random_case(budget))
         if "policies" in families:
             for policy in BASE_POLICIES:
-                found += _policy(policy, budget)
+                cases += _policy_cases(policy, budget)
         elif {"found", "components", "quota"} & set(families):
-            found += _policy(load_state(SOURCE).base_policy.name, budget)
+            cases += _policy_cases(load_state(SOURCE).base_policy.name, budget)
         if "found" in families:
-            found += _found(budget)
+            cases += _search_cases(budget)
         if "components" in families:
-            found += _components(budget)
+            cases += _component_cases(budget)
         if "quota" in families:
-            found += _quotas(budget)
-    return found
+            cases += _quota_cases(budget)
+    return cases
 
 
 def residual_on(policy: str) -> PruningState:
-    """The shipped state's residual on another base policy."""
+    """The shipped state with another base policy."""
     source = load_state(SOURCE)
     if policy == source.base_policy.name:
         return source
@@ -72,36 +71,36 @@ def residual_on(policy: str) -> PruningState:
     return load_state(json.dumps(data | {"provenance": {}}))
 
 
-def _random(budget: int) -> Case:
-    asked: dict[str, JsonValue] = {"keep": "random", "budget": budget}
+def _random_case(budget: int) -> Case:
+    pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
     return Case(
-        name=f"random@{budget}", arm="random", label="random keep", budget=budget, asked=asked
+        name=f"random@{budget}", arm="random", label="random keep", budget=budget, pruning=pruning
     )
 
 
-def _policy(policy: str, budget: int) -> Iterator[Case]:
-    alone = f"{policy}@{budget}"
-    yield _pruned(alone, "base", policy, load_state(policy), budget)
+def _policy_cases(policy: str, budget: int) -> Iterator[Case]:
+    base = f"{policy}@{budget}"
+    yield _pruned(base, "base", policy, load_state(policy), budget)
     name = f"{policy}+{SOURCE}@{budget}"
-    yield _pruned(name, "autoprune", f"{policy} + AutoPrune", residual_on(policy), budget, alone)
+    yield _pruned(name, "autoprune", f"{policy} + AutoPrune", residual_on(policy), budget, base)
 
 
-def _found(budget: int) -> Iterator[Case]:
-    for name in FOUND:
+def _search_cases(budget: int) -> Iterator[Case]:
+    for name in SEARCH_RESULTS:
         state = load_state(name)
         policy = state.base_policy.name
         label = f"{policy} + what a search found"
         yield _pruned(f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}")
 
 
-def _components(budget: int) -> Iterator[Case]:
+def _component_cases(budget: int) -> Iterator[Case]:
     for shipped, label in _COMPONENTS.items():
         state = load_state(shipped)
         base = f"{state.base_policy.name}@{budget}"
         yield _pruned(f"{shipped}@{budget}", "component", label, state, budget, base)
 
 
-def _quotas(budget: int) -> Iterator[Case]:
+def _quota_cases(budget: int) -> Iterator[Case]:
     for quota in QUOTAS:
         state = load_state(f"ablation-quota-{quota}")
         base = f"{state.base_policy.name}@{budget}"
@@ -111,6 +110,7 @@ def _quotas(budget: int) -> Iterator[Case]:
 def _pruned(
     name: str, arm: Arm, label: str, state: PruningState, budget: int, base: str = ""
 ) -> Case:
+    """A case that sends a state in every request; refused if the state cannot have K = budget."""
     refused, quota = "", None
     try:
         quota = materialize(state, budget).quota
@@ -124,7 +124,7 @@ def _pruned(
         base=base,
         quota=quota,
         digest=state.digest,
-        asked={
+        pruning={
             "policy": state.model_dump(mode="json", exclude={"provenance"}),
             "budget": budget,
         },

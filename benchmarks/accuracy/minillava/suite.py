@@ -1,7 +1,7 @@
-"""The suite: serves mini-LLaVA once, and asks every case by requests that bring their state.
+"""The mini-LLaVA suite: one server, to which every request brings the state of its case.
 
-Knows nothing about figures. Requests go scene by scene, question by question, case by case, so that
-all of one image are near each other and its vision features are computed once.
+Requests are ordered by scene, question and case, so that all requests about an image are close to
+each other and its vision features are computed once.
 """
 
 from __future__ import annotations
@@ -13,33 +13,38 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.accuracy.errors import EvaluationError
-from benchmarks.accuracy.journal import Contents, Journal, missing
-from benchmarks.accuracy.minillava.asking import Asker
-from benchmarks.accuracy.minillava.cases import Family, cases
-from benchmarks.accuracy.minillava.model import Asked, MiniLlava, digest, held_out
-from benchmarks.accuracy.progress import Progress
-from benchmarks.accuracy.records import MME, Answer, Case, Opened
+from benchmarks.accuracy.journal import Contents, Journal, unanswered
+from benchmarks.accuracy.minillava.cases import Family, build_cases
+from benchmarks.accuracy.minillava.client import AnswerClient
+from benchmarks.accuracy.minillava.model import (
+    MiniLlava,
+    PreparedQuestion,
+    default_scenes,
+    prepare_questions,
+    questions_digest,
+)
+from benchmarks.accuracy.records import MME, Answer, Case, EvaluationError, Setup
+from benchmarks.accuracy.run import Progress
 from benchmarks.server import ServerDied, command, serve
 from offline_search.evaluators.served import AT_ONCE
 from vllm_autoprune import __version__
 
 NAME = "minillava"
-SCORER = f"vllm-autoprune {__version__}: greedy decoding would say the reference answer"
+SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
 FLAGS = (
     "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--block-size", "32",
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
 )  # fmt: skip
 
-_PATIENCE = 1200.0
-"""Seconds for the server to start: ten on a free machine, many minutes on a crowded one."""
-_AT_A_TIME = 64
-"""Answers that are written together; as many are lost to a kill at most."""
+_START_TIMEOUT = 1200.0
+"""Seconds; a start takes ten on an idle machine, but many minutes on a busy one."""
+_WRITE_EVERY = 64
+"""Answers that are written together; a killed process loses at most as many."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is asked; ``url`` of a running server, or None to start one."""
+    """The server and how it is asked; without ``url`` a server is started."""
 
     url: str | None = None
     served_name: str | None = None
@@ -50,36 +55,37 @@ class Settings:
 
 
 class MiniLlavaSuite:
-    """Questions about ``scenes`` scenes, answered in every case."""
+    """The questions about a number of scenes, answered in every case."""
 
     def __init__(
-        self, model: MiniLlava, found: Sequence[Case], scenes: int, settings: Settings
+        self, model: MiniLlava, cases: Sequence[Case], scenes: int, settings: Settings
     ) -> None:
-        self.cases = found
+        self.cases = cases
         self._model, self._scenes, self._settings = model, scenes, settings
-        self._asked = {one.record.id: one for one in held_out(scenes)}
-        self.opened = Opened(
+        self._questions = {one.record.id: one for one in prepare_questions(scenes)}
+        self._total = sum(not case.refused for case in cases) * len(self._questions)
+        digest = questions_digest(list(self._questions.values()))
+        self.setup = Setup(
             suite=NAME,
             model=f"mini-LLaVA {model.name}, weights {model.digest}",
-            data=f"test split, {scenes} scenes, {digest(list(self._asked.values()))}",
+            data=f"test split, {scenes} scenes, {digest}",
             scorer=SCORER,
             mme_divisor=2.0 * max(len(self._categories), 1),
         )
 
     @property
     def _categories(self) -> set[str]:
-        questions = [one.record for one in self._asked.values()]
+        questions = [one.record for one in self._questions.values()]
         return {question.category for question in questions if question.benchmark == MME}
 
     def plan(self) -> Sequence[str]:
-        """The server's command line and how much it is asked."""
-        asked = sum(not case.refused for case in self.cases) * len(self._asked)
+        """The server's command line, and the number of requests."""
         return [
             " ".join(command(self._model.llava, 8000, self._flags))
             if self._settings.url is None
             else f"(served at {self._settings.url})",
-            f"{len(self.cases)} cases x {len(self._asked)} questions about {self._scenes} scenes: "
-            f"{asked:,} requests",
+            f"{len(self.cases)} cases x {len(self._questions)} questions about {self._scenes} "
+            f"scenes: {self._total:,} requests",
         ]
 
     @property
@@ -87,17 +93,16 @@ class MiniLlavaSuite:
         return (*FLAGS, "--autoprune-text-tower", str(self._model.text_tower))
 
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Ask what the journal lacks; the server is started only where something is missing."""
-        journal.put([one.record for one in self._asked.values()])
-        records = [one.record for one in self._asked.values()]
-        todo = list(missing(journal.contents, self.cases, records))
-        total = sum(not case.refused for case in self.cases) * len(records)
+        """Ask the unanswered questions; a server is started only if there are any."""
+        records = [one.record for one in self._questions.values()]
+        journal.append(records)
+        todo = list(unanswered(journal.contents, self.cases, records))
         if not todo:
             return
-        pairs = [(case, self._asked[question.id]) for case, question in todo]
+        pairs = [(case, self._questions[question.id]) for case, question in todo]
         with self._server(progress) as url:
-            # Only now: waiting for a server says nothing about how fast it answers.
-            progress.begin(total, total - len(todo))
+            # Only now, so that the speed does not include the start of the server.
+            progress.begin(self._total, self._total - len(todo))
             asyncio.run(self._ask(url, pairs, journal, progress))
 
     @contextlib.contextmanager
@@ -105,10 +110,10 @@ class MiniLlavaSuite:
         if self._settings.url is not None:
             yield self._settings.url
             return
-        progress.say(f"starting vllm serve with mini-LLaVA {self._model.name} ...")
+        progress.write(f"starting vllm serve with mini-LLaVA {self._model.name} ...")
         try:
             with serve(
-                self._model.llava, *self._flags, log=self._settings.log, patience=_PATIENCE
+                self._model.llava, *self._flags, log=self._settings.log, patience=_START_TIMEOUT
             ) as server:
                 try:
                     yield server.url
@@ -117,49 +122,49 @@ class MiniLlavaSuite:
                     if status is None:
                         raise
                     raise EvaluationError(
-                        f"vllm serve ended with {status} (log: {server.log}) -> mend that and add "
+                        f"vllm serve ended with {status} (log: {server.log}) -> fix that and add "
                         "--resume: nothing is lost"
                     ) from None
         except ServerDied as error:
             what = str(error).split("\n")[0].rstrip(":")
             where = f" (log: {self._settings.log})" if self._settings.log is not None else ""
-            raise EvaluationError(f"{what}{where} -> mend that and add --resume") from None
+            raise EvaluationError(f"{what}{where} -> fix that and add --resume") from None
 
     async def _ask(
         self,
         url: str,
-        pairs: Sequence[tuple[Case, Asked]],
+        pairs: Sequence[tuple[Case, PreparedQuestion]],
         journal: Journal,
         progress: Progress,
     ) -> None:
-        """All pairs in their order, so many in flight; every answer is written, come what may."""
-        asker = Asker(url, self._settings.at_once, self._settings.wait)
-        waiting, done = iter(pairs), list[Answer]()
+        """Ask all pairs in order and concurrently; answers are written whatever happens."""
+        client = AnswerClient(url, self._settings.at_once, self._settings.wait)
+        queue, done = iter(pairs), list[Answer]()
 
         async def work() -> None:
-            for case, asked in waiting:
-                done.append(await asker.ask(case, asked))
+            for case, question in queue:
+                done.append(await client.score(case, question))
                 progress.advance()
-                if len(done) >= _AT_A_TIME:
-                    journal.put(done)
+                if len(done) >= _WRITE_EVERY:
+                    journal.append(done)
                     done.clear()
 
         try:
-            await asker.prepare(self._settings.served_name)
+            await client.select_model(self._settings.served_name)
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._settings.at_once):
                     group.create_task(work())
         except ExceptionGroup as errors:
-            raise _first(errors) from None
+            raise _first_error(errors) from None
         finally:
-            journal.put(done)
-            await asker.close()
+            journal.append(done)
+            await client.close()
 
     def objections(self, contents: Contents) -> Sequence[str]:
-        """Prompts have to be as long as K says: the proof that a case was served as such."""
-        return list(chain.from_iterable(self._wrong_lengths(contents, case) for case in self.cases))
+        """Prompt lengths that do not match K, which shows that a case was not served as asked."""
+        return list(chain.from_iterable(self._check_lengths(contents, case) for case in self.cases))
 
-    def _wrong_lengths(self, contents: Contents, case: Case) -> Iterator[str]:
+    def _check_lengths(self, contents: Contents, case: Case) -> Iterator[str]:
         full = contents.answers.get("full", {})
         removed = self._model.tokens - case.budget if case.budget else 0
         for name, answer in contents.answers.get(case.name, {}).items():
@@ -168,13 +173,13 @@ class MiniLlavaSuite:
                 continue
             if answer.prompt_tokens != whole.prompt_tokens - removed:
                 yield (
-                    f"{case.name}: a prompt of {answer.prompt_tokens} tokens where "
-                    f"{whole.prompt_tokens} - {removed} were due: it was not served as asked"
+                    f"{case.name}: a prompt has {answer.prompt_tokens} tokens instead of "
+                    f"{whole.prompt_tokens} - {removed}: the case was not served as asked"
                 )
                 return
 
 
-def suite(
+def build_suite(
     model: MiniLlava,
     budgets: Sequence[int],
     families: Sequence[Family],
@@ -182,10 +187,10 @@ def suite(
     settings: Settings,
 ) -> MiniLlavaSuite:
     """The suite for budgets and families of cases; raises :class:`ConfigError`."""
-    found = cases(model.tokens, budgets, families)
-    return MiniLlavaSuite(model, found, scenes or model.scenes(len(found)), settings)
+    cases = build_cases(model.tokens, budgets, families)
+    return MiniLlavaSuite(model, cases, scenes or default_scenes(len(cases)), settings)
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,13 +1,13 @@
-"""Questions, cases and answers made by hand, for tests of what is computed from them."""
+"""Hand-written questions, cases and answers for the tests of scores and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from benchmarks.accuracy.journal import Contents
-from benchmarks.accuracy.records import MME, Answer, Arm, Case, Opened, Question
+from benchmarks.accuracy.records import MME, Answer, Arm, Case, Question, Setup
 
-OPENED = Opened(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
+SETUP = Setup(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
 
 QUESTIONS = (
     Question(id="0", benchmark="colour", image="a"),
@@ -32,7 +32,7 @@ def answers(name: str, scores: Sequence[float], logprob: float = -1.0) -> list[A
     ]
 
 
-def contents(*given: tuple[Case, Sequence[float]]) -> Contents:
-    """A journal's contents: every case with one score a question."""
-    said = [answer for one, values in given for answer in answers(one.name, values)]
-    return Contents([OPENED, *(one for one, _ in given), *QUESTIONS, *said])
+def contents(*cases: tuple[Case, Sequence[float]]) -> Contents:
+    """The contents of a journal in which every case has one score per question."""
+    records = [answer for one, values in cases for answer in answers(one.name, values)]
+    return Contents([SETUP, *(one for one, _ in cases), *QUESTIONS, *records])

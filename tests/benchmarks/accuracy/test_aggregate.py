@@ -1,4 +1,4 @@
-"""Acc. and Rel. by hand, on figures small enough to check in the head."""
+"""Acc. and Rel. by hand, on figures small enough for mental arithmetic."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_scores_on_other_benchmarks_are_refused(other: dict[str, float]) -> None
         ratio_of_means(other, FULL, 20)
 
 
-def test_no_benchmark_at_all_has_no_mean() -> None:
+def test_without_benchmarks_there_is_no_mean() -> None:
     with pytest.raises(ValueError, match="no benchmark is left"):
         accuracy({"MMB-EN": 50.0}, 20, MMBENCH)

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from benchmarks.accuracy.__main__ import main
-from benchmarks.accuracy.published import Audit, Table, audit, published
+from benchmarks.accuracy.published import Audit, Table, audit, read_published
 
-SOURCE = published()
+SOURCE = read_published()
 ROWS = list(audit(SOURCE))
 
 
@@ -101,7 +101,7 @@ def test_without_mmbench_autoprune_is_below_cdpruner_in_three_of_six_settings(
     label: str, expected: dict[object, object]
 ) -> None:
     rows = [row for row in ROWS if row.table.table == label]
-    found: dict[object, object] = {
+    measured: dict[object, object] = {
         tokens: tuple(
             round(row.acc_without_mmbench + 1e-9, 2)
             for method in ("CDPruner", "AutoPrune")
@@ -112,13 +112,13 @@ def test_without_mmbench_autoprune_is_below_cdpruner_in_three_of_six_settings(
         if tokens != "full"
     }
     full = next(row for row in rows if row.row.method == "full")
-    assert {**found, "full": round(full.acc_without_mmbench, 2)} == expected
+    assert {**measured, "full": round(full.acc_without_mmbench, 2)} == expected
 
 
-def test_the_command_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told) == 86 and told[7]["rel_follows"] == "ratio of means"
+    records = json.loads(capsys.readouterr().out)
+    assert len(records) == 86 and records[7]["rel_follows"] == "ratio of means"
     assert main([]) == 0
     text = capsys.readouterr().out
     assert text.count("| AutoPrune | 32 | 63.2 | 63.1") == 3

@@ -7,18 +7,18 @@ from benchmarks.accuracy.scoring import Figures, Scoring
 from tests.benchmarks.accuracy.samples import QUESTIONS, answers
 
 
-def figures(scores: list[float]) -> Figures:
-    given = {answer.question: answer for answer in answers("c", scores)}
+def figures(values: list[float]) -> Figures:
+    given = {answer.question: answer for answer in answers("c", values)}
     return Scoring(QUESTIONS, mme_divisor=2.0).figures(given)
 
 
 def test_each_benchmark_in_its_own_unit() -> None:
-    found = figures([1, 0, 1, 1, 1, 0])
-    assert {name: f[0] for name, f in found.benchmarks.items()} == {"colour": 50.0, MME: 125.0}
-    assert found.acc is not None and found.acc[0] == (50 + 125 / 2) / 2
-    assert found.accuracy is not None and found.accuracy[0] == pytest.approx(100 * 4 / 6)
-    assert found.accuracy_plus is not None and found.accuracy_plus[0] == 50.0
-    assert found.logprob is not None and found.logprob[0] == -1.0
+    scores = figures([1, 0, 1, 1, 1, 0])
+    assert {name: f[0] for name, f in scores.benchmarks.items()} == {"colour": 50.0, MME: 125.0}
+    assert scores.acc is not None and scores.acc[0] == (50 + 125 / 2) / 2
+    assert scores.accuracy is not None and scores.accuracy[0] == pytest.approx(100 * 4 / 6)
+    assert scores.accuracy_plus is not None and scores.accuracy_plus[0] == 50.0
+    assert scores.logprob is not None and scores.logprob[0] == -1.0
 
 
 def test_categories_of_mme_are_summed() -> None:
@@ -44,9 +44,9 @@ def test_categories_of_mme_are_summed() -> None:
 def test_a_benchmark_without_scores_of_single_answers_is_left_out() -> None:
     given = {answer.question: answer for answer in answers("c", [1.0] * 6)}
     given["0"] = given["0"].model_copy(update={"score": None})
-    found = Scoring(QUESTIONS, 2.0).figures(given)
-    assert list(found.benchmarks) == [MME] and found.acc is None
-    assert found.accuracy is not None and found.accuracy[0] == 100.0
+    scores = Scoring(QUESTIONS, 2.0).figures(given)
+    assert list(scores.benchmarks) == [MME] and scores.acc is None
+    assert scores.accuracy is not None and scores.accuracy[0] == 100.0
 
 
 def test_a_missing_log_probability_leaves_none_of_them() -> None:

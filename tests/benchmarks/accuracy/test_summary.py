@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.journal import Contents
-from benchmarks.accuracy.records import MME, Answer, Total
+from benchmarks.accuracy.records import MME, Answer, EvaluationError, Total
 from benchmarks.accuracy.report import Report
 from benchmarks.accuracy.summary import summarize
-from tests.benchmarks.accuracy.samples import FULL, OPENED, QUESTIONS, answers, case, contents
+from tests.benchmarks.accuracy.samples import FULL, QUESTIONS, SETUP, answers, case, contents
 
 BASE = case("visionzip@8")
 OURS = case("visionzip+autoprune@8", "autoprune", base="visionzip@8")
@@ -20,7 +19,7 @@ def report() -> Report:
 
 
 def test_acc_and_both_rel_are_those_of_the_aggregates() -> None:
-    row = report().of("visionzip@8")
+    row = report().row("visionzip@8")
     assert row is not None
     assert row.benchmarks == {"colour": 50.0, MME: 125.0}
     assert row.all.acc == (50 + 62.5) / 2
@@ -30,8 +29,8 @@ def test_acc_and_both_rel_are_those_of_the_aggregates() -> None:
 
 
 def test_differences_are_to_full_and_to_the_base_policy() -> None:
-    found = report()
-    full, base, ours = (found.of(n) for n in ("full", "visionzip@8", "visionzip+autoprune@8"))
+    summary = report()
+    full, base, ours = (summary.row(n) for n in ("full", "visionzip@8", "visionzip+autoprune@8"))
     assert full is not None and base is not None and ours is not None
     assert full.to_full is None and base.to_base is None
     assert base.to_full is not None and base.to_full.acc is not None
@@ -43,66 +42,68 @@ def test_differences_are_to_full_and_to_the_base_policy() -> None:
     assert ours.to_base.mme.value == 75.0
 
 
-def test_an_evaluation_that_is_whole_is_valid() -> None:
-    found = report()
-    assert found.valid and found.questions == 6 and found.images == 2 and len(found.rows) == 3
+def test_a_complete_evaluation_is_valid() -> None:
+    summary = report()
+    assert (
+        summary.valid and summary.questions == 6 and summary.images == 2 and len(summary.rows) == 3
+    )
 
 
-def test_failed_requests_are_refused_and_the_case_has_no_row() -> None:
+def test_a_case_with_failed_requests_has_no_row() -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
-    journal.take(Answer(case=BASE.name, question="1", failure="status 503"))
-    found = summarize(journal)
-    assert found.reasons == ("visionzip@8: 1 of 6 requests failed, such as: status 503",)
-    assert [row.case.name for row in found.rows] == ["full"]
+    journal.add(Answer(case=BASE.name, question="1", failure="status 503"))
+    summary = summarize(journal)
+    assert summary.reasons == ("visionzip@8: 1 of 6 requests failed: status 503",)
+    assert [row.case.name for row in summary.rows] == ["full"]
 
 
-def test_unequal_counts_are_refused() -> None:
+def test_a_case_with_missing_answers_has_no_row() -> None:
     journal = contents((FULL, RIGHT))
-    journal.take(BASE)
+    journal.add(BASE)
     for answer in answers(BASE.name, HALF)[:4]:
-        journal.take(answer)
-    found = summarize(journal)
-    assert found.reasons == ("visionzip@8: 4 of 6 answers; MME is not whole",)
-    assert found.of(BASE.name) is None
+        journal.add(answer)
+    summary = summarize(journal)
+    assert summary.reasons == ("visionzip@8: 4 of 6 answers; MME is incomplete",)
+    assert summary.row(BASE.name) is None
 
 
 def test_without_the_full_model_there_are_no_rows() -> None:
-    found = summarize(contents((BASE, HALF)))
-    assert not found.valid and "full model" in found.reasons[0] and not found.rows
+    summary = summarize(contents((BASE, HALF)))
+    assert not summary.valid and "full model" in summary.reasons[0] and not summary.rows
 
 
-def test_a_case_that_cannot_be_served_is_told_and_asked_nothing() -> None:
+def test_a_case_that_cannot_be_served_is_listed() -> None:
     refused = OURS.model_copy(update={"refused": "K is too small"})
     journal = contents((FULL, RIGHT), (BASE, HALF))
-    journal.take(refused)
-    found = summarize(journal)
-    assert found.valid and found.refused == (refused,)
+    journal.add(refused)
+    summary = summarize(journal)
+    assert summary.valid and summary.refused == (refused,)
 
 
-def test_totals_of_the_own_scorer_are_the_scores() -> None:
+def test_totals_of_the_benchmarks_scorer_are_used() -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
     for name, points in (("full", 190.0), (BASE.name, 95.0)):
-        journal.take(Total(case=name, benchmark=MME, metric="m", value=points, count=4))
-    row = summarize(journal).of(BASE.name)
+        journal.add(Total(case=name, benchmark=MME, metric="m", value=points, count=4))
+    row = summarize(journal).row(BASE.name)
     assert row is not None
     assert row.benchmarks == {"colour": 50.0, MME: 95.0}
     assert row.all.mean_of_ratios == 50.0
 
 
-def test_mmbench_is_left_out_too() -> None:
+def test_aggregates_exist_without_mmbench() -> None:
     names = {"colour": "MMB-EN"}
-    found = Contents([OPENED, FULL, *answers("full", RIGHT)])
+    journal = Contents([SETUP, FULL, *answers("full", RIGHT)])
     for question in QUESTIONS:
         name = names.get(question.benchmark, question.benchmark)
-        found.take(question.model_copy(update={"benchmark": name}))
-    row = summarize(found).of("full")
+        journal.add(question.model_copy(update={"benchmark": name}))
+    row = summarize(journal).row("full")
     assert row is not None and row.without_mmbench is not None
     assert row.without_mmbench.acc == 100.0
 
 
-def test_nothing_right_divides_by_nothing() -> None:
+def test_no_right_answer_does_not_divide_by_zero() -> None:
     nothing = [0.0] * 6
-    row = summarize(contents((FULL, nothing), (BASE, HALF))).of(BASE.name)
+    row = summarize(contents((FULL, nothing), (BASE, HALF))).row(BASE.name)
     assert row is not None
     assert row.all.ratio_of_means is None and row.all.mean_of_ratios is None
 

@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks.demo.ask import Client, query, texts
 from benchmarks.demo.configurations import FULL, Configuration
 from benchmarks.demo.failure import one_line
-from benchmarks.minillava.engine import MOST_TOKENS
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example
 from tests.benchmarks.demo.fake_server import FIRST, LATER, PROMPT_TOKENS, fake_server, question_of
 
@@ -37,7 +37,7 @@ async def test_a_request_holds_the_image_as_a_png_data_url() -> None:
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
     assert head == "data:image/png;base64" and part["uuid"] == "asked-5"
     assert pixels.shape == (168, 168, 3) and (pixels == 5).all()
-    assert body["temperature"] == 0 and body["max_tokens"] == MOST_TOKENS
+    assert body["temperature"] == 0 and body["max_tokens"] == MAX_ANSWER_TOKENS
     assert body["mm_processor_kwargs"] == {"autoprune": {"budget": 8, "keep": "state"}}
     assert (answer.text, answer.prompt_tokens) == ("7", PROMPT_TOKENS + 8)
 

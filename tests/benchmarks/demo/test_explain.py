@@ -52,7 +52,7 @@ def test_exactly_k_patches_are_kept_in_raster_order(
 
 def test_the_base_policy_keeps_what_an_evaluation_by_hand_keeps(explainer: Explainer) -> None:
     policy = BASE_POLICIES["cdpruner"]
-    tokens = Reader(CHECKPOINT).look(EXAMPLES)
+    tokens = Reader(CHECKPOINT).encode(EXAMPLES)
     expected = policy.select(policy.call(name=policy.name).params, tokens, 8).picks
 
     found = [kept(explainer, example, Configuration("reference", 8)) for example in EXAMPLES]

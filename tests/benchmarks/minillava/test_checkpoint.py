@@ -9,9 +9,9 @@ from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
 from benchmarks.minillava.evaluate import FULL, Case, evaluate
 from benchmarks.minillava.reader import Reader
+from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.selections import ORACLE, RANDOM, keep_all, selections
 from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, held_out
-from benchmarks.minillava.towers import pixels
 from benchmarks.minillava.vocabulary import prompt
 
 PATCHES = 144
@@ -69,7 +69,7 @@ def test_processor_and_chat_template_make_the_prompt_that_training_used() -> Non
 
     assert text == prompt(example.question)
     assert int((inputs.input_ids == processor.image_token_id).sum()) == PATCHES
-    expected = pixels(example.image[None]).float()
+    expected = normalize_pixels(example.image[None]).float()
     assert torch.allclose(inputs.pixel_values.float(), expected, atol=0.02)
 
 
@@ -89,7 +89,7 @@ def test_there_is_room_above_and_below_a_policy_at_eight_tokens() -> None:
 
     results, _ = evaluate(Reader(CHECKPOINT), held_out("validation", 20), cases)
 
-    share = {name: sum(found.right) / len(found.right) for name, found in results.items()}
+    share = {name: sum(result.right) / len(result.right) for name, result in results.items()}
     assert share[f"{ORACLE} 8"] > share["cdpruner 8"] + 0.05
     assert share["cdpruner 8"] > share[f"{RANDOM} 8"] + 0.15
     assert share["cdpruner 8"] > share["fastv 8"] + 0.15

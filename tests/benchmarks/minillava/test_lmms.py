@@ -1,4 +1,4 @@
-"""The written lmms-eval task: complete, readable without the repository, and scored as here."""
+"""The lmms-eval task: complete, usable without the repository, and scored as the split is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.minillava.lmms.task import TASK, write_task
+from benchmarks.minillava.lmms import TASK, write_task
 from benchmarks.minillava.split import Example, held_out, png, scores
 
 
@@ -71,11 +71,13 @@ def test_the_task_scores_as_the_split_does(
     folder: Path, functions: ModuleType, examples: list[Example]
 ) -> None:
     lines = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    said = [example.answer if number % 3 else "no" for number, example in enumerate(examples)]
-    rows = [functions.process_results(line, [text]) for line, text in zip(lines, said, strict=True)]
-    found = scores(examples, said)
+    answers = [example.answer if number % 3 else "no" for number, example in enumerate(examples)]
+    rows = [
+        functions.process_results(line, [text]) for line, text in zip(lines, answers, strict=True)
+    ]
+    expected = scores(examples, answers)
 
     accuracy = functions.aggregate_accuracy([row["minillava_accuracy"] for row in rows])
     plus = functions.aggregate_accuracy_plus([row["minillava_accuracy_plus"] for row in rows])
-    assert accuracy == pytest.approx(found.accuracy)
-    assert plus == pytest.approx(found.accuracy_plus)
+    assert accuracy == pytest.approx(expected.accuracy)
+    assert plus == pytest.approx(expected.accuracy_plus)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint by hand gives what transformers gives, and selections keep what they say."""
+"""The split model agrees with transformers, and selections keep the tokens they promise."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from benchmarks.minillava.evaluate import Case, evaluate, headroom, report
+from benchmarks.minillava.evaluate import Case, build_report, evaluate, headroom
 from benchmarks.minillava.reader import Reader
+from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.selections import (
     keep_all,
     keep_evidence,
@@ -17,7 +18,6 @@ from benchmarks.minillava.selections import (
     selections,
 )
 from benchmarks.minillava.split import Example, held_out
-from benchmarks.minillava.towers import pixels
 from benchmarks.minillava.vocabulary import prompt
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -35,7 +35,7 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def tokens(reader: Reader, examples: list[Example]) -> VisualTokens:
-    return reader.look(examples)
+    return reader.encode(examples)
 
 
 def test_full_tokens_give_the_logits_of_the_whole_model(
@@ -45,17 +45,19 @@ def test_full_tokens_give_the_logits_of_the_whole_model(
         checkpoint / "llava", dtype=torch.bfloat16, attn_implementation="eager"
     )
     example = examples[0]
-    found = reader.answer(examples[:1], tokens.features[:1])
-    image = reader.words.convert_tokens_to_ids("<image>")
+    scores = reader.score_answers(examples[:1], tokens.features[:1])
+    image = reader.tokenizer.convert_tokens_to_ids("<image>")
     text = prompt(example.question).replace("<image>", "<image>" * 144) + f" {example.answer}"
-    ids = torch.tensor([[*reader.words(text).input_ids, reader.words.eos_token_id]])
+    ids = torch.tensor([[*reader.tokenizer(text).input_ids, reader.tokenizer.eos_token_id]])
     assert int((ids == image).sum()) == 144
     with torch.no_grad():
-        logits = model(input_ids=ids, pixel_values=pixels(example.image[None])).logits.float()
-    answer = len(reader.words(f" {example.answer}").input_ids) + 1
-    said = logits[0, :-1].log_softmax(-1)[-answer:].gather(1, ids[0, -answer:, None]).sum()
+        logits = model(
+            input_ids=ids, pixel_values=normalize_pixels(example.image[None])
+        ).logits.float()
+    answer = len(reader.tokenizer(f" {example.answer}").input_ids) + 1
+    expected = logits[0, :-1].log_softmax(-1)[-answer:].gather(1, ids[0, -answer:, None]).sum()
 
-    assert float(found.logprob[0]) == pytest.approx(float(said), abs=0.05)
+    assert float(scores.logprob[0]) == pytest.approx(float(expected), abs=0.05)
 
 
 def test_the_prefix_is_what_the_language_model_computes(
@@ -71,13 +73,13 @@ def test_the_prefix_is_what_the_language_model_computes(
     assert torch.allclose(prefix.states(0), whole.hidden_states[1], atol=0.02)
     assert torch.allclose(prefix.normed(last), whole.last_hidden_state, atol=0.05)
     for layer in (0, last):
-        wanted = whole.attentions[layer][:, :, -rows:].float()
-        assert torch.allclose(prefix.attention(layer), wanted, atol=0.01)
+        attention = whole.attentions[layer][:, :, -rows:].float()
+        assert torch.allclose(prefix.attention(layer), attention, atol=0.01)
     assert torch.equal(embeds[:, prefix.start : prefix.start + 144], tokens.features)
     assert prefix.keys(1).shape[2] == embeds.shape[1]
 
 
-def test_the_oracle_keeps_the_evidence_and_random_does_not_care(
+def test_the_oracle_keeps_the_evidence_and_random_does_not(
     examples: list[Example], tokens: VisualTokens
 ) -> None:
     marked = VisualTokens(
@@ -112,7 +114,7 @@ def test_a_report_compares_the_same_questions(reader: Reader, examples: list[Exa
 
     assert all(len(result.right) == len(examples) for result in results.values())
     assert len(hits) == sum(bool(example.evidence) for example in examples)
-    found = headroom(examples, results, ["cdpruner", "divprune"], 8)
-    assert {found.best, found.worst} == {"cdpruner", "divprune"}
-    whole = report(examples, results, hits)
-    assert whole["questions"] == len(examples)
+    difference = headroom(examples, results, ["cdpruner", "divprune"], 8)
+    assert {difference.best, difference.worst} == {"cdpruner", "divprune"}
+    report = build_report(examples, results, hits)
+    assert report["questions"] == len(examples)

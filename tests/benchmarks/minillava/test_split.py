@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 
 import numpy as np
@@ -22,7 +23,18 @@ def _example(kind: str, answer: str, pair: int | None = None) -> Example:
     return Example(0, torch.zeros(3, 168, 168, dtype=torch.uint8), "?", answer, kind, pair, ())
 
 
-def test_a_smaller_split_begins_a_larger_one(split: list[Example]) -> None:
+def test_the_splits_are_those_of_published_figures() -> None:
+    """In every process, whatever its order of hashes, and with every release of Python."""
+    parts = [
+        (one.question, one.answer, one.kind, one.pair, one.evidence)
+        for name in ("search", "validation", "test")
+        for one in held_out(name, 4)
+    ]
+
+    assert hashlib.sha256(repr(parts).encode()).hexdigest()[:16] == "38a2c89ac0516a96"
+
+
+def test_a_smaller_split_is_a_prefix_of_a_larger_one(split: list[Example]) -> None:
     smaller = held_out("test", 3)
 
     assert [one.question for one in smaller] == [one.question for one in split[: len(smaller)]]
@@ -30,13 +42,13 @@ def test_a_smaller_split_begins_a_larger_one(split: list[Example]) -> None:
 
 
 def test_splits_show_different_scenes(split: list[Example]) -> None:
-    first = {name: held_out(name, 1)[0].image for name in ("search", "validation", "test")}
+    images = {name: held_out(name, 1)[0].image for name in ("search", "validation", "test")}
 
-    assert not torch.equal(first["search"], first["test"])
-    assert not torch.equal(first["search"], first["validation"])
+    assert not torch.equal(images["search"], images["test"])
+    assert not torch.equal(images["search"], images["validation"])
 
 
-def test_only_the_test_split_has_what_training_never_saw(split: list[Example]) -> None:
+def test_only_the_test_split_has_unseen_wordings_and_styles(split: list[Example]) -> None:
     assert {one.image_id % 4 for one in split if one.unseen_style} == {1}
     assert {one.image_id % 4 for one in split if one.unseen_wording} == {3}
     for name in ("search", "validation"):
@@ -50,9 +62,9 @@ def test_pairs_hold_one_yes_and_one_no_about_one_image(split: list[Example]) -> 
             pairs.setdefault(one.pair, []).append(one)
 
     assert len(pairs) == 12 * 4
-    for both in pairs.values():
-        assert sorted(one.answer for one in both) == ["no", "yes"]
-        assert len({(one.image_id, one.kind) for one in both}) == 1
+    for pair in pairs.values():
+        assert sorted(one.answer for one in pair) == ["no", "yes"]
+        assert len({(one.image_id, one.kind) for one in pair}) == 1
 
 
 def test_evidence_lies_within_the_image() -> None:
@@ -73,7 +85,7 @@ def test_png_keeps_every_pixel(split: list[Example]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "wanted", "right"),
+    ("answer", "reference", "right"),
     [
         (" 4821", "4821", True),
         (" 482", "4821", False),
@@ -83,8 +95,10 @@ def test_png_keeps_every_pixel(split: list[Example]) -> None:
         ("", "3", False),
     ],
 )
-def test_answers_must_start_with_all_wanted_words(answer: str, wanted: str, right: bool) -> None:
-    assert is_right(answer, wanted) is right
+def test_answers_must_start_with_all_words_of_the_reference(
+    answer: str, reference: str, right: bool
+) -> None:
+    assert is_right(answer, reference) is right
 
 
 def test_scores_are_by_kind_by_category_and_by_pair() -> None:
@@ -97,16 +111,16 @@ def test_scores_are_by_kind_by_category_and_by_pair() -> None:
         _example("position", "no", 1),
         _example("quarter", "upper left"),
     ]
-    found = scores(examples, [" 7", " blue", " yes", " no", " yes", " yes", " upper left"])
+    result = scores(examples, [" 7", " blue", " yes", " no", " yes", " yes", " upper left"])
 
-    assert found.accuracy == pytest.approx(5 / 7)
-    assert found.accuracy_plus == pytest.approx(1 / 2)
-    assert found.by_kind["position"] == pytest.approx(1 / 2)
-    assert found.by_category["position"] == pytest.approx(2 / 3)
-    assert found.by_category["attributes"] == pytest.approx(1 / 2)
-    assert "fine text" not in found.by_category
+    assert result.accuracy == pytest.approx(5 / 7)
+    assert result.accuracy_plus == pytest.approx(1 / 2)
+    assert result.by_kind["position"] == pytest.approx(1 / 2)
+    assert result.by_category["position"] == pytest.approx(2 / 3)
+    assert result.by_category["attributes"] == pytest.approx(1 / 2)
+    assert "fine text" not in result.by_category
 
 
-def test_scores_need_one_answer_an_example() -> None:
+def test_scores_need_one_answer_per_example() -> None:
     with pytest.raises(ValueError, match="1 examples but 2 answers"):
         scores([_example("digit", "7")], ["7", "7"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.zoo.states import BUDGETS, FOUND, QUOTAS, SOURCE, Entry, zoo
+from benchmarks.zoo.states import BUDGETS, QUOTAS, SEARCH_RESULTS, SOURCE, Entry, build_states
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.load import shipped_states
@@ -12,24 +12,24 @@ SHIPPED = shipped_states()
 
 @pytest.fixture(scope="module")
 def entries() -> list[Entry]:
-    return zoo(load_state(SOURCE), [load_state(name) for name in FOUND])
+    return build_states(load_state(SOURCE), [load_state(name) for name in SEARCH_RESULTS])
 
 
-def test_what_is_shipped_is_what_the_zoo_builds(entries: list[Entry]) -> None:
+def test_the_shipped_states_are_the_ones_that_are_built(entries: list[Entry]) -> None:
     built = {entry.state.name: entry.state.digest for entry in entries}
     assert {name: load_state(name).digest for name in SHIPPED} == built
     assert all(load_state(name).name == name for name in SHIPPED)
 
 
 def test_every_budget_and_backbone_of_the_paper_is_there(entries: list[Entry]) -> None:
-    carried = [entry.state for entry in entries if entry.family == "transfer"]
-    assert sorted(materialize(state).budget for state in carried) == sorted(
+    transferred = [entry.state for entry in entries if entry.family == "transfer"]
+    assert sorted(materialize(state).budget for state in transferred) == sorted(
         k for budgets in BUDGETS.values() for k in budgets
     )
     source = load_state(SOURCE)
-    for made in carried:
-        assert made.scoring == source.scoring and made.constraints == source.constraints
-        policy = materialize(made)
+    for state in transferred:
+        assert state.scoring == source.scoring and state.constraints == source.constraints
+        policy = materialize(state)
         assert (policy.quota, policy.r_min) == (2, policy.budget - 2)
 
 
@@ -47,14 +47,14 @@ def test_the_sweep_of_quotas() -> None:
         assert (policy.quota, policy.r_min) == (quota, 32 - quota)
 
 
-def test_ablations_take_one_thing_away() -> None:
+def test_ablations_remove_one_component() -> None:
     source = load_state(SOURCE)
     free = materialize(load_state("ablation-without-anchoring"))
     assert (free.quota, free.r_min) == (32, 0)
     assert len(load_state("ablation-without-fusion").scoring.signals) == 1
-    alike = load_state("ablation-without-diversity")
-    assert [call.atom for call in alike.constraints.pool] == ["quality_pool_builder"]
-    assert alike.scoring == source.scoring
+    similar = load_state("ablation-without-diversity")
+    assert [call.atom for call in similar.constraints.pool] == ["quality_pool_builder"]
+    assert similar.scoring == source.scoring
 
 
 def test_the_instruction_free_state_reads_no_instruction() -> None:
@@ -62,5 +62,5 @@ def test_the_instruction_free_state_reads_no_instruction() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
-def test_a_shipped_state_says_where_it_comes_from(name: str) -> None:
+def test_a_shipped_state_names_its_origin(name: str) -> None:
     assert load_state(name).provenance.found_by

@@ -15,7 +15,7 @@ from vllm_autoprune.cli.command import Command
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from benchmarks.accuracy.suite import Suite
+    from benchmarks.accuracy.run import Suite
 
 _FAMILIES = ("random", "policies", "found", "components", "quota")
 
@@ -80,8 +80,7 @@ def _run(options: argparse.Namespace) -> int:
         print("\n".join(suite.plan()))
         return 0
     from benchmarks.accuracy.pages import as_markdown
-    from benchmarks.accuracy.progress import Progress
-    from benchmarks.accuracy.run import as_json, evaluate
+    from benchmarks.accuracy.run import Progress, as_json, evaluate
 
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
@@ -109,25 +108,24 @@ def _suite(options: argparse.Namespace) -> tuple[Suite, Path]:
 
 
 def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
-    from benchmarks.accuracy.minillava.model import find
-    from benchmarks.accuracy.minillava.suite import Settings, suite
+    from benchmarks.accuracy.minillava.model import find_model
+    from benchmarks.accuracy.minillava.suite import Settings, build_suite
     from offline_search.evaluators.served import AT_ONCE
 
-    model = find(options.model)
+    model = find_model(options.model)
     settings = Settings(
         url=options.server_url,
         served_name=options.served_name,
         at_once=options.at_once or AT_ONCE,
         log=folder / "server.log",
     )
-    return suite(model, options.budgets, options.cases, options.scenes, settings)
+    return build_suite(model, options.budgets, options.cases, options.scenes, settings)
 
 
 def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
-    from benchmarks.accuracy.lmms.arms import servers
-    from benchmarks.accuracy.lmms.benchmarks import chosen
-    from benchmarks.accuracy.lmms.own import own_tasks
+    from benchmarks.accuracy.lmms.benchmarks import find_tasks, select_benchmarks
     from benchmarks.accuracy.lmms.process import LmmsEval
+    from benchmarks.accuracy.lmms.servers import parse_servers
     from benchmarks.accuracy.lmms.suite import LmmsSuite
     from benchmarks.accuracy.published import mme_divisor
 
@@ -135,8 +133,8 @@ def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
         mend = "give the name that the servers have for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", mend)])
     divisor = mme_divisor(options.backbone)
-    own = own_tasks(options.include_path) if options.include_path else ()
-    found = chosen(tasks, cognition=divisor > 20, own=own)
+    own = find_tasks(options.include_path) if options.include_path else ()
+    benchmarks = select_benchmarks(tasks, cognition=divisor > 20, own=own)
     program = LmmsEval(
         options.lmms_eval,
         options.served_name,
@@ -145,8 +143,8 @@ def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
         options.include_path,
     )
     return LmmsSuite(
-        servers(options.arm),
-        found,
+        parse_servers(options.arm),
+        benchmarks,
         program,
         folder / "lmms-eval",
         backbone=options.backbone,

@@ -1,7 +1,7 @@
-"""Stands in for lmms-eval: asks a server a few questions and writes the files of version 0.7.3.
+"""A fake lmms-eval: asks a server a few questions and writes the files of version 0.7.3.
 
-Knows nothing about the repository. FAKE_VERSION, FAKE_DROP (samples left out), FAKE_EXIT and
-FAKE_ERROR (an exception, after which it ends with 0) break it on purpose.
+It runs as a program. FAKE_VERSION, FAKE_DROP (samples left out), FAKE_EXIT and FAKE_ERROR (an
+exception, after which it exits with 0) make it fail.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ def answer(base_url: str, model: str, question: str) -> tuple[str, dict[str, int
     )
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:
-            said = json.load(reply)
+            content = json.load(reply)
     except OSError as error:
         return f"{FAILED}{error}", {"input_tokens": 0, "output_tokens": 0, "reasoning_tokens": 0}
-    usage = said["usage"]
+    usage = content["usage"]
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": 1, "reasoning_tokens": 0}
-    return str(said["choices"][0]["message"]["content"]), counts
+    return str(content["choices"][0]["message"]["content"]), counts
 
 
 def doc(task: str, number: int) -> dict[str, Any]:
-    known: dict[str, Any] = {"question": f"{task} {number}?", "answer": GOLD[number]}
+    document: dict[str, Any] = {"question": f"{task} {number}?", "answer": GOLD[number]}
     if task == "mme":
         category = "existence" if number < 2 else "code_reasoning"
-        return {**known, "category": category, "question_id": f"{category}/1.jpg"}
-    return {**known, "index": number}
+        return {**document, "category": category, "question_id": f"{category}/1.jpg"}
+    return {**document, "index": number}
 
 
-def metrics(task: str, doc: dict[str, Any], said: str) -> dict[str, Any]:
-    right = float(said.strip().lower() == doc["answer"])
+def metrics(task: str, doc: dict[str, Any], text: str) -> dict[str, Any]:
+    right = float(text.strip().lower() == doc["answer"])
     if task == "gqa":
         return {"exact_match": right}
     if task == "own":
         return {"own_accuracy": {"score": right}, "own_other": {"score": 0.0}}
     if task == "mme":
         key = "perception" if doc["category"] == "existence" else "cognition"
-        kept = {name: doc[name] for name in ("question_id", "category")}
-        return {f"mme_{key}_score": {**kept, "score": right}}
-    return {"gpt_eval_score": {**doc, "prediction": said}}
+        fields = {name: doc[name] for name in ("question_id", "category")}
+        return {f"mme_{key}_score": {**fields, "score": right}}
+    return {"gpt_eval_score": {**doc, "prediction": text}}
 
 
 def results(task: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--include_path")
     options = parser.parse_args()
-    told = dict(part.split("=", 1) for part in options.model_args.split(","))
+    model_args = dict(part.split("=", 1) for part in options.model_args.split(","))
     if "FAKE_EXIT" in os.environ:
         print("CUDA error: out of patience")
         return int(os.environ["FAKE_EXIT"])
@@ -98,28 +98,30 @@ def main() -> int:
     count = min(options.limit or len(GOLD), len(GOLD))
     samples = []
     for number in range(count):
-        asked = doc(options.tasks, number)
-        said, counts = answer(told["base_url"], told["model_version"], asked["question"])
+        question = doc(options.tasks, number)
+        text, counts = answer(
+            model_args["base_url"], model_args["model_version"], question["question"]
+        )
         samples.append({
-            "doc_id": number, "target": asked["answer"], "filtered_resps": said,
-            "token_counts": [counts], "doc_hash": "0", "input": asked["question"],
-            **metrics(options.tasks, asked, said),
+            "doc_id": number, "target": question["answer"], "filtered_resps": text,
+            "token_counts": [counts], "doc_hash": "0", "input": question["question"],
+            **metrics(options.tasks, question, text),
         })  # fmt: skip
-    # Two questions an image.
+    # Two questions about each image.
     images = [{"task": options.tasks, "doc_id": n, "image": f"i{n // 2}"} for n in range(count)]
     Path(os.environ["AUTOPRUNE_IMAGES"]).write_text(
         "".join(json.dumps(image) + "\n" for image in images)
     )
-    summed = {
+    summary = {
         "results": {options.tasks: results(options.tasks, samples)},
         "configs": {options.tasks: {"metric_list": [{"metric": f"{options.tasks}_accuracy"}]}},
         "n-samples": {options.tasks: {"original": len(GOLD), "effective": count}},
     }
-    folder = Path(options.output_path) / told["model_version"].split("/")[-1]
+    folder = Path(options.output_path) / model_args["model_version"].split("/")[-1]
     folder.mkdir(parents=True)
-    (folder / f"{STAMP}_results.json").write_text(json.dumps(summed))
-    kept = samples[: count - int(os.environ.get("FAKE_DROP", "0"))]
-    lines = "".join(json.dumps(sample) + "\n" for sample in kept)
+    (folder / f"{STAMP}_results.json").write_text(json.dumps(summary))
+    written = samples[: count - int(os.environ.get("FAKE_DROP", "0"))]
+    lines = "".join(json.dumps(sample) + "\n" for sample in written)
     (folder / f"{STAMP}_samples_{options.tasks}.jsonl").write_text(lines)
     return 0
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from benchmarks.accuracy.errors import EvaluationError
-from benchmarks.accuracy.lmms.benchmarks import Benchmark, chosen
+from benchmarks.accuracy.lmms.benchmarks import Benchmark, select_benchmarks
 from benchmarks.accuracy.lmms.output import Output, read_output
 from benchmarks.accuracy.lmms.process import IMAGES
+from benchmarks.accuracy.records import EvaluationError
 
 Line = dict[str, JsonValue]
 
@@ -30,7 +30,7 @@ def line(number: int, **more: JsonValue) -> Line:
 def output(
     folder: Path, name: str, lines: list[Line], results: Line, taken: int | None = None
 ) -> Output:
-    (benchmark,) = chosen(name)
+    (benchmark,) = select_benchmarks(name)
     task = benchmark.task
     count = len(lines) if taken is None else taken
     summed = {"results": {task: results}, "n-samples": {task: {"effective": count}}}
@@ -44,24 +44,24 @@ def output(
 
 
 def test_real_files() -> None:
-    found = read_output(FILES / "answered", OWN, "full")
-    assert [answer.said for answer in found.answers] == ["5", "blue", "cross", "1247"]
-    assert [answer.prompt_tokens for answer in found.answers] == [157, 158, 162, 161]
-    assert all(answer.score == 1.0 and answer.failure is None for answer in found.answers)
-    assert [question.id for question in found.questions] == [f"minillava/{n}" for n in range(4)]
+    parsed = read_output(FILES / "answered", OWN, "full")
+    assert [answer.text for answer in parsed.answers] == ["5", "blue", "cross", "1247"]
+    assert [answer.prompt_tokens for answer in parsed.answers] == [157, 158, 162, 161]
+    assert all(answer.score == 1.0 and answer.failure is None for answer in parsed.answers)
+    assert [question.id for question in parsed.questions] == [f"minillava/{n}" for n in range(4)]
     # The document, and its image with it, is not among what is logged.
-    assert {question.image for question in found.questions} == {"minillava/264b78d7448f204c"}
-    assert found.total is not None
-    assert (found.total.metric, found.total.value, found.total.count) == (
+    assert {question.image for question in parsed.questions} == {"minillava/264b78d7448f204c"}
+    assert parsed.total is not None
+    assert (parsed.total.metric, parsed.total.value, parsed.total.count) == (
         "minillava_accuracy", 100.0, 4
     )  # fmt: skip
 
 
 def test_real_files_with_a_request_that_failed() -> None:
-    found = read_output(FILES / "failed", OWN, "full")
-    assert found.total is None
-    (failed,) = (answer for answer in found.answers if answer.failure is not None)
-    assert failed.question == "minillava/1" and failed.score is None and failed.said is None
+    parsed = read_output(FILES / "failed", OWN, "full")
+    assert parsed.total is None
+    (failed,) = (answer for answer in parsed.answers if answer.failure is not None)
+    assert failed.question == "minillava/1" and failed.score is None and failed.text is None
     assert failed.failure is not None and "400 - the engine is gone" in failed.failure
 
 
@@ -77,9 +77,9 @@ def test_a_task_s_own_results_are_not_lmms_eval_s(tmp_path: Path) -> None:
 def test_a_filter_s_name_stands_behind_the_metric(tmp_path: Path) -> None:
     results: Line = {"alias": "ai2d", "exact_match_stderr,flexible-extract": 0.1,
                      "exact_match,flexible-extract": 0.5}  # fmt: skip
-    found = output(tmp_path, "ai2d", [line(0, exact_match=1.0), line(1, exact_match=0.0)], results)
-    assert found.total is not None and found.total.value == 50.0 and found.total.count == 2
-    assert [answer.score for answer in found.answers] == [1.0, 0.0]
+    parsed = output(tmp_path, "ai2d", [line(0, exact_match=1.0), line(1, exact_match=0.0)], results)
+    assert parsed.total is not None and parsed.total.value == 50.0 and parsed.total.count == 2
+    assert [answer.score for answer in parsed.answers] == [1.0, 0.0]
 
 
 def test_scores_may_be_truth_values_or_records(tmp_path: Path) -> None:
@@ -92,27 +92,27 @@ def test_scores_may_be_truth_values_or_records(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         lines = [line(0, **{metric: value})]
-        found = output(folder, name, lines, {f"{metric},none": 0.875})
-        assert found.answers[0].score == 1.0
-        assert found.total is not None and found.total.value == 87.5
+        parsed = output(folder, name, lines, {f"{metric},none": 0.875})
+        assert parsed.answers[0].score == 1.0
+        assert parsed.total is not None and parsed.total.value == 87.5
 
 
 def test_images_are_told_apart_by_their_pixels(tmp_path: Path) -> None:
     lines = [line(i, exact_match=1.0) for i in range(3)]
-    found = output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
-    assert [question.image for question in found.questions] == ["gqa/i0", "gqa/i0", "gqa/i1"]
+    parsed = output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
+    assert [question.image for question in parsed.questions] == ["gqa/i0", "gqa/i0", "gqa/i1"]
 
 
-def test_without_images_nothing_is_believed(tmp_path: Path) -> None:
+def test_output_without_images_is_refused(tmp_path: Path) -> None:
     output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0})
     (tmp_path / IMAGES).unlink()
-    (benchmark,) = chosen("gqa")
-    with pytest.raises(EvaluationError, match="which questions are about one image"):
+    (benchmark,) = select_benchmarks("gqa")
+    with pytest.raises(EvaluationError, match="questions about the same image"):
         read_output(tmp_path, benchmark, "full")
 
 
 @pytest.mark.parametrize(
-    "said",
+    "failed",
     [
         {"filtered_resps": "[LMMS_EVAL_REQUEST_FAILED after 3 retries] timeout"},
         {"filtered_resps": "A", "resps": ["[LMMS_EVAL_BUDGET_EXCEEDED]"]},
@@ -121,31 +121,31 @@ def test_without_images_nothing_is_believed(tmp_path: Path) -> None:
         {"filtered_resps": []},
     ],
 )
-def test_what_never_came_is_a_failure_and_leaves_no_total(tmp_path: Path, said: Line) -> None:
+def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: Line) -> None:
     """A task's filter may have made an answer of the words of the failure."""
-    lines = [line(0, exact_match=1.0), line(1, exact_match=0.0) | said]
-    found = output(tmp_path, "gqa", lines, {"exact_match,none": 0.5})
-    assert found.total is None and found.answers[1].failure and found.answers[1].score is None
-    assert found.answers[0].failure is None
+    lines = [line(0, exact_match=1.0), line(1, exact_match=0.0) | failed]
+    parsed = output(tmp_path, "gqa", lines, {"exact_match,none": 0.5})
+    assert parsed.total is None and parsed.answers[1].failure and parsed.answers[1].score is None
+    assert parsed.answers[0].failure is None
 
 
 def test_counts_have_to_agree(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"gqa: 1 samples where lmms-eval took 2"):
+    with pytest.raises(EvaluationError, match=r"gqa: 1 samples, but lmms-eval reports 2"):
         output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0}, taken=2)
 
 
-def test_a_sample_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_repeated_sample_is_refused(tmp_path: Path) -> None:
     lines = [line(0, exact_match=1.0)] * 2
     with pytest.raises(EvaluationError, match="twice"):
         output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
 
 
-def test_a_metric_that_is_not_reported_is_told(tmp_path: Path) -> None:
+def test_a_missing_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="reports no exact_match"):
         output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": "N/A"})
 
 
-def test_a_task_of_one_s_own_without_a_metric_is_told(tmp_path: Path) -> None:
+def test_an_own_task_without_a_metric_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(FILES / "answered", folder)
     (path,) = folder.rglob("*_results.json")
@@ -156,7 +156,7 @@ def test_a_task_of_one_s_own_without_a_metric_is_told(tmp_path: Path) -> None:
         read_output(folder, OWN, "full")
 
 
-def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
-    (benchmark,) = chosen("gqa")
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    (benchmark,) = select_benchmarks("gqa")
     with pytest.raises(EvaluationError, match=r"wrote 0 files \*_samples_gqa.jsonl"):
         read_output(tmp_path, benchmark, "full")

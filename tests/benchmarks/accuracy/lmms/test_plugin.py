@@ -1,4 +1,4 @@
-"""The plugin of lmms-eval: found by its entry point, and it tells images apart by their pixels."""
+"""The plugin of lmms-eval: its entry point, and the fingerprints of images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Message = dict[str, object]
 
 @dataclass
 class Request:
-    """Stands in for lmms-eval's; the place of a document is its number."""
+    """Replaces lmms-eval's request; the document is a number."""
 
     arguments: tuple[str, Callable[[object], list[Message]], dict[str, object], int, str, str]
 
@@ -35,7 +35,7 @@ class Manifest:
 
 
 class Model:
-    """Stands in for the model that is extended: asks for the messages of every request."""
+    """Replaces the parent class: builds the messages of every request."""
 
     def generate_until(self, requests: Sequence[Request]) -> list[str]:
         return [str(request.arguments[1](request.arguments[3])) for request in requests]
@@ -43,16 +43,16 @@ class Model:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """As imported in lmms-eval's process, with stand-ins for what it takes from there."""
-    taken: dict[str, dict[str, object]] = {
+    """The plugin's module, imported with replacements for the modules of lmms-eval."""
+    replacements: dict[str, dict[str, object]] = {
         "lmms_eval.models.registry_v2": {"ModelManifest": Manifest},
         "lmms_eval.models.chat.openai": {"OpenAICompatible": Model},
         "lmms_eval.api.instance": {"GenerationResult": str, "Instance": Request},
     }
     parents = ("lmms_eval", "lmms_eval.models", "lmms_eval.models.chat", "lmms_eval.api")
-    for name in (*parents, *taken):
+    for name in (*parents, *replacements):
         module = ModuleType(name)
-        vars(module).update(taken.get(name, {}))
+        vars(module).update(replacements.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("autoprune_lmms", "autoprune_lmms.model"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -61,14 +61,14 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def messages(colour: str, text: str = "?") -> list[Message]:
-    picture = Image.new("RGB", (2, 2), colour)
-    content = [{"type": "image", "url": picture}, {"type": "text", "text": text}]
+    image = Image.new("RGB", (2, 2), colour)
+    content = [{"type": "image", "url": image}, {"type": "text", "text": text}]
     return [{"role": "user", "content": content}]
 
 
-def test_its_entry_point_names_a_class_that_is_there(plugin: ModuleType) -> None:
-    (found,) = importlib.metadata.distributions(path=[str(PLUGIN)])
-    (entry,) = found.entry_points
+def test_its_entry_point_names_an_existing_class(plugin: ModuleType) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(PLUGIN)])
+    (entry,) = distribution.entry_points
     assert (entry.group, entry.name) == ("lmms_eval.models", "openai")
     manifest = entry.load()()
     module, _, name = manifest.chat_class_path.rpartition(".")
@@ -76,29 +76,29 @@ def test_its_entry_point_names_a_class_that_is_there(plugin: ModuleType) -> None
     assert issubclass(vars(importlib.import_module(module))[name], Model)
 
 
-def test_every_question_s_image_is_written_down_and_nothing_else_changes(
+def test_images_are_recorded_and_requests_are_unchanged(
     plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(plugin.FILE, str(tmp_path / process.IMAGES))
     colours = ["red", "red", "blue"]
 
-    def asked() -> list[Request]:
+    def requests() -> list[Request]:
         return [
             Request(("c", lambda number: messages(colours[int(str(number))]), {}, n, "t", "test"))
             for n in range(3)
         ]
 
     texts = [
-        text.partition("<PIL")[0] for text in plugin.OpenAIWithImages().generate_until(asked())
+        text.partition("<PIL")[0] for text in plugin.OpenAIWithImages().generate_until(requests())
     ]
-    assert texts == [text.partition("<PIL")[0] for text in Model().generate_until(asked())]
+    assert texts == [text.partition("<PIL")[0] for text in Model().generate_until(requests())]
     lines = [json.loads(line) for line in (tmp_path / process.IMAGES).read_text().splitlines()]
     assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
     first, second, third = (line["image"] for line in lines)
     assert first == second != third
 
 
-def test_the_text_is_no_part_of_an_image(plugin: ModuleType) -> None:
+def test_fingerprints_do_not_depend_on_the_text(plugin: ModuleType) -> None:
     assert plugin.fingerprint(messages("red", "a")) == plugin.fingerprint(messages("red", "b"))
     only_text = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     assert plugin.fingerprint(only_text) == ""

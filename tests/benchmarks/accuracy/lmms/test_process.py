@@ -1,4 +1,4 @@
-"""What lmms-eval 0.7.3 says when it ends without results; lines as it wrote them, in colour."""
+"""Errors in the log of lmms-eval 0.7.3, with lines as it wrote them, in colour."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.lmms.process import said
+from benchmarks.accuracy.lmms.process import last_error
 
 AT = "\x1b[32m2026-11-22 02:35:34\x1b[0m | \x1b[31m\x1b[1mERROR   \x1b[0m | "
 WHERE = "\x1b[36mlmms_eval.__main__\x1b[0m:\x1b[36mcli_evaluate\x1b[0m:\x1b[36m614\x1b[0m - "
@@ -17,7 +17,7 @@ ERROR = (
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             f"Traceback (most recent call last):\n{ERROR}\n",
@@ -25,10 +25,10 @@ ERROR = (
         ),
         ("\x1b[1mKilled\x1b[0m\n\n", "Killed"),
         ("Responding:   0%\rResponding:  50%\rout of memory\n", "out of memory"),
-        ("", "it said nothing"),
+        ("", "its log is empty"),
     ],
 )
-def test_why_it_ended(tmp_path: Path, text: str, told: str) -> None:
+def test_the_last_error_is_read_from_the_log(tmp_path: Path, text: str, message: str) -> None:
     log = tmp_path / "lmms-eval.log"
     log.write_text(text)
-    assert said(log) == told
+    assert last_error(log) == message

@@ -1,7 +1,4 @@
-"""A server that answers as mini-LLaVA's would, by rules that tests know.
-
-Knows nothing about images: what a request says about pruning decides.
-"""
+"""Replies of a fake mini-LLaVA server, which depend on the pruning fields of a request only."""
 
 from __future__ import annotations
 
@@ -15,33 +12,35 @@ TEXT = 20
 
 
 def kept(body: Body) -> int:
-    """K of a request."""
-    asked = body["mm_processor_kwargs"]["autoprune"]
-    return N if asked.get("enabled") is False else int(asked["budget"])
+    """The number of visual tokens of a request."""
+    pruning = body["mm_processor_kwargs"]["autoprune"]
+    return N if pruning.get("enabled") is False else int(pruning["budget"])
 
 
 def arm(body: Body) -> str:
-    """Which case a request is of: full, random, or the name of a state."""
-    asked = body["mm_processor_kwargs"]["autoprune"]
-    if asked.get("enabled") is False:
+    """The case of a request: full, random, or the name of its state."""
+    pruning = body["mm_processor_kwargs"]["autoprune"]
+    if pruning.get("enabled") is False:
         return "full"
-    return "random" if asked.get("keep") == "random" else str(asked["policy"]["name"])
+    return "random" if pruning.get("keep") == "random" else str(pruning["policy"]["name"])
 
 
-def reply(body: Body, *, right: bool = True, after: str = "", tokens: int | None = None) -> Answer:
-    """The reference answer read from the prompt, and one token more."""
+def reply(
+    body: Body, *, right: bool = True, following: str = "", tokens: int | None = None
+) -> Answer:
+    """A reply with the log-probability of the reference answer and one generated token."""
     answer = str(body["messages"][-1]["content"])
     token: dict[str, Any] = {
         "logprob": -0.1 if right else -3.0, "rank": 1 if right else 2, "decoded_token": answer
     }  # fmt: skip
-    said = {
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": after}}],
+    content = {
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": following}}],
         "usage": {"prompt_tokens": TEXT + (kept(body) if tokens is None else tokens)},
         "prompt_logprobs": [None, {"7": token}],
     }
-    return 200, json.dumps(said).encode(), {}
+    return 200, json.dumps(content).encode(), {}
 
 
 def answering(body: Body, number: int) -> Answer:
-    """Right with all tokens or with a state; wrong with random ones."""
+    """A right answer with all tokens or with a state, a wrong one with random tokens."""
     return reply(body, right=arm(body) != "random")

@@ -4,46 +4,50 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.minillava.model import digest, find, held_out
+from benchmarks.accuracy.minillava.model import (
+    default_scenes,
+    find_model,
+    prepare_questions,
+    questions_digest,
+)
 from benchmarks.accuracy.records import MME
 from vllm_autoprune.errors import ConfigError
 
 
 def test_the_embedded_model_and_its_questions() -> None:
-    model = find("embedded")
-    asked = held_out(2)
+    model = find_model("embedded")
+    questions = prepare_questions(2)
     assert model.tokens == 144 and len(model.digest) == 12
-    assert {one.record.image for one in asked} == {"0", "1"}
-    assert all(one.image.startswith("data:image/png;base64,") for one in asked)
-    paired = [one.record for one in asked if one.record.benchmark == MME]
+    assert {one.record.image for one in questions} == {"0", "1"}
+    assert all(one.image.startswith("data:image/png;base64,") for one in questions)
+    paired = [one.record for one in questions if one.record.benchmark == MME]
     assert paired and all(one.category and one.pair for one in paired)
-    answers = {one.answer for one in asked if one.record.benchmark == MME}
+    answers = {one.answer for one in questions if one.record.benchmark == MME}
     assert answers == {"yes", "no"}
     open_kinds = {"digit", "colour", "shape", "text", "count", "quarter", "relation"}
-    assert {one.record.benchmark for one in asked} == {MME, *open_kinds}
+    assert {one.record.benchmark for one in questions} == {MME, *open_kinds}
 
 
-def test_more_scenes_are_the_same_ones_and_more() -> None:
-    few, more = held_out(1), held_out(2)
+def test_fewer_scenes_are_a_prefix_of_more() -> None:
+    few, more = prepare_questions(1), prepare_questions(2)
     assert list(more[: len(few)]) == list(few)
-    assert digest(few) != digest(more)
+    assert questions_digest(few) != questions_digest(more)
 
 
-def test_the_default_is_what_forty_minutes_allow() -> None:
-    model = find("embedded")
-    scenes = model.scenes(126)
-    assert 50_000 < 126 * len(held_out(scenes)) < 70_000
-    assert model.scenes(1_000_000) == 8
+def test_the_default_number_of_scenes_takes_half_an_hour() -> None:
+    scenes = default_scenes(126)
+    assert 50_000 < 126 * len(prepare_questions(scenes)) < 70_000
+    assert default_scenes(1_000_000) == 8
 
 
 def test_a_folder_is_another_model(tmp_path: Path) -> None:
     for part in ("llava", "clip"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text('{"image_seq_length": 576}')
-    found = find(str(tmp_path))
-    assert (found.name, found.tokens) == (tmp_path.name, 576)
+    model = find_model(str(tmp_path))
+    assert (model.name, model.tokens) == (tmp_path.name, 576)
 
 
-def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no llava/config.json.*give embedded, or"):
-        find(str(tmp_path))
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no llava/config.json.*use embedded, or"):
+        find_model(str(tmp_path))

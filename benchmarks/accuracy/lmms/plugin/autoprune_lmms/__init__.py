@@ -1,8 +1,8 @@
-"""A plugin of lmms-eval: its `openai` model, which also tells what images it sent.
+"""A plugin of lmms-eval: its `openai` model, which also records the images that it sends.
 
-Knows nothing about this repository: it runs in lmms-eval's process and environment. The folder
-above is put on `PYTHONPATH`; the `.dist-info` beside this package is how lmms-eval finds it, by the
-entry point group `lmms_eval.models` (lmms_eval/models/registry_v2.py of 0.7.3).
+It runs in lmms-eval's process and environment and imports nothing from this repository. The folder
+above is put on `PYTHONPATH`; lmms-eval finds the `.dist-info` beside this package by the entry
+point group `lmms_eval.models` (lmms_eval/models/registry_v2.py of 0.7.3).
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from lmms_eval.models.registry_v2 import ModelManifest
 
 
 def manifest() -> ModelManifest:
-    """Takes the place of the model of this name, so that tasks word their prompts as for it."""
+    """Replace the model of this name, so that tasks use the prompts that they have for it."""
     return ModelManifest("openai", chat_class_path=f"{__name__}.model.OpenAIWithImages")

@@ -1,8 +1,7 @@
-"""lmms-eval's own `openai` model; what it sends is unchanged, and the images are written down.
+"""lmms-eval's `openai` model with unchanged requests, which records the image of each question.
 
-Knows nothing about this repository. lmms-eval 0.7.3 leaves a question's document, and with it the
-name of its image, out of the samples that it logs; without it, questions about one image cannot be
-resampled together.
+The samples that lmms-eval 0.7.3 logs do not name the image, without which questions about the same
+image cannot be resampled together.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from lmms_eval.models.chat.openai import OpenAICompatible
 from PIL import Image
 
 FILE = "AUTOPRUNE_IMAGES"
-"""The variable that names the file: a line of JSON a question, ``task``, ``doc_id``, ``image``."""
+"""Environment variable with the output file: ``task``, ``doc_id`` and ``image`` per line."""
 
 Messages = Sequence[Mapping[str, Sequence[Mapping[str, object]]]]
-Place = tuple[str, int]
+Key = tuple[str, int]
 
 
 class OpenAIWithImages(OpenAICompatible):
-    """Found by its class path; see the package."""
+    """The model that the package's manifest names."""
 
     def generate_until(self, requests: Sequence[Instance]) -> list[GenerationResult]:
-        """As the model that it extends."""
-        seen: dict[Place, str] = {}
+        """Generate as the parent class does, and append the images to the file."""
+        images: dict[Key, str] = {}
         for request in requests:
             context, doc_to_messages, settings, number, task, split = request.arguments
-            noting = functools.partial(_note, doc_to_messages, seen, (task, number))
-            request.arguments = (context, noting, settings, number, task, split)
+            recording = functools.partial(_record, doc_to_messages, images, (task, number))
+            request.arguments = (context, recording, settings, number, task, split)
         answers: list[GenerationResult] = super().generate_until(requests)
         with Path(os.environ[FILE]).open("a", encoding="utf-8") as file:
-            for (task, number), image in seen.items():
+            for (task, number), image in images.items():
                 file.write(json.dumps({"task": task, "doc_id": number, "image": image}) + "\n")
         return answers
 
 
-def _note(
-    doc_to_messages: Callable[[object], Messages], seen: dict[Place, str], place: Place, doc: object
+def _record(
+    doc_to_messages: Callable[[object], Messages], images: dict[Key, str], key: Key, doc: object
 ) -> Messages:
     messages = doc_to_messages(doc)
-    seen[place] = fingerprint(messages)
+    images[key] = fingerprint(messages)
     return messages
 
 
 def fingerprint(messages: Messages) -> str:
-    """Of the pixels of all images of a request, in order; empty where it has none."""
+    """Digest of the pixels of all images of a request in order; empty without images."""
     parts = [part for message in messages for part in message["content"]]
     media = [part["url"] for part in parts if part["type"] != "text"]
     digest = hashlib.sha256()

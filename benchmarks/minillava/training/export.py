@@ -1,7 +1,4 @@
-"""Writes the trained modules in Hugging Face layout, with the names llava-hf uses.
-
-Knows nothing about training; it names tensors and describes them.
-"""
+"""Writer of trained modules as Hugging Face checkpoints, with the tensor names of llava-hf."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CLIPModel, LlamaForCausalLM
 
 from benchmarks.minillava.layout import PATCH, Canvas
-from benchmarks.minillava.towers import MEAN, STD
+from benchmarks.minillava.render import PIXEL_MEAN, PIXEL_STD
 from benchmarks.minillava.vocabulary import (
     BEGIN,
     CLIP_BEGIN,
@@ -46,7 +43,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def _tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+def _bf16_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return {
         prefix + name: value.detach().to(torch.bfloat16).contiguous().clone()
         for name, value in module.state_dict().items()
@@ -65,29 +62,29 @@ def _image_processor(canvas: Canvas) -> Json:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(MEAN),
-        "image_std": list(STD),
+        "image_mean": list(PIXEL_MEAN),
+        "image_std": list(PIXEL_STD),
         "do_convert_rgb": True,
     }
 
 
-def _write(folder: Path, name: str, content: Json) -> None:
+def _write_json(folder: Path, name: str, content: Json) -> None:
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _clip_files(folder: Path, canvas: Canvas, clip: CLIPModel, tokenizer: Tokenizer) -> None:
+def _write_clip(folder: Path, canvas: Canvas, clip: CLIPModel, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_tensors(clip, ""), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_bf16_tensors(clip, ""), folder / "model.safetensors", metadata={"format": "pt"})
     config: Json = clip.config.to_dict()
     config |= {"architectures": ["CLIPModel"], "dtype": "bfloat16", "autoprune_relevance_sign": 1}
-    _write(folder, "config.json", config)
-    _write(folder, "preprocessor_config.json", _image_processor(canvas))
+    _write_json(folder, "config.json", config)
+    _write_json(folder, "preprocessor_config.json", _image_processor(canvas))
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": CLIP_BEGIN} | dict.fromkeys(
         ("eos_token", "pad_token", "unk_token"), CLIP_END
     )
-    described: Json = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
-    _write(folder, "tokenizer_config.json", described | {"model_max_length": CLIP_LENGTH})
+    settings: Json = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    _write_json(folder, "tokenizer_config.json", settings | {"model_max_length": CLIP_LENGTH})
 
 
 def _llava_config(
@@ -110,7 +107,7 @@ def _llava_config(
     }
 
 
-def export(
+def write_checkpoint(
     out: Path,
     canvas: Canvas,
     clip: CLIPModel,
@@ -119,20 +116,20 @@ def export(
     clip_tokenizer: Tokenizer,
     language_tokenizer: Tokenizer,
 ) -> None:
-    """Write `out/llava` and `out/clip`; both hold the same vision tower."""
-    _clip_files(out / "clip", canvas, clip, clip_tokenizer)
+    """Write `out/llava` and `out/clip`, which contain the same vision tower."""
+    _write_clip(out / "clip", canvas, clip, clip_tokenizer)
     folder = out / "llava"
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(clip.vision_model, "vision_tower.vision_model.")
-    tensors |= _tensors(projector, "multi_modal_projector.")
-    tensors |= _tensors(model, "language_model.")
+    tensors = _bf16_tensors(clip.vision_model, "vision_tower.vision_model.")
+    tensors |= _bf16_tensors(projector, "multi_modal_projector.")
+    tensors |= _bf16_tensors(model, "language_model.")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write(folder, "config.json", _llava_config(canvas, clip, model, language_tokenizer))
+    _write_json(folder, "config.json", _llava_config(canvas, clip, model, language_tokenizer))
     ids = {
         f"{name}_token_id": token_id(language_tokenizer, token)
         for name, token in (("bos", BEGIN), ("eos", END), ("pad", PAD))
     }
-    _write(folder, "generation_config.json", {"do_sample": False, "max_new_tokens": 8, **ids})
+    _write_json(folder, "generation_config.json", {"do_sample": False, "max_new_tokens": 8, **ids})
     language_tokenizer.save(str(folder / "tokenizer.json"))
     tokens: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -144,7 +141,7 @@ def export(
         "extra_special_tokens": {"image_token": IMAGE_TOKEN},
         "model_max_length": 2048,
     }
-    _write(folder, "tokenizer_config.json", tokens)
+    _write_json(folder, "tokenizer_config.json", tokens)
     processor: Json = {
         "processor_class": "LlavaProcessor",
         "image_token": IMAGE_TOKEN,
@@ -153,8 +150,8 @@ def export(
         "vision_feature_select_strategy": "default",
         "image_processor": _image_processor(canvas),
     }
-    _write(folder, "processor_config.json", processor)
-    _write(
+    _write_json(folder, "processor_config.json", processor)
+    _write_json(
         folder,
         "preprocessor_config.json",
         _image_processor(canvas) | {"processor_class": "LlavaProcessor"},

@@ -1,6 +1,6 @@
-"""Functions of the mini-LLaVA task: what lmms-eval calls for every question.
+"""Functions that lmms-eval calls for the mini-LLaVA task, copied into its folder as `utils.py`.
 
-Knows nothing about the repository it comes from: a written task folder stands alone.
+It imports nothing from this repository, so that a task folder can be used anywhere.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Row = Mapping[str, object]
 
 
 def doc_to_visual(doc: Doc) -> list[Image.Image]:
-    """The picture of a question; its path is relative to this file."""
+    """The image of a question; its path is relative to this file."""
     return [Image.open(Path(__file__).parent / str(doc["image"])).convert("RGB")]
 
 
 def doc_to_text(doc: Doc, lmms_eval_specific_kwargs: Mapping[str, str] | None = None) -> str:
-    """The question as it stands: the model was trained without an instruction around it."""
-    around = lmms_eval_specific_kwargs or {}
-    return f"{around.get('pre_prompt', '')}{doc['question']}{around.get('post_prompt', '')}"
+    """The question alone by default: the model was trained without further instructions."""
+    prompts = lmms_eval_specific_kwargs or {}
+    return f"{prompts.get('pre_prompt', '')}{doc['question']}{prompts.get('post_prompt', '')}"
 
 
-def _is_right(said: str, wanted: str) -> bool:
-    expected = wanted.lower().split()
-    return re.findall(r"[a-z0-9]+", said.lower())[: len(expected)] == expected
+def _is_right(answer: str, reference: str) -> bool:
+    expected = reference.lower().split()
+    return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
 def process_results(doc: Doc, results: Sequence[str]) -> dict[str, dict[str, object]]:
-    """One row for each metric; lmms-eval takes ``score`` and the image for its standard errors."""
+    """One row per metric; lmms-eval computes standard errors from ``score`` and the image."""
     row: dict[str, object] = {
         "image": doc["image"],
         "category": doc["category"],

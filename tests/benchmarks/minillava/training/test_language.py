@@ -1,4 +1,4 @@
-"""The language stage: questions share an image but not each other, and only answers are learnt."""
+"""Language batches: questions share the image but do not see each other; only answers count."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.minillava.language import (
+from benchmarks.minillava.layout import Canvas
+from benchmarks.minillava.questions import Question
+from benchmarks.minillava.training.language import (
     PHRASES,
     QUESTIONS,
     LanguageBatch,
-    Projector,
     draw_budget,
-    essence,
+    drop_tokens,
+    keep_informative_tokens,
     language_batch,
     language_loss,
-    language_model,
-    thin,
 )
-from benchmarks.minillava.layout import MOST_THINGS, Canvas
-from benchmarks.minillava.questions import Question
-from benchmarks.minillava.towers import WIDTH, training_scenes
+from benchmarks.minillava.training.models import VISION_WIDTH, Projector, build_language_model
+from benchmarks.minillava.training.scenes import training_scenes
 from benchmarks.minillava.vocabulary import END, language_tokenizer, token_id
 
 CANVAS = Canvas()
-BLOCKS = sum(course.number for course in QUESTIONS)
+BLOCKS = sum(source.number for source in QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,8 @@ def test_a_question_sees_the_image_but_no_other_question(
     batch: LanguageBatch, words: Tokenizer
 ) -> None:
     torch.manual_seed(0)
-    model, projector = language_model(words).bfloat16(), Projector().bfloat16()
-    patches = torch.randn(2, CANVAS.patches, WIDTH).bfloat16()
+    model, projector = build_language_model(words).bfloat16(), Projector().bfloat16()
+    patches = torch.randn(2, CANVAS.patches, VISION_WIDTH).bfloat16()
     start = len(batch.before) + CANVAS.patches
     first = batch.blocks[:, start:] == 0
     alone = replace(batch, labels=batch.labels.where(first, -100))
@@ -91,54 +90,47 @@ def test_a_question_sees_the_image_but_no_other_question(
     assert not torch.equal(loss, other_image)
 
 
-def test_a_phrase_is_all_that_stands_between_image_and_answer(words: Tokenizer) -> None:
+def test_only_the_phrase_is_between_image_and_answer(words: Tokenizer) -> None:
     batch = language_batch(5, 2, words, CANVAS, CANVAS.patches, PHRASES)
     first = batch.texts[0][batch.blocks[0, -batch.texts.shape[1] :] == 0]
     scored = float((batch.labels >= 0).sum()) / float((batch.blocks >= 0).sum())
 
-    told = words.decode(first.tolist(), skip_special_tokens=False)
-    assert "ASSISTANT" not in told and told.endswith(END)
+    text = words.decode(first.tolist(), skip_special_tokens=False)
+    assert "ASSISTANT" not in text and text.endswith(END)
     assert scored > 0.3
 
 
-def test_scenes_grow_up_to_all_their_shapes() -> None:
-    few, all_ = (training_scenes(5, 16, CANVAS, most) for most in (2, MOST_THINGS))
-    whole = training_scenes(5, 16, CANVAS)
-
-    assert [len(scene.layout.things) for scene in few.scenes] == [2] * 16
-    same = [a.layout == b.layout for a, b in zip(all_.scenes, whole.scenes, strict=True)]
-    assert 0 < sum(same) < 16  # the others are alike
-
-
-def test_dropped_tokens_leave_whole_evidence_of_what_is_asked() -> None:
+def test_dropping_tokens_keeps_the_evidence_of_a_question_whole() -> None:
     asked = [
         Question("digit", "", "1", (3, 4, 5)),
         Question("count", "", "2", tuple(range(40, 52))),
         Question("existence", "", "no", ()),
         Question("digit", "", "7", (4, 90)),
     ]
-    kept, answerable = thin(random.Random(0), asked, 8, CANVAS.patches)
+    kept, answerable = drop_tokens(random.Random(0), asked, 8, CANVAS.patches)
 
     assert kept == sorted(set(kept)) and len(kept) == 8
     assert {3, 4, 5, 90} <= set(kept)
     assert answerable == [True, False, True, True]
 
 
-def test_a_beginner_sees_what_tells_and_little_else(words: Tokenizer) -> None:
+def test_easier_batches_keep_informative_tokens(words: Tokenizer) -> None:
     drawn = training_scenes(5, 2, CANVAS, 3)
     for scene in drawn.scenes:
-        kept = essence(random.Random(0), scene, 12, CANVAS.patches)
+        kept = keep_informative_tokens(random.Random(0), scene, 12, CANVAS.patches)
         assert kept == sorted(set(kept)) and len(kept) == 12
         assert {patches[0] for patches in scene.thing_patches} <= set(kept)
         assert {patch for patches in scene.sign_patches for patch in patches} <= set(kept)
     with pytest.raises(ValueError, match="cannot hold"):
-        essence(random.Random(0), drawn.scenes[0], 1, CANVAS.patches)
+        keep_informative_tokens(random.Random(0), drawn.scenes[0], 1, CANVAS.patches)
     batch = language_batch(5, 2, words, CANVAS, 12, PHRASES, 3)
     assert batch.kept.shape == (2, 12)
     assert int((batch.kinds >= 0).any(1).sum()) == 2
 
 
-def test_a_batch_of_dropped_tokens_asks_less(words: Tokenizer, batch: LanguageBatch) -> None:
+def test_a_batch_with_dropped_tokens_has_fewer_questions(
+    words: Tokenizer, batch: LanguageBatch
+) -> None:
     thinned = language_batch(5, 2, words, CANVAS, 24)
 
     assert thinned.kept.shape == (2, 24)

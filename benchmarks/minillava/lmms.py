@@ -1,17 +1,20 @@
-"""Writes examples as a folder that lmms-eval takes with ``--include_path``.
+"""``python -m benchmarks.minillava.lmms FOLDER``: write a split as a task of lmms-eval.
 
-Knows nothing about how examples are drawn. Format: lmms-eval's task guide (docs/task_guide.md),
-with a local JSON Lines file in place of a data set on the Hub.
+The folder is for lmms-eval's ``--include_path``: images, questions as JSON Lines, a YAML file and
+its functions. Format: lmms-eval's task guide (docs/task_guide.md), with a local file in place of a
+data set on the Hub. lmms-eval itself is needed only to run the task.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from benchmarks.minillava.split import Example, png
+from benchmarks.minillava.split import Example, Split, held_out, png
 from benchmarks.minillava.wordings import CATEGORIES
 
 TASK = "minillava"
@@ -50,24 +53,24 @@ metadata:
 
 
 def write_task(folder: Path, split: str, examples: Sequence[Example]) -> None:
-    """Pictures as PNG, one line a question, the task's YAML and its functions."""
-    pictures = folder / "images"
-    pictures.mkdir(parents=True, exist_ok=True)
+    """Write images as PNG, one line per question, the YAML file and its functions."""
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
     data = folder / f"{split}.jsonl"
     written: set[int] = set()
     with data.open("w", encoding="utf-8") as lines:
         for number, example in enumerate(examples):
             name = f"{split}-{example.image_id:05}.png"
             if example.image_id not in written:
-                (pictures / name).write_bytes(png(example.image))
+                (images / name).write_bytes(png(example.image))
                 written.add(example.image_id)
-            lines.write(json.dumps(_line(number, f"images/{name}", example)) + "\n")
+            lines.write(json.dumps(_question_line(number, f"images/{name}", example)) + "\n")
     text = _YAML.format(task=TASK, split=split, data=json.dumps(str(data.resolve())))
     (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
-    shutil.copy(Path(__file__).parent / "utils.py", folder / "utils.py")
+    shutil.copy(Path(__file__).with_name("lmms_functions.py"), folder / "utils.py")
 
 
-def _line(number: int, image: str, example: Example) -> dict[str, object]:
+def _question_line(number: int, image: str, example: Example) -> dict[str, object]:
     (category,) = [name for name, kinds in CATEGORIES.items() if example.kind in kinds]
     return {
         "question_id": number,
@@ -81,3 +84,19 @@ def _line(number: int, image: str, example: Example) -> dict[str, object]:
         "unseen_wording": example.unseen_wording,
         "unseen_layout": example.unseen_style,
     }
+
+
+def main() -> None:
+    """Parse the arguments, write the task and print how to run it."""
+    parser = argparse.ArgumentParser(description="Write a held-out split as a task of lmms-eval.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--split", choices=get_args(Split), default="test")
+    parser.add_argument("--scenes", type=int, default=200)
+    arguments = parser.parse_args()
+    examples = held_out(arguments.split, arguments.scenes)
+    write_task(arguments.folder, arguments.split, examples)
+    print(f"{len(examples)} questions; lmms-eval --include_path {arguments.folder} --tasks {TASK}")
+
+
+if __name__ == "__main__":
+    main()

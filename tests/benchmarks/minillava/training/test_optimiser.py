@@ -1,4 +1,4 @@
-"""The optimiser: orthogonal steps, weights that follow, and a state that goes on exactly."""
+"""Optimiser: orthogonal steps, a falling loss, and exact continuation from a snapshot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.minillava.optimiser import FlatMuon, orthogonalise, schedule
+from benchmarks.minillava.training.optimiser import FlatMuon, orthogonalise, schedule
 
 
 def _model() -> nn.Sequential:
@@ -16,8 +16,8 @@ def _model() -> nn.Sequential:
 
 def _loss(model: nn.Module, step: int) -> torch.Tensor:
     inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
-    wanted = inputs[:, :8].sin()
-    return (model(inputs.bfloat16()).float() - wanted).square().mean()
+    target = inputs[:, :8].sin()
+    return (model(inputs.bfloat16()).float() - target).square().mean()
 
 
 def _train(model: nn.Module, optimiser: FlatMuon, steps: range) -> float:
@@ -31,10 +31,12 @@ def _train(model: nn.Module, optimiser: FlatMuon, steps: range) -> float:
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 48, 16), (2, 16, 48)])
 def test_orthogonal_matrices_have_singular_values_of_about_one(shape: tuple[int, ...]) -> None:
-    found = orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+    result = orthogonalise(
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    )
 
-    values = torch.linalg.svdvals(found.float())
-    assert found.shape == shape
+    values = torch.linalg.svdvals(result.float())
+    assert result.shape == shape
     assert values.min() > 0.3 and values.max() < 1.5
 
 
@@ -50,7 +52,7 @@ def test_steps_lower_the_loss() -> None:
     assert _train(model, optimiser, range(1, 150)) < 0.3 * first
 
 
-def test_a_restored_optimiser_goes_on_exactly() -> None:
+def test_a_restored_optimiser_continues_exactly() -> None:
     whole = _model()
     optimiser = FlatMuon({"model": whole}, peak=0.01)
     _train(whole, optimiser, range(10))
@@ -79,7 +81,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     )
 
 
-def test_the_rate_warms_up_stays_and_falls() -> None:
+def test_the_rate_rises_stays_and_falls() -> None:
     shares = [schedule(step, 1000, 100) for step in range(1000)]
 
     assert shares[0] == pytest.approx(0.01)

@@ -1,8 +1,7 @@
-"""Muon for matrices and AdamW for the rest, on flat buffers shared by two processes.
+"""Optimiser: Muon for matrices and AdamW for the rest, on flat buffers shared by all ranks.
 
-Knows nothing about the models whose weights it holds. Muon: Jordan et al. 2024,
-kellerjordan.github.io/posts/muon; the step is scaled as in Liu et al., arXiv 2502.16982, so that
-one learning rate serves both.
+Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al.,
+arXiv 2502.16982, so that both take the same learning rate.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _MOMENTUM = 0.95
-# Newton-Schulz coefficients of the Muon post: they drive singular values to about one.
+# Newton-Schulz coefficients of the Muon post, which drive singular values to about one.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
-# A vector table gains nothing from orthogonal rows; AdamW takes embeddings and heads.
+# Matrices that AdamW updates: orthogonal steps do not help embeddings and classifier heads.
 _TABLES = ("embed", "lm_head", "heads")
 
 
 def schedule(step: int, steps: int, warmup: int, fall: float = 0.4) -> float:
-    """Share of the peak learning rate: linear warm-up, flat, then linear to 2 %.
+    """Share of the peak learning rate: linear warm-up, constant, then a linear fall to 2 %.
 
-    The rate falls in the last `fall` of the steps. A flat stretch lets late-blooming kinds of
-    question take off before it does.
+    The rate falls during the last `fall` of the steps, after the kinds of question that are learnt
+    late have begun to improve.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -36,30 +35,30 @@ def schedule(step: int, steps: int, warmup: int, fall: float = 0.4) -> float:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """(M, m, n) bf16 → the nearest matrices with singular values of about one."""
+    """The matrices with singular values of about one that are nearest to (M, m, n) bf16."""
     tall = matrices.shape[1] > matrices.shape[2]
-    found = matrices.transpose(1, 2) if tall else matrices
-    found = found / (found.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    first, second, third = _QUINTIC
+    x = matrices.transpose(1, 2) if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = _QUINTIC
     for _ in range(_ROUNDS):
-        square = found @ found.transpose(1, 2)
-        found = first * found + (second * square + third * square @ square) @ found
-    return found.transpose(1, 2) if tall else found
+        square = x @ x.transpose(1, 2)
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.transpose(1, 2) if tall else x
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Matrices of one shape, by where they start in the flat buffer of matrices."""
+    """Matrices of one shape and their offsets in the flat buffer of matrices."""
 
     shape: tuple[int, int]
     starts: tuple[int, ...]
 
 
 class FlatMuon:
-    """Turns the modules' parameters into views of one bf16 buffer and steps them together.
+    """Muon and AdamW over all parameters as views of one bf16 buffer.
 
-    Small models spend more time between kernels than inside them: one flat update and one flat
-    all-reduce cost less than hundreds of small ones. Ranks share out the matrices.
+    In a small model, one flat update and one flat all-reduce cost less than hundreds of small ones.
+    Every rank computes the Muon steps of its share of the matrices.
     """
 
     def __init__(self, modules: dict[str, nn.Module], peak: float, decay: float = 0.01) -> None:
@@ -92,7 +91,10 @@ class FlatMuon:
         )
 
     def step(self, share: float) -> float:
-        """Average gradients over the ranks, clip to norm 1, update; returns the norm."""
+        """Average the gradients over ranks, clip to norm 1 and update; returns the norm.
+
+        A gradient that is not finite changes nothing.
+        """
         gradient = self._gradients.float()
         if dist.is_initialized():
             dist.all_reduce(gradient)
@@ -118,23 +120,23 @@ class FlatMuon:
         world = dist.get_world_size() if dist.is_initialized() else 1
         for stack in self._stacks:
             size = stack.shape[0] * stack.shape[1]
-            mine = stack.starts[rank::world]
-            if not mine:
+            starts = stack.starts[rank::world]
+            if not starts:
                 continue
-            rows = torch.stack([direction[start : start + size] for start in mine])
-            found = orthogonalise(rows.view(len(mine), *stack.shape)).flatten(1)
-            # Rows of about the size that AdamW would take.
-            found = found * (0.2 * math.sqrt(max(stack.shape)))
-            for start, row in zip(mine, found, strict=True):
+            rows = torch.stack([direction[start : start + size] for start in starts])
+            steps = orthogonalise(rows.view(len(starts), *stack.shape)).flatten(1)
+            # Of about the size of AdamW's steps.
+            steps = steps * (0.2 * math.sqrt(max(stack.shape)))
+            for start, row in zip(starts, steps, strict=True):
                 update[start : start + size] = row
         if dist.is_initialized():
-            # One of the two addends is zero, so the sum is exact in bf16.
+            # On all ranks but one the addend is zero, so the sum is exact in bf16.
             dist.all_reduce(update)
         front = self._master[self._split :]
         front.mul_(1 - rate * self._decay).add_(update.float(), alpha=-rate)
 
     def state(self) -> dict[str, object]:
-        """What `restore` needs to go on exactly here."""
+        """Snapshot for `restore`."""
         return {
             "master": self._master,
             "momentum": self._momentum,
@@ -142,7 +144,7 @@ class FlatMuon:
         }
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on from what `state` returned."""
+        """Continue exactly from a snapshot of `state`."""
         master, momentum, adam = state["master"], state["momentum"], state["adam"]
         assert isinstance(master, Tensor) and isinstance(momentum, Tensor)
         assert isinstance(adam, dict)
@@ -153,9 +155,9 @@ class FlatMuon:
 
 
 def _stacks(matrices: Sequence[nn.Parameter]) -> list[_Stack]:
-    found: dict[tuple[int, int], list[int]] = {}
+    offsets: dict[tuple[int, int], list[int]] = {}
     start = 0
     for matrix in matrices:
-        found.setdefault((matrix.shape[0], matrix.shape[1]), []).append(start)
+        offsets.setdefault((matrix.shape[0], matrix.shape[1]), []).append(start)
         start += matrix.numel()
-    return [_Stack(shape, tuple(starts)) for shape, starts in found.items()]
+    return [_Stack(shape, tuple(starts)) for shape, starts in offsets.items()]

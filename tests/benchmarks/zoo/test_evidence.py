@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zoo.evidence import Evidence, Row, known, with_evidence
-from benchmarks.zoo.files import laid_out, write
+from benchmarks.zoo.evidence import (
+    Evidence,
+    Row,
+    format_json,
+    read_evidence,
+    with_evidence,
+    write_state,
+)
 from vllm_autoprune import PruningState, load_state
 
 EVIDENCE = Evidence(
@@ -20,14 +26,14 @@ EVIDENCE = Evidence(
 @pytest.mark.parametrize("name", ["autoprune", "visionzip", "ablation-quota-8"])
 def test_a_written_state_loads_back(name: str, tmp_path: Path) -> None:
     state = with_evidence(load_state(name), EVIDENCE)
-    write(state, tmp_path / "state.json")
+    write_state(state, tmp_path / "state.json")
     back = load_state(tmp_path / "state.json")
     assert back == state and back.digest == load_state(name).digest
-    assert known(back) == EVIDENCE
+    assert read_evidence(back) == EVIDENCE
 
 
 def test_lines_are_short_enough_to_read_unless_a_text_is_long(tmp_path: Path) -> None:
-    write(load_state("autoprune"), tmp_path / "state.json")
+    write_state(load_state("autoprune"), tmp_path / "state.json")
     lines = (tmp_path / "state.json").read_text().splitlines()
     texts = ('"found_by"', '"evaluated_on"', '"notes"')
     assert all(len(line) <= 100 for line in lines if not line.strip().startswith(texts))
@@ -35,11 +41,11 @@ def test_lines_are_short_enough_to_read_unless_a_text_is_long(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", [{}, [], {"a": []}, {"a": {"b": [1, "\u00e4", None]}}, [[1], {}]])
-def test_layout_keeps_the_value(value: object) -> None:
-    assert json.loads(laid_out(value)) == value  # type: ignore[arg-type]
+def test_formatting_keeps_the_value(value: object) -> None:
+    assert json.loads(format_json(value)) == value  # type: ignore[arg-type]
 
 
 def test_scores_of_another_form_are_no_evidence() -> None:
     state: PruningState = load_state("autoprune")
     other = state.provenance.model_copy(update={"scores": {"mme": 1.0}})
-    assert known(state.model_copy(update={"provenance": other})) is None
+    assert read_evidence(state.model_copy(update={"provenance": other})) is None
