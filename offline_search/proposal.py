@@ -6,7 +6,6 @@ proposer is not asked for them; the schema it is held to is the state's own, cut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -155,7 +154,7 @@ def assembled(proposed: Mapping[str, JsonValue], settings: Settings, name: str) 
         "safety": list(SAFETY),
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
-    return load_state(json.dumps(document))
+    return load_state(document)
 
 
 def read_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:

@@ -1,6 +1,6 @@
 """Write docs/base-policies.md from the registry of base policies and what it costs to score.
 
-Knows nothing about any single policy. ``python scripts/base_policies.py``
+``python scripts/base_policies.py``
 """
 
 from __future__ import annotations

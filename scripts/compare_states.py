@@ -48,7 +48,8 @@ def main() -> int:
         archive = subprocess.run(
             ["git", "-C", str(root), "archive", options.revision], capture_output=True, check=True
         ).stdout
-        tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
         before, after = record_of(Path(folder)), record_of(root)
     names = sorted(before.keys() | after.keys())
     differences = [name for name in names if before.get(name) != after.get(name)]
@@ -107,7 +108,7 @@ def with_atom(state: Any, pointer: str, atom: str, *, many: bool) -> Any:
     parent = data
     for step in path:
         parent = parent[step]
-    call = {"atom": atom}
+    call: dict[str, Any] = {"atom": atom}
     if pointer == "/reassembly":
         call |= {"margin": 0.1} if "exchange" in atom else {"strength": 0.3}
     parent[last] = [call] if many else call

@@ -1,9 +1,9 @@
-"""Visual-token pruning for vLLM: keep K of N visual tokens, decided by a frozen state.
+"""Visual-token pruning for vLLM: keep K of N visual tokens of an image, as a frozen state decides.
 
-Knows nothing about vLLM at import: the plugin lives in ``vllm_autoprune.serving``.
+Importing this package does not import vLLM; the plugin is :mod:`vllm_autoprune.serving`.
 """
 
-from vllm_autoprune import base_policies  # noqa: F401  (enters the base policies)
+from vllm_autoprune import base_policies  # noqa: F401  (registers the base policies)
 from vllm_autoprune.errors import (
     AutopruneError,
     BudgetError,

@@ -1,7 +1,4 @@
-"""The backbones that states are carried between: their shapes, as pure data.
-
-Knows nothing about states, nor about which of them can be served (``serving.models`` does).
-"""
+"""Shapes of the backbones that states can be transferred between, as constants."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One backbone: its language model's shape, and how an image becomes visual tokens.
+    """Dimensions of one backbone: its language model and its grid of visual tokens.
 
     The language model has ``layers`` L of width ``width`` d, a gated feed-forward of width
-    ``feed_forward`` m, and keys and values ``kv_width`` wide (KV heads x head width). An image is
-    ``tiles`` grids of ``height`` x ``width`` tokens, as the published figures count them.
+    ``feed_forward`` m, and keys and values of width ``kv_width`` (KV heads x head width). An image
+    is ``tiles`` grids of ``grid_height`` x ``grid_width`` tokens, as published tables count them.
     """
 
     name: str
@@ -30,13 +27,13 @@ class Geometry:
     grid_width: int
     tiles: int
     relevance: Literal["clip", "language"]
-    """The space that relevance to the instruction is measured in."""
+    """Embedding space in which relevance to the instruction is measured."""
     has_cls: bool
     """Whether the vision tower has a [CLS] token."""
     tower_rows: bool
-    """Whether the vision tower has one row for each visual token."""
+    """Whether the vision tower has exactly one output row for each visual token."""
     source: str
-    """Where these figures stand."""
+    """Checkpoint and image size that these numbers are taken from."""
 
     @property
     def tokens(self) -> int:
@@ -45,10 +42,10 @@ class Geometry:
 
     @property
     def sign(self) -> Literal["+", "-"]:
-        """Direction of the cosine that means relevance.
+        """Sign of the cosine that means relevance.
 
-        OpenAI's CLIP is inverted on the patches that LLaVA reads (CDPruner, appendix and code);
-        a language model's embedding space is not.
+        On the patch features that LLaVA reads, OpenAI's CLIP gives relevant patches the *smaller*
+        cosine (CDPruner, appendix and code); a language model's embedding space does not.
         """
         return "-" if self.relevance == "clip" else "+"
 
@@ -121,7 +118,7 @@ GEOMETRIES: dict[str, Geometry] = {g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAV
 
 
 def geometry(name: str) -> Geometry:
-    """The backbone of that name; raises :class:`ConfigError` naming those that are known."""
+    """Look up a backbone by name; :class:`ConfigError` lists the known names."""
     if name not in GEOMETRIES:
         known = ", ".join(GEOMETRIES)
         raise ConfigError(

@@ -150,7 +150,7 @@ def _edited(
 ) -> PruningState:
     provenance: JsonObject = {"found_by": found_by, "notes": notes}
     data = {**_document(source), "name": name, "provenance": provenance, **changes}
-    return load_state(json.dumps(data))
+    return load_state(data)
 
 
 def _document(source: PruningState) -> JsonObject:

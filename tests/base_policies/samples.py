@@ -1,7 +1,4 @@
-"""Images with every input that a base policy may read.
-
-Knows nothing about what is expected of them.
-"""
+"""Images with every input that a base policy may read."""
 
 from __future__ import annotations
 

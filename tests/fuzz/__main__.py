@@ -1,7 +1,7 @@
 """``python -m tests.fuzz``: judge generated and mutated states, and count what became of them.
 
-Knows nothing about how a text is made or judged. Exit status 0 where nothing happened that must
-not: no crash, no exception but StateError, no disagreement between loader and JSON Schema.
+Exit status 0 where nothing happened that must not: no crash, no exception but StateError, no
+disagreement between loader and JSON Schema.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Many texts, each made from a seed and its index, judged in processes that may die.
 
-Knows nothing about what makes a text sound. Blocks that are done are kept in a journal, so that
-a run that was stopped goes on where it was.
+Blocks that are done are kept in a journal, so that a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations

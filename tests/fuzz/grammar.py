@@ -1,7 +1,4 @@
-"""States drawn at random from the JSON Schema, and so from the registry.
-
-Knows nothing about single atoms: one that is declared tomorrow is drawn tomorrow.
-"""
+"""States drawn at random from the JSON Schema, and so from the registry."""
 
 from __future__ import annotations
 

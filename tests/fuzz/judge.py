@@ -1,7 +1,4 @@
-"""One text, looked at from every side: loader, schema, round trip, Materialize, SafetyCheck.
-
-Knows nothing about how texts are made or how many there are.
-"""
+"""One text, looked at from every side: loader, schema, round trip, Materialize, SafetyCheck."""
 
 from __future__ import annotations
 
@@ -166,6 +163,8 @@ def _round_trip(state: PruningState, accepts: Any) -> Iterator[str]:
     again = load_state(text)
     if again != state or again.digest != state.digest or again.dumps() != text:
         yield "differs from what it writes"
+    if load_state(json.loads(text)) != state:
+        yield "differs from its mapping"
     if pickle.loads(pickle.dumps(state)) != state:
         yield "differs from what it pickles"
     if not accepts(json.loads(text)):

@@ -1,7 +1,4 @@
-"""Ways in which a state, as a tree of values, goes wrong: from a typo to nonsense.
-
-Knows nothing about which of them a loader must refuse; some leave the state sound.
-"""
+"""Ways in which a state, as a tree of values, goes wrong: from a typo to nonsense."""
 
 from __future__ import annotations
 

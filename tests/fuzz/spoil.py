@@ -1,7 +1,4 @@
-"""Ways in which the text of a state goes wrong, as characters and as bytes.
-
-Knows nothing about states: what it is given is some JSON text.
-"""
+"""Ways in which the text of a state goes wrong, as characters and as bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Replay every golden case in a folder: ``python -m tests.golden DIR``.
 
-Knows nothing about any method. One line a failure, a count at the end; exit status 1 where any
-case failed or none was found.
+One line a failure, a count at the end; exit status 1 where any case failed or none was found.
 """
 
 from __future__ import annotations

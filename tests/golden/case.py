@@ -1,7 +1,4 @@
-"""Reading golden cases.
-
-Knows nothing about any method but the names of its arrays.
-"""
+"""Reading golden cases."""
 
 from __future__ import annotations
 

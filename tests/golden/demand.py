@@ -1,7 +1,5 @@
 """How much of a golden case may be demanded: its flags and its note decide.
 
-Knows nothing about any method.
-
 A note marks a case as degenerate. It then says in words what still holds; the two phrases that
 have figures in them are read here, everything else leaves only that the outcome is sound.
 """

@@ -1,7 +1,5 @@
 """Inputs of the golden cases, the same bits on every machine.
 
-Knows nothing about what the inputs are used for.
-
 An array is a function of a seed, a name and a shape alone: a counter goes through the SplitMix64
 hash in 64-bit integers, and all that follows is elementwise arithmetic in float64 with one
 rounding to float32 at the end. No sum, matrix product or transcendental function takes part,

@@ -1,7 +1,5 @@
 """Golden cases as the records that base policies read.
 
-Knows nothing about what is expected of them.
-
 Where a published method works on one tile at a time, each tile of a case is an image of its own.
 """
 

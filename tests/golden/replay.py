@@ -1,7 +1,4 @@
-"""Replay of golden cases through the public interface of the base policies.
-
-Knows nothing about files: it gets a case and says what does not agree.
-"""
+"""Replay of golden cases through the public interface of the base policies."""
 
 from __future__ import annotations
 

@@ -52,12 +52,12 @@ def test_the_compiler_takes_it_for_an_a100_and_an_h100(tmp_path: Path) -> None:
 
 
 def test_tensors_on_the_cpu_go_to_torch() -> None:
-    assert dpp._fastest_form(torch.device("cpu")) is greedy_map_torch
+    assert dpp._fastest_implementation(torch.device("cpu")) is greedy_map_torch
 
 
 def test_without_triton_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
-    assert dpp._fastest_form(torch.device("cuda")) is greedy_map_torch
+    assert dpp._fastest_implementation(torch.device("cuda")) is greedy_map_torch
 
 
 @pytest.mark.gpu

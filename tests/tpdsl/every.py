@@ -1,7 +1,4 @@
-"""What tests of every atom share: a state that runs the atom, images with every input, a ledger.
-
-Knows nothing about what any atom computes.
-"""
+"""What tests of every atom share: a state that runs the atom, images with every input, a ledger."""
 
 from __future__ import annotations
 

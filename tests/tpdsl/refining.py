@@ -1,7 +1,4 @@
-"""Policies of every kind, and what must hold of whatever they select.
-
-Knows nothing about the images they are given.
-"""
+"""Policies of every kind, and what must hold of whatever they select."""
 
 from __future__ import annotations
 

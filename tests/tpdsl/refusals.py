@@ -1,7 +1,4 @@
-"""What is said of a state that is refused.
-
-Knows nothing about what is wrong with it.
-"""
+"""What is said of a state that is refused."""
 
 from __future__ import annotations
 

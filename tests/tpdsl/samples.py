@@ -1,7 +1,4 @@
-"""Small states and images that the tests are made from.
-
-Knows nothing about what is expected of them.
-"""
+"""Small states and images that the tests are made from."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_budget_too_large_to_probe_is_looked_at_smaller_and_the_record_says_so
     record = safety_check(policy)
     assert time.process_time() - begun < 30
     assert failed(record) == []
-    assert details(record)["exact_count"].endswith(f", K = 640, looked at in place of K = {budget}")
+    assert details(record)["exact_count"].endswith(f", K = 640, checked in place of K = {budget}")
     # Probes of the caller's are taken as they are.
     assert details(safety_check(policy, [images(1)]))["exact_count"].endswith(", K = 36")
 
@@ -144,9 +144,9 @@ class TestVerdicts:
         record = safety_check(materialize(state(), 4))
         assert failed(record) == ["exact_count", "valid_indices"]
         assert details(record)["exact_count"] == (
-            f"2 images of {count} tokens and 0 further rows, K = 4"
+            f"2 images of {count} tokens and 0 extra rows, K = 4"
         )
-        assert details(record)["valid_indices"] == "not looked at: the count is wrong"
+        assert details(record)["valid_indices"] == "not checked: the count is wrong"
 
     @pytest.mark.parametrize(
         "row", [[0, 1, 1, 2], [3, 2, 1, 0], [-1, 0, 1, 2], [0, 1, 2, 10**6]], ids=str

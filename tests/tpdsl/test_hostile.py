@@ -10,7 +10,7 @@ from tests.tpdsl.refusals import refused, refused_with
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.load import MAX_TOLD
-from vllm_autoprune.tpdsl.text import MAX_BYTES, MAX_VALUES
+from vllm_autoprune.tpdsl.shown import MAX_BYTES, MAX_VALUES
 
 HOSTILE = {
     "unknown fields": "{" + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9)) + "}",

@@ -24,7 +24,7 @@ def test_what_was_not_recorded_is_named() -> None:
         (lambda: nothing.keys(0), "keys"),
         (lambda: nothing.attention(0), "attention"),
     ):
-        with pytest.raises(SelectionError, match=f"holds no {name}"):
+        with pytest.raises(SelectionError, match=f"has no {name}"):
             ask()
 
 

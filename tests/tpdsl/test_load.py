@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import pytest
@@ -14,7 +15,7 @@ from tests.tpdsl.refusals import refused, refused_with
 from tests.tpdsl.samples import DELETE, edited, shipped
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.load import shipped_states
-from vllm_autoprune.tpdsl.text import MAX_BYTES
+from vllm_autoprune.tpdsl.shown import MAX_BYTES, MAX_VALUES
 
 
 def test_a_file_a_text_and_a_name_are_the_same_state(tmp_path: Path) -> None:
@@ -23,6 +24,73 @@ def test_a_file_a_text_and_a_name_are_the_same_state(tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     assert load_state(file) == load_state(str(file)) == load_state("\n  " + text)
     assert load_state("autoprune") == load_state(file)
+
+
+@pytest.mark.parametrize("name", shipped_states())
+def test_a_mapping_is_the_same_state_as_its_text(name: str) -> None:
+    text = shipped_states()[name].read_text(encoding="utf-8")
+    assert load_state(MappingProxyType(json.loads(text))) == load_state(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"/budget": 7, "/schema": "autoprune-state/2"},
+        {"/scoring/signals/0/atom": "no_such_atom", "/extra": 1},
+        {"/constraints/selector/q_e": 2.0, "/scoring/signals/0/weight": float("inf")},
+        {"/scoring/signals/0/weight": float("nan"), "/provenance": {"scores": {"a": 10**400}}},
+        {"/name": "\ud800", "/provenance": {"scores": {"\udfff": "\ud800"}}},
+        {"/budget": {"atom": "fixed_budget@32", "limit": 16}},
+    ],
+)
+def test_a_mapping_is_refused_as_its_text_is(changes: dict[str, object]) -> None:
+    data = edited(shipped(), changes)
+    with pytest.raises(StateError) as of_text:
+        load_state(json.dumps(data))
+    with pytest.raises(StateError) as of_mapping:
+        load_state(data)
+    kinds = [(problem.where, problem.kind) for problem in of_text.value.problems]
+    assert [(problem.where, problem.kind) for problem in of_mapping.value.problems] == kinds
+
+
+def test_numbers_of_a_mapping_are_read_as_in_its_text() -> None:
+    data = edited(shipped(), {"/constraints/selector/q_e": 2.0, "/scoring/signals/0/weight": 1})
+    assert load_state(data) == load_state(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({1, 2}, "set is not a JSON type"),
+        (b"x", "bytes is not a JSON type"),
+        ({1: 2}, "has a key of type int, not a string"),
+        pytest.param(10**5000, "an integer of 16610 bits is larger than any 64-bit float", id="int"),
+    ],
+)
+def test_a_mapping_with_a_value_that_no_text_holds(value: object, what: str) -> None:
+    data = edited(shipped(), {"/provenance": {"scores": {"a": value}}})
+    with pytest.raises(StateError) as raised:
+        load_state(data)
+    problems = [(problem.where, problem.what) for problem in raised.value.problems]
+    assert problems == [("/provenance/scores/a", what)]
+
+
+@pytest.mark.parametrize("kind", ["depth", "cycle", "values", "size"])
+def test_a_mapping_without_bounds(kind: str) -> None:
+    nested: dict[str, object] = {}
+    if kind == "depth":
+        for _ in range(100_000):
+            nested = {"a": nested}
+    elif kind == "cycle":
+        nested["a"] = nested
+    elif kind == "values":
+        nested["a"] = [0] * MAX_VALUES
+    else:
+        nested["a"] = "x" * MAX_BYTES
+    with pytest.raises(StateError) as raised:
+        load_state({**shipped(), "provenance": {"scores": nested}})
+    (problem,) = raised.value.problems
+    assert problem.kind == {"cycle": "depth"}.get(kind, kind)
 
 
 def test_a_file_goes_before_a_shipped_state_and_a_folder_does_not(

@@ -11,7 +11,7 @@ import pytest
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.tpdsl.rules import RULES
-from vllm_autoprune.tpdsl.text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from vllm_autoprune.tpdsl.shown import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
 
@@ -62,7 +62,7 @@ def test_rules_about_files(tmp_path: Path) -> None:
 
 def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
     assert set(RULES) == {*TEXTS, "file", "encoding"}
-    assert all(rule.kind == kind and rule.asks and rule.why for kind, rule in RULES.items())
+    assert all(rule.kind == kind and rule.requires and rule.why for kind, rule in RULES.items())
 
 
 @pytest.mark.parametrize(

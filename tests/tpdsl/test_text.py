@@ -8,7 +8,7 @@ import pytest
 from tests.tpdsl.refusals import refused
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import load_state
-from vllm_autoprune.tpdsl.text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from vllm_autoprune.tpdsl.shown import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 
 def in_file(tmp_path: Path, content: bytes) -> list[tuple[str, str]]:
@@ -60,7 +60,7 @@ def test_too_large_once_it_is_written_out() -> None:
     deep = json.loads("[" * 27 + ",".join(["[]"] * 4000) + "]" * 27)
     long = edited(shipped(), {"/provenance": {"scores": {"x": deep}, "notes": "x" * 900_000}})
     ((where, what),) = refused(json.dumps(long))
-    assert where == "" and what.startswith("larger than 1048576 bytes when it is written out")
+    assert where == "" and what.startswith("larger than 1048576 bytes when written out")
 
 
 @pytest.mark.parametrize(

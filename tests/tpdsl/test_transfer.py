@@ -92,7 +92,7 @@ def test_a_direction_left_to_the_text_tower_stays_so() -> None:
     made = transfer(state(), None, QWEN_7B)
     assert "/scoring/signals/0/sign" not in pointers(made)
     meanings = {field.where: field.meaning for field in made.resolved}
-    assert meanings["/scoring/signals/0/sign"].startswith("direction of relevance: +")
+    assert meanings["/scoring/signals/0/sign"].startswith("sign of relevance: +")
 
 
 def test_the_tile_split_is_told() -> None:
@@ -101,7 +101,7 @@ def test_the_tile_split_is_told() -> None:
 
 
 def test_signals_that_lose_their_input_are_told() -> None:
-    told = [f for f in transfer(state(), None, QWEN_7B).resolved if "no [CLS]" in f.meaning]
+    told = [f for f in transfer(state(), None, QWEN_7B).resolved if "without [CLS]" in f.meaning]
     assert [f.value for f in told] == ["attention_proxy_saliency"]
 
 

@@ -1,9 +1,7 @@
-"""What policies share that read the language model's first layers over [image, instruction].
+"""Attention scores of the language model's first layers, shared by several base policies.
 
-Knows nothing about what a policy makes of it.
-
-Such methods were published as pruning inside the language model. Here the same scores are read
-before it runs, so that what is removed never enters the KV cache.
+These methods were published as pruning inside the language model. Here the same scores are computed
+before prefill, so that removed tokens never enter the KV cache.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.tpdsl.language import LanguagePrefix
 
 MOST_LAYERS = 128
-"""Largest layer that a parameter may name; the served model may have fewer."""
+"""Largest layer that a parameter may name; the served model may have fewer layers."""
 
 
 def checked_layer(language: LanguagePrefix, layer: int) -> int:
-    """``layer``, or an error where the language model has no such layer."""
+    """``layer``; raises :class:`SelectionError` if the language model has no such layer."""
     if not 0 <= layer < language.layers:
         raise SelectionError(
             f"the base policy reads layer {layer}, but this language model has layers 0 to "
@@ -29,33 +27,33 @@ def checked_layer(language: LanguagePrefix, layer: int) -> int:
 
 
 def visual_span(language: LanguagePrefix, values: Tensor, count: int, dim: int = -1) -> Tensor:
-    """The N visual positions of ``(..., L, ...)``."""
+    """Slice the N visual positions of ``(..., L, ...)``."""
     return values.narrow(dim, language.start, count)
 
 
 def text_span(language: LanguagePrefix, values: Tensor, count: int, dim: int = -1) -> Tensor:
-    """The Lt positions after the image of ``(..., L, ...)``."""
+    """Slice the Lt text positions after the image of ``(..., L, ...)``."""
     return values.narrow(dim, language.start + count, language.text.shape[1])
 
 
 def attended_by_last(language: LanguagePrefix, layer: int, count: int) -> Tensor:
-    """``(B, N)`` float32: attention that the last text token pays, averaged over heads."""
+    """Attention of the last text token, averaged over heads, ``(B, N)`` float32."""
     rows = language.attention(checked_layer(language, layer)).float()
     return visual_span(language, last_row(rows, language.text).mean(dim=1), count)
 
 
 def last_row(rows: Tensor, text: Tensor) -> Tensor:
-    """Rows ``(B, H, Lt, L)`` at each sequence's last token that is no padding, ``(B, H, L)``."""
-    places = torch.arange(text.shape[1], device=text.device)
-    last = torch.where(text, places, 0).amax(dim=1)
+    """Rows ``(B, H, Lt, L)`` at the last text token that is not padding, ``(B, H, L)``."""
+    positions = torch.arange(text.shape[1], device=text.device)
+    last = torch.where(text, positions, 0).amax(dim=1)
     where = last[:, None, None, None].expand(-1, rows.shape[1], 1, rows.shape[3])
     return rows.gather(2, where)[:, :, 0]
 
 
 def surviving(kept: Tensor, start: int, count: int, length: int) -> Tensor:
-    """``(B, S + K + Lt)``: absolute positions that are left of L once the visual ones are pruned.
+    """Absolute positions ``(B, S + K + Lt)`` that remain of a sequence after pruning, ascending.
 
-    kept ``(B, K)`` counts from the first of ``count`` visual tokens; positions keep their order.
+    kept ``(B, K)`` are indices among the ``count`` visual tokens.
     """
     batch, device = kept.shape[0], kept.device
     before = torch.arange(start, device=device).expand(batch, -1)

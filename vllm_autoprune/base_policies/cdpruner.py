@@ -1,7 +1,4 @@
-"""CDPruner: diversity conditioned on the instruction, by a determinantal point process.
-
-Knows nothing about where relevance comes from: a CLIP text tower or the language model's own
-embeddings fill the same record.
+"""CDPruner: greedy MAP of a determinantal point process conditioned on the instruction.
 
 Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
 paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles).
@@ -25,13 +22,16 @@ class CDPrunerParams(BasePolicyParams):
     """Parameters of CDPruner."""
 
     theta: float | None = Field(
-        None, ge=0.0, le=0.95, description="balance of relevance; null: as published, none"
+        None,
+        ge=0.0,
+        le=0.95,
+        description="exponential weight of relevance; null: relevance itself, as published",
     )
 
 
 @base_policy(CDPrunerParams, needs=frozenset({"instruction"}))
 def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Reference:
-    """Greedy MAP on L = diag(r) S diag(r), tile by tile; r is relevance over all tiles."""
+    """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles."""
     instruction = tokens.require_instruction()
     r = normalise(instruction.sign * relevance(instruction), offset=1e-6)
     r = tokens.by_tile(sharpen(r, params.theta))

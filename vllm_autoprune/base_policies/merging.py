@@ -1,6 +1,4 @@
-"""What methods that merge tokens share: tile by tile before the projector, then back to images.
-
-Knows nothing about which tokens are kept or what is merged into them.
+"""Token merging per tile before the projector, shared by the base policies that merge.
 
 R = B * T tiles of n tokens, Dv the tower's width, D that of the projected features.
 """
@@ -21,10 +19,10 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """What a method makes of R tiles, before the projector.
+    """Rows of R tiles, before the projector.
 
-    picks ``(R, P)`` within the tile; merged ``(R, m, Dv)`` are the rows of the last m picks, the
-    others stay as they are; extra ``(R, E, Dv)`` are rows that stand for no single token.
+    picks ``(R, P)`` within the tile; merged ``(R, m, Dv)`` replace the rows of the last m picks;
+    extra ``(R, E, Dv)`` are rows that no single token stands for.
     """
 
     picks: Tensor
@@ -35,20 +33,22 @@ class TileRows:
 def merge_by_tile(
     tokens: VisualTokens, budget: int, run: Callable[[TileGroup], TileRows]
 ) -> Reference:
-    """Run a method on every tile at its share of the budget; what is merged is projected after.
+    """Run a method on every tile with its share of the budget, then project the merged rows.
 
-    ``run`` gets tiles of equal share and returns P + E = share rows for each.
+    ``run`` gets tiles of equal share and returns P + E = share rows for each tile.
     """
     groups = tile_groups(tokens, budget)
     picks, rows, extra = [], [], []
     for group in groups:
-        made = run(group)
-        low = torch.cat([made.merged, made.extra], dim=1).to(tokens.require_tower().patches.dtype)
+        result = run(group)
+        low = torch.cat([result.merged, result.extra], dim=1).to(
+            tokens.require_tower().patches.dtype
+        )
         high = tokens.require_tower().projected(low).to(tokens.features.dtype)
-        merged, own = high.split([made.merged.shape[1], made.extra.shape[1]], dim=1)
-        plain = made.picks[:, : made.picks.shape[1] - merged.shape[1]]
+        merged, own = high.split([result.merged.shape[1], result.extra.shape[1]], dim=1)
+        plain = result.picks[:, : result.picks.shape[1] - merged.shape[1]]
         untouched = gather_rows(group.of(tokens.features, tokens), plain)
-        picks.append(group.within_image(made.picks, tokens))
+        picks.append(group.within_image(result.picks, tokens))
         rows.append(torch.cat([untouched, merged], dim=1))
         extra.append(own)
     joined = join_groups(extra, groups, tokens)
@@ -60,23 +60,23 @@ def merge_by_tile(
 
 
 def native_by_tile(tokens: VisualTokens, run: Callable[[int], tuple[Tensor, Tensor]]) -> Native:
-    """What a method's published code makes of each tile, tile after tile.
+    """Run a method's published code on each tile and join the results per image.
 
-    ``run`` takes the number of a tile, of B * T, and returns indices ``(n_t,)`` within it, -1 for
-    a row that stands for no single token, and rows ``(n_t, Dv)``.
+    ``run`` takes the number of a tile in 0..B * T - 1 and returns indices ``(n_t,)`` within it, -1
+    for a row that no single token stands for, and rows ``(n_t, Dv)``.
     """
     indices, features = [], []
     for image in range(tokens.batch):
-        found = []
+        parts = []
         for tile in range(tokens.grid.tiles):
             own, rows = run(image * tokens.grid.tiles + tile)
             within = torch.where(own < 0, own, own + tile * tokens.grid.per_tile)
-            found.append((within, rows))
-        indices.append(torch.cat([own for own, _ in found]))
-        features.append(torch.cat([rows for _, rows in found]))
+            parts.append((within, rows))
+        indices.append(torch.cat([own for own, _ in parts]))
+        features.append(torch.cat([rows for _, rows in parts]))
     return Native(tuple(indices), tuple(features))
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """``(R, a, n)`` times ``(R, n, b)``, one of the R at a time: same bits alone and in a batch."""
+    """``(R, a, n) @ (R, n, b)``, one of the R at a time: bit-identical alone and in a batch."""
     return torch.stack([a @ b for a, b in zip(left, right, strict=True)])

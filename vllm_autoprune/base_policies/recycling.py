@@ -1,10 +1,8 @@
-"""Density peaks: how SparseVLM groups the tokens that it recycles.
-
-Knows nothing about which tokens are recycled or what becomes of a group.
+"""Density-peak clustering (DPC-KNN), by which SparseVLM groups the tokens that it recycles.
 
 Source: SparseVLM's published code, after Du et al. 2016 (DPC-KNN). The published code adds random
-noise of 1e-6 to the density, so that of two tokens as dense as each other one belongs to the
-other. Here the lower index is the denser one [ours], or neither, as recordings without noise are.
+noise of 1e-6 to the density to break ties. Here the lower index counts as denser [ours], or ties
+stay unbroken, as in the golden cases, which were recorded without noise.
 """
 
 from __future__ import annotations
@@ -14,20 +12,20 @@ from torch import Tensor
 
 
 def recycled_count(pruned: int) -> int:
-    """How many of ``pruned`` tokens are recycled."""
+    """Number of recycled tokens among ``pruned`` ones."""
     return min(pruned, int(0.3 * pruned) + 1)
 
 
 def cluster_count(recycled: int) -> int:
-    """How many groups ``recycled`` tokens make."""
+    """Number of clusters of ``recycled`` tokens."""
     return int(recycled / 10) + 1
 
 
 def clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
-    """Membership ``(B, n, count)`` float32, one 1 in each row, of states ``(B, n, D)``.
+    """One-hot membership ``(B, n, count)`` float32 of states ``(B, n, D)`` in clusters.
 
-    A centre is dense and far from everything denser: the ``count`` largest products of density
-    and distance. Every token belongs to the centre that it is nearest to.
+    Centres are the ``count`` tokens with the largest product of density and distance to the nearest
+    denser token; every token belongs to its nearest centre.
     """
     states = states.float()
     distance = torch.stack([torch.cdist(one, one) for one in states]) / states.shape[2] ** 0.5

@@ -1,10 +1,8 @@
-"""SparseVLM: keep the visual tokens that the instruction's visual words attend to.
-
-Knows nothing about how the language model's first layers are run.
+"""SparseVLM: keep the visual tokens with most attention from visually relevant text tokens.
 
 Source: Zhang et al., "SparseVLM" (ICML 2025), and its published code, first version. It prunes
 after layers 2, 6 and 15 to fixed counts (the paper's adaptive count is not in the code) and
-recycles a share of what is pruned into cluster centres. Here one stage keeps K at once [ours].
+recycles a share of the pruned tokens as cluster means. Here one stage keeps K tokens [ours].
 """
 
 from __future__ import annotations
@@ -45,29 +43,29 @@ class SparseVLMParams(BasePolicyParams):
     )
     recycle: bool = Field(
         False,
-        description="give up to half of K to cluster centres of what is pruned, as published",
+        description="use up to half of K for cluster means of pruned tokens, as published",
     )
 
 
 def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) -> Native:
-    """One stage: the kept tokens in raster order, then the clusters, of what left the layer."""
+    """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
     language = tokens.require_language()
     score = relevance(language, params.layer, tokens.count)
     count = min(counted("sparsevlm", budget), tokens.count - 1)
     kept = ranked(score)[:, :count].sort(dim=1).values
-    left = visual_span(language, language.states(params.layer), tokens.count, dim=1)
+    states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
     sources = recycled(score, kept)
-    made = cluster_count(sources.shape[1])
-    members = clusters(gather_rows(left, sources), made, break_ties=False)
-    merged = centres(members, gather_rows(left, sources))
+    count = cluster_count(sources.shape[1])
+    members = clusters(gather_rows(states, sources), count, break_ties=False)
+    merged = centres(members, gather_rows(states, sources))
     none = kept.new_full((tokens.batch, merged.shape[1]), -1)
-    rows = torch.cat([gather_rows(left, kept).float(), merged], dim=1)
+    rows = torch.cat([gather_rows(states, kept).float(), merged], dim=1)
     return Native(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
 
 
 @base_policy(SparseVLMParams, needs=frozenset({"language"}), native=native)
 def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Reference:
-    """The tokens that the instruction's visual words attend to most, averaged over heads."""
+    """The tokens with most attention from visually relevant text tokens, averaged over heads."""
     language = tokens.require_language()
     order = ranked(relevance(language, params.layer, tokens.count))
     extra = 0
@@ -76,33 +74,33 @@ def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Ref
     picks = order[:, : budget - extra]
     if extra == 0:
         return Reference(picks)
-    # Clusters are found where the published code finds them, in the layer's states, but made of
-    # what enters the language model, because that is what they become.
+    # As published, clusters are computed from the layer's states; their means are of the rows that
+    # enter the language model, because the mean becomes one of those rows.
     sources = order[:, picks.shape[1] :][:, : recycled_count(tokens.count - picks.shape[1])]
-    left = visual_span(language, language.states(params.layer), tokens.count, dim=1)
-    members = clusters(gather_rows(left, sources), extra)
+    states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
+    members = clusters(gather_rows(states, sources), extra)
     merged = centres(members, gather_rows(tokens.features, sources))
     return Reference(picks, extra=merged.to(tokens.features.dtype))
 
 
 def raters(language: LanguagePrefix, count: int) -> Tensor:
-    """``(B, Lt)`` bool: text tokens that the image's tokens are, on average, most like.
+    """Raters ``(B, Lt)`` bool: text tokens with above-average similarity to the visual tokens.
 
-    Softmax over the text of plain dot products of input embeddings, averaged over visual tokens;
-    raters lie above the mean. Where none does, as with a single token, all of them rate [ours].
+    Similarity is the softmax over text tokens of dot products of input embeddings, averaged over
+    visual tokens. If none is above the mean, as with a single token, all are raters [ours].
     """
     entering, text = language.embeddings().float(), language.text
     visual = visual_span(language, entering, count, dim=1)
     words = text_span(language, entering, count, dim=1)
     dots = products(visual, words.transpose(1, 2))
-    likeness = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
-    mean = likeness.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
-    above = (likeness > mean) & text
+    similarity = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
+    mean = similarity.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
+    above = (similarity > mean) & text
     return torch.where(above.any(dim=1, keepdim=True), above, text)
 
 
 def relevance(language: LanguagePrefix, layer: int, count: int) -> Tensor:
-    """``(B, N)`` float32: attention that the raters pay, averaged over heads, then raters."""
+    """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32."""
     rate = raters(language, count).float()
     attention = language.attention(checked_layer(language, layer)).float().mean(dim=1)
     visual = visual_span(language, attention, count)
@@ -111,13 +109,13 @@ def relevance(language: LanguagePrefix, layer: int, count: int) -> Tensor:
 
 
 def recycled(score: Tensor, kept: Tensor) -> Tensor:
-    """``(B, n)``: the pruned tokens that are recycled, by descending score ``(B, N)``."""
+    """Pruned tokens that are recycled ``(B, n)``, by descending score ``(B, N)``."""
     pruned = score.shape[1] - kept.shape[1]
     rest = score.masked_fill(mask_of(kept, score.shape[1]), -torch.inf)
     return ranked(rest)[:, : recycled_count(pruned)]
 
 
 def centres(members: Tensor, rows: Tensor) -> Tensor:
-    """``(B, C, D)`` float32: the mean of each cluster's rows, ``members`` as from ``clusters``."""
+    """Mean row of each cluster ``(B, C, D)`` float32; ``members`` as returned by ``clusters``."""
     total = products(members.transpose(1, 2), rows.float())
     return total / (members.sum(dim=1) + 1e-6)[:, :, None]

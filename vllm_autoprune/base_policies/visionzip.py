@@ -1,6 +1,4 @@
-"""VisionZip: keep what [CLS] attends to, and merge the rest into evenly spaced tokens.
-
-Knows nothing about the instruction: one image keeps the same rows for every question.
+"""VisionZip: keep the tokens that [CLS] attends to, and merge the rest into evenly spaced ones.
 
 Source: Yang et al., "VisionZip" (CVPR 2025), and its published code, which adds the mean of the
 merged tokens to their target where the paper averages all of them.
@@ -39,21 +37,21 @@ class VisionZipParams(BasePolicyParams):
         None,
         ge=0,
         le=640,
-        description="rows of a tile that others are merged into; null: 10 of 64, at least one",
+        description="rows per tile that others are merged into; null: 10 of 64, at least one",
     )
     patch_only: bool = Field(
-        True, description="one more patch in place of the [CLS] row that the published code keeps"
+        True, description="keep one more patch instead of the [CLS] row of the published code"
     )
 
     def split(self, budget: int) -> tuple[int, int]:
-        """Dominant and contextual rows of a tile that keeps ``budget``; at least one dominant."""
+        """Number of dominant (at least one) and contextual rows of a tile with this budget."""
         wanted = max(1, 10 * budget // 64) if self.contextual is None else self.contextual
         contextual = min(wanted, budget - 1)
         return budget - contextual, contextual
 
 
 def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) -> Native:
-    """Of each tile the [CLS] row, the dominant patches in raster order, the contextual rows."""
+    """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
     share = counted("visionzip", budget) // tokens.grid.tiles
     dominant, contextual = params.split(share)
     whole = TileGroup(0, tokens.grid.tiles, share)
@@ -71,11 +69,11 @@ def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) ->
 
 @base_policy(VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=native)
 def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Reference:
-    """The patches that [CLS] attends to most, then evenly spaced ones that take in the rest."""
+    """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in."""
 
     def run(group: TileGroup) -> TileRows:
         dominant, contextual = params.split(group.share)
-        # A single dominant row stays a patch: with [CLS] alone no token would be kept.
+        # With a single dominant row, keep a patch: [CLS] alone would leave no token.
         by_cls = not params.patch_only and dominant > 1
         top, targets, merged = _zip(tokens, group, dominant - by_cls, contextual)
         extra = _cls(tokens, group) if by_cls else merged[:, :0]
@@ -87,10 +85,10 @@ def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Ref
 def _zip(
     tokens: VisualTokens, group: TileGroup, dominant: int, contextual: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dominant picks ``(R, dominant)`` by attention, targets ``(R, contextual)``, their rows.
+    """Dominant picks ``(R, dominant)``, contextual targets ``(R, contextual)`` and their rows.
 
-    Everything in the tower's own dtype, as published: in half precision the nearest target is
-    often a tie, which the first one wins.
+    Computed in the dtype of the tower, as published: in half precision ties between targets are
+    common, and the first target wins.
     """
     tower = tokens.require_tower()
     patches = group.of(tower.patches, tokens)
@@ -115,7 +113,7 @@ def _zip(
 
 
 def _cls(tokens: VisualTokens, group: TileGroup) -> Tensor:
-    """``(R, 1, Dv)``: each tile's [CLS] row, or an error where the tower has none."""
+    """[CLS] row of each tile ``(R, 1, Dv)``; raises :class:`SelectionError` if there is none."""
     cls = tokens.require_tower().cls
     if cls is None:
         raise SelectionError("this vision tower has no [CLS] token: use VisionZip with patch_only")

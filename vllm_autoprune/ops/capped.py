@@ -1,11 +1,9 @@
 """Greedy MAP with a cap on the tokens of each cell, batched and without host syncs.
 
-Knows nothing about what a cell is.
-
-Which tokens are open depends on what was picked, so the whole conditioned similarity is carried
-along: after a pick S loses the outer product of its scaled row. That is N^2 work a step where
-:mod:`vllm_autoprune.ops.dpp_torch` does N times the steps so far; elementwise, so the bits of an
-image do not depend on its batch.
+The set of allowed tokens depends on earlier picks, so the whole conditioned similarity is updated:
+after a pick the outer product of its scaled row is subtracted from S. A step costs N^2 where
+:func:`vllm_autoprune.ops.dpp.greedy_map` costs N times the number of earlier steps. All operations
+are element-wise, so results are bit-identical alone and in a batch.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ def capped_greedy_map(
     cells: Tensor,
     cap: int,
 ) -> Tensor:
-    """As :func:`vllm_autoprune.ops.dpp.greedy_map`, at most ``cap`` picks of each cell.
+    """Greedy MAP as in :func:`vllm_autoprune.ops.dpp.greedy_map`, at most ``cap`` picks per cell.
 
-    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks that
-    count in their cells, even above the cap; eligible ``(B, N)`` bool; cells ``(B, N)`` int64 in
-    0..N-1. Returns ``(B, count)`` int64, unique. Where every eligible token lies in a full cell
-    the cap is lifted; from the first gain that says nothing the rest is by quality.
+    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
+    count towards their cells and may exceed the cap; eligible ``(B, N)`` bool; cells ``(B, N)``
+    int64 in 0..N-1. Returns ``(B, count)`` int64, unique. If all eligible tokens are in full cells
+    the cap is ignored; once gains are exhausted, the remaining picks are by quality.
     """
     batch, forced = anchors.shape
     first = torch.arange(batch, device=quality.device)
@@ -39,14 +37,14 @@ def capped_greedy_map(
     lowest = torch.finfo(quality.dtype).min
     spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
     open_ = eligible.clone()
-    held = torch.zeros_like(cells)
+    occupancy = torch.zeros_like(cells)
     sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
     picks = []
     for step in range(count):
         if step < forced:
             pick = anchors[:, step]
         else:
-            room = open_ & (held.gather(1, cells) < cap)
+            room = open_ & (occupancy.gather(1, cells) < cap)
             room = torch.where(room.any(dim=1, keepdim=True), room, open_)
             residual = similarity.diagonal(dim1=1, dim2=2)
             gain, best = (weight * residual).masked_fill(~room, -torch.inf).max(dim=1)
@@ -55,10 +53,10 @@ def capped_greedy_map(
         picks.append(pick)
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])
-        held.scatter_add_(1, cell, torch.ones_like(cell))
+        occupancy.scatter_add_(1, cell, torch.ones_like(cell))
         row = similarity[first, pick]
-        left = row.gather(1, pick[:, None]).clamp_min(DIVISOR)
-        row = row * left.rsqrt()
+        pivot = row.gather(1, pick[:, None]).clamp_min(DIVISOR)
+        row = row * pivot.rsqrt()
         similarity = similarity - row[:, :, None] * row[:, None, :]
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)

@@ -1,10 +1,7 @@
-"""Greedy MAP in torch alone: runs anywhere, and is what the Triton form is checked against.
+"""Greedy MAP in plain torch, the reference implementation for the Triton kernel.
 
-Knows nothing about when it is used; :func:`vllm_autoprune.ops.dpp.greedy_map` decides that.
-
-The kernel L = diag(q) S diag(q) is never formed. Its Cholesky factor is diag(q) times that of S,
-so the loop factorises S alone and weighs only the gains: the gain of token j is q_j^2 d_j, where
-d_j is what is left of S_jj.
+The kernel L = diag(q) S diag(q) is never formed. Its Cholesky factor is diag(q) times that of S, so
+only S is factorised, and the gain of token j is q_j^2 d_j with d_j the residual of S_jj.
 """
 
 from __future__ import annotations
@@ -16,13 +13,13 @@ from torch import Tensor
 from vllm_autoprune.ops.products import ALIGNED
 
 EXHAUSTED = 1e-10
-"""Gain at or below which the kernel has no rank left to tell tokens apart."""
+"""Gain at or below which the rank of the kernel counts as exhausted."""
 
 DIVISOR = 1e-12
-"""Least residual that is divided by: an anchor may have none left."""
+"""Lower bound of a divisor: the residual of an anchor may be zero."""
 
 HUGE = 2.0**100
-"""What a quality that is infinite or not a number counts for, once only quality is left."""
+"""Value of an infinite or NaN quality, when picks are by quality alone."""
 
 
 def greedy_map_torch(
@@ -32,9 +29,9 @@ def greedy_map_torch(
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`vllm_autoprune.ops.dpp.greedy_map`.
+    """Plain torch implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`.
 
-    A step costs what its calls cost, so there are few of them and views are made once.
+    The time of a step is dominated by the number of calls, so views are created outside the loop.
     """
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]
@@ -45,7 +42,7 @@ def greedy_map_torch(
     flat = residual.view(-1)
     factors = quality.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
     columns = factors.unbind(dim=2)
-    written, held = factors.flatten(0, 1), factors.unbind()
+    flat_factors, image_factors = factors.flatten(0, 1), factors.unbind()
     picks, gains = [], []
 
     for step in range(count):
@@ -61,37 +58,37 @@ def greedy_map_torch(
             break
         at = pick if batch == 1 else first + pick
         update = rows.index_select(0, at)
-        if step % ALIGNED == 0:  # columns not yet written are zero and add nothing
+        if step % ALIGNED == 0:  # columns not yet written are zero
             known = factors.narrow(2, 0, step + ALIGNED)
-            written, held = known.flatten(0, 1), known.unbind()
+            flat_factors, image_factors = known.flatten(0, 1), known.unbind()
         if step:
-            seen = written.index_select(0, at).unbind()
-            for before, own, new in zip(held, seen, update.unbind(), strict=True):
-                torch.addmv(new, before, own, alpha=-1, out=new)
-        left = flat.index_select(0, at)
+            own_factors = flat_factors.index_select(0, at).unbind()
+            for image, own, new in zip(image_factors, own_factors, update.unbind(), strict=True):
+                torch.addmv(new, image, own, alpha=-1, out=new)
+        pivot = flat.index_select(0, at)
         if step < forced:
-            left.clamp_min_(DIVISOR)
-        update *= left.rsqrt_().unsqueeze(1)
+            pivot.clamp_min_(DIVISOR)
+        update *= pivot.rsqrt_().unsqueeze(1)
         columns[step].copy_(update)
         residual.addcmul_(update, update, value=-1)
-        flat.index_fill_(0, at, -1.0)  # below zero for good: what is taken has nothing to gain
+        flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
     return _rest_by_quality(torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible)
 
 
 def _rest_by_quality(
     picks: Tensor, gains: Tensor, quality: Tensor, eligible: Tensor | None
 ) -> Tensor:
-    """Picks up to the first gain that says nothing, then by quality; all ``(B, count)``.
+    """Replace the picks from the first exhausted gain on by tokens of descending quality.
 
-    Gains never grow, because residuals only shrink, and NaN never goes away: the picks that count
-    come first. One stable sort puts the tokens in order, those picks by their turn and above all.
+    All tensors ``(B, count)``. Gains never increase and NaN persists, so the valid picks come
+    first; one stable sort orders them by step, before all other tokens by quality.
     """
     count, tokens = picks.shape[1], quality.shape[1]
     key = quality.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
     if eligible is not None:
         key.masked_fill_(~eligible, -torch.inf)
-    turn = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
-    # One column more than there are tokens takes the turns of the picks that do not count.
+    priority = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
+    # An extra column takes the priorities of invalid picks and is cut off.
     key = functional.pad(key, (0, 1))
-    key.scatter_(1, picks.where(gains > EXHAUSTED, tokens), turn.expand_as(picks))
+    key.scatter_(1, picks.where(gains > EXHAUSTED, tokens), priority.expand_as(picks))
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]

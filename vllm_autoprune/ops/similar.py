@@ -1,7 +1,6 @@
-"""How like its most similar tokens, or its neighbours on the grid, each token is.
+"""Mean similarity of each token to its most similar tokens, or to its neighbours on the grid.
 
-Knows nothing about what the answer is used for. Nothing of the size of the similarity matrix is
-made beside it.
+Nothing of the size of the similarity matrix is made beside it.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ def mean_of_largest_others(similarity: Tensor, count: int) -> Tensor:
 
     Needs 1 <= count < n.
     """
-    # Of one entry more, either the diagonal's own or the least is one too many: the larger of the
-    # two, for the diagonal's is among them exactly where it is no less than the least.
+    # Of the count + 1 largest entries one is surplus: the diagonal if it is among them, that is if
+    # it is at least the smallest of them, and otherwise that smallest one.
     values = similarity.topk(count + 1, dim=-1).values
     own = similarity.diagonal(dim1=1, dim2=2)
     return (values.sum(dim=-1) - torch.maximum(own, values[..., -1])) / count
 
 
 def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int) -> Tensor:
-    """Mean similarity of each token to those within ``radius`` on its grid, ``(B, n)``.
+    """Mean similarity of each token to the others within ``radius`` on its grid, ``(B, n)``.
 
     similarity ``(B, n, n)`` between the ``n = height * width`` tokens of one grid in raster order;
-    distance is Chebyshev's. A token without neighbours has 0.
+    distance is Chebyshev distance. The mean of a token without neighbours is 0.
     """
     window = torch.arange(-radius, radius + 1, device=similarity.device)
     to_y = torch.arange(height, device=similarity.device)[:, None] + window
     to_x = torch.arange(width, device=similarity.device)[:, None] + window
     in_y, in_x = (to_y >= 0) & (to_y < height), (to_x >= 0) & (to_x < width)
-    # (height, width, rows of the window, columns of the window), then one row a token.
+    # Shape (height, width, rows of the window, columns of the window), later one row per token.
     inside = in_y[:, None, :, None] & in_x[:, None, :]
     inside[:, :, radius, radius] = False
     down, right = to_y.clamp(0, height - 1) * width, to_x.clamp(0, width - 1)

@@ -5,7 +5,6 @@ Knows nothing about the model: whether settings fit it, and each other, is said 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
@@ -27,7 +26,7 @@ def read_state(value: object, problems: list[Problem]) -> PruningState | None:
     if isinstance(value, PruningState):
         return value
     try:
-        return load_state(_as_json(value) if isinstance(value, Mapping) else str(value))
+        return load_state(value if isinstance(value, Mapping) else str(value))
     except StateError as error:
         for p in error.problems:
             where = (
@@ -35,15 +34,6 @@ def read_state(value: object, problems: list[Problem]) -> PruningState | None:
             )
             problems.append(Problem(f"{where}#{p.where}", p.what, p.mend))
         return None
-
-
-def _as_json(value: Mapping[object, object]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
-        what = f"not JSON: {str(error)[:200]}"
-        mend = "give a dictionary such as json.load returns"
-        raise StateError("state", [Problem("", what, mend)]) from None
 
 
 def read_budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:

@@ -1,10 +1,8 @@
-"""Atoms: one declaration each, kept in one registry that everything else is made from.
+"""Registry of atoms, the typed operations of TPDSL.
 
-Knows nothing about what any single atom computes.
-
-An atom is declared once, by decorating its function with its group and parameter model. From
-the registry come the grammar of a state (which atoms a field takes, with their parameters), the
-JSON Schema, the reference page and the text that an LLM proposer reads.
+An atom is declared once, by decorating its function with its group and parameter model. The
+grammar of a state (which atoms a field takes, with their parameters), its JSON Schema, the
+reference page and the text for an LLM proposer are all generated from this registry.
 """
 
 from __future__ import annotations
@@ -36,8 +34,12 @@ Group = Literal[
 Role = Literal["context", "B", "S", "C", "R", "validation"]
 
 Origin = Literal["printed", "listed", "extension"]
-"""Where an atom comes from: the paper prints its name; it is one of the 131 without being printed,
-so that its name and meaning are ours; or it is ours altogether and outside the 131."""
+"""Where an atom comes from.
+
+``printed``: the paper gives its name. ``listed``: the paper counts it among the 131 atoms without
+naming it, so its name and definition are this project's. ``extension``: added by this project, not
+one of the 131.
+"""
 
 ROLES: dict[Group, Role] = {
     "token_source_base_policy": "context",
@@ -53,7 +55,7 @@ ROLES: dict[Group, Role] = {
 
 
 class AtomCall(BaseModel):
-    """An atom as a state writes it: its name and its parameters."""
+    """An atom with its parameters, as written in a state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -66,12 +68,12 @@ class AtomCall(BaseModel):
 
 
 Reads = Callable[..., frozenset[Need]]
-"""call -> the inputs that this call reads, for atoms whose parameters decide it."""
+"""call -> inputs that this call reads, for atoms whose parameters decide which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One typed operation of TPDSL; ``needs`` is the most that any call of it reads."""
+    """One typed operation of TPDSL; ``needs`` holds every input that some call of it reads."""
 
     name: str
     group: Group
@@ -84,27 +86,27 @@ class Atom:
 
     @property
     def paper(self) -> bool:
-        """True where the paper prints the name."""
+        """Whether the paper gives the atom's name."""
         return self.origin == "printed"
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
-        """Inputs that cost something and that this call reads: none where it does nothing."""
+        """Optional inputs that this call reads; empty if its parameters disable it."""
         return self.needs if self.reads is None else self.reads(call)
 
     @property
     def role(self) -> Role:
-        """The component of alpha = (B, S, C, R) that this atom belongs to."""
+        """Component of alpha = (B, S, C, R) that this atom belongs to."""
         return ROLES[self.group]
 
 
 class Registry:
-    """Every declared atom, in order of declaration."""
+    """All declared atoms, in order of declaration."""
 
     def __init__(self) -> None:
         self._atoms: dict[str, Atom] = {}
 
     def add(self, atom: Atom) -> None:
-        """Enter an atom; a second one of the same name is a programming error."""
+        """Register an atom; raises ValueError if the name is taken."""
         if atom.name in self._atoms:
             raise ValueError(f"atom {atom.name!r} is declared twice")
         self._atoms[atom.name] = atom
@@ -120,7 +122,7 @@ class Registry:
         return [a.name for a in self._atoms.values() if group is None or a.group == group]
 
     def of_kind(self, group: Group, kind: type[AtomCall]) -> list[str]:
-        """Names of a group's atoms whose calls are of one kind."""
+        """Names of the atoms of a group whose call model is a subclass of ``kind``."""
         return [name for name in self.names(group) if issubclass(self[name].call, kind)]
 
     def of(self, call: AtomCall) -> Atom:
@@ -134,9 +136,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def literal(name: str) -> type[str]:
-    """The type that admits one string, made at run time (a type checker cannot follow it)."""
-    admitted: type[str] = Literal[name]  # type: ignore[assignment]
-    return admitted
+    """``Literal[name]``, for use in a model created at run time."""
+    single: type[str] = Literal[name]  # type: ignore[assignment]  # not static
+    return single
 
 
 def declare(
@@ -150,9 +152,9 @@ def declare(
     doc: str | None = None,
     reads: Reads | None = None,
 ) -> type[AtomCall]:
-    """Enter one atom; returns its call model, whose ``atom`` field admits this name alone.
+    """Register one atom and return its call model, whose ``atom`` field is this name.
 
-    Of several call models the new one has the parameters of all.
+    Given several call models, the new one has the parameters of all of them.
     """
     text = doc or (function.__doc__ or "").strip().splitlines()[0]
     bound: type[AtomCall] = create_model(
@@ -173,33 +175,33 @@ def atom(
     origin: Origin = "printed",
     reads: Reads | None = None,
 ) -> Callable[[F], F]:
-    """Declare the decorated function as the atom of its own name.
+    """Decorator: register a function as the atom of the same name.
 
-    The first line of the docstring is the atom's doc line.
+    The first line of its docstring becomes the atom's doc line.
     """
 
-    def enter(function: F) -> F:
+    def register(function: F) -> F:
         declare(function.__name__, group, call, function, needs=needs, origin=origin, reads=reads)
         return function
 
-    return enter
+    return register
 
 
 C = TypeVar("C", bound=AtomCall)
 
 
 def by_default(kind: type[C], name: str) -> C:
-    """A call of an atom with all its defaults."""
+    """Call of an atom with default parameters."""
     call = ATOMS[name].call.model_validate({"atom": name})
     assert isinstance(call, kind)
     return call
 
 
 class OneOf:
-    """Annotation that makes a field take exactly the registered atoms of one group.
+    """Field annotation: a tagged union of the registered atoms of one group.
 
-    A pydantic tagged union made from the registry when the state model is built, so a new atom
-    is part of the grammar, and of the JSON Schema, as soon as it is declared.
+    Pydantic builds the union from the registry together with the state model, so a declared atom
+    is part of the grammar and the JSON Schema without further changes.
     """
 
     def __init__(
@@ -207,9 +209,9 @@ class OneOf:
     ) -> None:
         self.group = group
         self.kind = kind
-        """Where a group holds atoms of several kinds: the calls that this field takes."""
+        """Base class of the calls that this field takes, in a group with several kinds."""
         self.bare = bare
-        """True where a name alone stands for an atom with all its defaults."""
+        """Whether a plain string stands for the atom of that name with default parameters."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -221,16 +223,16 @@ class OneOf:
         union = core_schema.tagged_union_schema(choices, discriminator="atom")
         if not self.bare:
             return union
-        return core_schema.no_info_before_validator_function(_named, union)
+        return core_schema.no_info_before_validator_function(_expand_bare_name, union)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        described = handler(schema)
+        union = handler(schema)
         if not self.bare:
-            return described
-        return {"anyOf": [{"enum": ATOMS.of_kind(self.group, self.kind)}, described]}
+            return union
+        return {"anyOf": [{"enum": ATOMS.of_kind(self.group, self.kind)}, union]}
 
 
-def _named(value: object) -> object:
+def _expand_bare_name(value: object) -> object:
     return {"atom": value} if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""Budget atoms (B): how many visual tokens an image keeps.
+"""Budget atoms (B): the number K of visual tokens that an image keeps.
 
-Knows nothing about which tokens. K is known before any model runs: from N and the number of tiles,
-in whole numbers, so every process that asks gets the same.
+K follows from N and the number of tiles in exact arithmetic, so every process computes the same K
+before any model runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pydantic import Field
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, OneOf, atom, declare
 
 FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
-"""The ten values of K that the paper's language holds."""
+"""The ten values of K in the paper's language."""
 
 
 class BudgetCall(AtomCall):
-    """A budget atom, with the limit an operator may set for flags and requests."""
+    """Parameters of every budget atom: the largest K that flags and requests may ask for."""
 
     limit: int | None = Field(
         None,
@@ -28,35 +28,37 @@ class BudgetCall(AtomCall):
     )
 
     def range(self) -> tuple[int, int]:
-        """The smallest and the largest K that any image gets."""
+        """Smallest and largest K of any image."""
         return fixed_budget(self, 0, 1), fixed_budget(self, 0, 1)
 
 
 class RatioBudget(BudgetCall):
     """Parameters of ratio_budget."""
 
-    ratio: float = Field(0.1, ge=0.01, le=1.0, description="share of an image's tokens")
+    ratio: float = Field(
+        0.1, ge=0.01, le=1.0, description="share of an image's tokens that is kept"
+    )
     floor: int = Field(16, ge=1, le=65536, description="smallest K")
     ceiling: int = Field(640, ge=1, le=65536, description="largest K")
 
     def range(self) -> tuple[int, int]:
-        """Floor and ceiling; where they cross the ceiling holds."""
+        """Floor and ceiling; a floor above the ceiling is cut to it."""
         return min(self.floor, self.ceiling), self.ceiling
 
 
 class TileBudget(BudgetCall):
     """Parameters of per_tile_budget."""
 
-    k: int = Field(32, ge=1, le=65536, description="tokens of one tile")
+    k: int = Field(32, ge=1, le=65536, description="tokens kept per tile")
     ceiling: int = Field(640, ge=1, le=65536, description="largest K of an image")
 
     def range(self) -> tuple[int, int]:
-        """One tile's share, and the ceiling."""
+        """K of a one-tile image, and the ceiling."""
         return min(self.k, self.ceiling), self.ceiling
 
 
 def fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
-    """Keep exactly K tokens, split evenly over tiles, earlier tiles taking the remainder."""
+    """Keep exactly K tokens, split evenly over tiles, remainder to the first tiles."""
     return int(call.atom.removeprefix("fixed_budget@"))
 
 
@@ -66,21 +68,21 @@ for _k in FIXED_BUDGETS:
         "budget_control",
         BudgetCall,
         fixed_budget,
-        doc=f"Keep exactly K = {_k} tokens, split evenly over tiles, the first taking the rest.",
+        doc=f"Keep exactly K = {_k} tokens, split evenly over tiles, remainder to the first tiles.",
     )
 
 
 @atom("budget_control", RatioBudget, origin="extension")
 def ratio_budget(call: RatioBudget, tokens: int, tiles: int) -> int:
-    """Keep a share of an image's tokens, rounded down, between floor and ceiling."""
-    # The ratio as it is written, not as binary fractions have it: 0.3 of 10 tokens are 3.
+    """Keep a fixed share of an image's tokens, rounded down and clamped to floor and ceiling."""
+    # repr() gives the decimal as written: 0.3 of 10 tokens is 3, not 2.
     share = Fraction(repr(call.ratio)) * tokens
     return min(call.ceiling, max(call.floor, int(share)))
 
 
 @atom("budget_control", TileBudget, origin="extension")
 def per_tile_budget(call: TileBudget, tokens: int, tiles: int) -> int:
-    """Keep k tokens for every tile of an image, up to a ceiling."""
+    """Keep k tokens per tile of an image, at most the ceiling in all."""
     return min(call.ceiling, call.k * tiles)
 
 
@@ -95,6 +97,6 @@ def run_budget(call: BudgetCall, tokens: int, tiles: int = 1) -> int:
 
 
 def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
-    """K over T tiles: ``K // T`` each, the first ``K % T`` tiles one more."""
+    """Shares of K per tile: ``K // T`` each, and one more for the first ``K % T`` tiles."""
     share, rest = divmod(budget, tiles)
     return tuple(share + (tile < rest) for tile in range(tiles))

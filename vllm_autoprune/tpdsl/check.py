@@ -1,7 +1,4 @@
-"""SafetyCheck: runs a policy on synthetic images and records whether it keeps its promises.
-
-Knows nothing about the model to be served, beyond the token counts it is told.
-"""
+"""SafetyCheck: run a policy on synthetic images and record whether its guarantees hold."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from vllm_autoprune.tpdsl.safety import (
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 LARGEST_PROBED = 640
-"""K above which a policy is looked at as it is at this K, so that no legal state makes one wait.
+"""Largest K that is checked; a policy with a larger K is checked at this one instead.
 
-A probe has more than K tokens and N x N cosines: at K = 65536 they alone would take 34 GB. No
-state's r_min or q_e is above 640, so what a policy promises is all there at this K.
+A probe has N > K tokens and N x N cosines, which at K = 65536 would take 34 GB. Since r_min and q_e
+are at most 640, every guarantee of a policy already applies at this K.
 """
 
 
@@ -34,37 +31,36 @@ def safety_check(
 ) -> SafetyRecord:
     """d_alpha^(K) = SafetyCheck(pi, K): the five verdicts over all probes (equation 7).
 
-    A policy that raises fails every verdict, with the reason as detail; nothing escapes. Without
-    probes of the caller's, a K above :data:`LARGEST_PROBED` is checked at that K; the record says
-    so.
+    Never raises: a policy that raises fails every verdict, with the exception as detail. Without
+    ``probes``, a K above :data:`LARGEST_PROBED` is checked at that K, which the record mentions.
     """
-    asked = policy.budget
-    if not probes and asked > LARGEST_PROBED:
+    full_budget = policy.budget
+    if not probes and full_budget > LARGEST_PROBED:
         policy = materialize(policy.state, LARGEST_PROBED)
-    seen: dict[str, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     for tokens in probes or synthetic_probes(policy.budget):
-        for verdict in _look(policy, tokens):
-            if verdict.name not in seen or not verdict.ok:
-                seen[verdict.name] = verdict
-    if policy.budget < asked:
-        count = seen["exact_count"]
-        detail = f"{count.detail}, looked at in place of K = {asked}"
-        seen["exact_count"] = dataclasses.replace(count, detail=detail)
-    return SafetyRecord(tuple(seen[name] for name in VERDICTS))
+        for verdict in _check_probe(policy, tokens):
+            if verdict.name not in verdicts or not verdict.ok:
+                verdicts[verdict.name] = verdict
+    if policy.budget < full_budget:
+        count = verdicts["exact_count"]
+        detail = f"{count.detail}, checked in place of K = {full_budget}"
+        verdicts["exact_count"] = dataclasses.replace(count, detail=detail)
+    return SafetyRecord(tuple(verdicts[name] for name in VERDICTS))
 
 
-def _look(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
+def _check_probe(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
     calls = {call.atom: call for call in policy.state.safety}
     repeat = calls.get("deterministic")
     repeats = repeat.repeats if isinstance(repeat, DeterminismCall) else 2
     try:
-        here = policy.at(tokens.count, tokens.grid.tiles)
-        budget = min(here.budget, tokens.count)
-        want = Expectation(budget, min(here.r_min, budget), here.quota)
+        sized = policy.at(tokens.count, tokens.grid.tiles)
+        budget = min(sized.budget, tokens.count)
+        expected = Expectation(budget, min(sized.r_min, budget), sized.quota)
         runs = [refine(policy, tokens) for _ in range(repeats)]
-        found: list[Verdict] = []
+        verdicts: list[Verdict] = []
         for check in CHECKS:
-            found += check(calls.get(check.__name__), tokens, runs, want)
-        return tuple(found)
-    except Exception as error:  # a policy may fail in any way: that is what is being found out
+            verdicts += check(calls.get(check.__name__), tokens, runs, expected)
+        return tuple(verdicts)
+    except Exception as error:  # any failure of the policy is a result of this check
         return tuple(Verdict(name, False, f"{type(error).__name__}: {error}") for name in VERDICTS)

@@ -1,13 +1,11 @@
-"""DecoderPrefix: a :class:`LanguagePrefix` from the callables of decoder layers, in plain torch.
+"""DecoderPrefix: a :class:`LanguagePrefix` computed from decoder layers given as callables.
 
-Knows nothing about whose layers they are: a transformers model, a served one, or a test's.
+Sequences run one by one without padding, so that results are bit-identical alone and in a batch
+and memory use is that of one sequence. Attention is causal; the attention rows of the text are
+computed with a float32 softmax.
 
-Sequences run one by one and without padding, so that an image gets the same bits alone and in a
-batch, and memory is that of one sequence. Causal attention; the text's rows of it are made with a
-softmax in float32.
-
-One sequence has l = S + N + lt positions, lt the text tokens that are no padding; D is the
-model's width, H query heads share Hk key heads, d is their width.
+Shapes: one sequence has l = S + N + lt positions, lt of them text tokens (without padding); D is
+the model's width; H query heads share Hk key heads of width d.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ Rows = Callable[[Tensor], Tensor]
 """``(l, ...) -> (l, ...)``, row by row."""
 
 Heads = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Normed rows ``(l, D)`` to queries ``(H, l, d)``, keys and values ``(Hk, l, d)``, rotated."""
+"""Normalised rows ``(l, D)`` to queries ``(H, l, d)``, keys and values ``(Hk, l, d)`` with RoPE."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One pre-norm decoder layer: x + output(attention(input_norm x)), then the same by its MLP."""
+    """One pre-norm decoder layer: attention and feed-forward blocks, each with a residual."""
 
     input_norm: Rows
     heads: Heads
@@ -40,10 +38,10 @@ class DecoderLayer:
 
 
 class DecoderPrefix:
-    """B sequences [before, image, instruction] through as many layers as are asked for.
+    """Hidden states of B sequences [prefix, image, instruction], computed layer by layer on demand.
 
-    embeddings ``(B, L, D)`` enter layer 0; start is S; text ``(B, Lt)`` is false for padding, on
-    the right; rows of padding are zero in everything that comes out. ``norm`` is the model's final
+    embeddings ``(B, L, D)`` are the input of layer 0; start is S; text ``(B, Lt)`` is false for
+    padding, which is on the right and has zero rows in every output. ``norm`` is the model's final
     norm.
     """
 
@@ -68,38 +66,38 @@ class DecoderPrefix:
 
     @property
     def layers(self) -> int:
-        """Layers that were given."""
+        """Number of layers."""
         return len(self._decoder)
 
     def embeddings(self) -> Tensor:
-        """``(B, L, D)``: what enters layer 0."""
+        """``(B, L, D)``: input of layer 0."""
         return self._embeddings
 
     def states(self, layer: int) -> Tensor:
-        """``(B, L, D)``: what leaves ``layer``, before any final norm."""
-        return self._padded([one.enters(layer + 1) for one in self._rows], dim=0)
+        """``(B, L, D)``: output of ``layer``, before the final norm."""
+        return self._padded([one.input_of(layer + 1) for one in self._rows], dim=0)
 
     def normed(self, layer: int) -> Tensor:
-        """``(B, L, D)``: :meth:`states` after the model's final norm."""
-        return self._padded([self._norm(one.enters(layer + 1)) for one in self._rows], dim=0)
+        """``(B, L, D)``: output of ``layer`` after the model's final norm."""
+        return self._padded([self._norm(one.input_of(layer + 1)) for one in self._rows], dim=0)
 
     def keys(self, layer: int) -> Tensor:
-        """``(B, Hk, L, d)``: the layer's attention keys, with rotary positions."""
+        """``(B, Hk, L, d)``: attention keys of the layer, after RoPE."""
         return self._padded([one.heads(layer)[1] for one in self._rows], dim=1)
 
     def attention(self, layer: int) -> Tensor:
-        """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens' rows."""
-        made = []
+        """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens as queries."""
+        attention = []
         before = self._embeddings.shape[1] - self.text.shape[1]
         for one in self._rows:
             query, key, _ = one.heads(layer)
             rows = attention_rows(query[:, before:], key)
             missing = self._embeddings.shape[1] - key.shape[1]
-            made.append(functional.pad(rows, (0, missing, 0, missing)))
-        return torch.stack(made)
+            attention.append(functional.pad(rows, (0, missing, 0, missing)))
+        return torch.stack(attention)
 
     def _padded(self, parts: list[Tensor], dim: int) -> Tensor:
-        """Parts of unequal length along ``dim`` as one tensor, zero where text is padding."""
+        """Stack parts of unequal length along ``dim``, padded with zeros on the right."""
         length = self._embeddings.shape[1]
         whole = []
         for part in parts:
@@ -110,31 +108,31 @@ class DecoderPrefix:
 
 
 class _Sequence:
-    """One sequence without padding; what was computed once is kept."""
+    """One sequence without padding; computed layers are cached."""
 
     def __init__(self, layers: Sequence[DecoderLayer], embeddings: Tensor) -> None:
         self._layers = layers
-        self._entering = [embeddings]
+        self._inputs = [embeddings]
         self._heads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def enters(self, layer: int) -> Tensor:
-        """``(l, D)``: what enters ``layer``, after running those before it."""
-        while len(self._entering) <= layer:
-            self._entering.append(self._through(len(self._entering) - 1))
-        return self._entering[layer]
+    def input_of(self, layer: int) -> Tensor:
+        """``(l, D)``: input of ``layer``; runs the layers before it if needed."""
+        while len(self._inputs) <= layer:
+            self._inputs.append(self._run_layer(len(self._inputs) - 1))
+        return self._inputs[layer]
 
     def heads(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``layer``."""
         if layer not in self._heads:
             block = self._layers[layer]
-            self._heads[layer] = block.heads(block.input_norm(self.enters(layer)))
+            self._heads[layer] = block.heads(block.input_norm(self.input_of(layer)))
         return self._heads[layer]
 
-    def _through(self, layer: int) -> Tensor:
-        block, entering = self._layers[layer], self.enters(layer)
+    def _run_layer(self, layer: int) -> Tensor:
+        block, rows = self._layers[layer], self.input_of(layer)
         query, key, value = (part[None] for part in self.heads(layer))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
         )
-        between = entering + block.output(mixed[0].transpose(0, 1).flatten(1))
-        return between + block.feed_forward(block.post_norm(between))
+        rows = rows + block.output(mixed[0].transpose(0, 1).flatten(1))
+        return rows + block.feed_forward(block.post_norm(rows))

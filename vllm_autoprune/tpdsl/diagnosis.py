@@ -1,7 +1,4 @@
-"""What pydantic finds wrong with a state, told in the words of the state: place, what, mend.
-
-Knows nothing about files or text: it is given the JSON object and pydantic's errors on it.
-"""
+"""Translation of pydantic's validation errors on a state into :class:`Problem` records."""
 
 from __future__ import annotations
 
@@ -19,33 +16,33 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 
 def diagnose(error: ValidationError, data: JsonValue, most: int) -> tuple[list[Problem], int]:
-    """At most ``most`` problems in pydantic's order, and the number of those left out."""
+    """At most ``most`` problems in pydantic's order, and the number of errors left out."""
     details = error.errors(include_url=False, include_input=False)
     outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
-    # A list whose items all failed is also told to be too short: an echo.
+    # A list whose items are all invalid is also reported as too short: a consequence, not a cause.
     details = [d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)]
-    found: dict[tuple[str, str], Problem] = {}
+    problems: dict[tuple[str, str], Problem] = {}
     for detail in details[:most]:
         problem = _problem(detail, data)
         key = (problem.where, problem.what)
-        if key in found:  # no branch of a union took the value: any of them would do
-            mend = f"{found[key].mend}, or {problem.mend}"
+        if key in problems:  # several branches of one union refused the value: list their fixes
+            mend = f"{problems[key].mend}, or {problem.mend}"
             problem = Problem(problem.where, problem.what, mend, problem.kind)
-        found[key] = problem
-    return list(found.values()), len(details[most:])
+        problems[key] = problem
+    return list(problems.values()), len(details[most:])
 
 
-_PLAIN = {
+_MESSAGES = {
     "tuple_type": "should be a list",
     "model_type": "should be an object",
     "model_attributes_type": 'should be an object such as {"atom": "..."}',
     "dataclass_type": "should be an object",
     "dict_type": "should be an object",
 }
-"""JSON's words for what pydantic says in Python's."""
+"""Pydantic error type -> message in terms of JSON instead of Python."""
 
 _RULES = ("value_error", "assertion_error")
-"""Types of the errors that a validator of our own raises: a rule beyond the schema."""
+"""Pydantic error types raised by this project's validators, for rules beyond the schema."""
 
 
 def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
@@ -56,7 +53,7 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         allowed = [tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")]
         if isinstance(value, dict):
             where, value = pointer(where, field), value[field]
-        # Where a bare name stands for an atom, the name itself is what is wrong.
+        # Otherwise the value is a bare name that stands for an atom.
         return _unknown(field, value, allowed, where)
     if kind == "union_tag_not_found":
         field = str(context["discriminator"]).strip("'")
@@ -65,18 +62,18 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         return Problem(where, "required but missing", "add it", "missing")
     if kind == "extra_forbidden":
         return _extra(detail["loc"], data, where)
-    message = _PLAIN.get(kind, detail["msg"].removeprefix("Value error, "))
+    message = _MESSAGES.get(kind, detail["msg"].removeprefix("Value error, "))
     broken = "parameters" if kind in _RULES else "value"
     return Problem(where, f"{shown(value)} is refused", message[:1].lower() + message[1:], broken)
 
 
-def _unknown(field: str, said: JsonValue, allowed: Sequence[str], where: str) -> Problem:
-    what = f"unknown {field} {shown(said)}"
-    if not isinstance(said, str):
+def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) -> Problem:
+    what = f"unknown {field} {shown(name)}"
+    if not isinstance(name, str):
         return Problem(where, what, "name it in a string", "unknown_name")
-    mend = nearest(said, allowed)
-    if field == "atom" and said in ATOMS.names():
-        mend = f"that is one of {ATOMS[said].group}, this field takes another group; {mend}"
+    mend = nearest(name, allowed)
+    if field == "atom" and name in ATOMS.names():
+        mend = f"that is one of {ATOMS[name].group}, this field takes another group; {mend}"
     return Problem(where, what, mend, "unknown_name")
 
 
@@ -87,67 +84,67 @@ def _extra(location: Sequence[int | str], data: JsonValue, where: str) -> Proble
     known = isinstance(atom, str) and atom in ATOMS.names()
     fields = ATOMS[str(atom)].call.parameters() if known else _fields(parent_at, data)
     near = _near(str(location[-1]), [field for field in fields if field not in parent])
-    there = _near(str(location[-1]), [field for field in fields if field in parent])
-    mend = f"remove it: {there!r} is there already" if there else "remove it or correct its name"
+    present = _near(str(location[-1]), [field for field in fields if field in parent])
+    mend = f"remove it: {present!r} is already present" if present else "remove it or correct its name"
     mend = f"did you mean {near!r}?" if near else mend
     of = f" of {atom!r}" if known else ""
     return Problem(where, f"not a known field{of}", mend, "unknown_field")
 
 
 def _fields(where: str, data: JsonValue) -> Sequence[str]:
-    """Names that the object at a place may hold, atoms aside."""
-    here: type[BaseModel] = PruningState
+    """Fields of the object at a JSON pointer, if it is not an atom."""
+    model: type[BaseModel] = PruningState
     for step in where.split("/")[1:]:
-        field = here.model_fields.get(step)
+        field = model.model_fields.get(step)
         inner: object = field.annotation if field else None
         if inner is BasePolicyCall:
             inner = _chosen_policy(data)
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return ()
-        here = inner
-    return [field.alias or name for name, field in here.model_fields.items()]
+        model = inner
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _chosen_policy(data: JsonValue) -> type[BasePolicyCall]:
-    chosen = data.get("base_policy") if isinstance(data, dict) else None
-    name = chosen.get("name") if isinstance(chosen, dict) else None
+    call = data.get("base_policy") if isinstance(data, dict) else None
+    name = call.get("name") if isinstance(call, dict) else None
     known = isinstance(name, str) and name in BASE_POLICIES
     return BASE_POLICIES[str(name)].call if known else BasePolicyCall
 
 
 def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonValue]:
-    """JSON pointer of a pydantic location, without the union tags that pydantic puts into it."""
-    where, here = "", data
+    """JSON pointer and value of a pydantic location, whose union tags are not part of the JSON."""
+    where, value = "", data
     for step in location:
-        if not isinstance(here, dict | list):
-            break  # nothing is below a plain value: the step names a branch of a union
-        # The state itself is no union, so a field that is missing there may be called as it is.
-        tags = (here.get("atom"), here.get("name")) if where and isinstance(here, dict) else ()
-        if step in tags and step not in here:
+        if not isinstance(value, dict | list):
+            break  # a scalar has nothing below it: the step is the tag of a union
+        # The top level is not a union, so there a missing field may have the name of a tag.
+        tags = (value.get("atom"), value.get("name")) if where and isinstance(value, dict) else ()
+        if step in tags and step not in value:
             continue
         where = pointer(where, step)
-        here = _step(here, step)
-    return where, here
+        value = _item(value, step)
+    return where, value
 
 
-def _step(here: JsonValue, step: int | str) -> JsonValue:
-    if isinstance(here, dict):
-        return here.get(str(step))
-    if isinstance(here, list) and isinstance(step, int) and step < len(here):
-        return here[step]
+def _item(value: JsonValue, step: int | str) -> JsonValue:
+    if isinstance(value, dict):
+        return value.get(str(step))
+    if isinstance(value, list) and isinstance(step, int) and step < len(value):
+        return value[step]
     return None
 
 
-def nearest(said: str, allowed: Sequence[str]) -> str:
-    """Advice for a name that is not known: the nearest one that is, or what there is."""
-    near = _near(said, allowed)
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """Fix for an unknown name: the most similar allowed one, or the list of allowed names."""
+    near = _near(name, allowed)
     listed = ", ".join(allowed[:12]) + (", ..." if len(allowed) > 12 else "")
     return f"did you mean {near!r}?" if near else f"use one of: {listed or 'none installed'}"
 
 
-def _near(said: str, allowed: Sequence[str]) -> str | None:
-    if len(said) > 100:  # comparing is quadratic, and no name is as long as that
+def _near(name: str, allowed: Sequence[str]) -> str | None:
+    if len(name) > 100:  # the comparison takes quadratic time, and no name is this long
         return None
-    lower = {name.lower(): name for name in allowed}
-    close = difflib.get_close_matches(said.lower(), list(lower), n=1, cutoff=0.6)
+    lower = {known.lower(): known for known in allowed}
+    close = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.6)
     return lower[close[0]] if close else None

@@ -1,9 +1,7 @@
-"""Score fusion (S): several normalised signals become one token quality g.
+"""Score fusion (S): combine several normalised signals into one token quality g.
 
-Knows nothing about where the signals come from.
-
-Every function takes its call, signals ``(B, N)`` normalised to 0..1, a weight for each, and the
-reference selection ``(B, P)`` in pick order. Weights stand with the signals of a state.
+Every function takes its call, the signals ``(B, N)`` normalised to 0..1, one weight per signal, and
+the reference selection ``(B, P)`` in pick order. The weights are parameters of the signals.
 """
 
 from __future__ import annotations
@@ -22,13 +20,20 @@ from vllm_autoprune.tpdsl.numerics import confidence, normalise
 class ProductFusion(AtomCall):
     """Parameters of weighted_product_fusion."""
 
-    eps: float = Field(1e-3, ge=1e-6, le=0.05, description="floor of a signal, so one 0 can't veto")
+    eps: float = Field(
+        1e-3,
+        ge=1e-6,
+        le=0.05,
+        description="floor of a signal, so that a single 0 does not make the product 0",
+    )
 
 
 class ConfidenceFusion(ProductFusion):
     """Parameters of reference_confidence_weighted_product_fusion."""
 
-    beta: float = Field(0.5, ge=0.0, le=4.0, description="what the base policy's first pick gains")
+    beta: float = Field(
+        0.5, ge=0.0, le=4.0, description="relative gain of the base policy's first pick"
+    )
 
 
 Fusion = Annotated[AtomCall, OneOf("score_fusion")]
@@ -38,8 +43,8 @@ Fusion = Annotated[AtomCall, OneOf("score_fusion")]
 def weighted_sum_fusion(
     call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
-    """Sum of the signals, each times its weight."""
-    # One after the other: a sum over a stacked axis rounds differently in a batch and alone.
+    """Weighted sum of the signals."""
+    # Added one by one: a reduction over a stacked axis rounds differently in a batch and alone.
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal
@@ -50,7 +55,7 @@ def weighted_sum_fusion(
 def weighted_product_fusion(
     call: ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
-    """Product of the signals, each raised to its weight (equation 11 of the paper)."""
+    """Product of the signals, each raised to the power of its weight (equation 11)."""
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal.clamp_min(call.eps).log()
@@ -61,7 +66,7 @@ def weighted_product_fusion(
 def reference_confidence_weighted_product_fusion(
     call: ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
-    """Product of powers, raised by the base policy's confidence in the token."""
+    """Weighted product, increased for tokens that the base policy picked early."""
     gain = 1 + call.beta * confidence(picks, signals[0].shape[1])
     return weighted_product_fusion(call, signals, weights, picks) * gain
 
@@ -69,7 +74,7 @@ def reference_confidence_weighted_product_fusion(
 def run_fusion(
     call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
-    """Token quality g ``(B, N)`` >= 0 from signals ``(B, N)``, normalised here."""
+    """Min-max normalise signals ``(B, N)`` and fuse them into token quality g ``(B, N)`` >= 0."""
     scaled = normalise(torch.stack(list(signals), dim=1)).unbind(dim=1)
     fused = ATOMS.of(call).function(call, scaled, weights, picks)
     assert isinstance(fused, Tensor)

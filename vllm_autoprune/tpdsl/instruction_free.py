@@ -1,9 +1,7 @@
-"""The instruction-free variant of a state, for traffic that asks many questions about one image.
+"""Instruction-free variant of a state, for traffic with many questions about the same image.
 
-Knows nothing about accuracy: a variant is another policy, and its evidence is its own.
-
-A state that reads the instruction keeps other tokens for every question, so questions on one image
-share no KV blocks. Without the instruction they share all of them.
+A state that reads the instruction keeps different tokens for different questions, so questions
+about one image cannot share KV blocks. Without the instruction they share all of them.
 """
 
 from __future__ import annotations
@@ -21,37 +19,37 @@ from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "language"})
-"""Inputs that are made of the instruction."""
+"""Inputs that depend on the instruction."""
 
 NEAREST = {
-    "cdpruner": ("divprune", "diversity without the relevance that conditions it"),
-    "dart": ("divprune", "both keep tokens that are unlike each other"),
-    "trim": ("visionzip", "saliency of the vision tower in place of relevance to the text"),
+    "cdpruner": ("divprune", "diversity without conditioning on relevance"),
+    "dart": ("divprune", "both keep tokens that are dissimilar to each other"),
+    "trim": ("visionzip", "saliency in the vision tower in place of relevance to the text"),
     "fastv": ("visionzip", "attention of the vision tower in place of the language model's"),
     "pyramiddrop": ("visionzip", "attention of the vision tower in place of the language model's"),
     "sparsevlm": ("visionzip", "attention of the vision tower in place of the language model's"),
 }
-"""Base policy that reads the instruction -> the nearest one that does not, and why it is."""
+"""Base policy that reads the instruction -> the most similar one that does not, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionFree:
-    """The variant, and every field in which it differs from the state it was made from."""
+    """The variant, and every field in which it differs from the original state."""
 
     state: PruningState
     changes: tuple[Change, ...]
 
 
 def instruction_free(state: PruningState, name: str | None = None) -> InstructionFree:
-    """The state with the same budget, pool, quota and reassembly, reading no instruction.
+    """Variant with the same budget, pool, quota and reassembly that reads no instruction.
 
-    Signals that read it are dropped; the others keep their weights, for only their ratios matter.
-    Raises :class:`StateError` where a part that has no substitute reads it.
+    Signals that read the instruction are dropped; the others keep their weights, since only the
+    ratios matter. Raises :class:`StateError` if a part without a substitute reads it.
     """
     before: dict[str, JsonValue] = state.model_dump(mode="json")
     after: dict[str, JsonValue] = state.model_dump(mode="json")
     policy = state.base_policy.name
-    why = {"/name": "tells them apart"}
+    why = {"/name": "distinguishes the variant from the original"}
     if BASE_POLICIES[policy].needs & INSTRUCTION_NEEDS:
         other, why["/base_policy"] = NEAREST[policy]
         after["base_policy"] = {"name": other, "params": {}}
@@ -62,7 +60,7 @@ def instruction_free(state: PruningState, name: str | None = None) -> Instructio
         for call in state.scoring.signals
         if not ATOMS.of(call).needs_of(call) & INSTRUCTION_NEEDS
     ]
-    # A state that scores by relevance alone is left with what the vision tower looks at.
+    # A state that scores by relevance alone falls back to attention in the vision tower.
     scoring["signals"] = kept or [{"atom": "attention_proxy_saliency"}]
     why["/scoring/signals"] = "reads the instruction"
     after["name"] = name or f"{state.name}-instruction-free"[-128:]
@@ -70,14 +68,14 @@ def instruction_free(state: PruningState, name: str | None = None) -> Instructio
         "found_by": state.provenance.found_by,
         "notes": f"Instruction-free variant of {state.name} ({state.digest[:12]}).",
     }
-    why["/provenance"] = "what was measured on the other state does not speak for this one"
-    made = PruningState.model_validate(after)
-    _refuse_readers(made)
+    why["/provenance"] = "scores of the original state do not apply to the variant"
+    variant = PruningState.model_validate(after)
+    _refuse_readers(variant)
     return InstructionFree(
-        made,
+        variant,
         tuple(
             replace(change, why=_reason(change.where, why))
-            for change in changes(before, made.model_dump(mode="json"))
+            for change in changes(before, variant.model_dump(mode="json"))
         ),
     )
 
@@ -87,7 +85,7 @@ def _reason(where: str, why: dict[str, str]) -> str:
 
 
 def _refuse_readers(state: PruningState) -> None:
-    """A part beside base policy and signals that still reads the instruction is an error."""
+    """Raise :class:`StateError` if the selector or the reassembly reads the instruction."""
     if not inputs_read(state, exchange=True) & INSTRUCTION_NEEDS:
         return
     parts = {
@@ -99,5 +97,5 @@ def _refuse_readers(state: PruningState) -> None:
         for where, call in parts.items()
         if ATOMS.of(call).needs_of(call) & INSTRUCTION_NEEDS
     ]
-    unnamed = Problem("", "a part of it reads the instruction", "take that part out")
+    unnamed = Problem("", "a part of the state reads the instruction", "remove that part")
     raise StateError(f"instruction-free variant of state {state.name}", readers or [unnamed])

@@ -1,9 +1,7 @@
-"""Similarity kernels (S): what makes two tokens redundant to each other.
+"""Similarity kernels (S): how redundant two tokens are to each other.
 
-Knows nothing about which selector uses the kernel.
-
-A kernel is kept factored, L = diag(q) S diag(q), because the greedy selection needs only K of
-its rows: the product with the qualities is formed a row at a time and L itself never exists.
+A kernel L = diag(q) S diag(q) is kept as its factors S and q: greedy selection reads only K rows of
+L, which it computes one at a time, so L is never materialised.
 """
 
 from __future__ import annotations
@@ -31,34 +29,44 @@ class Kernel:
 class CosineKernel(AtomCall):
     """Parameters of pairwise_cosine_kernel."""
 
-    clamp_negative: bool = Field(False, description="treat opposite tokens as unrelated")
+    clamp_negative: bool = Field(False, description="count negative cosines as 0")
 
 
 class ConditionalKernel(AtomCall):
     """Parameters of runtime_conditional_similarity_kernel."""
 
-    theta: float | None = Field(None, ge=0.0, le=0.95, description="weight of quality; null: plain")
-    eps: float = Field(1e-6, ge=1e-8, le=1e-3, description="keeps the worst token's quality > 0")
+    theta: float | None = Field(
+        None,
+        ge=0.0,
+        le=0.95,
+        description="strength of the exponential weight of quality; null: quality itself",
+    )
+    eps: float = Field(
+        1e-6,
+        ge=1e-8,
+        le=1e-3,
+        description="added to the normalised quality, so that it is above 0 for every token",
+    )
 
 
 SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
 
 
 def sharpen(quality: Tensor, theta: float | None) -> Tensor:
-    """exp(alpha q), alpha = theta / (2 (1 - theta)); the plain quality where theta is null."""
+    """exp(alpha q) with alpha = theta / (2 (1 - theta)); q itself if theta is None."""
     return quality if theta is None else torch.exp(theta / (2 * (1 - theta)) * quality)
 
 
 def conditioned(
     tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
 ) -> Kernel:
-    """diag(r) S diag(r) with r ``(B, N)`` min-max normalised."""
+    """Kernel diag(r) S diag(r) of cosines S, with r ``(B, N)`` min-max normalised."""
     return Kernel(tokens.cosine, sharpen(normalise(r, eps), theta))
 
 
 @atom("similarity_kernel", CosineKernel)
 def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
-    """Cosine of token features, blind to quality."""
+    """Cosine of token features, independent of token quality."""
     cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
     return Kernel(cosine, torch.ones_like(g))
 
@@ -72,7 +80,7 @@ def runtime_conditional_similarity_kernel(
 
 
 def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:
-    """The kernel that a call names, for token quality g ``(B, N)``."""
+    """Compute the kernel of a call, for token quality g ``(B, N)``."""
     kernel = ATOMS.of(call).function(call, tokens, g)
     assert isinstance(kernel, Kernel)
     return kernel

@@ -1,12 +1,10 @@
-"""LanguagePrefix: the language model's first layers over [image, instruction], before prefill.
+"""LanguagePrefix: hidden states of the language model's first layers over [image, instruction].
 
-Knows nothing about weights: a served model or a recording stands behind the protocol.
+Base policies that were published as pruning *inside* the language model read these to select
+tokens before prefill, so that removed tokens never enter the KV cache.
 
-Policies that were published as pruning *inside* the language model read it to select before the
-model runs, so that removed tokens never enter the KV cache.
-
-L = S + N + Lt: S tokens before the image, N visual tokens, Lt text tokens after it, padded on the
-right; H query heads, Hk key heads, d their width. Layers count from 0.
+Shapes: L = S + N + Lt positions: S tokens before the image, N visual tokens and Lt text tokens
+after it, padded on the right; H query heads, Hk key heads, d their width. Layers count from 0.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from vllm_autoprune.errors import SelectionError
 
 
 class LanguagePrefix(Protocol):
-    """B sequences [before, image, instruction]; each call computes no more layers than it needs."""
+    """Hidden states of B sequences [prefix, image, instruction]; layers are computed on demand."""
 
     @property
     def layers(self) -> int:
-        """Layers that the whole language model has."""
+        """Number of layers of the whole language model."""
 
     @property
     def start(self) -> int:
@@ -36,26 +34,26 @@ class LanguagePrefix(Protocol):
         """``(B, Lt)`` bool, false for padding; at least one true in every row."""
 
     def embeddings(self) -> Tensor:
-        """``(B, L, D)``: what enters layer 0."""
+        """``(B, L, D)``: input of layer 0."""
 
     def states(self, layer: int) -> Tensor:
-        """``(B, L, D)``: what leaves ``layer``, before any final norm."""
+        """``(B, L, D)``: output of ``layer``, before the final norm."""
 
     def normed(self, layer: int) -> Tensor:
-        """``(B, L, D)``: :meth:`states` after the model's final norm."""
+        """``(B, L, D)``: output of ``layer`` after the model's final norm."""
 
     def keys(self, layer: int) -> Tensor:
-        """``(B, Hk, L, d)``: the layer's attention keys, with rotary positions."""
+        """``(B, Hk, L, d)``: attention keys of the layer, after RoPE."""
 
     def attention(self, layer: int) -> Tensor:
-        """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens' rows."""
+        """``(B, H, Lt, L)`` float32: attention probabilities of the text tokens as queries."""
 
 
 @dataclass(frozen=True)
 class RecordedPrefix:
-    """A :class:`LanguagePrefix` from tensors of one layer, given out whichever layer is asked for.
+    """A :class:`LanguagePrefix` of recorded tensors, which are returned for every layer.
 
-    Shapes as in the protocol. A tensor that was not recorded is an error only when it is read.
+    Shapes as in the protocol. Reading a tensor that was not recorded raises SelectionError.
     """
 
     start: int
@@ -89,22 +87,22 @@ class RecordedPrefix:
 
 
 def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
-    """Causal attention of the last Q positions, ``(..., H, Q, L)`` float32.
+    """Causal attention probabilities of the last Q positions, ``(..., H, Q, L)`` float32.
 
-    queries ``(..., H, Q, d)`` and keys ``(..., Hk, L, d)``, both with rotary positions; key heads
-    are shared by neighbouring query heads where there are fewer of them.
+    queries ``(..., H, Q, d)`` and keys ``(..., Hk, L, d)``, both after RoPE; with Hk < H,
+    neighbouring query heads share a key head (grouped-query attention).
     """
-    asked, length = queries.shape[-2], keys.shape[-2]
-    shared = queries.shape[-3] // keys.shape[-3]
-    known = keys.float().repeat_interleave(shared, dim=-3)
-    scores = queries.float() @ known.transpose(-1, -2) * queries.shape[-1] ** -0.5
-    later = torch.ones(asked, length, dtype=torch.bool, device=keys.device)
-    allowed = scores.masked_fill(later.triu(length - asked + 1), -torch.inf)
-    rows: Tensor = allowed.softmax(dim=-1)
-    return rows
+    rows, length = queries.shape[-2], keys.shape[-2]
+    group = queries.shape[-3] // keys.shape[-3]
+    repeated = keys.float().repeat_interleave(group, dim=-3)
+    scores = queries.float() @ repeated.transpose(-1, -2) * queries.shape[-1] ** -0.5
+    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device)
+    masked = scores.masked_fill(later.triu(length - rows + 1), -torch.inf)
+    probabilities: Tensor = masked.softmax(dim=-1)
+    return probabilities
 
 
 def _recorded(tensor: Tensor | None, what: str) -> Tensor:
     if tensor is None:
-        raise SelectionError(f"this recording of a language model holds no {what}: record them too")
+        raise SelectionError(f"the recorded language prefix has no {what}: record them")
     return tensor

@@ -1,6 +1,6 @@
-"""Small numeric rules that several atoms share: normalising, ranking, masks.
+"""Row-wise tensor helpers shared by atoms and base policies: normalising, ranking, masks.
 
-Knows nothing about atoms or states.
+All of them keep shapes static, so none of them synchronises with the device.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 FLAT = 1e-12
-"""Below this range a score is constant and says nothing."""
+"""Range below which a score counts as constant."""
 
 
 def normalise(score: Tensor, offset: float = 0.0) -> Tensor:
-    """Min-max over the last axis, ``(..., N) -> (..., N)``; a constant score becomes all ones.
+    """Min-max normalise the last axis, ``(..., N) -> (..., N)``; a constant score becomes all ones.
 
     ``offset`` is added to the numerator only, as CDPruner's code does with 1e-6.
     """
@@ -37,20 +37,20 @@ def mask_of(indices: Tensor, count: int) -> Tensor:
 def raster(mask: Tensor, count: int) -> Tensor:
     """The ``count`` true positions of a mask ``(B, N)``, ascending, ``(B, count)``.
 
-    Shapes stay static, so nothing waits for the device; rows must hold exactly ``count``.
+    Every row must have exactly ``count`` true positions.
     """
     order = torch.sort(mask.to(torch.uint8), dim=1, descending=True, stable=True).indices
     return order[:, :count]
 
 
 def evenly(batch: int, tokens: int, count: int, device: torch.device) -> Tensor:
-    """``count`` evenly spread positions out of ``tokens``, ``(batch, count)``: the last resort."""
+    """``count`` evenly spaced positions in ``0..tokens - 1``, ``(batch, count)``."""
     spread = (torch.arange(count, device=device) * tokens + tokens // 2) // count
     return spread.clamp_max(tokens - 1).expand(batch, count)
 
 
 def confidence(picks: Tensor, count: int) -> Tensor:
-    """``1 - rank / P`` for picks ``(B, P)`` in order, 0 for every other token, ``(B, count)``."""
+    """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens, ``(B, count)``."""
     batch, picked = picks.shape
     falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(1, picked)
     none = torch.zeros(batch, count, device=picks.device)
@@ -58,9 +58,9 @@ def confidence(picks: Tensor, count: int) -> Tensor:
 
 
 def places(order: Tensor, allowed: Tensor) -> Tensor:
-    """Each token's place in an order ``(B, M)`` of token indices, ``(B, N)`` int64.
+    """Position ``(B, N)`` int64 of each token in an order ``(B, M)`` of token indices.
 
-    N for a token that is not in the order, or not in the mask ``allowed`` ``(B, N)``.
+    N for a token that is not in the order or not in the mask ``allowed`` ``(B, N)``.
     """
     batch, count = allowed.shape
     last = torch.full((batch, count), count, dtype=torch.int64, device=order.device)
@@ -69,5 +69,5 @@ def places(order: Tensor, allowed: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """``(B, n, k) @ (B, k, m)``, each image on its own: the same bits alone and in a batch."""
+    """``(B, n, k) @ (B, k, m)``, one product per image: bit-identical alone and in a batch."""
     return torch.stack([a @ b for a, b in zip(left, right, strict=True)])

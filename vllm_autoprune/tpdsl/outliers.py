@@ -1,7 +1,4 @@
-"""Which scores stand out: the interquartile rule that PruMerge and TRIM count by.
-
-Knows nothing about what is scored.
-"""
+"""Outliers of a score by the interquartile rule, as PruMerge and TRIM count them."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ from torch import Tensor
 
 
 def outliers(score: Tensor) -> Tensor:
-    """``(R, n)`` bool: scores above Q3 + 1.5 (Q3 - Q1) of their row.
+    """Outliers of each row, ``(R, n)`` bool: scores above Q3 + 1.5 (Q3 - Q1).
 
-    Quartiles in float32, linear between neighbours and rounded as numpy's ``percentile`` does it,
-    which the published code calls. NaN is no outlier.
+    Quartiles are float32 with linear interpolation, rounded as by numpy's ``percentile``, which the
+    published code calls. NaN is not an outlier.
     """
     ordered = score.float().sort(dim=1).values
     low, high = _quantile(ordered, 0.25), _quantile(ordered, 0.75)
@@ -20,10 +17,10 @@ def outliers(score: Tensor) -> Tensor:
 
 
 def _quantile(ordered: Tensor, share: float) -> Tensor:
-    """``(R,)``: the value that ``share`` of an ascending row ``(R, n)`` lies below."""
+    """Quantile ``(R,)`` at ``share`` of ascending rows ``(R, n)``."""
     place = share * (ordered.shape[1] - 1)
     below = int(place)
     part = place - below
     a, b = ordered[:, below], ordered[:, min(below + 1, ordered.shape[1] - 1)]
-    # The form that is exact at the nearer end.
+    # Interpolate from the nearer end, where the result is exact.
     return a + (b - a) * part if part < 0.5 else b - (b - a) * (1 - part)

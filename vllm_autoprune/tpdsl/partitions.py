@@ -1,9 +1,7 @@
 """Partitions (C): label every token with the part of the image that it belongs to.
 
-Knows nothing about what a label is used for.
-
-They are atoms of candidate_pool, and a state names one under ``constraints.partition``. Every
-function takes its call and B images and returns ``(B, N)`` int64 labels from 0 to N - 1.
+These are atoms of the group candidate_pool; a state names one as ``constraints.partition``. Every
+function takes its call and B images and returns labels ``(B, N)`` int64 in 0..N-1.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from vllm_autoprune.tpdsl.numerics import products
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 SETTLED = 1e-12
-"""Least squared length of a centroid: a cluster whose tokens cancel out points nowhere."""
+"""Squared length below which a centroid has no direction, because its members cancel out."""
 
 
 class PartitionCall(AtomCall):
@@ -30,21 +28,21 @@ class PartitionCall(AtomCall):
 class GridPartition(PartitionCall):
     """Parameters of spatial_grid_partition."""
 
-    cells: int = Field(4, ge=2, le=12, description="cells a side, within each tile")
+    cells: int = Field(4, ge=2, le=12, description="cells per side of each tile")
 
 
 class ClusterPartition(PartitionCall):
     """Parameters of feature_cluster_partition."""
 
-    clusters: int = Field(16, ge=2, le=64, description="how many clusters")
-    iters: int = Field(5, ge=1, le=20, description="rounds of k-means")
+    clusters: int = Field(16, ge=2, le=64, description="number of clusters")
+    iters: int = Field(5, ge=1, le=20, description="iterations of k-means")
 
 
 Partition = Annotated[PartitionCall, OneOf("candidate_pool", PartitionCall)]
 
 
 def grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, int]:
-    """``(N,)`` cell of each token, and how many cells there are; a tile has its own."""
+    """Cell ``(N,)`` of each token, and the number of cells; every tile has its own cells."""
     rows, columns = min(cells, grid.height), min(cells, grid.width)
     y = torch.arange(grid.height, device=device) * rows // grid.height
     x = torch.arange(grid.width, device=device) * columns // grid.width
@@ -56,9 +54,9 @@ def grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, in
 def clusters_of(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor, Tensor]:
     """Spherical k-means on cosines ``(B, N, N)``: labels, and cosines ``(B, N, C)`` to centroids.
 
-    The features themselves are not read: a centroid is the sum of its members' directions, so
-    its cosines follow from theirs. Begins at the token least like the image's mean, then at the
-    farthest points; a cluster that loses all its members keeps its centroid.
+    Features are not needed: a centroid is the sum of its members' directions, so its cosines are
+    sums of theirs. Seeds are the token farthest from the image's mean and then farthest points; a
+    cluster that loses all its members keeps its centroid.
     """
     batch, tokens, _ = cosine.shape
     count = min(clusters, tokens)
@@ -77,7 +75,7 @@ def clusters_of(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor, Tens
 
 
 def _to_centroids(cosine: Tensor, near: Tensor) -> Tensor:
-    """Cosines ``(B, N, C)`` to the centroids of the clusters that ``near`` assigns."""
+    """Cosines ``(B, N, C)`` to the centroids of the clusters assigned by the cosines ``near``."""
     member = torch.zeros_like(near).scatter_(2, near.argmax(dim=2, keepdim=True), 1.0)
     along = products(cosine, member)
     squared = (along * member).sum(dim=1, keepdim=True)
@@ -87,19 +85,19 @@ def _to_centroids(cosine: Tensor, near: Tensor) -> Tensor:
 
 @atom("candidate_pool", ClusterPartition)
 def feature_cluster_partition(call: ClusterPartition, tokens: VisualTokens) -> Tensor:
-    """Label every token with its cluster of features, by spherical k-means from farthest points."""
+    """Label tokens by spherical k-means on their features, seeded with farthest points."""
     return clusters_of(tokens.cosine, call.clusters, call.iters)[0]
 
 
 @atom("candidate_pool", GridPartition)
 def spatial_grid_partition(call: GridPartition, tokens: VisualTokens) -> Tensor:
-    """Label every token with its cell of a grid over its tile."""
+    """Label tokens by their cell in a regular grid over each tile."""
     cells, _ = grid_cells(tokens.grid, call.cells, tokens.features.device)
     return cells.expand(tokens.batch, -1)
 
 
 def run_partition(call: PartitionCall, tokens: VisualTokens) -> Tensor:
-    """Labels ``(B, N)`` of the partition that a call names."""
+    """Run the partition of a call: labels ``(B, N)``."""
     labels = ATOMS.of(call).function(call, tokens)
     assert isinstance(labels, Tensor)
     return labels

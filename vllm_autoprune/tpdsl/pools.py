@@ -1,15 +1,13 @@
-"""Candidate pools (C): which tokens outside the reference selection may be swapped in.
+"""Candidate pools (C): tokens outside the reference selection that may be exchanged in.
 
-Knows nothing about how a swap is decided.
+The builders that a state lists are applied in sequence: the first sees every token outside the
+reference selection, each later one the pool of the one before it. Quality followed by diversity
+means "the best tokens, and of those the ones least similar to the reference selection". To unite
+pools instead, use ``multi_source_pool_builder``, which takes tokens from its sources in turn.
 
-A state lists builders, and they narrow: the first sees every token outside the reference
-selection, each later one only what the one before it left. Quality first and diversity second thus
-means "good tokens, and among them those least like what is already kept". To join pools instead, a
-builder of the list may be ``multi_source_pool_builder``, which takes its sources' tokens in turn.
-
-Every builder returns ``(B, N)`` int64: a token's place in the builder's own order, N for a token
-that is not in its pool. How many tokens a pool holds at most is known without a look at it, so a
-builder that compares its candidates with each other can leave the rest of the image alone.
+Every builder returns ``(B, N)`` int64: the position of each token in the builder's own order, N for
+a token outside its pool. The largest possible size of a pool is known in advance, so builders that
+compare candidates with each other need no work of size N x N.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens that a builder may take: a mask ``(B, N)``, and a bound on how many those are."""
+    """Tokens that a builder may take: a mask ``(B, N)``, and an upper bound on their number."""
 
     mask: Tensor
     most: int
@@ -44,21 +42,21 @@ class PoolCall(AtomCall):
     """An atom that builds a pool."""
 
     def most(self, grid: Grid, picked: int) -> int:
-        """Tokens that its pool may hold, for a reference selection of ``picked``."""
+        """Largest size of the pool, for a reference selection of ``picked`` tokens."""
         return grid.tokens - picked
 
 
 class SourceCall(PoolCall):
-    """A pool builder that may be one of several sources."""
+    """A pool builder that may be a source of ``multi_source_pool_builder``."""
 
 
 class SizedPool(SourceCall):
-    """A pool builder and the size of its pool, relative to the budget."""
+    """A pool builder with a pool size relative to K."""
 
     pool_ratio: float = Field(1.0, ge=0.25, le=8.0, description="pool size as a multiple of K")
 
     def most(self, grid: Grid, picked: int) -> int:
-        """Its size, or all that is outside the reference selection."""
+        """The pool size, at most the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
 
 
@@ -69,7 +67,7 @@ class CoveragePool(SourceCall):
 
 
 def _size(ratio: float, grid: Grid, picked: int) -> int:
-    """Tokens of a pool: no more than there are outside the reference selection."""
+    """Size of a pool: ``ratio`` x K, at most the number of tokens outside the selection."""
     return min(grid.tokens - picked, max(1, math.ceil(ratio * picked)))
 
 
@@ -77,7 +75,7 @@ def _size(ratio: float, grid: Grid, picked: int) -> int:
 def quality_pool_builder(
     call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
-    """The tokens of highest fused quality outside the reference selection."""
+    """Tokens of highest quality g outside the reference selection."""
     order = ranked(g.masked_fill(~allowed.mask, -torch.inf))
     return places(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
 
@@ -86,17 +84,17 @@ def quality_pool_builder(
 def spatial_coverage_pool_builder(
     call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
-    """The token of highest quality in each grid cell that holds no reference token."""
+    """The token of highest quality in each grid cell without a reference token."""
     cells, count = grid_cells(tokens.grid, call.cells, g.device)
     labels = cells.expand(tokens.batch, -1)
     covered = mask_of(labels.gather(1, reference), count).gather(1, labels)
-    found = g.masked_fill(covered | ~allowed.mask, -torch.inf)
+    scores = g.masked_fill(covered | ~allowed.mask, -torch.inf)
     inside = cells[:, None] == torch.arange(count, device=g.device)
-    value, best = found[:, :, None].masked_fill(~inside, -torch.inf).max(dim=1)
-    # A cell without a candidate marks one token more than there are.
+    value, best = scores[:, :, None].masked_fill(~inside, -torch.inf).max(dim=1)
+    # For a cell without a candidate, mark position N, which is cut off.
     best = best.where(value > -torch.inf, tokens.count)
     chosen = mask_of(best, tokens.count + 1)[:, : tokens.count]
-    return places(ranked(found.masked_fill(~chosen, -torch.inf)), chosen)
+    return places(ranked(scores.masked_fill(~chosen, -torch.inf)), chosen)
 
 
 @atom("candidate_pool", SizedPool, origin="listed")
@@ -104,24 +102,24 @@ def diversity_pool_builder(
     call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
-    # The candidates, and after them others up to the bound, which may not be picked.
-    found = raster(allowed.mask, allowed.most)
-    taken = ~allowed.mask.gather(1, found)
-    among, to_reference = _cosines_of(tokens, found, reference)
+    # The candidates, padded to the upper bound with other tokens, which are masked as taken.
+    candidates = raster(allowed.mask, allowed.most)
+    taken = ~allowed.mask.gather(1, candidates)
+    among, to_reference = _cosines_of(tokens, candidates, reference)
     size = min(allowed.most, call.most(tokens.grid, reference.shape[1]))
     nearest = (1 - to_reference).amin(dim=2)
     order = farthest_points(1 - among, size, nearest=nearest, taken=taken)
-    return places(found.gather(1, order), allowed.mask)
+    return places(candidates.gather(1, order), allowed.mask)
 
 
 def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``.
 
-    Compared within their tile only, tokens of two tiles count as unlike: their cosine is 0.
+    If tokens are compared within their tile only, the cosine of tokens of two tiles counts as 0.
     """
     grid = tokens.grid
     if grid.tiles > 1 and tokens.tile_scope == "per_tile":
-        # All rows there are of a token: its tile's. The selection has made them already.
+        # Per-tile cosines are already cached by the base selection or the signals.
         rows = rows_at(tokens.by_image(tokens.tile_cosine), some)
         return _within_tiles(rows, some, some, grid), _within_tiles(rows, some, others, grid)
     if grid.tiles == 1 or tokens.known_cosine is not None:
@@ -131,14 +129,14 @@ def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Ten
             rows.gather(2, some[:, None].expand(-1, count, -1)),
             rows.gather(2, others[:, None].expand(-1, count, -1)),
         )
-    # Over all tiles nothing is known yet, and all of it would be several selections' work.
+    # Cosines over all tiles are not cached, and computing all N x N would dominate the selection.
     features = rows_at(tokens.features, some)
     among = cosines(features, features.norm(dim=-1, keepdim=True))
     return among, cosines_between(features, rows_at(tokens.features, others))
 
 
 def _within_tiles(rows: Tensor, some: Tensor, others: Tensor, grid: Grid) -> Tensor:
-    """``(B, R, C)`` of rows ``(B, R, n)`` that each belong to the tile of their own token."""
+    """Cosines ``(B, R, C)`` from per-tile rows ``(B, R, n)``; 0 for tokens of different tiles."""
     place = (others % grid.per_tile)[:, None].expand(-1, some.shape[1], -1)
     apart = (some // grid.per_tile)[:, :, None] != (others // grid.per_tile)[:, None]
     return rows.gather(2, place).masked_fill_(apart, 0.0)
@@ -156,11 +154,11 @@ class JoinedPool(PoolCall):
             by_default(SourceCall, "quality_pool_builder"),
             by_default(SourceCall, "spatial_coverage_pool_builder"),
         ),
-        description="builders whose pools are joined",
+        description="builders whose pools are united",
     )
 
     def most(self, grid: Grid, picked: int) -> int:
-        """Its size, or all that is outside the reference selection."""
+        """The pool size, at most the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
 
 
@@ -168,9 +166,9 @@ class JoinedPool(PoolCall):
 def multi_source_pool_builder(
     call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
-    """The best tokens of several pools in turn, until the pool is full."""
+    """Union of several pools, filled by taking the best token of each source in turn."""
     sources = [_places(source, tokens, g, reference, allowed) for source in call.sources]
-    # A token's turn is its place in the source that names it first; sources go in their order.
+    # Turn of a token: its smallest position in any source; ties go to the earlier source.
     turns = [place * len(sources) + index for index, place in enumerate(sources)]
     turn = torch.stack(turns).amin(dim=0)
     order = turn.argsort(dim=1, stable=True)[:, : call.most(tokens.grid, reference.shape[1])]
@@ -183,7 +181,7 @@ Pool = Annotated[PoolCall, OneOf("candidate_pool", PoolCall)]
 def build_pool(
     calls: Sequence[PoolCall], tokens: VisualTokens, g: Tensor, reference: Tensor
 ) -> Tensor:
-    """Pool T_S as a mask ``(B, N)``, from quality ``(B, N)`` and reference ``(B, P)``."""
+    """Candidate pool T_S as a mask ``(B, N)``, from g ``(B, N)`` and reference ``(B, P)``."""
     picked = reference.shape[1]
     allowed = Candidates(~mask_of(reference, tokens.count), tokens.count - picked)
     for call in calls:
@@ -195,6 +193,6 @@ def build_pool(
 def _places(
     call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
-    found = ATOMS.of(call).function(call, tokens, g, reference, allowed)
-    assert isinstance(found, Tensor)
-    return found
+    positions = ATOMS.of(call).function(call, tokens, g, reference, allowed)
+    assert isinstance(positions, Tensor)
+    return positions

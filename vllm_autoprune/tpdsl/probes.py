@@ -1,7 +1,4 @@
-"""Synthetic images that carry every input a policy may read, so that any policy can be checked.
-
-Knows nothing about what is looked for in them.
-"""
+"""Synthetic images with every optional input, on which any policy can be checked."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _HEADS, _HEAD_WIDTH = 2, 8
 
 
 def synthetic_probes(budget: int) -> list[VisualTokens]:
-    """Images that selectors find easy and hard: clustered, all alike, low rank, K just below N."""
+    """Clustered, constant and tiled images with N just above K, which include degenerate cases."""
     side = max(4, math.ceil(math.sqrt(budget + 1)))
     tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
     return [
@@ -33,7 +30,7 @@ def synthetic_probes(budget: int) -> list[VisualTokens]:
 
 
 class _Probe:
-    """Two images whose tokens belong to clusters, in every space in which they are described."""
+    """Two images whose tokens form clusters, in the feature space and in every other input."""
 
     def __init__(self, grid: Grid, *, seed: int, clusters: int, noise: float) -> None:
         self._grid, self._clusters, self._noise = grid, clusters, noise
@@ -41,53 +38,53 @@ class _Probe:
         self._owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=self._source)
 
     def tokens(self) -> VisualTokens:
-        """Every input filled."""
+        """The images, with every optional input present."""
         features, patches = self._clustered(_WIDTH), self._clustered(16)
         used = torch.ones(_BATCH, 1, dtype=torch.bool)
-        instruction = Instruction(patches, self._bell(_BATCH, 1, 16), used, sign=1)
+        instruction = Instruction(patches, self._normal(_BATCH, 1, 16), used, sign=1)
         return VisualTokens(
             features,
             self._grid,
-            cls_attention=self._bell(_BATCH, self._grid.tokens).softmax(dim=1),
+            cls_attention=self._normal(_BATCH, self._grid.tokens).softmax(dim=1),
             instruction=instruction,
             tower=self._tower(),
             language=self._language(features),
         )
 
     def _tower(self) -> TowerStates:
-        projector = self._bell(_TOWER_WIDTH, _WIDTH) / _TOWER_WIDTH**0.5
-        # Constant within a cluster: all tokens of the second probe are attended to alike.
+        projector = self._normal(_TOWER_WIDTH, _WIDTH) / _TOWER_WIDTH**0.5
+        # Constant within a cluster, so all tokens of the second probe get equal attention.
         attention = self._clustered(1)[:, :, 0].softmax(dim=1)
         return TowerStates(
             patches=self._clustered(_TOWER_WIDTH),
             keys=self._clustered(_HEAD_WIDTH),
             project=lambda rows: rows @ projector,
-            cls=self._bell(_BATCH, self._grid.tiles, _TOWER_WIDTH),
+            cls=self._normal(_BATCH, self._grid.tiles, _TOWER_WIDTH),
             next_layer=NextLayer(attention, self._clustered(_TOWER_WIDTH)),
         )
 
     def _language(self, features: Tensor) -> RecordedPrefix:
-        """One position before the image, six after it, of which the second image has four."""
+        """One token before the image and six text tokens, the last two padding in image 2."""
         text = torch.arange(_TEXT) < torch.tensor([[_TEXT], [_TEXT - 2]])
-        sequence = [self._bell(_BATCH, 1, _WIDTH), features, self._bell(_BATCH, _TEXT, _WIDTH)]
+        sequence = [self._normal(_BATCH, 1, _WIDTH), features, self._normal(_BATCH, _TEXT, _WIDTH)]
         entering = torch.cat(sequence, dim=1)
         length = entering.shape[1]
-        rows = self._bell(_BATCH, _HEADS, _TEXT, length)
+        rows = self._normal(_BATCH, _HEADS, _TEXT, length)
         return RecordedPrefix(
             start=1,
             text=text,
-            # So deep that any layer a state may name is there: it is the recording in any case.
+            # More layers than any state may name; the recorded tensors serve for all of them.
             layers=1024,
             recorded_embeddings=entering,
             recorded_states=entering,
             recorded_normed=entering,
-            recorded_keys=self._bell(_BATCH, _HEADS, length, _HEAD_WIDTH),
+            recorded_keys=self._normal(_BATCH, _HEADS, length, _HEAD_WIDTH),
             recorded_attention=rows.softmax(dim=-1),
         )
 
     def _clustered(self, width: int) -> Tensor:
-        centres = self._bell(self._clusters, width)
-        return centres[self._owner] + self._noise * self._bell(*self._owner.shape, width)
+        centres = self._normal(self._clusters, width)
+        return centres[self._owner] + self._noise * self._normal(*self._owner.shape, width)
 
-    def _bell(self, *shape: int) -> Tensor:
+    def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._source)

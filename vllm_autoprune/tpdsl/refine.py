@@ -1,9 +1,7 @@
 """Algorithm 1: TPDSL-guided residual refinement, for a batch of images at once.
 
-Knows nothing about files, servers or devices; nothing in it waits for the device.
-
-    base selection -> scores -> pool -> residual exchange | reassembly
-    ---------------------- choose ----------------------- | assemble -
+base selection -> scores -> pool -> residual exchange | reassembly
+---------------------- choose ----------------------- | assemble -
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
-    """T_v* of every image: exactly K rows, finite, of unique tokens.
+    """Refined tokens T_v* of every image: exactly K finite rows of unique tokens.
 
-    Where K >= N every token is kept untouched. Where an image's features or signals are not
-    finite its reference selection is kept, or an even spread where the base policy has nothing
-    finite to read either; :attr:`Refined.fallback` says so, per image, without a host sync.
+    If K >= N all tokens are kept unchanged. If the scores of an image are not finite, its reference
+    selection is kept; if the inputs of the base policy are not finite either, K evenly spaced
+    tokens are kept. :attr:`Refined.fallback` records this per image, without a host sync.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
@@ -41,14 +39,14 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
 
 @torch.no_grad()
 def choose(policy: PruningPolicy, tokens: VisualTokens) -> Chosen:
-    """The tokens that are kept of every image; needs K < N. A choice has no derivative."""
+    """Select the tokens to keep of every image, without gradients; needs K < N."""
     if "instruction" in policy.needs:
         tokens.require_instruction()
     selected = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
     readable = _readable(policy, tokens)
     reference = _trusted(selected, readable, tokens)
     picks = reference.picks
-    kept, scored, g = mask_of(picks, tokens.count), _mergeable(policy, tokens), None
+    kept, scored, g = mask_of(picks, tokens.count), _instruction_finite(policy, tokens), None
     if policy.scores:
         view = view_of(policy.state.source.tokens, tokens)
         g = _quality(policy, tokens, view, picks)
@@ -64,19 +62,19 @@ def choose(policy: PruningPolicy, tokens: VisualTokens) -> Chosen:
 
 
 def assemble(policy: PruningPolicy, tokens: VisualTokens, chosen: Chosen) -> Refined:
-    """Rows of the kept tokens, finite; as they came where an image fell back.
+    """Compute the finite rows of the kept tokens; unmerged for images with a fallback.
 
-    What made an image fall back may be in a discarded token, which must not reach kept ones.
+    The value that caused a fallback may belong to a discarded token, so no token may be merged.
     """
     rows, indices = run_reassembly(policy.state.reassembly, tokens, chosen)
     untouched = gather_rows(chosen.reference.rows(tokens), chosen.indices)
-    held = (chosen.fallback == 0)[:, None]
-    ordered = replace(chosen, indices=torch.where(held, indices, chosen.indices))
-    return _refined(tokens, ordered, torch.where(held[:, :, None], rows, untouched))
+    sound = (chosen.fallback == 0)[:, None]
+    ordered = replace(chosen, indices=torch.where(sound, indices, chosen.indices))
+    return _refined(tokens, ordered, torch.where(sound[:, :, None], rows, untouched))
 
 
 def keep_reference(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
-    """The base policy's selection alone: pi_P(T_v, X_q; K)."""
+    """Keep the base policy's selection: pi_P(T_v, X_q; K)."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return everything(tokens)
@@ -85,7 +83,7 @@ def keep_reference(policy: PruningPolicy, tokens: VisualTokens) -> Refined:
 
 
 def keep_evenly(budget: int, tokens: VisualTokens) -> Refined:
-    """An even spread of K tokens that reads nothing: what is left when all else failed."""
+    """Keep K evenly spaced tokens, without reading any input: the last fallback."""
     if budget >= tokens.count:
         return everything(tokens)
     spread = evenly(tokens.batch, tokens.count, budget, tokens.features.device)
@@ -93,12 +91,12 @@ def keep_evenly(budget: int, tokens: VisualTokens) -> Refined:
 
 
 def keep_these(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> Refined:
-    """A given selection ``(B, K)`` in any order, features untouched but finite."""
+    """Keep the tokens at indices ``(B, K)``, given in any order, with unmerged finite rows."""
     return _keep(tokens, Reference(picks), fallback)
 
 
 def everything(tokens: VisualTokens) -> Refined:
-    """All N tokens as they came."""
+    """Keep all N tokens unchanged."""
     device = tokens.features.device
     indices = torch.arange(tokens.count, device=device).expand(tokens.batch, -1)
     none = torch.zeros(tokens.batch, dtype=torch.int64, device=device)
@@ -117,19 +115,19 @@ def _refined(tokens: VisualTokens, chosen: Chosen, rows: Tensor) -> Refined:
     extra, picks = chosen.reference.extra, chosen.reference.picks
     if extra is not None:
         rows = torch.cat([rows, extra.to(rows.dtype)], dim=1)
-    still = mask_of(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    remaining = mask_of(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
     return Refined(
         features=rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
         indices=chosen.indices,
         reference=picks,
-        exchanged=picks.shape[1] - still,
+        exchanged=picks.shape[1] - remaining,
         fallback=chosen.fallback,
         quality=chosen.quality,
     )
 
 
 def _trusted(reference: Reference, readable: Tensor, tokens: VisualTokens) -> Reference:
-    """The reference selection, an even spread for images of which nothing could be read."""
+    """Replace the selection of images with non-finite inputs by evenly spaced tokens."""
     count = reference.picks.shape[1]
     spread = evenly(tokens.batch, tokens.count, count, reference.picks.device)
     trusted = replace(reference, picks=torch.where(readable[:, None], reference.picks, spread))
@@ -141,26 +139,26 @@ def _trusted(reference: Reference, readable: Tensor, tokens: VisualTokens) -> Re
 
 
 def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
-    """``(B,)``: everything that the base policy reads is finite."""
-    # A token's length is finite only where all of it is: one pass over the features, not three.
+    """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
+    # A norm is finite only if all components are, and the norms are computed anyway.
     readable = tokens.norm.isfinite().flatten(1).all(dim=1)
-    read: list[Tensor] = []
+    inputs: list[Tensor] = []
     needs = policy.base.needs
     if "instruction" in needs and tokens.instruction is not None:
         if tokens.instruction.patches is not tokens.features:
-            read.append(tokens.instruction.patches)
+            inputs.append(tokens.instruction.patches)
         used = tokens.instruction.segments[:, :, None]
-        read.append(torch.where(used, tokens.instruction.text, 0.0))
+        inputs.append(torch.where(used, tokens.instruction.text, 0.0))
     if "cls_attention" in needs and tokens.cls_attention is not None:
-        read.append(tokens.cls_attention[:, :, None])
+        inputs.append(tokens.cls_attention[:, :, None])
     if "tower" in needs and tokens.tower is not None:
-        read += [tokens.tower.patches, tokens.tower.keys]
+        inputs += [tokens.tower.patches, tokens.tower.keys]
     if "next_layer" in needs and tokens.tower is not None:
         following = tokens.require_next_layer()
-        read += [following.attention[:, :, None], following.keys]
+        inputs += [following.attention[:, :, None], following.keys]
     if "language" in needs and tokens.language is not None:
-        read.append(tokens.language.embeddings())
-    for part in read:
+        inputs.append(tokens.language.embeddings())
+    for part in inputs:
         readable &= part.norm(dim=-1).isfinite().all(dim=1)
     return readable
 
@@ -168,22 +166,22 @@ def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
 def _quality(
     policy: PruningPolicy, tokens: VisualTokens, view: VisualTokens, picks: Tensor
 ) -> Tensor:
-    """Token quality g ``(B, N)``; the same for every token where no signal has any weight."""
+    """Token quality g ``(B, N)``; constant if no signal has a positive weight."""
     state = policy.state
     calls = [call for call in state.scoring.signals if call.weight > 0]
     g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
     if calls:
         signals = [run_signal(call, view, picks) for call in calls]
         g = run_fusion(state.scoring.fusion, signals, [call.weight for call in calls], picks)
-    known = Known(tokens, state.base_policy, policy.budget, picks)
+    inputs = Known(tokens, state.base_policy, policy.budget, picks)
     for prior in state.source.priors:
         if not is_idle(prior):
-            g = g * run_prior(prior, known)
+            g = g * run_prior(prior, inputs)
     return g
 
 
 def _exchange(policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor) -> Tensor:
-    """Refined subset as a mask ``(B, N)``."""
+    """Kept tokens after the exchange, as a mask ``(B, N)``."""
     scoring, constraints = policy.state.scoring, policy.state.constraints
     revision = Revision(
         tokens=view,
@@ -197,8 +195,8 @@ def _exchange(policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tenso
     return run_selector(constraints.selector, revision)
 
 
-def _mergeable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
-    """``(B,)``: what the residual and the reassembly read of the instruction is finite."""
+def _instruction_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Whether relevance, as read by scores and reassembly, is finite, ``(B,)`` bool."""
     instruction = tokens.instruction
     if "instruction" not in policy.needs or instruction is None:
         return torch.ones(tokens.batch, dtype=torch.bool, device=tokens.features.device)

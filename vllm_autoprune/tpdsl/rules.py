@@ -1,10 +1,8 @@
-"""What the loader asks of a state beyond its JSON Schema: the one list of such checks.
+"""Validation rules that a JSON Schema cannot express, and the checks across two fields.
 
-Knows nothing about how a text is read or how an error is shown.
-
-The JSON Schema and the loader accept the same set of states but for these rules, each of which
-says why a schema has no words for it. A refused state's problems carry the name of the rule as
-:attr:`vllm_autoprune.errors.Problem.kind`, so that tests can hold both sides to it.
+The JSON Schema and the loader accept the same states except for these rules, each with the reason
+why a schema cannot express it. Problems of a refused state carry the name of the rule as
+:attr:`vllm_autoprune.errors.Problem.kind`, so that tests can compare the loader with the schema.
 """
 
 from __future__ import annotations
@@ -18,20 +16,20 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.budget import Budget, BudgetCall
 from vllm_autoprune.tpdsl.constraints import Selector, SelectorCall
-from vllm_autoprune.tpdsl.text import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from vllm_autoprune.tpdsl.shown import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One check that a JSON Schema cannot express: its name, what it asks, why no schema can."""
+    """One rule: its name, what it requires, and why a JSON Schema cannot express it."""
 
     kind: str
-    asks: str
+    requires: str
     why: str
 
 
-_TEXT = "a schema sees values, not the text they were written in"
-_WHOLE = "a schema has no words for a state as a whole"
+_TEXT = "a schema sees values, not their text"
+_WHOLE = "a schema cannot limit a document as a whole"
 _TWO = "a schema cannot compare two fields"
 
 RULES = {
@@ -58,10 +56,10 @@ _SELECTOR: TypeAdapter[SelectorCall] = TypeAdapter(Selector)
 
 
 def contradictions(data: Mapping[str, JsonValue]) -> Iterator[Problem]:
-    """Rules about two fields, on a JSON object that need not be valid elsewhere.
+    """Check the rules about two fields of a JSON object that may be invalid elsewhere.
 
-    Only the parts that a rule reads must be sound, so that a contradiction is told along with
-    all other problems.
+    Only the parts that a rule reads must be valid, so that contradictions are reported together
+    with all other problems.
     """
     budget = _part(_BUDGET, data.get("budget"))
     if budget is None:

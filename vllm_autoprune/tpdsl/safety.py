@@ -1,7 +1,4 @@
-"""Safety checks: the atoms a state lists, and the record that says valid or why not.
-
-Knows nothing about how a policy selects: it looks only at what comes out.
-"""
+"""Safety checks: atoms that a state lists, and the record of their verdicts."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ VERDICTS = ("exact_count", "valid_indices", "finite_scores", "shapes", "determin
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One of the five verdicts, with what was seen."""
+    """One of the five verdicts, with the observed values."""
 
     name: str
     ok: bool
@@ -33,23 +30,23 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SafetyRecord:
-    """d_alpha: the outcome of SafetyCheck (section "Materialize" of the paper)."""
+    """d_alpha: the result of SafetyCheck (section "Materialize" of the paper)."""
 
     verdicts: tuple[Verdict, ...]
 
     @property
     def valid(self) -> bool:
-        """True when every verdict holds."""
+        """Whether every verdict is positive."""
         return all(verdict.ok for verdict in self.verdicts)
 
     def failures(self) -> tuple[Verdict, ...]:
-        """The verdicts that do not hold."""
+        """The negative verdicts."""
         return tuple(verdict for verdict in self.verdicts if not verdict.ok)
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a policy promises at one budget."""
+    """Guarantees of a policy at one budget."""
 
     budget: int
     r_min: int
@@ -59,21 +56,21 @@ class Expectation:
 class DeterminismCall(AtomCall):
     """Parameters of deterministic."""
 
-    repeats: int = Field(2, ge=2, le=5, description="executions that are compared")
+    repeats: int = Field(2, ge=2, le=5, description="number of runs that are compared")
 
 
 @atom("safety_checks")
 def preserve_budget(
-    call: AtomCall, tokens: VisualTokens, runs: Sequence[Refined], want: Expectation
+    call: AtomCall, tokens: VisualTokens, runs: Sequence[Refined], expected: Expectation
 ) -> tuple[Verdict, ...]:
-    """Exactly K unique in-range indices, at least r_min of the reference, at most q_e swaps."""
+    """Exactly K unique indices in range, at least r_min reference tokens, at most q_e exchanges."""
     run = runs[0]
     images, picked = run.indices.shape
-    counted = (images, picked + run.extra) == (tokens.batch, want.budget) and picked > 0
-    told = f"{images} images of {picked} tokens and {run.extra} further rows, K = {want.budget}"
-    count = Verdict("exact_count", counted, told)
+    counted = (images, picked + run.extra) == (tokens.batch, expected.budget) and picked > 0
+    detail = f"{images} images of {picked} tokens and {run.extra} extra rows, K = {expected.budget}"
+    count = Verdict("exact_count", counted, detail)
     if not counted:
-        return (count, Verdict("valid_indices", False, "not looked at: the count is wrong"))
+        return (count, Verdict("valid_indices", False, "not checked: the count is wrong"))
     inside = bool(((run.indices >= 0) & (run.indices < tokens.count)).all())
     unique = bool((run.indices.sort(dim=1).values.diff(dim=1) > 0).all())
     distinct = bool((run.reference.sort(dim=1).values.diff(dim=1) > 0).all())
@@ -82,36 +79,38 @@ def preserve_budget(
     if ok:
         member = mask_of(run.indices, tokens.count)
         kept = int(member.gather(1, run.reference).sum(dim=1).min()) + run.extra
-        detail += f", reference tokens kept: {kept} of at least {want.r_min}"
-        ok = kept >= want.r_min and want.budget - kept <= want.quota
+        detail += f", reference tokens kept: {kept} of at least {expected.r_min}"
+        ok = kept >= expected.r_min and expected.budget - kept <= expected.quota
     return (count, Verdict("valid_indices", ok, detail))
 
 
 @atom("safety_checks")
 def no_shape_change(
-    call: AtomCall, tokens: VisualTokens, runs: Sequence[Refined], want: Expectation
+    call: AtomCall, tokens: VisualTokens, runs: Sequence[Refined], expected: Expectation
 ) -> tuple[Verdict, ...]:
-    """K x D rows of the input's dtype and device, finite, from finite scores."""
+    """K x D finite rows of the input's dtype and device, computed from finite scores."""
     run = runs[0]
-    expected = (tokens.batch, want.budget, tokens.features.shape[2])
+    shape = (tokens.batch, expected.budget, tokens.features.shape[2])
     same = (
-        tuple(run.features.shape) == expected
+        tuple(run.features.shape) == shape
         and run.features.dtype == tokens.features.dtype
         and run.features.device == tokens.features.device
     )
     rows = bool(run.features.isfinite().all())
-    fell = int((run.fallback != 0).sum())
+    fallbacks = int((run.fallback != 0).sum())
     return (
-        Verdict("finite_scores", rows and fell == 0, f"finite rows: {rows}, fell back: {fell}"),
-        Verdict("shapes", same, f"features {tuple(run.features.shape)}, expected {expected}"),
+        Verdict(
+            "finite_scores", rows and not fallbacks, f"finite rows: {rows}, fell back: {fallbacks}"
+        ),
+        Verdict("shapes", same, f"features {tuple(run.features.shape)}, expected {shape}"),
     )
 
 
 @atom("safety_checks", DeterminismCall)
 def deterministic(
-    call: DeterminismCall, tokens: VisualTokens, runs: Sequence[Refined], want: Expectation
+    call: DeterminismCall, tokens: VisualTokens, runs: Sequence[Refined], expected: Expectation
 ) -> tuple[Verdict, ...]:
-    """Repeated runs on the same input give the same indices and the same bits."""
+    """Repeated runs on the same input give the same indices and bit-identical rows."""
     first = runs[0]
     same = all(
         torch.equal(first.indices, run.indices) and torch.equal(first.features, run.features)
@@ -122,9 +121,9 @@ def deterministic(
 
 @atom("safety_checks")
 def fallback_to_selection(
-    call: AtomCall, tokens: VisualTokens, runs: Sequence[Refined], want: Expectation
+    call: AtomCall, tokens: VisualTokens, runs: Sequence[Refined], expected: Expectation
 ) -> tuple[Verdict, ...]:
-    """An invalid policy serves the base policy's selection instead of being refused."""
+    """If the state fails its safety check, serve the base policy's selection instead."""
     return ()
 
 

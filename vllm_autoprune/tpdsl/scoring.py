@@ -1,10 +1,8 @@
-"""Scoring atoms (S): one quality signal per visual token, larger is better.
-
-Knows nothing about weights or about what is done with a score.
+"""Scoring atoms (S): quality signals per visual token; larger is better.
 
 Every function takes its call, B images and the reference selection ``(B, P)`` in pick order, and
-returns ``(B, N)`` float32. Signals are compared after min-max normalisation, so only their order
-and relative gaps within an image matter.
+returns ``(B, N)`` float32. Signals are min-max normalised before fusion, so only their order and
+relative gaps within an image matter.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from vllm_autoprune.tpdsl.partitions import SETTLED, clusters_of
 from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
 
 ROUNDS = 5
-"""Rounds of k-means that a signal pays for, as by default in feature_cluster_partition."""
+"""Iterations of k-means in cluster_centroid_representativeness."""
 
 
 class SignalCall(AtomCall):
@@ -37,69 +35,78 @@ class Relevance(SignalCall):
     """Parameters of instruction_guided_visual_relevance."""
 
     sign: Literal["auto", "+", "-"] = Field(
-        "auto", description="auto: the direction that the text tower's description states"
+        "auto",
+        description="sign of the cosine that means relevance; auto: as the backbone defines it",
     )
-    reduce: Literal["mean", "max"] = Field("mean", description="over text segments")
+    reduce: Literal["mean", "max"] = Field("mean", description="how text segments are combined")
 
 
 class Attention(SignalCall):
     """Parameters of attention_proxy_saliency."""
 
-    temperature: float = Field(1.0, ge=0.25, le=4.0, description="above 1 flattens the attention")
+    temperature: float = Field(
+        1.0, ge=0.25, le=4.0, description="above 1 flattens the attention distribution"
+    )
 
 
 class Centrality(SignalCall):
     """Parameters of spatial_centrality_prior."""
 
-    sigma: float = Field(0.5, ge=0.15, le=2.0, description="in half tile widths")
+    sigma: float = Field(
+        0.5, ge=0.15, le=2.0, description="width of the Gaussian, in half tile widths"
+    )
 
 
 class Redundancy(SignalCall):
     """Parameters of redundancy_density_penalty."""
 
-    m: int = Field(8, ge=1, le=64, description="how many of the most similar tokens count")
+    m: int = Field(8, ge=1, le=64, description="number of most similar tokens in the mean")
 
 
 class Contrast(SignalCall):
     """Parameters of local_contrast_saliency."""
 
-    radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens, Chebyshev distance")
+    radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens (Chebyshev distance)")
 
 
 class Norm(SignalCall):
     """Parameters of visual_token_norm_saliency."""
 
-    p: int = Field(2, ge=1, le=2, description="1: sum of absolute values; 2: Euclidean")
+    p: int = Field(
+        2, ge=1, le=2, description="order of the norm: 1, sum of absolute values; 2, Euclidean"
+    )
 
 
 class ClusterCentroid(SignalCall):
     """Parameters of cluster_centroid_representativeness."""
 
-    clusters: int = Field(16, ge=2, le=64, description="clusters of the image's features")
+    clusters: int = Field(16, ge=2, le=64, description="number of clusters of the image's features")
 
 
 class GlobalMean(SignalCall):
     """Parameters of global_mean_representativeness."""
 
-    scope: Literal["image", "tile"] = Field("image", description="whose mean")
+    scope: Literal["image", "tile"] = Field("image", description="tokens in the mean")
 
 
 class ChannelEntropy(SignalCall):
     """Parameters of channel_entropy_informativeness."""
 
-    temperature: float = Field(1.0, ge=0.25, le=4.0, description="above 1 flattens the channels")
+    temperature: float = Field(
+        1.0, ge=0.25, le=4.0, description="above 1 flattens the distribution over channels"
+    )
 
 
 class Confidence(SignalCall):
     """Parameters of reference_selection_confidence."""
 
-    floor: float = Field(0.0, ge=0.0, le=0.5, description="confidence in a token not selected")
+    floor: float = Field(0.0, ge=0.0, le=0.5, description="value of tokens that were not picked")
 
 
 class Detail(SignalCall):
     """Parameters of local_detail_energy."""
 
-    radius: int = Field(1, ge=1, le=3, description="window of 2 radius + 1 tokens a side")
+    radius: int = Field(1, ge=1, le=3, description="the window has 2 radius + 1 tokens per side")
 
 
 Signal = Annotated[SignalCall, OneOf("scoring")]
@@ -108,9 +115,9 @@ Signal = Annotated[SignalCall, OneOf("scoring")]
 def relevance(
     instruction: Instruction, reduce: Literal["mean", "max"] = "mean", sign: int = 1
 ) -> Tensor:
-    """Cosine of each token with the instruction's segments times ``sign``, ``(B, N)``.
+    """Cosine of each token with the instruction, reduced over text segments, times ``sign``.
 
-    An image whose instruction has no segment gets zeros: nothing is more relevant than the rest.
+    Returns ``(B, N)`` float32; zeros for an image whose instruction has no segment.
     """
     cosines = sign * instruction.cosines
     used = instruction.segments[:, None, :]
@@ -125,7 +132,7 @@ def relevance(
 def instruction_guided_visual_relevance(
     call: Relevance, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
-    """Cosine between each token and the instruction, in the direction that means relevance."""
+    """Relevance to the instruction: signed cosine between the token and the instruction."""
     instruction = tokens.require_instruction()
     sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
     return relevance(instruction, call.reduce, sign)
@@ -133,7 +140,7 @@ def instruction_guided_visual_relevance(
 
 @atom("scoring", Attention, needs=frozenset({"cls_attention"}))
 def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """Attention that [CLS] pays to each token, or closeness to the mean token where none is."""
+    """Attention of [CLS] to each token; without [CLS], similarity to the mean token."""
     if tokens.cls_attention is not None:
         return tokens.cls_attention.float().clamp_min(0) ** (1.0 / call.temperature)
     features = tokens.features.float()
@@ -143,7 +150,7 @@ def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tenso
 
 @atom("scoring", Centrality)
 def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """Gaussian of a token's distance from the centre of its tile."""
+    """Gaussian of the token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
     y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
     x = (torch.arange(grid.width, device=device) * 2 + 1) / grid.width - 1
@@ -154,7 +161,7 @@ def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tens
 
 @atom("scoring", Redundancy)
 def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """Minus the mean cosine to the m most similar other tokens, of its tile or of the image."""
+    """Negative mean cosine to the m most similar other tokens of the tile or image."""
     cosine = tokens.scoped_cosine
     m = min(call.m, cosine.shape[-1] - 1)
     if m == 0:
@@ -164,8 +171,8 @@ def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Te
 
 @atom("scoring", Contrast)
 def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """One minus the mean cosine to the tokens within grid radius r."""
-    # From the cosines that the selection needs anyway: no second pass over the features.
+    """One minus the mean cosine to the tokens within the radius on the grid."""
+    # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
     mean = mean_of_neighbours(tokens.tile_cosine, grid.height, grid.width, call.radius)
     return tokens.by_image(1 - mean)
@@ -173,7 +180,7 @@ def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor)
 
 @atom("scoring", Norm)
 def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """Length of the token's feature: Euclidean, or the sum of absolute values."""
+    """Norm of the token's feature vector: Euclidean or sum of absolute values."""
     if call.p == 2:
         return tokens.norm[:, :, 0].float()
     return tokens.features.float().abs().sum(dim=-1)
@@ -183,7 +190,7 @@ def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) 
 def cluster_centroid_representativeness(
     call: ClusterCentroid, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
-    """Cosine to the centroid of the token's own cluster of features."""
+    """Cosine to the centroid of the token's cluster (spherical k-means on features)."""
     return clusters_of(tokens.cosine, call.clusters, ROUNDS)[1].amax(dim=2)
 
 
@@ -200,22 +207,22 @@ def global_mean_representativeness(call: GlobalMean, tokens: VisualTokens, picks
 def channel_entropy_informativeness(
     call: ChannelEntropy, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
-    """Entropy of the softmax over absolute channel activations, as a share of the largest."""
+    """Entropy of the softmax over absolute channel values, divided by its maximum."""
     logs = (tokens.features.float().abs() / call.temperature).log_softmax(dim=-1)
     return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
 
 
 @atom("scoring", Confidence, origin="listed")
 def reference_selection_confidence(call: Confidence, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """How early the base policy picked the token, from 1 for its first pick to the floor."""
+    """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
     return call.floor + (1 - call.floor) * confidence(picks, tokens.count)
 
 
 @atom("scoring", Detail, origin="extension")
 def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """Spread of the directions around a token: high on print, edges and texture."""
-    # The variance of unit vectors in a window is one minus the mean of all their cosines, so two
-    # means over windows of the cosines that are there anyway give it.
+    """Variance of feature directions in a window: high on text, edges and texture."""
+    # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
+    # which two average poolings of the cached cosines give.
     grid = tokens.grid
     means = tokens.tile_cosine
     for _ in range(2):
@@ -227,7 +234,7 @@ def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Te
 
 
 def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """The signal that a call names, ``(B, N)`` float32."""
+    """Compute the signal of a call, ``(B, N)`` float32."""
     score = ATOMS.of(call).function(call, tokens, picks)
     assert isinstance(score, Tensor)
     return score.float()

@@ -1,33 +1,158 @@
-"""How messages write places and values of a JSON text: one short, printable line.
+"""JSON values: the limits on them, copies of Python mappings, and their form in messages.
 
-Knows nothing about states. What it is given may be hostile: escape sequences, line breaks and
-a megabyte of text must not reach a terminal or a log.
+Input is untrusted: escape sequences, line breaks and very long text must not reach a terminal or a
+log, and no value may take much memory or time.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+
+from pydantic import JsonValue
+
+from vllm_autoprune.errors import Problem, StateError
+
+MAX_BYTES = 1 << 20
+"""Largest text that is read; a state has a few kilobytes."""
+
+MAX_DEPTH = 32
+"""Deepest nesting; a state itself has five levels, and provenance may have more."""
+
+MAX_VALUES = 10_000
+"""Largest number of values in one document, counting lists and objects."""
 
 
 def printable(text: str, limit: int = 60) -> str:
-    """The text with escapes for what does not print, shortened to ``limit`` characters."""
+    """Escape unprintable characters and shorten the text to ``limit`` characters."""
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def pointer(where: str, step: str | int) -> str:
-    """The JSON pointer (RFC 6901) one step below another."""
-    said = printable(str(step), 80)
-    return f"{where}/{said.replace('~', '~0').replace('/', '~1')}"
+    """JSON pointer (RFC 6901) to a child of ``where``."""
+    key = printable(str(step), 80)
+    return f"{where}/{key.replace('~', '~0').replace('/', '~1')}"
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A JSON value on one line of about ``limit`` characters at most."""
+    """Format a JSON value on one line of about ``limit`` characters at most."""
     if isinstance(value, str):
         return f'"{printable(value, limit)}"'
     text = ""
-    for piece in json.JSONEncoder().iterencode(value):  # a piece at a time: most is never made
+    for piece in json.JSONEncoder().iterencode(value):  # stops early on large values
         text += piece
         if len(text) > limit:
             return f"{text[: limit - 3]}..."
     return text
+
+
+def copy_json(data: Mapping[str, object], subject: str) -> tuple[JsonValue, list[Problem]]:
+    """Copy a mapping into plain JSON values, and list the values that JSON cannot represent.
+
+    The same limits and conversions as for JSON text: ``2.0`` becomes 2, and an invalid value
+    becomes null and a problem. Raises :class:`StateError` if a limit is exceeded.
+    """
+    copier = _Copier(subject)
+    return copier.copy(data, "", 1), copier.problems
+
+
+class _Copier:
+    """Recursive copy of a Python value, with bounds on depth, number of values and text."""
+
+    def __init__(self, subject: str) -> None:
+        self.problems: list[Problem] = []
+        self._subject = subject
+        self._values = 0
+        self._characters = 0
+
+    def copy(self, value: object, where: str, depth: int) -> JsonValue:
+        """Copy the value at a JSON pointer; ``depth`` is its number of enclosing containers + 1."""
+        self._values += 1
+        if self._values > MAX_VALUES:
+            self._refuse(values_problem(f"more than {MAX_VALUES}"))
+        if isinstance(value, Mapping):
+            return self._copy_object(value, where, depth)
+        if isinstance(value, list | tuple):
+            self._check_depth(depth)
+            items = enumerate(value)
+            return [self.copy(item, pointer(where, index), depth + 1) for index, item in items]
+        if isinstance(value, str):
+            self._check_text(value, where)
+            return value
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int | float):
+            return self._copy_number(value, where)
+        self._reject(f"{type(value).__name__} is not a JSON type", where)
+        return None
+
+    def _copy_object(self, value: Mapping[object, object], where: str, depth: int) -> JsonValue:
+        self._check_depth(depth)
+        copied: dict[str, JsonValue] = {}
+        for key, item in value.items():
+            if isinstance(key, str):
+                below = pointer(where, key)
+                self._check_text(key, below, "key ")
+                copied[key] = self.copy(item, below, depth + 1)
+            else:
+                self._reject(f"has a key of type {type(key).__name__}, not a string", where)
+        return copied
+
+    def _copy_number(self, value: float, where: str) -> JsonValue:
+        if isinstance(value, int):
+            if abs(value) <= sys.float_info.max:
+                return value
+            what = f"an integer of {value.bit_length()} bits is larger than any 64-bit float"
+            self.problems.append(Problem(where, what, "write a smaller number", "number"))
+            return None
+        if math.isfinite(value):
+            return int(value) if value.is_integer() and abs(value) < 2**63 else value
+        self._reject(f"{value} is not a JSON number", where, "write a finite number")
+        return None
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            self._refuse(depth_problem(f"more than {MAX_DEPTH}"))
+
+    def _check_text(self, text: str, where: str, kind: str = "") -> None:
+        self._characters += len(text)
+        if self._characters > MAX_BYTES:
+            self._refuse(SIZE_PROBLEM)
+        self.problems += surrogate_problems(text, where, kind)
+
+    def _reject(
+        self, what: str, where: str, mend: str = "use a dictionary such as json.load returns"
+    ) -> None:
+        self.problems.append(Problem(where, what, mend, "syntax"))
+
+    def _refuse(self, problem: Problem) -> None:
+        raise StateError(self._subject, [problem])
+
+
+SIZE_PROBLEM = Problem(
+    "", f"larger than {MAX_BYTES} bytes", "a state is a few kilobytes of JSON", "size"
+)
+
+
+def depth_problem(depth: str) -> Problem:
+    """The document is nested too deeply."""
+    what = f"nested too deeply: {depth} levels, at most {MAX_DEPTH} are read"
+    return Problem("", what, "a state is five levels deep: reduce the nesting", "depth")
+
+
+def values_problem(count: str) -> Problem:
+    """The document has too many values."""
+    what = f"{count} values, at most {MAX_VALUES} are read"
+    return Problem("", what, "a state has some dozens: shorten its lists", "values")
+
+
+def surrogate_problems(text: str, where: str, kind: str = "") -> Iterable[Problem]:
+    """A string or key with an unpaired surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        what = f"{kind}{shown(text)} holds half of a surrogate pair"
+        yield Problem(where, what, "write the whole character", "surrogate")

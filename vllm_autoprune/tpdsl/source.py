@@ -1,9 +1,7 @@
-"""Token source and base policy: which features the residual looks at, and what it already knows.
+"""Token source: the token view that signals, kernels and pools read, and the priors on quality.
 
-Knows nothing about scores. The base policy itself is a field of its own; here are the token view
-that signals, kernels and pools read, and the priors that token quality g is multiplied by.
-
-Whatever the view, the rows that are kept are those after the projector.
+Priors multiply token quality g. The view decides only what is scored: the rows that are returned
+are always those after the projector.
 """
 
 from __future__ import annotations
@@ -24,47 +22,56 @@ from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens
 
 
 class ViewCall(AtomCall):
-    """An atom that says which features stand for the tokens."""
+    """An atom that chooses the features by which tokens are scored and compared."""
 
 
 class ProjectedView(ViewCall):
     """Parameters of vision_tokens@post_projector."""
 
-    tile_scope: TileScope = Field("per_tile", description="where redundancy looks for likeness")
+    tile_scope: TileScope = Field(
+        "per_tile", description="scope in which the redundancy signal compares tokens"
+    )
 
 
 class EmbeddedView(ViewCall):
     """Parameters of vision_tokens@pre_llm."""
 
-    tile_scope: TileScope = Field("global", description="where redundancy looks for likeness")
+    tile_scope: TileScope = Field(
+        "global", description="scope in which the redundancy signal compares tokens"
+    )
 
 
 class TowerView(ViewCall):
     """Parameters of vision_tokens@vision_tower."""
 
     layer: int = Field(
-        -2, ge=-2, le=-2, description="the layer that the model reads: no other is kept"
+        -2,
+        ge=-2,
+        le=-2,
+        description="layer of the vision tower that the projector reads; the only choice",
     )
 
 
 class PriorCall(AtomCall):
-    """An atom that token quality is multiplied by."""
+    """An atom whose value multiplies token quality."""
 
 
 class ReferencePrior(PriorCall):
     """Parameters of reference_mask_prior."""
 
-    floor: float = Field(0.0, ge=0.0, le=0.9, description="prior of a token not selected")
+    floor: float = Field(0.0, ge=0.0, le=0.9, description="factor of tokens outside the selection")
 
 
 class WeightedPrior(PriorCall):
-    """A prior of 1 for the tokens of a selection and of 1 - weight for all others."""
+    """A prior of 1 for the tokens of a selection and 1 - weight for all others."""
 
-    weight: float = Field(0.5, ge=0.0, le=1.0, description="what a token not selected loses")
+    weight: float = Field(
+        0.5, ge=0.0, le=1.0, description="share of quality that tokens outside the selection lose"
+    )
 
 
-class _Registered:
-    """Annotation that admits the names of the registered base policies alone."""
+class _RegisteredPolicyName:
+    """Annotation of a string that must be the name of a registered base policy."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -75,14 +82,14 @@ class _Registered:
 class ExternalPolicy(WeightedPrior):
     """Parameters of external_policy."""
 
-    policy: Annotated[str, _Registered()] = Field(
-        "cdpruner", description="a base policy, run with its parameters as published"
+    policy: Annotated[str, _RegisteredPolicyName()] = Field(
+        "cdpruner", description="a base policy, run with its default parameters"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What priors look at: the tokens, the base policy, K, and its picks ``(B, P)`` in order."""
+    """Inputs of a prior: tokens, base policy, K, and picks ``(B, P)`` in pick order."""
 
     tokens: VisualTokens
     policy: BasePolicyCall
@@ -91,7 +98,7 @@ class Known:
 
 
 def _scoped(call: ProjectedView | EmbeddedView, tokens: VisualTokens) -> VisualTokens:
-    # A copy would forget what is known of the tokens; within one tile the scope says nothing.
+    # A copy would lose cached values; with a single tile both scopes are the same.
     if tokens.grid.tiles == 1 or tokens.tile_scope == call.tile_scope:
         return tokens
     return replace(tokens, tile_scope=call.tile_scope, known_cosine=tokens.cosine)
@@ -106,14 +113,14 @@ declare(
     "token_source_base_policy",
     ProjectedView,
     _scoped,
-    doc="Look at the tokens after the projector, each tile on its own.",
+    doc="Score tokens by their features after the projector, each tile on its own.",
 )
 declare(
     "vision_tokens@pre_llm",
     "token_source_base_policy",
     EmbeddedView,
     _scoped,
-    doc="Look at the tokens as the language model receives them, all tiles of an image together.",
+    doc="Score tokens by the input rows of the language model, all tiles of an image together.",
 )
 declare(
     "vision_tokens@vision_tower",
@@ -122,7 +129,7 @@ declare(
     _tower,
     needs=frozenset({"tower"}),
     origin="listed",
-    doc="Look at the tokens as the vision tower leaves them, before the projector.",
+    doc="Score tokens by the output of the vision tower, before the projector.",
 )
 
 
@@ -137,7 +144,7 @@ def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
     reads=_external_reads,
 )
 def external_policy(call: ExternalPolicy, known: Known) -> Tensor:
-    """Run a second base policy, and lower the quality of every token that it does not pick."""
+    """Run a second base policy and reduce the quality of every token that it does not pick."""
     second = BASE_POLICIES[call.policy]
     params = second.call.model_validate({"name": call.policy}).params
     picks = second.select(params, known.tokens, known.budget).picks
@@ -146,7 +153,7 @@ def external_policy(call: ExternalPolicy, known: Known) -> Tensor:
 
 @atom("token_source_base_policy", WeightedPrior)
 def native_teacher_mask_prior(call: WeightedPrior, known: Known) -> Tensor:
-    """Lower the quality of every token that the base policy's published code would not keep."""
+    """Reduce the quality of every token that the base policy's published code would not keep."""
     teacher = BASE_POLICIES[known.policy.name]
     native = teacher.native(known.policy.params, known.tokens, known.budget)
     return _prior(_mask_of_each(native.indices, known.tokens.count), 1 - call.weight)
@@ -154,7 +161,7 @@ def native_teacher_mask_prior(call: WeightedPrior, known: Known) -> Tensor:
 
 @atom("token_source_base_policy", ReferencePrior)
 def reference_mask_prior(call: ReferencePrior, known: Known) -> Tensor:
-    """Lower the quality of every token outside the reference selection."""
+    """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_of(known.picks, known.tokens.count), call.floor)
 
 
@@ -163,8 +170,8 @@ def _prior(selected: Tensor, floor: float) -> Tensor:
 
 
 def _mask_of_each(indices: Sequence[Tensor], count: int) -> Tensor:
-    """``(B, count)`` from one list of tokens an image; -1 stands for no token."""
-    # Rows without a token mark one token more than there are.
+    """Mask ``(B, count)`` of one index list per image; -1 means no token."""
+    # Map -1 to position ``count``, which is cut off.
     rows = [mask_of(own.where(own >= 0, count)[None], count + 1) for own in indices]
     return torch.cat(rows)[:, :count]
 
@@ -174,33 +181,33 @@ Prior = Annotated[PriorCall, OneOf("token_source_base_policy", PriorCall)]
 
 
 class Source(BaseModel):
-    """Context: what the residual looks at, and priors from whole selections."""
+    """Context: the token view, and priors from whole selections."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     tokens: View = Field(
         default_factory=lambda: by_default(ViewCall, "vision_tokens@post_projector"),
-        description="features that signals, kernels and pools read; none: after the projector",
+        description="features that signals, kernels and pools read; default: after the projector",
     )
     priors: Annotated[tuple[Prior, ...], Field(max_length=8, strict=False)] = Field(
-        default=(), description="what token quality is multiplied by"
+        default=(), description="factors on token quality"
     )
 
 
 def is_idle(call: PriorCall) -> bool:
-    """True where a prior changes nothing and so is not run."""
+    """Whether a prior is 1 everywhere, so that it need not be run."""
     return isinstance(call, WeightedPrior) and call.weight == 0
 
 
 def view_of(call: ViewCall, tokens: VisualTokens) -> VisualTokens:
-    """The tokens as a view shows them."""
-    seen = ATOMS.of(call).function(call, tokens)
-    assert isinstance(seen, VisualTokens)
-    return seen
+    """Apply the token view of a call."""
+    view = ATOMS.of(call).function(call, tokens)
+    assert isinstance(view, VisualTokens)
+    return view
 
 
 def run_prior(call: PriorCall, known: Known) -> Tensor:
-    """Prior ``(B, N)`` float32 in [0, 1]."""
+    """Compute the prior of a call, ``(B, N)`` float32 in [0, 1]."""
     prior = ATOMS.of(call).function(call, known)
     assert isinstance(prior, Tensor)
     return prior

@@ -1,6 +1,6 @@
 """PruningState: a pruning policy as frozen, versioned data.
 
-Knows nothing about how a state is executed, and loading one runs no code and follows no link.
+Loading one runs no code, opens no address and reads no other file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
-# The grammar below is made of what is registered, so the atoms must be declared by now.
+# The grammar below is built from the registry, so these imports have to declare the atoms first.
 from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall, by_default
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy
 from vllm_autoprune.tpdsl.budget import Budget
@@ -38,7 +38,7 @@ Calls = TypeVar("Calls", bound=tuple[AtomCall, ...])
 
 
 def _each_once(calls: Calls) -> Calls:
-    """Two calls of one check would contradict each other in their parameters."""
+    """Refuse two calls of the same safety check, whose parameters could contradict each other."""
     names = [call.atom for call in calls]
     for name in names:
         if names.count(name) > 1:
@@ -71,40 +71,45 @@ class _Part(BaseModel):
 
 
 class Scoring(_Part):
-    """S: the signals, how they fuse into token quality g, and the similarity kernel."""
+    """S: the signals, their fusion into token quality g, and the similarity kernel."""
 
     signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)] = (
-        Field(description="what makes a token worth keeping; a signal listed twice counts twice")
+        Field(description="quality signals of a token; a signal listed twice counts twice")
     )
-    kernel: SimilarityKernel = Field(description="what makes two tokens redundant to each other")
-    fusion: Fusion = Field(description="how the signals become one quality per token")
+    kernel: SimilarityKernel = Field(description="how redundant two tokens are to each other")
+    fusion: Fusion = Field(description="how the signals are combined into one quality per token")
 
 
 class Constraints(_Part):
-    """C: the candidate pool and the selector that exchanges within it."""
+    """C: the candidate pool, and the selector that exchanges tokens for its candidates."""
 
     pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
-        description="builders of the candidate pool; each sees what the one before it left"
+        description="builders of the candidate pool, applied in sequence"
     )
     partition: Partition = Field(
         default_factory=lambda: by_default(PartitionCall, "spatial_grid_partition"),
-        description="parts of the image, for selectors that cap them; none: a 4 x 4 grid",
+        description="parts of the image, for selectors that cap them; default: a 4 x 4 grid",
     )
-    selector: Selector = Field(description="which reference tokens are exchanged, and how many")
+    selector: Selector = Field(
+        description="which reference tokens are exchanged, and how many at most"
+    )
 
 
 class Provenance(_Part):
-    """Where a state comes from and what was measured on it; outside the digest."""
+    """Origin of a state and its evaluation scores; not part of the digest."""
 
-    found_by: str = Field(default="", description="who or what made the state")
+    found_by: str = Field(default="", description="author or search that created the state")
     evaluated_on: str = Field(default="", description="data, model and hardware of the scores")
     scores: dict[str, JsonValue] = Field(
-        default_factory=dict, description="what was measured, by the name of the measure"
+        default_factory=dict, description="evaluation results by metric name"
     )
     seed: int | None = Field(
-        default=None, ge=-(2**63), lt=2**63, description="of the search or evaluation; null: none"
+        default=None,
+        ge=-(2**63),
+        lt=2**63,
+        description="seed of the search or evaluation; null: none",
     )
-    notes: str = Field(default="", description="anything else a reader should know")
+    notes: str = Field(default="", description="further remarks")
 
 
 class PruningState(_Part):
@@ -121,42 +126,44 @@ class PruningState(_Part):
         alias="$schema",
         max_length=2048,
         exclude_if=lambda uri: not uri,
-        description="address of this JSON Schema, for editors; never opened",
+        description="address of this JSON Schema, for editors; never fetched",
     )
     schema_version: Literal["autoprune-state/1"] = Field(
         alias="schema", description="version of the language"
     )
-    name: str = Field(min_length=1, max_length=128, description="what logs and tables call it")
+    name: str = Field(min_length=1, max_length=128, description="name in logs and tables")
     base_policy: AnyBasePolicy = Field(
         description="pi_P, the human-designed policy whose selection is refined"
     )
     source: Source = Field(
-        default_factory=Source, description="what the residual looks at and knows beforehand"
+        default_factory=Source, description="features that are scored, and priors on quality"
     )
-    budget: Budget = Field(description="B: tokens one image contributes")
+    budget: Budget = Field(description="B: number of tokens kept per image")
     scoring: Scoring
     constraints: Constraints
-    reassembly: Reassembly = Field(description="R: what becomes of the discarded tokens")
+    reassembly: Reassembly = Field(
+        description="R: how discarded tokens are merged into kept ones, and the order of rows"
+    )
     safety: Annotated[
         tuple[SafetyCall, ...],
         Field(min_length=1, max_length=8, strict=False, json_schema_extra=_each_once_in_schema),
         AfterValidator(_each_once),
-    ] = Field(description="promises that are checked before the state is served")
+    ] = Field(description="guarantees that are checked before the state is served")
     provenance: Provenance = Provenance()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Through text: the models of atoms are made at run time and have no import path.
+        # As JSON text, because the models of atoms are created at run time and cannot be pickled.
         return type(self).model_validate_json, (self.dumps(),)
 
     def __hash__(self) -> int:
-        # The default would hash the fields, of which provenance holds dictionaries.
+        # The fields cannot be hashed, because provenance contains dictionaries.
         return hash(self.digest)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides behaviour: no name, no provenance, no address.
+        """SHA-256 of every field that affects behaviour: all but name, provenance and $schema.
 
-        Defaults are written out first, so stating one does not change the digest.
+        Defaults are included, so writing one out does not change the digest.
         """
         body = self.model_dump(mode="json", exclude={"schema_uri", "name", "provenance"})
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -165,23 +172,23 @@ class PruningState(_Part):
     def model_copy(
         self, *, update: Mapping[str, object] | None = None, deep: bool = False
     ) -> PruningState:
-        """As pydantic's, but a changed copy works out its own digest."""
+        """Copy with updated fields, as in pydantic; the cached digest is not copied."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("digest", None)
         return copied
 
     def without_exchange(self) -> PruningState:
-        """The same state as its base policy alone: nothing exchanged, merged or reordered."""
+        """The same state without exchange, merging and reordering: its base policy alone."""
         selector = by_default(SelectorCall, "reference_strict_preservation_selector")
         constraints = self.constraints.model_copy(update={"selector": selector})
         reassembly = by_default(AtomCall, "mean_residual")
         return self.model_copy(update={"constraints": constraints, "reassembly": reassembly})
 
     def dumps(self) -> str:
-        """The state as JSON text that loads back to an equal state."""
+        """The state as JSON text; loading it gives an equal state."""
         return self.model_dump_json(indent=2) + "\n"
 
 
 def known_base_policies() -> list[str]:
-    """Names a state may give as its base policy."""
+    """Names of the registered base policies."""
     return list(BASE_POLICIES)

@@ -1,7 +1,4 @@
-"""Files and JSON text, read within bounds: whatever they hold, memory and time stay small.
-
-Knows nothing about states: any JSON value that keeps the rules passes.
-"""
+"""Bounded reading of files and JSON text: limited memory and time for any input."""
 
 from __future__ import annotations
 
@@ -19,18 +16,17 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.shown import pointer, shown
-
-MAX_BYTES = 1 << 20
-"""States are a few kilobytes; anything near this size is not one."""
-
-MAX_DEPTH = 32
-"""A state itself is five levels deep; the rest is room for what provenance records."""
-
-MAX_VALUES = 10_000
-"""Values in one state, counting lists and objects: bounds what the worst text can cost."""
-
-_SIZE = Problem("", f"larger than {MAX_BYTES} bytes", "a state is a few kilobytes of JSON", "size")
+from vllm_autoprune.tpdsl.shown import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_VALUES,
+    SIZE_PROBLEM,
+    depth_problem,
+    pointer,
+    shown,
+    surrogate_problems,
+    values_problem,
+)
 
 _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
@@ -44,14 +40,14 @@ _KINDS = (
 
 
 def read_text(path: Path, subject: str) -> str:
-    """The text of a regular file of at most MAX_BYTES; raises :class:`StateError`.
+    """Read a regular UTF-8 file of at most MAX_BYTES; raises :class:`StateError`.
 
-    The bound holds while reading, so a file that grows, or that lies about its size, is no way
-    around it; and nothing that could block or act when opened (a pipe, a device) is opened.
+    The bound applies while reading, so it also holds for files that grow or report a wrong size.
+    Pipes and devices, which could block, are never opened.
     """
     try:
         _require_regular(path.stat().st_mode, subject)
-        # The path may name something else by now: ask again what was opened, without waiting.
+        # The path may have been replaced meanwhile, so check the opened file again.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             _require_regular(os.fstat(handle).st_mode, subject)
@@ -61,12 +57,12 @@ def read_text(path: Path, subject: str) -> str:
     except OSError as error:
         raise unreadable(subject, error) from None
     if len(content) > MAX_BYTES:
-        raise StateError(subject, [_SIZE])
+        raise StateError(subject, [SIZE_PROBLEM])
     return _decode(content, subject)
 
 
 def unreadable(subject: str, error: OSError) -> StateError:
-    """The error for a path that the system will not read."""
+    """Error for a path that the operating system cannot read."""
     reason = error.strerror or type(error).__name__
     mend = "check the path and its permissions"
     return StateError(subject, [Problem("", f"cannot be read ({reason})", mend, "file")])
@@ -87,7 +83,7 @@ def _read_at_most(handle: int, limit: int) -> bytes:
 
 def _decode(content: bytes, subject: str) -> str:
     try:
-        # UTF-16 without its mark is valid UTF-8 as far as that goes, but full of zeros.
+        # UTF-16 without a byte order mark may be valid UTF-8, but contains zero bytes.
         if not content.startswith(_WIDE_MARKS) and b"\0" not in content[:4]:
             return content.decode("utf-8")
         what = "not UTF-8 text (it looks like UTF-16 or UTF-32)"
@@ -97,50 +93,50 @@ def _decode(content: bytes, subject: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Odd:
-    """A number that no 64-bit float holds, as it was written."""
+class _InvalidNumber:
+    """A number that a 64-bit float cannot represent, as written."""
 
     text: str
 
 
 class _Object(dict[str, object]):
-    """An object, and the keys that it was given more than once."""
+    """An object, and the keys that occur more than once in its text."""
 
-    twice: tuple[str, ...] = ()
+    duplicates: tuple[str, ...] = ()
 
 
 def parse(text: str, subject: str) -> tuple[JsonValue, list[Problem]]:
-    """A JSON text as a value, and what is wrong with it.
+    """Parse JSON text into a value and a list of problems.
 
-    Numbers without a fractional part become whole numbers (``2.0`` is 2, as in JSON Schema).
-    A key that occurs twice holds its last value, an impossible number null; both are told, each
-    with its JSON pointer. Raises :class:`StateError` where there is no value to speak of.
+    Numbers without a fractional part become integers (``2.0`` is 2, as in JSON Schema). A duplicate
+    key keeps its last value and an invalid number becomes null; both are reported with their JSON
+    pointer. Raises :class:`StateError` if the text cannot be parsed at all.
     """
-    if hopeless := list(_hopeless(text)):
-        raise StateError(subject, hopeless)
+    if violations := list(_limit_problems(text)):
+        raise StateError(subject, violations)
     try:
-        found: object = json.loads(
+        parsed: object = json.loads(
             text,
             object_pairs_hook=_object,
-            parse_constant=_Odd,
+            parse_constant=_InvalidNumber,
             parse_float=_number,
-            parse_int=_whole,
+            parse_int=_integer,
         )
     except json.JSONDecodeError as error:
         what = f"not JSON: {error.msg} at line {error.lineno} col {error.colno}"
         mend = "write one JSON object as `vllm-autoprune schema` describes it"
         raise StateError(subject, [Problem("", what, mend, "syntax")]) from None
-    if isinstance(found, _Odd):
-        raise StateError(subject, [_odd(found, "")])
-    problems = list(_problems(found, ""))
-    value: JsonValue = found  # type: ignore[assignment]  # only what is in `problems` is not
+    if isinstance(parsed, _InvalidNumber):
+        raise StateError(subject, [_number_problem(parsed, "")])
+    problems = list(_problems(parsed, ""))
+    value: JsonValue = parsed  # type: ignore[assignment]  # all else is in `problems`
     return value, problems
 
 
-def _hopeless(text: str) -> Iterator[Problem]:
-    """What must be known before a parser may see the text."""
+def _limit_problems(text: str) -> Iterator[Problem]:
+    """Limits that are checked before the text is parsed."""
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        yield _SIZE
+        yield SIZE_PROBLEM
     elif text.startswith("\ufeff"):
         yield Problem(
             "", "begins with a byte order mark", "save it as UTF-8 without one", "encoding"
@@ -148,57 +144,54 @@ def _hopeless(text: str) -> Iterator[Problem]:
     elif not text.strip():
         yield Problem("", "is empty", "write one JSON object", "syntax")
     else:
-        yield from _too_much(text)
+        yield from _nesting_problems(text)
 
 
-def _too_much(text: str) -> Iterator[Problem]:
-    """Depth and number of values, counted before anything is built from the text.
+def _nesting_problems(text: str) -> Iterator[Problem]:
+    """Check depth and number of values before parsing.
 
-    Not left to the parser: how deep it gets before it gives up, or dies, is up to the process.
+    The parser's own recursion limit depends on the process and may end it.
     """
-    # Right up to the first mistake, should there be one: a parser gets no further either.
+    # Exact up to the first syntax error, where a parser would stop as well.
     outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
     steps = (1 if char in "[{" else -1 for char in outside if char in "[]{}")
     depth = max(accumulate(steps), default=0)
     if depth > MAX_DEPTH:
-        what = f"nested too deeply: {depth} levels, at most {MAX_DEPTH} are read"
-        yield Problem("", what, "a state is five levels deep: take the nesting out", "depth")
+        yield depth_problem(str(depth))
     values = 1 + sum(outside.count(char) for char in ",[{")
     if values > MAX_VALUES:
-        what = f"about {values} values, at most {MAX_VALUES} are read"
-        yield Problem("", what, "a state has some dozens: shorten its lists", "values")
+        yield values_problem(f"about {values}")
 
 
 def _object(pairs: list[tuple[str, object]]) -> _Object:
-    found = _Object(pairs)
-    if len(found) < len(pairs):
+    value = _Object(pairs)
+    if len(value) < len(pairs):
         times = Counter(key for key, _ in pairs)
-        found.twice = tuple(key for key, count in times.items() if count > 1)
-    return found
+        value.duplicates = tuple(key for key, count in times.items() if count > 1)
+    return value
 
 
-def _number(text: str) -> float | _Odd:
+def _number(text: str) -> float | _InvalidNumber:
     value = float(text)
     if abs(value) > sys.float_info.max:
-        return _Odd(text)
-    # Larger ones stay as they are: no field of a state takes a whole number as large as that.
+        return _InvalidNumber(text)
+    # Larger ones stay floats: no field of a state takes an integer of that size.
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
-def _whole(text: str) -> int | _Odd:
-    if len(text) > 310:  # before int(), which is slow for, or refuses, what is longer still
-        return _Odd(text)
+def _integer(text: str) -> int | _InvalidNumber:
+    if len(text) > 310:  # int() is slow for, or refuses, very long texts
+        return _InvalidNumber(text)
     value = int(text)
-    return value if abs(value) <= sys.float_info.max else _Odd(text)
+    return value if abs(value) <= sys.float_info.max else _InvalidNumber(text)
 
 
 def _problems(value: object, where: str) -> Iterator[Problem]:
-    """Problems below one place, in reading order; impossible numbers are replaced by null."""
-    if isinstance(value, str) and not _encodable(value):
-        what = f"{shown(value)} holds half of a surrogate pair"
-        yield Problem(where, what, "write the whole character", "surrogate")
+    """Problems below one JSON pointer, in document order; invalid numbers are set to null."""
+    if isinstance(value, str):
+        yield from surrogate_problems(value, where)
     if isinstance(value, _Object):
-        for key in value.twice:
+        for key in value.duplicates:
             what = f"key {shown(key)} occurs twice in one object"
             yield Problem(pointer(where, key), what, "keep one of them", "duplicate_key")
     if not isinstance(value, _Object | list):
@@ -206,27 +199,18 @@ def _problems(value: object, where: str) -> Iterator[Problem]:
     items = value.items() if isinstance(value, _Object) else enumerate(value)
     for step, inner in items:
         below = pointer(where, step)
-        if isinstance(step, str) and not _encodable(step):
-            what = f"key {shown(step)} holds half of a surrogate pair"
-            yield Problem(below, what, "write the whole character", "surrogate")
-        if isinstance(inner, _Odd):
-            yield _odd(inner, below)
+        if isinstance(step, str):
+            yield from surrogate_problems(step, below, "key ")
+        if isinstance(inner, _InvalidNumber):
+            yield _number_problem(inner, below)
             value[step] = None  # type: ignore[index]  # a key of this very container
         else:
             yield from _problems(inner, below)
 
 
-def _odd(number: _Odd, where: str) -> Problem:
-    said = number.text if len(number.text) <= 20 else f"{number.text[:17]}..."
+def _number_problem(number: _InvalidNumber, where: str) -> Problem:
+    text = number.text if len(number.text) <= 20 else f"{number.text[:17]}..."
     if number.text.lstrip("-")[0].isdigit():
-        what = f"{said} is larger than any 64-bit float"
+        what = f"{text} is larger than any 64-bit float"
         return Problem(where, what, "write a smaller number", "number")
-    return Problem(where, f"{said} is not a JSON number", "write a finite number", "syntax")
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return Problem(where, f"{text} is not a JSON number", "write a finite number", "syntax")

@@ -1,6 +1,4 @@
-"""TowerStates: what a vision tower knows of its tokens before the projector.
-
-Knows nothing about how a tower is run; policies that merge tokens or read keys ask for it.
+"""TowerStates: hidden states of the vision tower, before the projector.
 
 Shapes as in :mod:`vllm_autoprune.tpdsl.tokens`; Dv is the tower's width.
 """
@@ -16,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NextLayer:
-    """Attention of the layer after the one that the model reads, taken as a single head.
+    """Attention of the layer after the one that the projector reads, computed as a single head.
 
     attention ``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of
-    a tile, patches only; keys ``(B, N, Dv)``, all heads side by side. Without a [CLS] token the
-    row is the mean over queries.
+    a tile, without the entry of [CLS]; for towers without [CLS] the mean over all queries. keys
+    ``(B, N, Dv)``: the keys of all heads, concatenated.
     """
 
     attention: Tensor
@@ -29,11 +27,11 @@ class NextLayer:
 
 @dataclass(frozen=True)
 class TowerStates:
-    """States of the layer that the model reads.
+    """Output of the vision-tower layer that the projector reads.
 
-    patches ``(B, N, Dv)``; cls ``(B, T, Dv)``, None where the tower has no [CLS]; keys
-    ``(B, N, dk)``, that layer's attention keys averaged over heads; project maps rows
-    ``(..., Dv)`` to ``(..., D)``, as the model's projector does.
+    patches ``(B, N, Dv)``; cls ``(B, T, Dv)``, None if the tower has no [CLS]; keys ``(B, N, dk)``,
+    the attention keys of that layer averaged over heads; project is the model's projector, from
+    rows ``(..., Dv)`` to ``(..., D)``.
     """
 
     patches: Tensor
@@ -43,8 +41,8 @@ class TowerStates:
     next_layer: NextLayer | None = None
 
     def projected(self, rows: Tensor) -> Tensor:
-        """Rows ``(R, m, Dv)`` through the projector, ``(R, m, D)``.
+        """Project rows ``(R, m, Dv)`` to ``(R, m, D)``.
 
-        One of the R at a time, so that its bits do not depend on what else is in the batch.
+        One of the R at a time, so that results are bit-identical alone and in a batch.
         """
         return torch.stack([self.project(part) for part in rows])

@@ -1,9 +1,8 @@
-"""Transfer: a state re-materialized for another budget or backbone, with a record of every change.
+"""Transfer: adapt a state to another budget or backbone, with a record of every change.
 
-Knows nothing about how a state is executed. The searched structure is never touched: which base
-policy, which signals with which weights, which pool, how many exchanges. What may change is what
-follows from the budget and from the backbone (the paper's cross-budget and cross-backbone
-transfer), and what was said about the old ones.
+The searched structure stays the same: base policy, signals and weights, pool and quota. Only fields
+that depend on the budget or the backbone change (the paper's cross-budget and cross-backbone
+transfer), together with the name and the provenance.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _R_MIN = "/constraints/selector/r_min"
 _MAX_R_MIN = 640
-"""The largest r_min that a state can state; null, which is K - q_e, knows no such bound."""
+"""Largest r_min that the grammar allows; null, which means K - q_e, has no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A field that depends on budget or backbone and stays as it is: what it now means."""
+    """A field that depends on budget or backbone but is unchanged, with its resolved meaning."""
 
     where: str
     value: JsonValue
@@ -43,9 +42,9 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The re-materialized state, its policy at K, and the record of how it came about.
+    """The transferred state, its policy at K, and a complete record of the changes.
 
-    The record is complete: the changes applied to the old state give the new one.
+    Applying the changes to the original state gives the transferred one.
     """
 
     state: PruningState
@@ -60,49 +59,49 @@ def transfer(
     backbone: Geometry | None = None,
     name: str | None = None,
 ) -> Transfer:
-    """The state for K tokens (by default its own) on a backbone (by default whatever serves it).
+    """Transfer a state to a budget (default: unchanged) and a backbone (default: any).
 
-    Raises :class:`BudgetError` where the state does not allow K.
+    Raises :class:`BudgetError` if the state does not allow K.
     """
-    found: list[Change] = []
+    candidates: list[Change] = []
     if budget is not None:
         if not 1 <= budget <= MAX_BUDGET:
-            materialize(state, budget)  # refuses it, in the words of every other command
-        found += _for_budget(state, budget)
+            materialize(state, budget)  # raises BudgetError
+        candidates += _for_budget(state, budget)
     if backbone is not None:
-        found += _for_backbone(state, backbone)
-    if found or backbone is not None or name is not None:
-        found += _told_apart(state, budget, backbone, name)
-    made = tuple(change for change in found if change.before != change.after)
+        candidates += _for_backbone(state, backbone)
+    if candidates or backbone is not None or name is not None:
+        candidates += _identity_changes(state, budget, backbone, name)
+    changes = tuple(change for change in candidates if change.before != change.after)
     data = document(state)
-    for change in made:
+    for change in changes:
         put(data, change.where, change.after)
     target = PruningState.model_validate(data)
     policy = materialize(target, budget)
-    return Transfer(target, policy, made, _resolved(policy, backbone))
+    return Transfer(target, policy, changes, _resolved(policy, backbone))
 
 
-def check_transfer(made: Transfer, backbone: Geometry | None = None) -> SafetyRecord:
-    """The safety check of a transferred policy, on images as the backbone sees them."""
-    probes = synthetic_probes(min(made.policy.budget, LARGEST_PROBED))
-    if backbone is None or backbone.has_cls or made.policy.budget > LARGEST_PROBED:
-        return safety_check(made.policy)
-    return safety_check(made.policy, [_without_cls(probe) for probe in probes])
+def check_transfer(transferred: Transfer, backbone: Geometry | None = None) -> SafetyRecord:
+    """Safety check of a transferred policy, on images with the inputs of the backbone."""
+    probes = synthetic_probes(min(transferred.policy.budget, LARGEST_PROBED))
+    if backbone is None or backbone.has_cls or transferred.policy.budget > LARGEST_PROBED:
+        return safety_check(transferred.policy)
+    return safety_check(transferred.policy, [_without_cls(probe) for probe in probes])
 
 
 def _without_cls(tokens: VisualTokens) -> VisualTokens:
-    """Attention of a tower without [CLS] is a mean over its queries, but there is no [CLS] row."""
+    """The same images as from a tower without [CLS], where attention is a mean over queries."""
     return replace(tokens, tower=replace(tokens.require_tower(), cls=None))
 
 
 def document(state: PruningState) -> dict[str, JsonValue]:
-    """The state as the JSON object in its file, defaults written out."""
+    """The state as a JSON object, with defaults."""
     data: dict[str, JsonValue] = state.model_dump(mode="json")
     return data
 
 
 def _for_budget(state: PruningState, budget: int) -> list[Change]:
-    """Budget atom and r_min; empty where K is the state's own."""
+    """Changes of budget atom and r_min; none if K is already the state's own."""
     if state.budget.range() == (budget, budget):
         return []
     changed = [_budget(state.budget, budget)]
@@ -122,47 +121,52 @@ def _budget(call: BudgetCall, budget: int) -> Change:
     if budget in FIXED_BUDGETS:
         after["atom"] = f"fixed_budget@{budget}"
     else:
-        why += ", which no fixed budget of the language is: floor and ceiling in one"
+        why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
         after |= {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
     return _change("/budget", call.model_dump(mode="json"), after, why)
 
 
 def _for_backbone(state: PruningState, backbone: Geometry) -> list[Change]:
-    """Token source, and direction of relevance where the state insists on one."""
-    found = []
+    """Changes of the token view, and of the sign of relevance if the state fixes one."""
+    changed = []
     if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
         before = state.source.tokens.model_dump(mode="json")
         after = by_default(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
-        why = f"the vision tower of {backbone.name} has no row for each visual token"
-        found.append(_change("/source/tokens", before, after, why))
+        why = f"the vision tower of {backbone.name} does not have one row per visual token"
+        changed.append(_change("/source/tokens", before, after, why))
     for index, call in enumerate(state.scoring.signals):
         if isinstance(call, Relevance) and call.sign != "auto":
             why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
             where = f"/scoring/signals/{index}/sign"
-            found.append(_change(where, call.sign, backbone.sign, why))
-    return found
+            changed.append(_change(where, call.sign, backbone.sign, why))
+    return changed
 
 
-_NO_CLS = "no [CLS] here: the mean attention over queries stands in"
+_NO_CLS = "without [CLS], the mean attention over queries is used"
 _SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
 
 
-def _told_apart(
+def _identity_changes(
     state: PruningState, budget: int | None, backbone: Geometry | None, name: str | None
 ) -> list[Change]:
-    """Name and provenance: evidence measured elsewhere does not speak for the new state."""
+    """Changes of name and provenance: earlier scores do not apply to the new state."""
     k = materialize(state).budget if budget is None else budget
     target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
     old = state.provenance
     origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
     notes = f"{old.notes} {origin}".strip()
-    stale = f"was measured before the transfer; nothing has been measured for {target} yet"
+    stale = f"was measured before the transfer, not for {target}"
     scores: JsonValue = dict(old.scores)
     return [
-        _change("/name", state.name, name or _renamed(state.name, k, backbone), "tells them apart"),
+        _change(
+            "/name",
+            state.name,
+            name or _renamed(state.name, k, backbone),
+            "distinguishes the two states",
+        ),
         _change("/provenance/evaluated_on", old.evaluated_on, "", stale),
         _change("/provenance/scores", scores, {}, stale),
-        _change("/provenance/notes", old.notes, notes, "where the state comes from"),
+        _change("/provenance/notes", old.notes, notes, "records the origin of the state"),
     ]
 
 
@@ -177,10 +181,10 @@ def _renamed(name: str, budget: int, backbone: Geometry | None) -> str:
 
 
 def _resolved(policy: PruningPolicy, backbone: Geometry | None) -> tuple[Resolved, ...]:
-    """Every field that depends on budget or backbone, as it is in the new state."""
+    """Every field that depends on budget or backbone, with its meaning in the new state."""
     state = policy.state
-    found = [
-        Resolved("/budget/atom", state.budget.atom, _kept(policy, backbone)),
+    fields = [
+        Resolved("/budget/atom", state.budget.atom, _describe_budget(policy, backbone)),
         Resolved(
             "/constraints/selector/atom",
             state.constraints.selector.atom,
@@ -189,29 +193,31 @@ def _resolved(policy: PruningPolicy, backbone: Geometry | None) -> tuple[Resolve
     ]
     view = state.source.tokens
     if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
-        near = "within each tile" if view.tile_scope == "per_tile" else "over all tiles"
-        means = f"likeness is looked for {near}"
-        found.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
+        scope = "within each tile" if view.tile_scope == "per_tile" else "across all tiles"
+        means = f"redundancy is measured {scope}"
+        fields.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
     no_cls = backbone is not None and not backbone.has_cls
     if no_cls and "cls_attention" in policy.base.needs:
-        found.append(Resolved("/base_policy/name", policy.base.name, _NO_CLS))
+        fields.append(Resolved("/base_policy/name", policy.base.name, _NO_CLS))
     for index, call in enumerate(state.scoring.signals):
         where = f"/scoring/signals/{index}"
         if isinstance(call, Relevance):
-            means = "as the text tower says" if backbone is None else f"{backbone.sign} here"
-            found.append(Resolved(f"{where}/sign", call.sign, f"direction of relevance: {means}"))
+            means = "as the backbone defines it" if backbone is None else f"{backbone.sign} here"
+            fields.append(Resolved(f"{where}/sign", call.sign, f"sign of relevance: {means}"))
         if no_cls and "cls_attention" in ATOMS.of(call).needs_of(call):
-            means = f"{_NO_CLS}, or closeness to the mean token"
-            found.append(Resolved(f"{where}/atom", call.atom, means))
-    return tuple(found)
+            means = f"{_NO_CLS}, or similarity to the mean token"
+            fields.append(Resolved(f"{where}/atom", call.atom, means))
+    return tuple(fields)
 
 
-def _kept(policy: PruningPolicy, backbone: Geometry | None) -> str:
-    """K, and how it falls to tiles."""
+def _describe_budget(policy: PruningPolicy, backbone: Geometry | None) -> str:
+    """K, and its split over tiles."""
     if backbone is None:
         least, most = policy.state.budget.range()
         return f"K = {least} to {most}, by image" if policy.varies else f"K = {policy.budget}"
-    k = policy.at(backbone.tokens, backbone.tiles).tokens_kept(backbone.tokens, backbone.tiles)
+    k = policy.at(backbone.tokens, backbone.tiles).tokens_kept(
+        backbone.tokens, backbone.tiles
+    )
     shares = split_over_tiles(k, backbone.tiles)
     over = f", over {backbone.tiles} tiles: {' + '.join(map(str, shares))}"
     return f"K = {k}" + (over if backbone.tiles > 1 else "")

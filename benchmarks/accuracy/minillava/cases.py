@@ -69,7 +69,7 @@ def residual_on(policy: str) -> PruningState:
         return source
     data = json.loads(source.dumps())
     data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
-    return load_state(json.dumps(data | {"provenance": {}}))
+    return load_state(data | {"provenance": {}})
 
 
 def _random(budget: int) -> Case:

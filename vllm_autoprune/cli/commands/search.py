@@ -99,7 +99,7 @@ def _told(options: argparse.Namespace, chosen: Chosen) -> int:
     from vllm_autoprune.tpdsl.load import load_state
 
     if options.output is not None:
-        state = load_state(as_json(chosen.state))
+        state = load_state(chosen.state)
         write(options.output, state.dumps().encode())
     if options.json:
         print(as_json(chosen.model_dump(mode="json", exclude={"clock"})))

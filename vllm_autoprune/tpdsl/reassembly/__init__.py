@@ -1,10 +1,10 @@
-"""Reassembly atoms (R): the kept tokens become the rows that the language model sees.
+"""Reassembly atoms (R): compute the rows of the kept tokens that the language model reads.
 
-Knows nothing about why these tokens were kept. Only features and their order change: never K,
-never which tokens are kept.
+Discarded tokens are merged into kept ones, and the rows may be reordered; K and the set of kept
+tokens never change.
 
-81 atoms are 3 assignments x 3 aggregations x 3 outputs x 3 orderings, composed here from one
-function a level. The eight that the paper prints have their names there.
+The 81 atoms are 3 assignments x 3 aggregations x 3 outputs x 3 orderings, composed from one
+function per level. Eight of them have a name in the paper.
 """
 
 from __future__ import annotations
@@ -30,33 +30,47 @@ from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One choice on one of the four axes."""
+    """One level of one of the four axes."""
 
     name: str
     function: Callable[..., object]
-    says: str
+    description: str
     call: type[AtomCall] | None = None
 
 
 ASSIGNMENTS = (
-    Level("nearest", assignment.nearest, "Give each discarded token to its most similar kept one"),
-    Level("soft", assignment.soft, "Share each discarded token over the kept ones", SoftCall),
-    Level("local", assignment.local, "Give each discarded token to a kept one nearby", LocalCall),
+    Level(
+        "nearest", assignment.nearest, "Assign each discarded token to its most similar kept one"
+    ),
+    Level(
+        "soft", assignment.soft, "Assign each discarded token to all kept ones by softmax", SoftCall
+    ),
+    Level(
+        "local",
+        assignment.local,
+        "Assign each discarded token to the most similar kept one nearby",
+        LocalCall,
+    ),
 )
 AGGREGATIONS = (
-    Level("mean", aggregation.mean, "all alike"),
-    Level("similarity_weighted", aggregation.similarity_weighted, "by likeness"),
-    Level("semantic_gated", aggregation.semantic_gated, "by relevance above a gate", GatedCall),
+    Level("mean", aggregation.mean, "equally"),
+    Level("similarity_weighted", aggregation.similarity_weighted, "by similarity"),
+    Level("semantic_gated", aggregation.semantic_gated, "by relevance above a quantile", GatedCall),
 )
 OUTPUTS = (
-    Level("residual", output.residual, "add their mean residual", BlendCall),
-    Level("average", output.average, "blend with the mean of the group", BlendCall),
-    Level("exchange", output.exchange, "show the most central of the group", ExchangeCall),
+    Level("residual", output.residual, "move the kept row towards their mean", BlendCall),
+    Level("average", output.average, "blend the kept row with the mean of its group", BlendCall),
+    Level(
+        "exchange",
+        output.exchange,
+        "replace the kept row by the most central one of its group",
+        ExchangeCall,
+    ),
 )
 ORDERINGS = (
-    Level("raster", ordering.raster, "in raster order"),
-    Level("score", ordering.score, "best quality first"),
-    Level("pick", ordering.pick, "in the base policy's order"),
+    Level("raster", ordering.raster, "rows in raster order"),
+    Level("score", ordering.score, "rows by descending quality"),
+    Level("pick", ordering.pick, "rows in the base policy's pick order"),
 )
 
 PRINTED = {
@@ -69,12 +83,12 @@ PRINTED = {
     "nearest.similarity_weighted.residual.raster": "similarity_weighted_residual_merge",
     "local.mean.residual.raster": "spatial_local_residual_merge",
 }
-"""Cell of the 3 x 3 x 3 x 3 -> name that the paper prints for it."""
+"""The four levels of an atom -> its name in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One of the 81: its four levels, in the order of the axes."""
+    """One of the 81 atoms: a level of each axis."""
 
     assign: Level
     aggregate: Level
@@ -83,35 +97,35 @@ class Recipe:
 
     @property
     def levels(self) -> tuple[Level, Level, Level, Level]:
-        """All four."""
+        """The four levels, in the order of the axes."""
         return self.assign, self.aggregate, self.form, self.order
 
     @property
     def cell(self) -> str:
-        """Their names, such as ``nearest.mean.residual.raster``."""
+        """Names of the levels, such as ``nearest.mean.residual.raster``."""
         return ".".join(level.name for level in self.levels)
 
     @property
     def calls(self) -> tuple[type[AtomCall], ...]:
-        """What the levels take as parameters."""
+        """Parameter models of the levels."""
         return tuple(level.call for level in self.levels if level.call) or (AtomCall,)
 
     def reads(self, call: AtomCall) -> frozenset[Need]:
-        """The instruction, where rows change by relevance to it."""
+        """The instruction, if rows are weighted by relevance to it."""
         gated = isinstance(call, GatedCall) and not _idle(call)
         return frozenset({"instruction"}) if gated else frozenset()
 
     def __call__(self, call: AtomCall, tokens: VisualTokens, chosen: Chosen) -> Rows:
-        """Rows of the kept tokens and the order they stand in."""
+        """Rows of the kept tokens, and the token of each row."""
         rows = _rows(self, call, tokens, chosen)
-        turn = self.order.function(chosen, tokens.count)
-        if not isinstance(turn, Tensor):
+        permutation = self.order.function(chosen, tokens.count)
+        if not isinstance(permutation, Tensor):
             return rows, chosen.indices
-        return gather_rows(rows, turn), chosen.indices.gather(1, turn)
+        return gather_rows(rows, permutation), chosen.indices.gather(1, permutation)
 
 
 Rows = tuple[Tensor, Tensor]
-"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token that each stands for."""
+"""Rows ``(B, P, D)``, and the index ``(B, P)`` of the token of each row."""
 
 
 def gather_rows(features: Tensor, indices: Tensor) -> Tensor:
@@ -133,27 +147,27 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: Chosen) 
     similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
     share = recipe.assign.function(call, similarity, indices, tokens.grid)
     assert isinstance(share, Tensor)
-    weight, own = _pair(recipe.aggregate.function(call, tokens, similarity, indices))
+    weight, own = _weight_pair(recipe.aggregate.function(call, tokens, similarity, indices))
     weights = (share * weight).masked_fill(kept, 0.0)
-    most = (
+    largest = (
         torch.zeros_like(kept).expand_as(share).scatter(2, share.argmax(dim=2, keepdim=True), True)
     )
-    groups = Groups(tokens, indices, anchors, weights, own, most & (weights > 0))
+    groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
     rows = recipe.form.function(call, groups)
     assert isinstance(rows, Tensor)
     return rows
 
 
-def _pair(weights: object) -> tuple[Tensor, Tensor]:
+def _weight_pair(weights: object) -> tuple[Tensor, Tensor]:
     assert isinstance(weights, tuple)
     of_members, of_anchors = weights
     assert isinstance(of_members, Tensor) and isinstance(of_anchors, Tensor)
     return of_members, of_anchors
 
 
-def _enter(recipe: Recipe) -> str:
+def _declare(recipe: Recipe) -> str:
     name = PRINTED.get(recipe.cell, f"reassemble/{recipe.cell}")
-    assign, aggregate, form, order = (level.says for level in recipe.levels)
+    assign, aggregate, form, order = (level.description for level in recipe.levels)
     declare(
         name,
         "reassembly",
@@ -161,32 +175,32 @@ def _enter(recipe: Recipe) -> str:
         recipe,
         needs=frozenset({"instruction"} if GatedCall in recipe.calls else ()),
         origin="printed" if recipe.cell in PRINTED else "listed",
-        doc=f"{assign}, weigh them {aggregate} and {form}; rows {order}.",
+        doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
         reads=recipe.reads,
     )
     return name
 
 
 RECIPES = {
-    _enter(recipe): recipe
+    _declare(recipe): recipe
     for recipe in (
         Recipe(*levels) for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
     )
 }
-"""Atom name -> what it is composed of."""
+"""Atom name -> its four levels."""
 
 Reassembly = Annotated[AtomCall, OneOf("reassembly")]
 
 
 def orders_by_quality(call: AtomCall) -> bool:
-    """True where the order of rows follows token quality g, which then has to be scored."""
+    """Whether rows are ordered by token quality g, which then has to be computed."""
     return RECIPES[call.atom].order.name == "score"
 
 
 def run_reassembly(call: AtomCall, tokens: VisualTokens, chosen: Chosen) -> Rows:
-    """Rows of the kept tokens, and the token of each row, in the order of the atom."""
-    found = ATOMS.of(call).function(call, tokens, chosen)
-    assert isinstance(found, tuple)
-    rows, order = found
+    """Run the reassembly of a call: rows of the kept tokens, and the token of each row."""
+    reassembled = ATOMS.of(call).function(call, tokens, chosen)
+    assert isinstance(reassembled, tuple)
+    rows, order = reassembled
     assert isinstance(rows, Tensor) and isinstance(order, Tensor)
     return rows, order

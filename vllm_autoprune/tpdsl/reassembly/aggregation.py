@@ -1,8 +1,7 @@
-"""Aggregation: how much a discarded token weighs with an anchor, and the anchor with itself.
+"""Aggregation: weight of each token in the group of an anchor (a kept token).
 
-Knows nothing about shares or rows. Every function returns weights >= 0: of every token with every
-anchor ``(B, N, P)``, or ``(B, N, 1)`` where the anchor makes no difference, and of the anchors
-themselves ``(B, P)``.
+Every function returns weights >= 0: of all tokens for each anchor ``(B, N, P)``, or ``(B, N, 1)``
+if they are the same for every anchor, and of the anchors themselves ``(B, P)``.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 class GatedCall(AtomCall):
-    """Parameters of the semantic gate."""
+    """Parameters of semantic_gated."""
 
     gate_quantile: float = Field(
-        0.5, ge=0.0, le=0.95, description="share of the tokens, the least relevant, that weigh 0"
+        0.5, ge=0.0, le=0.95, description="share of tokens, the least relevant ones, with weight 0"
     )
 
 
@@ -29,21 +28,21 @@ Weights = tuple[Tensor, Tensor]
 
 
 def mean(call: AtomCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor) -> Weights:
-    """All alike."""
+    """Equal weights."""
     return torch.ones_like(similarity[:, :, :1]), torch.ones_like(similarity[:, 0])
 
 
 def similarity_weighted(
     call: AtomCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
 ) -> Weights:
-    """By cosine to the anchor, opposite tokens not at all."""
+    """Cosine to the anchor; negative cosines count as 0."""
     return similarity.clamp_min(0), torch.ones_like(similarity[:, 0])
 
 
 def semantic_gated(
     call: GatedCall, tokens: VisualTokens, similarity: Tensor, indices: Tensor
 ) -> Weights:
-    """By relevance to the instruction, normalised over the image; below the gate not at all."""
+    """Normalised relevance to the instruction; 0 below the gate quantile."""
     instruction = tokens.require_instruction()
     r = normalise(relevance(instruction, sign=instruction.sign))
     gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]

@@ -1,9 +1,8 @@
-"""Ordering: in which order the language model reads the kept rows.
+"""Ordering: order of the kept rows in the prompt.
 
-Knows nothing about what the rows hold. Every function returns a permutation ``(B, P)`` of
-``chosen.indices``, which ascend, or None where they stay as they stand. Position ids follow the
-rows, so another order than raster moves tokens within the picture that the model believes to see:
-legal, and for a search to try.
+Every function returns a permutation ``(B, P)`` of the ascending ``chosen.indices``, or None for no
+change. Position ids are assigned to rows in order, so any order but raster changes the position
+that the model sees for a token; whether that helps is left to the search.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from vllm_autoprune.tpdsl.outcome import Chosen
 
 
 def raster(chosen: Chosen, count: int) -> None:
-    """By place in the image."""
+    """Raster order of the image."""
 
 
 def score(chosen: Chosen, count: int) -> Tensor:
-    """By quality, the best first; ties by place."""
-    assert chosen.quality is not None, "a policy that orders by quality has scored"
+    """Descending quality; ties in raster order."""
+    assert chosen.quality is not None, "a policy that orders by quality computes it"
     return ranked(chosen.quality.gather(1, chosen.indices))
 
 
 def pick(chosen: Chosen, count: int) -> Tensor:
-    """As the base policy picked them, exchanged tokens last and by place."""
+    """Pick order of the base policy, then exchanged tokens in raster order."""
     picks = chosen.reference.picks
     every = torch.ones(picks.shape[0], count, dtype=torch.bool, device=picks.device)
     return places(picks, every).gather(1, chosen.indices).argsort(dim=1, stable=True)

@@ -1,6 +1,6 @@
-"""Output: what an anchor's row becomes, given the members of its group and their weights.
+"""Output: row of each anchor, from the members of its group and their weights.
 
-Knows nothing about how the weights came about. Every function keeps the shape ``(B, P, D)``.
+Every function returns rows ``(B, P, D)``.
 """
 
 from __future__ import annotations
@@ -17,42 +17,49 @@ from vllm_autoprune.tpdsl.partitions import SETTLED
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 ROUNDING = 1e-5
-"""Gain in cosine that is no gain: in a group of two both are as near to the middle."""
+"""Gain in cosine below which two members count as equally central, as in any group of two."""
 
 
 class BlendCall(AtomCall):
-    """Parameters of the residual and the average; strength 0 leaves every row as it is."""
+    """Parameters of residual and average; with strength 0 no row changes."""
 
     strength: float = Field(
-        0.0, ge=0.0, le=0.5, description="share of the discarded tokens that is blended in"
+        0.0,
+        ge=0.0,
+        le=0.5,
+        description="weight of the mean of the group in the row; 0: rows do not change",
     )
 
     @property
     def idle(self) -> bool:
-        """True where no row changes."""
+        """Whether no row changes."""
         return self.strength == 0.0
 
 
 class ExchangeCall(AtomCall):
-    """Parameters of the exchange; cosines differ by 2 at most, so a margin of 2 ends it."""
+    """Parameters of exchange; cosines differ by at most 2, so with a margin of 2 no row changes."""
 
     margin: float = Field(
-        10.0, ge=0.0, le=10.0, description="least gain in cosine to the group's mean; 2: never"
+        10.0,
+        ge=0.0,
+        le=10.0,
+        description="smallest gain in cosine to the group's mean; from 2 on, rows do not change",
     )
 
     @property
     def idle(self) -> bool:
-        """True where no row changes."""
+        """Whether no row changes."""
         return self.margin >= 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Anchors and what is assigned to them.
+    """Anchors and the groups of tokens assigned to them.
 
-    indices ``(B, P)`` and anchors ``(B, P, D)``, their rows; weights ``(B, N, P)``, zero for kept
-    tokens; own ``(B, P)``, an anchor's weight in its own group; member ``(B, N, P)`` bool, a token
-    with the anchor that has most of it, if it weighs anything there.
+    indices ``(B, P)`` of the anchors and their rows anchors ``(B, P, D)``; weights ``(B, N, P)``,
+    zero for kept tokens; own ``(B, P)``, the weight of an anchor in its own group; member
+    ``(B, N, P)`` bool, true for the anchor with the largest share of a token, if its weight is
+    positive.
     """
 
     tokens: VisualTokens
@@ -63,8 +70,8 @@ class Groups:
     member: Tensor
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Weighted sums of members' rows ``(B, P, D)`` float32, and of weights ``(B, P, 1)``."""
-        # One image after the other: the same bits in any batch, and one float32 copy at a time.
+        """Weighted sums of rows ``(B, P, D)`` float32, and sums of weights ``(B, P, 1)``."""
+        # One image at a time: bit-identical in any batch, with a single float32 copy.
         pairs = zip(self.weights, self.tokens.features, strict=True)
         rows = torch.stack([weight.T @ features.float() for weight, features in pairs])
         return rows, self.weights.sum(dim=1)[:, :, None]
@@ -90,18 +97,18 @@ def average(call: BlendCall, groups: Groups) -> Tensor:
 
 
 def exchange(call: ExchangeCall, groups: Groups) -> Tensor:
-    """The member nearest to the group's mean direction, where it is nearer by the margin.
+    """Row of the member nearest to the group's mean direction, if nearer than x_a by the margin.
 
-    A member's weight can never exceed the anchor's own, so weights alone would exchange nothing:
-    here they decide where the middle of the group is.
+    Weights only define the mean direction: choosing the member of largest weight would never
+    replace an anchor, because no weight exceeds the anchor's own.
     """
     indices, cosine = groups.indices[:, None, :], groups.tokens.cosine
     weights = groups.weights.scatter(1, indices, groups.own[:, None, :])
     along = products(cosine, weights)
     length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
     near = along / length
-    best, which = near.masked_fill(~groups.member, -torch.inf).max(dim=1)
-    taken = best - near.gather(1, indices)[:, 0] > call.margin + ROUNDING
+    best, member = near.masked_fill(~groups.member, -torch.inf).max(dim=1)
+    replaced = best - near.gather(1, indices)[:, 0] > call.margin + ROUNDING
     features = groups.tokens.features
-    rows = features.gather(1, which[:, :, None].expand(-1, -1, features.shape[2]))
-    return torch.where(taken[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
+    rows = features.gather(1, member[:, :, None].expand(-1, -1, features.shape[2]))
+    return torch.where(replaced[:, :, None], rows.to(groups.anchors.dtype), groups.anchors)
