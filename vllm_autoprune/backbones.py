@@ -9,7 +9,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class BackboneShape:
     """Dimensions of one backbone: its language model and its grid of visual tokens.
 
     The language model has ``layers`` L of width ``width`` d, a gated feed-forward of width
@@ -50,7 +50,7 @@ class Geometry:
         return "-" if self.relevance == "clip" else "+"
 
 
-LLAVA_7B = Geometry(
+LLAVA_7B = BackboneShape(
     name="llava-1.5-7b",
     family="llava",
     layers=32,
@@ -66,7 +66,7 @@ LLAVA_7B = Geometry(
     source="llava-hf/llava-1.5-7b-hf: Vicuna-7B, CLIP ViT-L/14 at 336 pixels",
 )
 
-LLAVA_13B = Geometry(
+LLAVA_13B = BackboneShape(
     name="llava-1.5-13b",
     family="llava",
     layers=40,
@@ -82,7 +82,7 @@ LLAVA_13B = Geometry(
     source="llava-hf/llava-1.5-13b-hf: Vicuna-13B, CLIP ViT-L/14 at 336 pixels",
 )
 
-LLAVA_NEXT_7B = Geometry(
+LLAVA_NEXT_7B = BackboneShape(
     name="llava-next-7b",
     family="llava_next",
     layers=32,
@@ -98,7 +98,7 @@ LLAVA_NEXT_7B = Geometry(
     source="llava-v1.6-vicuna-7b-hf; 672 x 672 pixels: one base view and 2 x 2 crops, no newlines",
 )
 
-QWEN_7B = Geometry(
+QWEN_7B = BackboneShape(
     name="qwen2.5-vl-7b",
     family="qwen2_5_vl",
     layers=28,
@@ -114,14 +114,16 @@ QWEN_7B = Geometry(
     source="Qwen/Qwen2.5-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
 )
 
-GEOMETRIES: dict[str, Geometry] = {g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, QWEN_7B)}
+BACKBONE_SHAPES: dict[str, BackboneShape] = {
+    g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, QWEN_7B)
+}
 
 
-def geometry(name: str) -> Geometry:
+def find_backbone(name: str) -> BackboneShape:
     """Look up a backbone by name; :class:`ConfigError` lists the known names."""
-    if name not in GEOMETRIES:
-        known = ", ".join(GEOMETRIES)
+    if name not in BACKBONE_SHAPES:
+        known = ", ".join(BACKBONE_SHAPES)
         raise ConfigError(
             "backbone", [Problem(name, "not a known backbone", f"use one of {known}")]
         )
-    return GEOMETRIES[name]
+    return BACKBONE_SHAPES[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_autoprune.backbones import Geometry
+from vllm_autoprune.backbones import BackboneShape
 from vllm_autoprune.errors import ConfigError, Problem
 
 TERA = 10**12
@@ -52,18 +52,20 @@ class Cost:
         return self.kv_bytes / MIB
 
 
-def prefill_flops(geometry: Geometry, schedule: tuple[int, ...]) -> int:
+def prefill_flops(geometry: BackboneShape, schedule: tuple[int, ...]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
     d, m, k = geometry.width, geometry.feed_forward, geometry.kv_width
     return sum(2 * (n * d * (2 * d + 2 * k) + 2 * n * n * d + 3 * n * d * m) for n in schedule)
 
 
-def kv_bytes(geometry: Geometry, schedule: tuple[int, ...]) -> int:
+def kv_bytes(geometry: BackboneShape, schedule: tuple[int, ...]) -> int:
     """Bytes of the keys and values of ``schedule[i]`` tokens in layer i, 16 bits each."""
     return sum(n * 2 * geometry.kv_width * 2 for n in schedule)
 
 
-def cost(geometry: Geometry, tokens: int, *, text: int = 0, full_layers: int = 0) -> Cost:
+def estimate_cost(
+    geometry: BackboneShape, tokens: int, *, text: int = 0, full_layers: int = 0
+) -> Cost:
     """Cost of K = ``tokens`` visual tokens and ``text`` text tokens.
 
     With ``full_layers`` = 0 every layer sees K visual tokens. With F > 0 it is the cost of a method
@@ -74,7 +76,7 @@ def cost(geometry: Geometry, tokens: int, *, text: int = 0, full_layers: int = 0
     _check(geometry, tokens, text, full_layers)
     visual = (tokens,) * geometry.layers
     if full_layers and tokens < geometry.tokens:
-        rest = remaining(geometry, tokens, full_layers)
+        rest = tokens_after_full_layers(geometry, tokens, full_layers)
         visual = (geometry.tokens,) * full_layers + (rest,) * (geometry.layers - full_layers)
     schedule = tuple(n + text for n in visual)
     return Cost(
@@ -86,7 +88,7 @@ def cost(geometry: Geometry, tokens: int, *, text: int = 0, full_layers: int = 0
     )
 
 
-def remaining(geometry: Geometry, tokens: int, full_layers: int) -> int:
+def tokens_after_full_layers(geometry: BackboneShape, tokens: int, full_layers: int) -> int:
     """Tokens after F full layers: R of ``F N + (L - F) R = L K``, rounded up."""
     used, allowed = full_layers * geometry.tokens, geometry.layers * tokens
     if used >= allowed:
@@ -101,7 +103,7 @@ def remaining(geometry: Geometry, tokens: int, full_layers: int) -> int:
     return math.ceil((allowed - used) / (geometry.layers - full_layers))
 
 
-def _check(geometry: Geometry, tokens: int, text: int, full_layers: int) -> None:
+def _check(geometry: BackboneShape, tokens: int, text: int, full_layers: int) -> None:
     problems = []
     if tokens < 1:
         problems.append(
@@ -111,7 +113,7 @@ def _check(geometry: Geometry, tokens: int, text: int, full_layers: int) -> None
         problems.append(Problem("--text", f"{text} is not a number of tokens", "give 0 or more"))
     if not 0 <= full_layers < geometry.layers:
         what = f"{full_layers} of {geometry.layers} layers"
-        mend = f"give 0 to {geometry.layers - 1}"
-        problems.append(Problem("--full-layers", what, mend))
+        fix = f"give 0 to {geometry.layers - 1}"
+        problems.append(Problem("--full-layers", what, fix))
     if problems:
         raise ConfigError(f"cost on {geometry.name}", problems)

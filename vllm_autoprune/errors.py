@@ -25,11 +25,11 @@ class Problem:
 
     where: str
     what: str
-    mend: str
+    fix: str
     kind: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where or '/'}: {self.what} -> {self.mend}"
+        return f"{self.where or '/'}: {self.what} -> {self.fix}"
 
 
 class AutopruneError(Exception):

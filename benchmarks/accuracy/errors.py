@@ -9,4 +9,4 @@ from vllm_autoprune.errors import AutopruneError
 
 
 class EvaluationError(AutopruneError):
-    """No evaluation can begin or go on; says why and how to mend it. What was recorded is kept."""
+    """No evaluation can begin or go on; says why and how to fix it. What was recorded is kept."""

@@ -102,8 +102,8 @@ def mme_divisor(backbone: str) -> float:
     """Points of MME to per cent on a backbone of the tables; raises :class:`ConfigError`."""
     known = {table.backbone: table.mme_divisor for table in published().tables}
     if backbone not in known:
-        mend = f"use {', '.join(known)}"
-        raise ConfigError("eval", [Problem(f"--backbone {backbone}", "is in no table", mend)])
+        fix = f"use {', '.join(known)}"
+        raise ConfigError("eval", [Problem(f"--backbone {backbone}", "is in no table", fix)])
     return known[backbone]
 
 

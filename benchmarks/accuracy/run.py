@@ -26,8 +26,8 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
     """
     path = folder / JOURNAL
     if not resume and path.exists() and path.stat().st_size:
-        what, mend = "holds an evaluation already", "add --resume, or name another folder"
-        raise ConfigError("eval", [Problem(f"--out {folder}", what, mend)])
+        what, fix = "holds an evaluation already", "add --resume, or name another folder"
+        raise ConfigError("eval", [Problem(f"--out {folder}", what, fix)])
     with Journal(path) as journal:
         journal.open_as(suite.opened)
         journal.put(suite.cases)

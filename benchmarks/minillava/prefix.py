@@ -1,6 +1,6 @@
 """The language model's first layers over [before, image, question], for policies that read them.
 
-Knows nothing about policies; it stands behind `vllm_autoprune.tpdsl.language.LanguagePrefix`.
+Implements :class:`vllm_autoprune.tpdsl.language_prefix.LanguagePrefix`; knows no policies.
 """
 
 from __future__ import annotations

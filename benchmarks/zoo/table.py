@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from benchmarks.zoo.evidence import Evidence, known
 from benchmarks.zoo.states import FOUND, SOURCE, zoo
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 
 
 def as_markdown() -> str:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.base_policies.samples import prefix, select
 from vllm_autoprune import SelectionError
-from vllm_autoprune.base_policies.attended import last_row, surviving
-from vllm_autoprune.tpdsl.language import RecordedPrefix
+from vllm_autoprune.base_policies.language_attention import last_token_rows, surviving_positions
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 
 NOTHING = torch.nan
 
@@ -70,9 +70,9 @@ def test_a_layer_that_the_model_does_not_have_is_an_error_that_says_so() -> None
 def test_rows_are_taken_where_each_sequence_ends() -> None:
     rows = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
     text = torch.tensor([[True, True, True], [True, False, False]])
-    assert last_row(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
+    assert last_token_rows(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
 
 
 def test_what_is_left_of_the_whole_sequence() -> None:
     # S = 2, N = 5, Lt = 2.
-    assert surviving(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]
+    assert surviving_positions(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.base_policies.samples import WIDTH, images, mapped, select, take
 from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, SelectionError, VisualTokens, materialize, safety_check
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Reference
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     **{name: (name, {}) for name in sorted(BASE_POLICIES)},
@@ -30,16 +30,16 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]
 
 
-def run(variant: str, tokens: VisualTokens, budget: int) -> Reference:
+def run(variant: str, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     name, params = VARIANTS[variant]
     return select(name, tokens, budget, **params)
 
 
-def parts(found: Reference) -> list[Tensor]:
+def parts(found: ReferenceSelection) -> list[Tensor]:
     return [part for part in (found.picks, found.merged, found.extra) if part is not None]
 
 
-def assert_sound(found: Reference, tokens: VisualTokens, budget: int) -> None:
+def assert_sound(found: ReferenceSelection, tokens: VisualTokens, budget: int) -> None:
     extra = 0 if found.extra is None else found.extra.shape[1]
     assert found.picks.dtype == torch.int64
     assert found.picks.shape == (tokens.batch, budget - extra)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.rules import RULES
+from vllm_autoprune.tpdsl.states.rules import RULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

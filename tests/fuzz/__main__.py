@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.fuzz.campaign import Campaign, Run
 from tests.fuzz.judge import SLOW, SMALL, Judge
 from tests.fuzz.tally import Tally
-from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,10 +25,10 @@ from vllm_autoprune import (
     materialize,
     safety_check,
 )
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.probes import synthetic_probes
-from vllm_autoprune.tpdsl.rules import RULES
-from vllm_autoprune.tpdsl.safety import VERDICTS
+from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.states.rules import RULES
 
 SLOW = 1.0
 """Seconds of processor time within which any text must be accepted or refused."""
@@ -152,7 +152,7 @@ def _untidy(error: StateError) -> Iterator[str]:
     if len(str(error)) > _LONGEST_MESSAGE or not str(error).replace("\n", "").isprintable():
         yield "message is too long, or does not print"
     for problem in error.problems:
-        if not (problem.what and problem.mend and problem.kind):
+        if not (problem.what and problem.fix and problem.kind):
             yield f"says too little: {problem!r}"
         if problem.where and not problem.where.startswith("/"):
             yield f"no JSON pointer: {problem.where!r}"

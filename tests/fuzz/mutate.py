@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.grammar import Json, anything
-from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 Place = tuple[Any, Any]
 """A container and the key or index in it."""

@@ -20,7 +20,7 @@ from tests.fuzz.schema import plain, quick
 from tests.fuzz.tally import Tally
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import PruningState, StateError, load_state
-from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 SCHEMA = PruningState.model_json_schema()
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.golden.case import Case
-from vllm_autoprune.tpdsl.language import RecordedPrefix, attention_rows
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
 
 
 def _unchanged(rows: Tensor) -> Tensor:

@@ -11,12 +11,21 @@ from tests.golden.case import Case
 from tests.golden.degenerate import same_until_duplicates, same_until_rank
 from tests.golden.demand import Demand, demand
 from tests.golden.records import RECORDS
-from vllm_autoprune.base_policies.attended import surviving
-from vllm_autoprune.base_policies.recycling import cluster_count
-from vllm_autoprune.base_policies.sparsevlm import raters, recycled, relevance
+from vllm_autoprune.base_policies.language_attention import surviving_positions
+from vllm_autoprune.base_policies.sparsevlm import (
+    cluster_count,
+    find_raters,
+    rater_attention,
+    recycled_tokens,
+)
 from vllm_autoprune.serving.relevance import segments
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Native, Reference
-from vllm_autoprune.tpdsl.tiles import stitched
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    BasePolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+)
+from vllm_autoprune.tpdsl.tiles import llava_next_order
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Problems = Iterator[str]
@@ -120,7 +129,7 @@ def fastv(case: Case) -> Problems:
     yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
     if demand(case) is not Demand.SOUND:
         length = case.given("attn_last_row").shape[1]
-        left = surviving(picks, case.recipe["sys"], tokens.count, length)
+        left = surviving_positions(picks, case.recipe["sys"], tokens.count, length)
         yield from _equal("keep_seq", left[0], case.wanted("keep_seq"))
 
 
@@ -137,8 +146,8 @@ def sparsevlm(case: Case) -> Problems:
     language = tokens.require_language()
     found = _native("sparsevlm", {}, tokens, case.recipe["K"])
     kept = found.indices[0][found.indices[0] >= 0]
-    score = relevance(language, 2, tokens.count)
-    sources = recycled(score, kept[None])[0]
+    score = rater_attention(language, 2, tokens.count)
+    sources = recycled_tokens(score, kept[None])[0]
     made = cluster_count(sources.numel())
     clusters = _features(found)[0][kept.numel() :]
     yield from _sound(kept, min(case.recipe["K"], tokens.count - 1), tokens.count)
@@ -147,7 +156,7 @@ def sparsevlm(case: Case) -> Problems:
     if demand(case) is not Demand.SOUND:
         yield from _equal("keep", kept, case.wanted("keep"))
     if not case.note:
-        rating = raters(language, tokens.count)[0].nonzero()[:, 0]
+        rating = find_raters(language, tokens.count)[0].nonzero()[:, 0]
         yield from _equal("raters", rating, case.wanted("raters"))
         yield from _close(score, case.wanted("rel")[None], 1e-3)
         yield from _equal(
@@ -162,7 +171,7 @@ def next_order(case: Case) -> Problems:
     size = case.recipe["N"]
     side = int(size**0.5)
     kept = case.wanted("keep") + torch.arange(len(case.wanted("keep")))[:, None] * size
-    found = stitched(kept.reshape(1, -1), Grid(side, side, len(kept)))
+    found = llava_next_order(kept.reshape(1, -1), Grid(side, side, len(kept)))
     yield from _equal("sequence", found[0], case.wanted("sequence"))
 
 
@@ -217,17 +226,19 @@ def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
     return call.params
 
 
-def _select(policy: str, params: dict[str, object], tokens: VisualTokens, budget: int) -> Reference:
+def _select(
+    policy: str, params: dict[str, object], tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     return BASE_POLICIES[policy].select(_params(policy, params), tokens, budget)
 
 
 def _native(
     policy: str, params: dict[str, object], tokens: VisualTokens, budget: int | None
-) -> Native:
+) -> PublishedSelection:
     return BASE_POLICIES[policy].native(_params(policy, params), tokens, budget)
 
 
-def _features(found: Native) -> tuple[Tensor, ...]:
+def _features(found: PublishedSelection) -> tuple[Tensor, ...]:
     assert found.features is not None
     return found.features
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_autoprune.ops.capped import capped_greedy_map
 from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.dpp_torch import capped_greedy_map
 
 
 def similarity(seed: int, batch: int = 2, tokens: int = 20, width: int = 24) -> torch.Tensor:

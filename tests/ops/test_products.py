@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.ops.products import cosines, cosines_between, cosines_with
+from vllm_autoprune.ops.similarity import cosines, cosines_between, cosines_with
 
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_autoprune.ops.similar import mean_of_largest_others, mean_of_neighbours
+from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
 
 
 def symmetric(seed: int, batch: int, size: int, levels: int = 1000) -> Tensor:

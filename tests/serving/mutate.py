@@ -29,7 +29,7 @@ from tests.serving.engine import examples
 from tests.serving.http import ask, body, text_of
 from tests.serving.paths import CLIP, LLAVA
 from tests.tpdsl.samples import shipped
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 FLAGS = (
     *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),

@@ -10,13 +10,12 @@ import torch
 
 from tests.tpdsl.samples import images, state, take
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
-from vllm_autoprune.tpdsl.atom import ATOMS, Group
-from vllm_autoprune.tpdsl.constraints import BoundedSelector
-from vllm_autoprune.tpdsl.partitions import PartitionCall
-from vllm_autoprune.tpdsl.reassembly.output import BlendCall, ExchangeCall
-from vllm_autoprune.tpdsl.source import ReferencePrior, ViewCall
-from vllm_autoprune.tpdsl.tokens import Need
-from vllm_autoprune.tpdsl.tower import TowerStates
+from vllm_autoprune.tpdsl.atoms.constraints import BoundedSelector
+from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
+from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
+from vllm_autoprune.tpdsl.tokens import Need, TowerStates
 
 MEANINGS: set[str] = set()
 """Atoms of which some test says, on a case checked by hand or by a plain loop, what they do."""

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from vllm_autoprune import Grid, VisualTokens
-from vllm_autoprune.tpdsl.tiles import TileGroup, join_groups, join_tiles, stitched, tile_groups
+from vllm_autoprune.tpdsl.tiles import (
+    TileGroup,
+    join_groups,
+    join_tiles,
+    llava_next_order,
+    tile_groups,
+)
 
 
 def image_of(tiles: int, batch: int = 2) -> VisualTokens:
@@ -63,6 +69,6 @@ def test_llava_next_reads_the_base_view_then_the_crops_as_one_picture() -> None:
     rows = [[6, 7, 8, 12, 13, 14], [9, 10, 11, 15, 16, 17]]
     rows += [[18, 19, 20, 24, 25, 26], [21, 22, 23, 27, 28, 29]]
     order = [*range(6), *(token for row in rows for token in row)]
-    assert stitched(everything, grid).tolist() == [order]
+    assert llava_next_order(everything, grid).tolist() == [order]
     kept = torch.tensor([[28, 9, 5, 12, 0, 18], [0, 1, 2, 3, 4, 5]])
-    assert stitched(kept, grid).tolist() == [[0, 5, 12, 9, 18, 28], [0, 1, 2, 3, 4, 5]]
+    assert llava_next_order(kept, grid).tolist() == [[0, 5, 12, 9, 18, 28], [0, 1, 2, 3, 4, 5]]

@@ -14,22 +14,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.attended import (
+from vllm_autoprune.base_policies.language_attention import (
     MOST_LAYERS,
-    checked_layer,
+    require_layer,
     text_span,
     visual_span,
 )
-from vllm_autoprune.ops.products import cosines_with
+from vllm_autoprune.ops.rowwise import gather_rows, rank_descending
+from vllm_autoprune.ops.similarity import cosines_with
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
-    Native,
-    Reference,
+    PublishedSelection,
+    ReferenceSelection,
     base_policy,
-    counted,
+    require_budget,
 )
-from vllm_autoprune.tpdsl.numerics import ranked
-from vllm_autoprune.tpdsl.reassembly import gather_rows
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 VISUAL_PIVOTS = 4
@@ -55,13 +54,13 @@ class DartParams(BasePolicyParams):
     )
 
 
-def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> Native:
+def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """4 + 8 floor(K / 8) tokens in raster order: the visual pivots are added to the budget.
 
     Pivots are processed in the iteration order of a CPython set of their positions, as in the
     port; the order affects which tokens are kept.
     """
-    each = counted("dart", budget) // (VISUAL_PIVOTS + TEXT_PIVOTS)
+    each = require_budget("dart", budget) // (VISUAL_PIVOTS + TEXT_PIVOTS)
     start = tokens.require_language().start
     length, states = _read(params, tokens)
     visual, words = _pivots(params, tokens, length)
@@ -73,11 +72,11 @@ def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> Nati
         shares = [each] * len(positions)
         picks = _least_similar(states[one], visual[one], turns, shares, start, tokens.count)
         kept.append(picks[0].sort().values)
-    return Native(tuple(kept))
+    return PublishedSelection(tuple(kept))
 
 
 @base_policy(DartParams, needs=frozenset({"language"}), native=native)
-def dart(params: DartParams, tokens: VisualTokens, budget: int) -> Reference:
+def dart(params: DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot."""
     start = tokens.require_language().start
     length, states = _read(params, tokens)
@@ -89,7 +88,7 @@ def dart(params: DartParams, tokens: VisualTokens, budget: int) -> Reference:
     turns = turns.gather(1, by_slot.argsort(dim=1, stable=True))
     each, rest = divmod(budget - visual.shape[1], turns.shape[1])
     shares = [each + (turn < rest) for turn in range(turns.shape[1])]
-    return Reference(_least_similar(states, visual, turns, shares, start, tokens.count))
+    return ReferenceSelection(_least_similar(states, visual, turns, shares, start, tokens.count))
 
 
 def _read(params: DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
@@ -98,7 +97,7 @@ def _read(params: DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
     if params.space == "embeddings":
         entering = language.embeddings().float()
         return entering.abs().sum(dim=2), entering
-    layer = checked_layer(language, params.layer - 1)
+    layer = require_layer(language, params.layer - 1)
     # The L1 norm over all heads together.
     return language.keys(layer).float().abs().sum(dim=(1, 3)), language.normed(layer)
 
@@ -110,10 +109,10 @@ def _pivots(params: DartParams, tokens: VisualTokens, length: Tensor) -> tuple[T
     strongest token is repeated [ours].
     """
     language = tokens.require_language()
-    visual = ranked(visual_span(language, length, tokens.count))[:, :VISUAL_PIVOTS]
+    visual = rank_descending(visual_span(language, length, tokens.count))[:, :VISUAL_PIVOTS]
     text = language.text
     strength = text_span(language, length, tokens.count).masked_fill(~text, -torch.inf)
-    words = ranked(strength)[:, :TEXT_PIVOTS]
+    words = rank_descending(strength)[:, :TEXT_PIVOTS]
     words = torch.where(text.gather(1, words), words, words[:, :1])
     return visual, words + language.start + tokens.count
 
@@ -129,7 +128,7 @@ def _least_similar(
     for turn, share in enumerate(shares):
         # NaN ranks last among the remaining tokens, but before those already taken.
         score = dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)
-        chosen = ranked(score)[:, :share]
+        chosen = rank_descending(score)[:, :share]
         taken.scatter_(1, chosen, True)
         picks.append(chosen)
     return torch.cat(picks, dim=1)

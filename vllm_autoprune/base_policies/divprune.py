@@ -12,9 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
-from vllm_autoprune.tpdsl.budget import split_over_tiles
-from vllm_autoprune.tpdsl.tiles import join_tiles
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -27,13 +26,13 @@ class DivPruneParams(BasePolicyParams):
 
 
 @base_policy(DivPruneParams)
-def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Reference:
+def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour."""
     if params.tile_scope == "global":
-        return Reference(_spread(tokens.features, budget))
+        return ReferenceSelection(_spread(tokens.features, budget))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = _spread(tokens.by_tile(tokens.features), shares[0])
-    return Reference(join_tiles(picks, tokens, shares))
+    return ReferenceSelection(join_tiles(picks, tokens, shares))
 
 
 def _spread(features: Tensor, count: int) -> Tensor:

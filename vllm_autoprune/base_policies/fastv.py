@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vllm_autoprune.base_policies.attended import MOST_LAYERS, attended_by_last
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
-from vllm_autoprune.tpdsl.numerics import ranked
+from vllm_autoprune.base_policies.language_attention import MOST_LAYERS, last_token_attention
+from vllm_autoprune.ops.rowwise import rank_descending
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -27,8 +27,8 @@ class FastVParams(BasePolicyParams):
 
 
 @base_policy(FastVParams, needs=frozenset({"language"}))
-def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> Reference:
+def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads."""
     language = tokens.require_language()
-    score = attended_by_last(language, params.layer - 1, tokens.count)
-    return Reference(ranked(score)[:, :budget])
+    score = last_token_attention(language, params.layer - 1, tokens.count)
+    return ReferenceSelection(rank_descending(score)[:, :budget])

@@ -12,18 +12,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.merging import (
-    TileRows,
-    merge_by_tile,
-    native_by_tile,
-    products,
-)
+from vllm_autoprune.base_policies.tile_merging import TileRows, merge_by_tile, native_by_tile
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.products import cosines_with
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Native, Reference, base_policy
-from vllm_autoprune.tpdsl.numerics import mask_of, ranked
-from vllm_autoprune.tpdsl.outliers import outliers
-from vllm_autoprune.tpdsl.reassembly import gather_rows
+from vllm_autoprune.ops.rowwise import (
+    find_outliers,
+    gather_rows,
+    mask_from_indices,
+    rank_descending,
+)
+from vllm_autoprune.ops.similarity import cosines_with, matmul_each
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+    base_policy,
+)
 from vllm_autoprune.tpdsl.tiles import TileGroup
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -42,7 +45,9 @@ class PruMergePlusParams(BasePolicyParams):
     )
 
 
-def native(params: PruMergePlusParams, tokens: VisualTokens, budget: int | None) -> Native:
+def native(
+    params: PruMergePlusParams, tokens: VisualTokens, budget: int | None
+) -> PublishedSelection:
     """Outliers by descending attention, then samples, then the sum of the dropped tokens.
 
     Without a budget, the published number of tokens; with a budget, K tokens and K + 1 rows as in
@@ -65,7 +70,9 @@ def native(params: PruMergePlusParams, tokens: VisualTokens, budget: int | None)
 
 
 @base_policy(PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), native=native)
-def prumerge_plus(params: PruMergePlusParams, tokens: VisualTokens, budget: int) -> Reference:
+def prumerge_plus(
+    params: PruMergePlusParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """Outliers of [CLS] attention, then evenly spaced tokens, with neighbours merged in."""
     following = tokens.require_next_layer()
 
@@ -74,7 +81,7 @@ def prumerge_plus(params: PruMergePlusParams, tokens: VisualTokens, budget: int)
         # With a single row, keep a token: there has to be one to merge into.
         alone = params.drop_extra or group.share == 1
         count = group.share if alone else group.share - 1
-        picks = _spread(attention, count) if params.plus else ranked(attention)[:, :count]
+        picks = _spread(attention, count) if params.plus else rank_descending(attention)[:, :count]
         patches = group.of(tokens.require_tower().patches, tokens)
         merged, extra = _merged(attention, group.of(following.keys, tokens), patches, picks)
         return TileRows(picks, merged, extra[:, :0] if alone else extra)
@@ -88,8 +95,8 @@ def _spread(attention: Tensor, count: int) -> Tensor:
     Shapes do not depend on the number of outliers, so this does not synchronise with the device.
     """
     size = attention.shape[1]
-    order = ranked(attention)
-    above = outliers(attention).sum(dim=1, keepdim=True).clamp_max(count)
+    order = rank_descending(attention)
+    above = find_outliers(attention).sum(dim=1, keepdim=True).clamp_max(count)
     turn = torch.arange(count, device=attention.device)
     positions = torch.arange(size, device=attention.device)
     first = torch.zeros_like(order, dtype=torch.bool)
@@ -105,7 +112,7 @@ def _published_count(attention: Tensor, *, plus: bool) -> Tensor:
     """Picks ``(kept,)`` of attention ``(n,)`` by the published rule, about 4 per outlier."""
     size = attention.shape[0]
     share = _outlier_share(attention)
-    top = ranked(attention)[: int(size * share)]
+    top = rank_descending(attention)[: int(size * share)]
     if not plus:
         return top
     stride = int(int(1 / share) / 3) if share else 0
@@ -122,14 +129,14 @@ def _published_count(attention: Tensor, *, plus: bool) -> Tensor:
 def _given_count(attention: Tensor, count: int) -> Tensor:
     """Picks ``(count,)`` of attention ``(n,)`` by the rule of EffiVLM-Bench."""
     size = attention.shape[0]
-    top = ranked(attention)[: min(count, max(1, int(size * _outlier_share(attention))))]
+    top = rank_descending(attention)[: min(count, max(1, int(size * _outlier_share(attention))))]
     samples = torch.arange(0, size, size // count, device=attention.device)
     free = samples[~torch.isin(samples, top)]
     return torch.cat([top, free[: count - top.shape[0]]])
 
 
 def _outlier_share(attention: Tensor) -> float:
-    return int(outliers(attention[None]).sum()) / attention.shape[0]
+    return int(find_outliers(attention[None]).sum()) / attention.shape[0]
 
 
 def _merged(
@@ -142,11 +149,11 @@ def _merged(
     size = attention.shape[1]
     similarity = cosines_with(gather_rows(keys, picks), keys)
     similarity = similarity.scatter(2, picks[:, :, None], -torch.inf)
-    near = ranked(similarity)[:, :, : min(NEIGHBOURS, size - 1)]
+    near = rank_descending(similarity)[:, :, : min(NEIGHBOURS, size - 1)]
     weight = attention.float()[:, None, :]
     inward = torch.zeros_like(similarity)
     inward.scatter_(2, near, weight.expand_as(similarity).gather(2, near))
-    dropped = weight.masked_fill(mask_of(picks, size)[:, None, :], 0.0)
+    dropped = weight.masked_fill(mask_from_indices(picks, size)[:, None, :], 0.0)
     rows = patches.float()
-    sums = products(torch.cat([inward, dropped], dim=1), rows)
+    sums = matmul_each(torch.cat([inward, dropped], dim=1), rows)
     return gather_rows(rows, picks) + sums[:, :-1], sums[:, -1:]

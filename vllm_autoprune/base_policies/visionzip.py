@@ -10,22 +10,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.merging import (
-    TileRows,
-    merge_by_tile,
-    native_by_tile,
-    products,
-)
+from vllm_autoprune.base_policies.tile_merging import TileRows, merge_by_tile, native_by_tile
 from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.rowwise import (
+    gather_rows,
+    indices_from_mask,
+    mask_from_indices,
+    rank_descending,
+)
+from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
-    Native,
-    Reference,
+    PublishedSelection,
+    ReferenceSelection,
     base_policy,
-    counted,
+    require_budget,
 )
-from vllm_autoprune.tpdsl.numerics import mask_of, ranked, raster
-from vllm_autoprune.tpdsl.reassembly import gather_rows
 from vllm_autoprune.tpdsl.tiles import TileGroup
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -50,9 +50,9 @@ class VisionZipParams(BasePolicyParams):
         return budget - contextual, contextual
 
 
-def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) -> Native:
+def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
     """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
-    share = counted("visionzip", budget) // tokens.grid.tiles
+    share = require_budget("visionzip", budget) // tokens.grid.tiles
     dominant, contextual = params.split(share)
     whole = TileGroup(0, tokens.grid.tiles, share)
     top, targets, merged = _zip(tokens, whole, dominant - 1, contextual)
@@ -68,7 +68,7 @@ def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) ->
 
 
 @base_policy(VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=native)
-def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Reference:
+def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in."""
 
     def run(group: TileGroup) -> TileRows:
@@ -92,22 +92,24 @@ def _zip(
     """
     tower = tokens.require_tower()
     patches = group.of(tower.patches, tokens)
-    top = ranked(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
-    kept = mask_of(top, patches.shape[1])
+    top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
+    kept = mask_from_indices(top, patches.shape[1])
     left = patches.shape[1] - dominant
     if contextual == 0:
         return top, top[:, :0], patches[:, :0]
     step = max(1, left // contextual)
-    targets = raster(~kept, left)[:, : contextual * step : step]
-    sources = raster(~(kept | mask_of(targets, patches.shape[1])), left - contextual)
+    targets = indices_from_mask(~kept, left)[:, : contextual * step : step]
+    sources = indices_from_mask(
+        ~(kept | mask_from_indices(targets, patches.shape[1])), left - contextual
+    )
 
     keys = group.of(tower.keys, tokens)
     unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
     towards = gather_rows(unit, targets).transpose(1, 2)
-    nearest = products(gather_rows(unit, sources), towards).argmax(dim=2)
+    nearest = matmul_each(gather_rows(unit, sources), towards).argmax(dim=2)
     members = torch.zeros(*nearest.shape, contextual, dtype=patches.dtype, device=patches.device)
     members.scatter_(2, nearest[:, :, None], 1.0)
-    total = products(members.transpose(1, 2), gather_rows(patches, sources))
+    total = matmul_each(members.transpose(1, 2), gather_rows(patches, sources))
     mean = total / members.sum(dim=1).clamp_min(1)[:, :, None]
     return top, targets, gather_rows(patches, targets) + mean
 

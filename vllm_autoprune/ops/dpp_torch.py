@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.products import ALIGNED
+from vllm_autoprune.ops.similarity import ALIGNED
 
 EXHAUSTED = 1e-10
 """Gain at or below which the rank of the kernel counts as exhausted."""
@@ -73,6 +73,60 @@ def greedy_map_torch(
         residual.addcmul_(update, update, value=-1)
         flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
     return _rest_by_quality(torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible)
+
+
+def capped_greedy_map(
+    similarity: Tensor,
+    quality: Tensor,
+    count: int,
+    *,
+    anchors: Tensor,
+    eligible: Tensor,
+    cells: Tensor,
+    cap: int,
+) -> Tensor:
+    """Greedy MAP as in :func:`vllm_autoprune.ops.dpp.greedy_map`, at most ``cap`` picks per cell.
+
+    The set of allowed tokens depends on earlier picks, so the whole conditioned similarity is
+    updated: after a pick the outer product of its scaled row is subtracted from S. A step costs N^2
+    where greedy_map costs N times the number of earlier steps. All operations are element-wise, so
+    results are bit-identical alone and in a batch.
+
+    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
+    count towards their cells and may exceed the cap; eligible ``(B, N)`` bool; cells ``(B, N)``
+    int64 in 0..N-1. Returns ``(B, count)`` int64, unique. If all eligible tokens are in full cells
+    the cap is ignored; once gains are exhausted, the remaining picks are by quality.
+    """
+    batch, forced = anchors.shape
+    first = torch.arange(batch, device=quality.device)
+    weight = quality * quality
+    lowest = torch.finfo(quality.dtype).min
+    spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
+    open_ = eligible.clone()
+    occupancy = torch.zeros_like(cells)
+    sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
+    picks = []
+    for step in range(count):
+        if step < forced:
+            pick = anchors[:, step]
+        else:
+            room = open_ & (occupancy.gather(1, cells) < cap)
+            room = torch.where(room.any(dim=1, keepdim=True), room, open_)
+            residual = similarity.diagonal(dim1=1, dim2=2)
+            gain, best = (weight * residual).masked_fill(~room, -torch.inf).max(dim=1)
+            sound = sound & (gain > EXHAUSTED) & (gain < torch.inf)
+            pick = torch.where(sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1))
+        picks.append(pick)
+        open_.scatter_(1, pick[:, None], False)
+        cell = cells.gather(1, pick[:, None])
+        occupancy.scatter_add_(1, cell, torch.ones_like(cell))
+        row = similarity[first, pick]
+        pivot = row.gather(1, pick[:, None]).clamp_min(DIVISOR)
+        row = row * pivot.rsqrt()
+        similarity = similarity - row[:, :, None] * row[:, None, :]
+    if not picks:
+        return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)
+    return torch.stack(picks, dim=1)
 
 
 def _rest_by_quality(

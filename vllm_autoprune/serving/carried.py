@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.state import Provenance, PruningState
+from vllm_autoprune.tpdsl.states.state import Provenance, PruningState
 
 MAX_CARRIED = 1 << 14
 """Bytes of one carried state; those that ship take 1,200."""

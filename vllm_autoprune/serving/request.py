@@ -102,11 +102,11 @@ def read_request(asked: object) -> PruningRequest:
         for detail in error.errors(include_url=False, include_input=False)[:TOLD]:
             place = [str(step)[:40] for step in detail["loc"]]
             where = "/".join([ENTRY, *place])
-            mend = _MEND.get(place[0] if place else "", f"use: {', '.join(_MEND)}")
-            problems.setdefault(where, Problem(where, detail["msg"][:200], mend))
+            fix = _MEND.get(place[0] if place else "", f"use: {', '.join(_MEND)}")
+            problems.setdefault(where, Problem(where, detail["msg"][:200], fix))
         raise RequestError("request", list(problems.values())) from None
 
 
-def refusal(field: str, what: str, mend: str) -> RequestError:
+def refusal(field: str, what: str, fix: str) -> RequestError:
     """The error for one field of the entry."""
-    return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, mend)])
+    return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, fix)])

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.towers import TextTower, describe_tower
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 SETTINGS = ("state", "budget", "text_tower", "feature_cache_gb", "requests")
 DEFAULT_CACHE_GB = 0.25
@@ -32,7 +32,7 @@ def read_state(value: object, problems: list[Problem]) -> PruningState | None:
             where = (
                 f"--autoprune-state {str(value)[:255]}" if not isinstance(value, Mapping) else ""
             )
-            problems.append(Problem(f"{where}#{p.where}", p.what, p.mend))
+            problems.append(Problem(f"{where}#{p.where}", p.what, p.fix))
         return None
 
 
@@ -55,7 +55,7 @@ def read_budget(value: object, state: PruningState | None, problems: list[Proble
         return materialize(state, budget).budget
     except BudgetError as error:
         problems += [
-            Problem(f"{flag if budget is not None else 'state'}#{p.where}", p.what, p.mend)
+            Problem(f"{flag if budget is not None else 'state'}#{p.where}", p.what, p.fix)
             for p in error.problems
         ]
         return None
@@ -80,7 +80,7 @@ def read_cache_bytes(value: object, problems: list[Problem]) -> int:
         size = -1.0
     if not 0 <= size <= 1024:
         what = f"{value!r} is not a size in GB"
-        mend = "give a number from 0 to 1024"
-        problems.append(Problem("--autoprune-feature-cache-gb", what, mend))
+        fix = "give a number from 0 to 1024"
+        problems.append(Problem("--autoprune-feature-cache-gb", what, fix))
         return 0
     return int(size * (1 << 30))

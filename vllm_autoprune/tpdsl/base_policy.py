@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.tpdsl.atom import literal
+from vllm_autoprune.tpdsl.registry import literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=BasePolicyParams)
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceSelection:
     """Reference selection T_P of B images: K = P + E rows, with the same P and E in every image.
 
     picks ``(B, P)`` int64 in pick order, unique in each row; merged ``(B, P, D)`` replace the rows
@@ -59,7 +59,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
+class PublishedSelection:
     """Output of a method's published code: its own number and order of rows, per image.
 
     indices: ``(n_i,)`` int64 for image i, -1 for a row that no single token stands for; features:
@@ -71,10 +71,10 @@ class Native:
     features: tuple[Tensor, ...] | None = None
 
 
-Select = Callable[[P, VisualTokens, int], Reference]
+Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 """(params, tokens, K) -> exactly K rows per image; needs K < N."""
 
-RunNative = Callable[[P, VisualTokens, int | None], Native]
+SelectAsPublished = Callable[[P, VisualTokens, int | None], PublishedSelection]
 """(params, tokens, K) -> output of the published code, which need not have K rows.
 
 With K = None the method chooses its own count; a method that cannot raises SelectionError.
@@ -89,16 +89,18 @@ class BasePolicy:
     call: type[BasePolicyCall]
     needs: frozenset[Need]
     doc: str
-    function: Callable[..., Reference]
-    published: Callable[..., Native] | None = None
+    function: Callable[..., ReferenceSelection]
+    published: Callable[..., PublishedSelection] | None = None
 
-    def select(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+    def select(
+        self, params: BasePolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
         """Reference selection T_P of exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
 
     def native(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
-    ) -> Native:
+    ) -> PublishedSelection:
         """Output of the method's published code, which may differ from exactly K rows.
 
         For comparison with published results: unlike :meth:`select` it may synchronise with the
@@ -107,11 +109,11 @@ class BasePolicy:
         """
         if self.published is not None:
             return self.published(params, tokens, budget)
-        picks = self.select(params, tokens, counted(self.name, budget)).picks
-        return Native(tuple(picks))
+        picks = self.select(params, tokens, require_budget(self.name, budget)).picks
+        return PublishedSelection(tuple(picks))
 
 
-def counted(name: str, budget: int | None) -> int:
+def require_budget(name: str, budget: int | None) -> int:
     """The budget; raises :class:`SelectionError` if it is None."""
     if budget is None:
         raise SelectionError(f"{name} has no count of its own: give a budget K")
@@ -125,7 +127,7 @@ def base_policy(
     params: type[P],
     *,
     needs: frozenset[Need] = frozenset(),
-    native: RunNative[P] | None = None,
+    native: SelectAsPublished[P] | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
@@ -141,7 +143,7 @@ def base_policy(
             f"{name.capitalize()}BasePolicy",
             __base__=BasePolicyCall,
             __doc__=doc,
-            name=(literal(name), ...),
+            name=(literal_type(name), ...),
             params=(params, params()),
         )
         BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.base_policy import Reference
+from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
 
 FALLBACKS = ("none", "reference", "uniform")
 """Meaning of a fallback code: 0, the state was applied; 1, the base policy's selection is kept,
@@ -19,7 +19,7 @@ policy were not finite either."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TokenSelection:
     """Kept tokens of B images.
 
     indices ``(B, P)`` ascending; reference is the base policy's selection; fallback ``(B,)`` uint8,
@@ -27,18 +27,18 @@ class Chosen:
     """
 
     indices: Tensor
-    reference: Reference
+    reference: ReferenceSelection
     fallback: Tensor
     quality: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Refined:
+class RefinedTokens:
     """Refined visual tokens T_v* of B images.
 
     features ``(B, K, D)``, the E extra rows last; indices ``(B, P)``, the token of each other row;
     reference ``(B, P)`` in pick order; exchanged ``(B,)``, the number of reference tokens that were
-    replaced; fallback and quality as in :class:`Chosen`.
+    replaced; fallback and quality as in :class:`TokenSelection`.
     """
 
     features: Tensor

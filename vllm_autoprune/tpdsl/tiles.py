@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.budget import split_over_tiles
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
+    """Shares of K per tile: ``K // T`` each, and one more for the first ``K % T`` tiles."""
+    share, rest = divmod(budget, tiles)
+    return tuple(share + (tile < rest) for tile in range(tiles))
 
 
 def join_tiles(picks: Tensor, tokens: VisualTokens, shares: Sequence[int]) -> Tensor:
@@ -81,7 +86,7 @@ def join_groups(
     return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)
 
 
-def stitched(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
+def llava_next_order(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
     """Kept tokens ``(B, K)`` in the order in which LLaVA-NeXT reads them, ``(B, K)``.
 
     First the tokens of tile 0, the base view, in raster order; then those of the crops in raster

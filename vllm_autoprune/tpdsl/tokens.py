@@ -1,11 +1,12 @@
 """VisualTokens: the input record of all atoms and base policies.
 
 Shapes: B images of equal N and K, T tiles per image, n = N / T tokens per tile, D feature width,
-C width of the space in which relevance is measured, M text segments.
+C width of the space in which relevance is measured, M text segments, Dv width of the vision tower.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.products import cosines, cosines_with
-from vllm_autoprune.tpdsl.language import LanguagePrefix
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.ops.similarity import cosines, cosines_with
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 
 Need = Literal["cls_attention", "instruction", "tower", "next_layer", "language"]
 """An optional input of :class:`VisualTokens`, computed only for states that read it.
@@ -69,6 +69,42 @@ class Instruction:
         Computed in float32, as the published policies do with CLIP's projections.
         """
         return cosines_with(self.patches, self.text)
+
+
+@dataclass(frozen=True)
+class NextLayer:
+    """Attention of the layer after the one that the projector reads, computed as a single head.
+
+    attention ``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of
+    a tile, without the entry of [CLS]; for towers without [CLS] the mean over all queries. keys
+    ``(B, N, Dv)``: the keys of all heads, concatenated.
+    """
+
+    attention: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class TowerStates:
+    """Output of the vision-tower layer that the projector reads.
+
+    patches ``(B, N, Dv)``; cls ``(B, T, Dv)``, None if the tower has no [CLS]; keys ``(B, N, dk)``,
+    the attention keys of that layer averaged over heads; project is the model's projector, from
+    rows ``(..., Dv)`` to ``(..., D)``.
+    """
+
+    patches: Tensor
+    keys: Tensor
+    project: Callable[[Tensor], Tensor]
+    cls: Tensor | None = None
+    next_layer: NextLayer | None = None
+
+    def projected(self, rows: Tensor) -> Tensor:
+        """Project rows ``(R, m, Dv)`` to ``(R, m, D)``.
+
+        One of the R at a time, so that results are bit-identical alone and in a batch.
+        """
+        return torch.stack([self.project(part) for part in rows])
 
 
 @dataclass(frozen=True)

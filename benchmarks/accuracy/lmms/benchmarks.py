@@ -75,8 +75,8 @@ def chosen(
     if unknown or not wanted:
         known = ", ".join([*PAPER, *(one.task for one in every)])
         what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
-        mend = f"use: {known}; a task of your own needs --include-path"
-        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, mend)])
+        fix = f"use: {known}; a task of your own needs --include-path"
+        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
     found = [one for one in every if one.name in wanted]
     return [_with_cognition(one) if one.name == MME and cognition else one for one in found]
 

@@ -62,7 +62,7 @@ def _only(folder: Path, pattern: str, benchmark: Benchmark) -> Path:
     if len(found) != 1:
         raise EvaluationError(
             f"{benchmark.task}: lmms-eval wrote {len(found)} files {pattern} into {folder}, not "
-            "one -> its log lies there; mend that and add --resume"
+            "one -> its log lies there; fix that and add --resume"
         )
     return found[0]
 

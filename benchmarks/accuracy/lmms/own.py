@@ -27,6 +27,6 @@ def own_tasks(folder: Path) -> Sequence[Benchmark]:
         if (match := _TASK.search(path.read_text(encoding="utf-8")))
     ]
     if not names:
-        what, mend = "holds no task", "name a folder with a YAML file that says `task: NAME`"
-        raise ConfigError("eval", [Problem(f"--include-path {folder}", what, mend)])
+        what, fix = "holds no task", "name a folder with a YAML file that says `task: NAME`"
+        raise ConfigError("eval", [Problem(f"--include-path {folder}", what, fix)])
     return [Benchmark(name, name, ()) for name in names]

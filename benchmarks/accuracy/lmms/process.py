@@ -68,7 +68,7 @@ class LmmsEval:
     def check(self) -> None:
         """Raises :class:`ConfigError` where it is not installed, or is another version."""
         where = f"--lmms-eval {self.executable}"
-        mend = (
+        fix = (
             f"pip install lmms-eval=={PINNED} into an environment of its own, and name its program"
         )
         try:
@@ -78,11 +78,11 @@ class LmmsEval:
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             what = f"cannot be run ({type(error).__name__})"
-            raise ConfigError("eval", [Problem(where, what, mend)]) from None
+            raise ConfigError("eval", [Problem(where, what, fix)]) from None
         found = (ran.stdout.split("\n")[0].split() or ["nothing"])[-1]
         if found != PINNED:
             what = f"is version {found}; what {PINNED} writes is what is understood"
-            raise ConfigError("eval", [Problem(where, what, mend)])
+            raise ConfigError("eval", [Problem(where, what, fix)])
 
     def run(self, url: str, task: str, output: Path, answers: Callable[[], bool]) -> None:
         """Run to its end, output into ``lmms-eval.log``; raises :class:`EvaluationError`.
@@ -114,7 +114,7 @@ class LmmsEval:
         if process.returncode or not any(output.rglob("*_samples_*.jsonl")):
             raise EvaluationError(
                 f"lmms-eval ended with {process.returncode} and no samples of {task}: "
-                f"{said(log)} (log: {log}) -> mend that and add --resume"
+                f"{said(log)} (log: {log}) -> fix that and add --resume"
             )
 
     def _program(self) -> list[str]:

@@ -43,11 +43,11 @@ class Asker:
             names = [str(one["id"]) for one in answer.json()["data"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             what = f"does not answer ({type(error).__name__})"
-            mend = "start the server, or correct its address"
-            raise ConfigError("eval", [Problem(self._url, what, mend)]) from None
+            fix = "start the server, or correct its address"
+            raise ConfigError("eval", [Problem(self._url, what, fix)]) from None
         if not names or (model is not None and model not in names):
-            what, mend = f"serves {', '.join(names) or 'nothing'}", f"serve {model or 'a model'}"
-            raise ConfigError("eval", [Problem(self._url, what, mend)])
+            what, fix = f"serves {', '.join(names) or 'nothing'}", f"serve {model or 'a model'}"
+            raise ConfigError("eval", [Problem(self._url, what, fix)])
         self._model = model or names[0]
 
     async def close(self) -> None:

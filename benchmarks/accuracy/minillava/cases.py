@@ -17,9 +17,9 @@ from benchmarks.accuracy.records import Arm, Case
 from benchmarks.zoo.states import FOUND
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 Family = Literal["random", "policies", "found", "components", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -41,9 +41,9 @@ def cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> li
     """Every case, the full model first; raises :class:`ConfigError` for a budget not below N."""
     wrong = [budget for budget in budgets if not 0 < budget < tokens]
     if wrong:
-        what, mend = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
+        what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
         said = " ".join(map(str, wrong))
-        raise ConfigError("eval", [Problem(f"--budgets {said}", what, mend)])
+        raise ConfigError("eval", [Problem(f"--budgets {said}", what, fix)])
     found = [Case(name="full", arm="full", label="full", asked={"enabled": False})]
     for budget in budgets:
         if "random" in families:

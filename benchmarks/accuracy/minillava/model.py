@@ -67,8 +67,8 @@ def find(name: str) -> MiniLlava:
     folder = CHECKPOINT if name == EMBEDDED else Path(name)
     for part in ("llava/config.json", "clip/config.json"):
         if not (folder / part).is_file():
-            mend = f"give {EMBEDDED}, or a folder with llava/ and clip/"
-            raise ConfigError("eval", [Problem(f"--model {name}", f"has no {part}", mend)])
+            fix = f"give {EMBEDDED}, or a folder with llava/ and clip/"
+            raise ConfigError("eval", [Problem(f"--model {name}", f"has no {part}", fix)])
     return MiniLlava(name if name == EMBEDDED else folder.name, folder)
 
 

@@ -117,13 +117,13 @@ class MiniLlavaSuite:
                     if status is None:
                         raise
                     raise EvaluationError(
-                        f"vllm serve ended with {status} (log: {server.log}) -> mend that and add "
+                        f"vllm serve ended with {status} (log: {server.log}) -> fix that and add "
                         "--resume: nothing is lost"
                     ) from None
         except ServerDied as error:
             what = str(error).split("\n")[0].rstrip(":")
             where = f" (log: {self._settings.log})" if self._settings.log is not None else ""
-            raise EvaluationError(f"{what}{where} -> mend that and add --resume") from None
+            raise EvaluationError(f"{what}{where} -> fix that and add --resume") from None
 
     async def _ask(
         self,

@@ -6,7 +6,7 @@ import torch
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import PruningPolicy, VisualTokens, materialize, refine
 from vllm_autoprune.serving.first_images import FirstImages
-from vllm_autoprune.tpdsl import refine as executor
+from vllm_autoprune.tpdsl.executor import refine as executor
 
 
 @pytest.fixture

@@ -98,9 +98,9 @@ def test_a_request_that_failed_is_no_answer(tmp_path: Path) -> None:
         report = run(arms(full, base), tmp_path)
         assert not report.valid and report.of("cdpruner@64") is None
         assert any("1 of 6 requests failed" in reason for reason in report.reasons)
-        mended = run(arms(full, base), tmp_path, resume=True)
+        fixed = run(arms(full, base), tmp_path, resume=True)
         assert len(full.asked) == 8
-    assert mended.valid
+    assert fixed.valid
 
 
 def test_a_server_that_dies_stops_the_evaluation(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def test_a_refused_request_is_a_failure_and_no_wrong_answer(tmp_path: Path) -> N
     assert any("requests failed" in r and "no such budget" in r for r in report.reasons)
     assert asked == 2 * report.questions
     with endpoint(answering) as told:
-        mended = run(told.url, tmp_path, resume=True)
+        fixed = run(told.url, tmp_path, resume=True)
         assert len(told.asked) == report.questions
-    assert mended.valid
+    assert fixed.valid
 
 
 def test_a_server_that_dies_leaves_what_it_answered(tmp_path: Path) -> None:
