@@ -37,9 +37,9 @@ PUBLISHED = [
 def test_every_row_of_the_table(
     backbone: BackboneShape, tokens: int, teraflops: float, mib: float
 ) -> None:
-    found = estimate_cost(backbone, tokens)
-    assert found.teraflops == pytest.approx(teraflops, abs=6e-4)
-    assert found.kv_mib == mib
+    actual = estimate_cost(backbone, tokens)
+    assert actual.teraflops == pytest.approx(teraflops, abs=6e-4)
+    assert actual.kv_mib == mib
 
 
 def test_one_layer_by_hand() -> None:
@@ -62,11 +62,11 @@ def test_text_tokens_count_where_asked_for() -> None:
 
 def test_average_over_layers_is_fastv_as_published() -> None:
     """N = 2880, two full layers, 320 on average: 149.33 tokens, so 150."""
-    found = estimate_cost(LLAVA_NEXT_7B, 320, full_layers=2)
-    assert found.after == 150
-    assert found.tokens == 320.625
-    assert found.teraflops == pytest.approx(4.4356, abs=5e-5)
-    assert found.kv_mib == 160.3125
+    actual = estimate_cost(LLAVA_NEXT_7B, 320, full_layers=2)
+    assert actual.after == 150
+    assert actual.tokens == 320.625
+    assert actual.teraflops == pytest.approx(4.4356, abs=5e-5)
+    assert actual.kv_mib == 160.3125
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,15 @@ def dotted(path: Path) -> str:
 
 def imported_by(path: Path) -> set[str]:
     """Every absolute module name in the import statements of a file, wherever they stand."""
-    found: set[str] = set()
+    actual: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            actual.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{path.name}: a relative import"
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+            actual.add(node.module)
+            actual.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return actual
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

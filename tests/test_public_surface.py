@@ -16,8 +16,8 @@ PROBLEMS = (
 
 
 def every_error() -> list[type[Exception]]:
-    found = (c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, Exception))
-    return [c for c in found if c.__module__ == errors.__name__]
+    actual = (c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, Exception))
+    return [c for c in actual if c.__module__ == errors.__name__]
 
 
 def with_problems() -> list[type[ProblemsError]]:

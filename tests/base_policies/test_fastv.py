@@ -14,9 +14,9 @@ NOTHING = torch.nan
 
 def attention_of(last: list[list[float]], rows: int = 3, at: int = 2) -> Tensor:
     """``(H, rows, L)`` of which one row is known and the others are not numbers."""
-    made = torch.full((len(last), rows, len(last[0])), NOTHING)
-    made[:, at] = torch.tensor(last)
-    return made
+    result = torch.full((len(last), rows, len(last[0])), NOTHING)
+    result[:, at] = torch.tensor(last)
+    return result
 
 
 # One token before the image, four of it, three after.
@@ -39,9 +39,9 @@ def test_the_last_token_is_the_last_that_is_no_padding() -> None:
 
 def test_text_and_what_is_before_the_image_are_never_picked() -> None:
     tokens = prefix(4, [True] * 3, attention=attention_of(HEADS))
-    found = select("fastv", tokens, 3)
-    assert found.merged is None and found.extra is None
-    assert int(found.picks.max()) < 4
+    actual = select("fastv", tokens, 3)
+    assert actual.merged is None and actual.extra is None
+    assert int(actual.picks.max()) < 4
 
 
 class Deep(RecordedPrefix):

@@ -105,21 +105,21 @@ class TestRecycling:
     def test_rows_are_made_of_features_and_grouped_by_the_layers_states(self) -> None:
         tokens = images(1)
         budget = 10
-        found = select("sparsevlm", tokens, budget, recycle=True)
+        actual = select("sparsevlm", tokens, budget, recycle=True)
         extra = cluster_count(recycled_count(tokens.count - budget))
-        assert found.extra is not None and found.extra.shape[1] == extra
-        assert found.picks.shape[1] == budget - extra
+        assert actual.extra is not None and actual.extra.shape[1] == extra
+        assert actual.picks.shape[1] == budget - extra
         states = language_of(tokens).recorded_states
         assert states is not None
         scores = rater_attention(required(tokens.language), 2, tokens.count)
         for image in range(2):
             order = scores[image].argsort(descending=True, stable=True)
-            assert found.picks[image].tolist() == order[: budget - extra].tolist()
+            assert actual.picks[image].tolist() == order[: budget - extra].tolist()
             pruned = order[budget - extra :]
             sources = pruned[: recycled_count(len(pruned))]
             members = density_peak_clusters(states[image, START + sources][None], extra)
             expected = cluster_means(members, tokens.features[image, sources][None])
-            torch.testing.assert_close(found.extra[image], expected[0])
+            torch.testing.assert_close(actual.extra[image], expected[0])
 
     def test_half_of_k_at_most(self) -> None:
         tokens = images(2)
@@ -130,15 +130,15 @@ class TestRecycling:
 
 def test_the_published_stage_keeps_one_less_than_everything_at_most() -> None:
     tokens = images(3, batch=1)
-    found = native("sparsevlm", tokens, 500)
-    kept = found.indices[0][found.indices[0] >= 0]
+    actual = native("sparsevlm", tokens, 500)
+    kept = actual.indices[0][actual.indices[0] >= 0]
     assert kept.tolist() == sorted(kept.tolist()) and kept.numel() == tokens.count - 1
-    assert found.indices[0].tolist()[-1] == -1 and found.features is not None
+    assert actual.indices[0].tolist()[-1] == -1 and actual.features is not None
     # One token is pruned and recycled: its cluster is itself, but for the 1e-6 in the divisor.
     missing = (set(range(tokens.count)) - set(kept.tolist())).pop()
     states = language_of(tokens).recorded_states
     assert states is not None
-    torch.testing.assert_close(found.features[0][-1], states[0, START + missing])
+    torch.testing.assert_close(actual.features[0][-1], states[0, START + missing])
 
 
 def test_the_instruction_decides() -> None:
@@ -146,8 +146,8 @@ def test_the_instruction_decides() -> None:
     language = language_of(tokens)
     embeddings = language.recorded_embeddings
     assert embeddings is not None
-    asked = embeddings.clone()
-    asked[:, -6:] = asked[:, -6:].flip(1)
-    other = replace(tokens, language=replace(language, recorded_embeddings=asked))
+    requested = embeddings.clone()
+    requested[:, -6:] = requested[:, -6:].flip(1)
+    other = replace(tokens, language=replace(language, recorded_embeddings=requested))
     one, two = (select("sparsevlm", image, 8).picks for image in (tokens, other))
     assert not torch.equal(one, two)

@@ -62,8 +62,8 @@ class Campaign:
     def fingerprint(self) -> str:
         """Changes with the language, and with it what every index stands for."""
         grammar = json.dumps(PruningState.model_json_schema(), sort_keys=True)
-        told = f"{self.seed}/{self.full_every}/{grammar}"
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        report = f"{self.seed}/{self.full_every}/{grammar}"
+        return hashlib.sha256(report.encode()).hexdigest()[:16]
 
 
 _GRAMMARS: list[Grammar] = []

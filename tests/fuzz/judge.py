@@ -66,27 +66,27 @@ class Judge:
 
         Any exception that is no StateError of the loader's is a fault, and is not raised.
         """
-        found = Finding()
+        actual = Finding()
         try:
-            state = self._load(content, found)
+            state = self._load(content, actual)
         except Exception as error:
-            found.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
-            return found
+            actual.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
+            return actual
         try:
-            found.faults += self._disagreements(content, found, fully)
+            actual.faults += self._disagreements(content, actual, fully)
             if state is not None:
-                found.atoms = tuple(sorted(_atoms(json.loads(state.dumps()))))
-                found.faults += _round_trip(state, self._accepts)
-                found.faults += _budgets(state)
+                actual.atoms = tuple(sorted(_atoms(json.loads(state.dumps()))))
+                actual.faults += _round_trip(state, self._accepts)
+                actual.faults += _budgets(state)
                 record = safety_check(_policy(state, fully), None if fully else _probe(state))
-                found.faults += _shape(record)
-                found.valid = record.valid
+                actual.faults += _shape(record)
+                actual.valid = record.valid
                 # Without the numbers, so that equal reasons count as one.
-                told = (f"{v.name}: {v.detail}" for v in record.failures())
-                found.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in told)
+                report = (f"{v.name}: {v.detail}" for v in record.failures())
+                actual.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in report)
         except Exception as error:
-            found.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
-        return found
+            actual.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
+        return actual
 
     def _load(self, content: str | bytes, found: Finding) -> PruningState | None:
         source: str | Path = self._file
@@ -124,8 +124,8 @@ class Judge:
             return
         accepts = self._accepts(value)
         if accepts != found.accepted:
-            said = "accepts" if accepts else "refuses"
-            yield f"schema {said} it, the loader says {found.kinds or 'yes'}"
+            message = "accepts" if accepts else "refuses"
+            yield f"schema {message} it, the loader says {found.kinds or 'yes'}"
         if fully and self._plainly(value) != accepts:
             yield "quick and plain jsonschema differ"
 

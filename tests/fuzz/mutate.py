@@ -89,9 +89,9 @@ def _where(
     state: Json, random: Random, wanted: Callable[[Any, Any], bool]
 ) -> Iterator[tuple[Any, Any]]:
     """One place that is wanted, or none where there is none."""
-    found = [place for place in places(state) if wanted(*place)]
-    if found:
-        yield random.choice(found)
+    actual = [place for place in places(state) if wanted(*place)]
+    if actual:
+        yield random.choice(actual)
 
 
 def _typo(text: str, random: Random) -> str:

@@ -66,10 +66,10 @@ def written(state: Json, random: Random) -> str:
 
 
 def _number(text: str, random: Random) -> str:
-    found = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
-    if not found:
+    actual = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
+    if not actual:
         return text + random.choice(NUMBERS)
-    at = random.choice(found)
+    at = random.choice(actual)
     return text[: at.start()] + random.choice(NUMBERS) + text[at.end() :]
 
 

@@ -30,8 +30,8 @@ def ran(what: str, **environment: str) -> dict[str, list[list[list[int]]]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
-    return found
+    actual: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
+    return actual
 
 
 @cache
@@ -68,7 +68,7 @@ def test_on_a_gpu_it_picks_the_same(given: triton_cases.Inputs) -> None:
 
     assert works()
     there = given.to("cuda")
-    found = greedy_map_triton(
+    actual = greedy_map_triton(
         there.similarity, there.quality, there.count, there.anchors, there.eligible
     )
-    assert found.tolist() == given.in_torch()
+    assert actual.tolist() == given.in_torch()

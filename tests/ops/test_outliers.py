@@ -10,8 +10,8 @@ from vllm_autoprune.ops.rowwise import find_outliers
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 144, 575, 576, 729])
 def test_as_numpys_percentile_has_it(count: int) -> None:
     score = torch.rand(20, count, generator=torch.Generator().manual_seed(count)) ** 6
-    found = find_outliers(score)
-    for row, mine in zip(score.numpy(), found, strict=True):
+    actual = find_outliers(score)
+    for row, mine in zip(score.numpy(), actual, strict=True):
         low, high = np.percentile(row, 25), np.percentile(row, 75)
         assert mine.tolist() == (row > high + 1.5 * (high - low)).tolist()
 

@@ -7,8 +7,8 @@ from vllm_autoprune.ops.rowwise import gather_rows
 
 def test_every_image_is_read_at_its_own_places() -> None:
     values = torch.arange(2 * 4 * 3).view(2, 4, 3)
-    found = gather_rows(values, torch.tensor([[3, 0], [1, 1]]))
-    assert found.tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
+    actual = gather_rows(values, torch.tensor([[3, 0], [1, 1]]))
+    assert actual.tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
 
 
 def test_views_that_are_not_contiguous_and_empty_selections() -> None:

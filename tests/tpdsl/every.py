@@ -31,15 +31,15 @@ def means(*names: str) -> Callable[[T], T]:
 
 def doing_something(name: str) -> dict[str, object]:
     """The atom with parameters at which it is not idle."""
-    found = ATOMS[name].call
+    actual = ATOMS[name].call
     call: dict[str, object] = {"atom": name}
-    if issubclass(found, BlendCall):
+    if issubclass(actual, BlendCall):
         call["strength"] = 0.5
-    if issubclass(found, ExchangeCall):
+    if issubclass(actual, ExchangeCall):
         call["margin"] = 0.0
-    if issubclass(found, BoundedSelector):
+    if issubclass(actual, BoundedSelector):
         call["q_e"] = 3
-    if issubclass(found, ReferencePrior):
+    if issubclass(actual, ReferencePrior):
         call["floor"] = 0.5
     return call
 

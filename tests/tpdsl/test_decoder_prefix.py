@@ -36,8 +36,8 @@ def layer_of(model: LlamaModel, layer: LlamaDecoderLayer) -> DecoderLayer:
     attention = layer.self_attn
 
     def heads(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = [attention.q_proj(rows), attention.k_proj(rows), attention.v_proj(rows)]
-        query, key, value = (part.unflatten(-1, (-1, HEAD)).transpose(0, 1) for part in made)
+        result = [attention.q_proj(rows), attention.k_proj(rows), attention.v_proj(rows)]
+        query, key, value = (part.unflatten(-1, (-1, HEAD)).transpose(0, 1) for part in result)
         cosine, sine = model.rotary_emb(rows[None], torch.arange(len(rows))[None])
         query, key = apply_rotary_pos_emb(query[None], key[None], cosine, sine)
         return query[0], key[0], value

@@ -85,9 +85,9 @@ class TestVarying:
 
     def test_images_are_pruned_to_their_own_k(self) -> None:
         tokens = images(1)
-        found = refine(materialize(state(RATIO)), tokens)
+        actual = refine(materialize(state(RATIO)), tokens)
         fixed = refine(materialize(state(RATIO), 9), tokens)
-        assert found.indices.shape == (2, 9) and found.indices.equal(fixed.indices)
+        assert actual.indices.shape == (2, 9) and actual.indices.equal(fixed.indices)
 
     def test_tiles_count(self) -> None:
         changes: dict[str, object] = {"/budget": {"atom": "per_tile_budget", "k": 3}}

@@ -51,8 +51,8 @@ def exchanged(g: list[float], reference: list[int], pool: list[int], quota: int)
         mask_from_indices(torch.tensor([pool], dtype=torch.int64), size),
         quota,
     )
-    found: list[int] = kept[0].nonzero().flatten().tolist()
-    return found
+    actual: list[int] = kept[0].nonzero().flatten().tolist()
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def kept_of(
         quota,
         **parameters,
     )
-    found: list[int] = kept[0].nonzero().flatten().tolist()
-    return found
+    actual: list[int] = kept[0].nonzero().flatten().tolist()
+    return actual
 
 
 class TestMargins:
@@ -275,8 +275,8 @@ class TestMarginalRelevance:
             if best is None or worth(best, others) <= worth(leaving, others):
                 break
             kept, pool = others | {best}, pool - {best}
-        found = kept_of(self.NAME, tokens, g, reference, order[k:], q_e=min(quota, k))
-        assert found == sorted(kept)
+        actual = kept_of(self.NAME, tokens, g, reference, order[k:], q_e=min(quota, k))
+        assert actual == sorted(kept)
 
 
 @means("reference_strict_preservation_selector")
@@ -310,5 +310,5 @@ def test_no_part_of_the_image_gets_more_than_its_cap() -> None:
     # anchor 0; with a cap of 1 the anchor has filled its cell.
     tokens = plain(torch.eye(12), Grid(1, 12))
     for cap, kept in ((2, [0, 1]), (1, [0, 4])):
-        found = kept_of(name, tokens, [0.0] * 12, [0, 11], [1, 4], q_e=1, cell_cap=cap)
-        assert found == kept
+        actual = kept_of(name, tokens, [0.0] * 12, [0, 11], [1, 4], q_e=1, cell_cap=cap)
+        assert actual == kept

@@ -118,11 +118,11 @@ class TestPromises:
         self, name: str, grid: Grid, dtype: torch.dtype
     ) -> None:
         tokens = whole_images(3, grid=grid, dtype=dtype)
-        found = refine(policy_using(name), tokens)
-        promised(name, tokens, found)
-        assert found.fallback.tolist() == [0, 0]
+        actual = refine(policy_using(name), tokens)
+        promised(name, tokens, actual)
+        assert actual.fallback.tolist() == [0, 0]
         again = refine(policy_using(name), whole_images(3, grid=grid, dtype=dtype))
-        assert same(found, again, ALL)
+        assert same(actual, again, ALL)
 
     @pytest.mark.parametrize("name", EVERY)
     @pytest.mark.parametrize("grid", GRIDS)
@@ -141,10 +141,10 @@ class TestPromises:
         tokens.cls_attention[1, 4] = torch.inf
         tokens.tower.patches[1, 5] = torch.nan
         tokens.features[1, 7] = torch.nan
-        found = refine(policy_using(name), tokens)
-        promised(name, tokens, found)
-        assert found.fallback.tolist() == [0, 2]
-        assert same(found, refine(policy_using(name), clean), ([0], [0]))
+        actual = refine(policy_using(name), tokens)
+        promised(name, tokens, actual)
+        assert actual.fallback.tolist() == [0, 2]
+        assert same(actual, refine(policy_using(name), clean), ([0], [0]))
 
     @pytest.mark.parametrize("name", EVERY)
     @pytest.mark.parametrize("k", [1, 35])
@@ -180,8 +180,8 @@ class TestNeeds:
     @pytest.mark.parametrize("name", EVERY)
     def test_what_is_not_declared_is_not_read(self, name: str) -> None:
         policy, tokens = policy_using(name), whole_images(9)
-        found = refine(policy, tokens)
-        assert same(refine(policy, with_only(tokens, policy.needs)), found, ALL)
+        actual = refine(policy, tokens)
+        assert same(refine(policy, with_only(tokens, policy.needs)), actual, ALL)
 
     @pytest.mark.parametrize("name", EVERY)
     def test_what_is_declared_is_read(self, name: str) -> None:
@@ -238,11 +238,11 @@ class TestGroups:
         for grid in (*GRIDS, Grid(1, 1), Grid(1, 7)):
             tokens = whole_images(4, grid=grid, dtype=dtype)
             picks = torch.zeros(2, 1, dtype=torch.int64)
-            found = run_signal(call(name), tokens, picks)
-            assert found.shape == (2, grid.tokens) and found.dtype == torch.float32
+            actual = run_signal(call(name), tokens, picks)
+            assert actual.shape == (2, grid.tokens) and actual.dtype == torch.float32
             least, most = RANGES[name]
-            assert bool(found.isfinite().all())
-            assert least - 0.01 <= float(found.min()) and float(found.max()) <= most + 0.01
+            assert bool(actual.isfinite().all())
+            assert least - 0.01 <= float(actual.min()) and float(actual.max()) <= most + 0.01
 
     @pytest.mark.parametrize("name", ATOMS.names("similarity_kernel"))
     def test_kernels_are_symmetric_with_qualities_above_zero(self, name: str) -> None:
@@ -308,5 +308,5 @@ def _in_raster(name: str) -> str:
 
 
 def test_every_field_of_an_outcome_is_compared() -> None:
-    found = refine(policy_using("mean_residual"), whole_images(1))
-    assert set(vars_of(found)) == set(RefinedTokens.__dataclass_fields__)
+    actual = refine(policy_using("mean_residual"), whole_images(1))
+    assert set(vars_of(actual)) == set(RefinedTokens.__dataclass_fields__)

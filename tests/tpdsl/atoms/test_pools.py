@@ -53,13 +53,13 @@ def test_diversity_looks_as_far_as_the_tile_scope_says() -> None:
     angles = torch.tensor([0.0, 60.0, 0.0, 120.0]).deg2rad()
     tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1), Grid(1, 2, tiles=2))
     pool, reference = call("diversity_pool_builder"), torch.tensor([[0]])
-    found = {
+    actual = {
         scope: positions(
             build_pool([pool], dataclasses.replace(tokens, tile_scope=scope), NONE, reference)
         )
         for scope in ("per_tile", "global")
     }
-    assert found == {"per_tile": [[2]], "global": [[3]]}
+    assert actual == {"per_tile": [[2]], "global": [[3]]}
     two = call("diversity_pool_builder", pool_ratio=2.0)
     assert positions(build_pool([two], tokens, NONE, reference)) == [[2, 3]]
 

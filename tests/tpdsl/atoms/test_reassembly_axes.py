@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import torch
@@ -72,9 +74,11 @@ class TestAggregationAndOutput:
 
     def rows(self, name: str, tokens: VisualTokens | None = None, **parameters: float) -> Tensor:
         parameters = parameters or {"strength": 0.5}
-        found, order = run_reassembly(call(name, **parameters), tokens or plain(ROWS), chosen(KEPT))
+        actual, order = run_reassembly(
+            call(name, **parameters), tokens or plain(ROWS), chosen(KEPT)
+        )
         assert torch.equal(order, KEPT)
-        return found[0]
+        return actual[0]
 
     def test_mean_residual(self) -> None:
         # Means of the members: (1.5, 1) and (1, 3).
@@ -92,12 +96,12 @@ class TestAggregationAndOutput:
 
     def test_opposite_tokens_do_not_weigh(self) -> None:
         tokens = plain(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
-        found, _ = run_reassembly(
+        actual, _ = run_reassembly(
             call("similarity_weighted_residual_merge", strength=0.5),
             tokens,
             chosen(torch.tensor([[0]])),
         )
-        assert found[0].tolist() == [[1.0, 0.0]]
+        assert actual[0].tolist() == [[1.0, 0.0]]
 
     def test_relevance_gates_and_weighs(self) -> None:
         # Normalised relevance is 0, 1, 0.5, 0.75, 0.25; the gate at half of five is 0.5.
@@ -108,8 +112,10 @@ class TestAggregationAndOutput:
 
     def test_the_gate_opens_wider_with_a_lower_quantile(self) -> None:
         tokens = with_relevance(plain(ROWS), torch.tensor([[0.0, 0.8, 0.4, 0.6, 0.2]]))
-        found = self.rows("semantic_gated_residual_merge", tokens, strength=0.5, gate_quantile=0.25)
-        assert near(found[1:], [[0.5, 2.0]])
+        actual = self.rows(
+            "semantic_gated_residual_merge", tokens, strength=0.5, gate_quantile=0.25
+        )
+        assert near(actual[1:], [[0.5, 2.0]])
 
     def test_an_exchange_takes_the_most_central_of_the_group(self) -> None:
         # Group 0 is (1, 0), and (2, 1) and (1, 1) by likeness: its middle is nearest to (2, 1).
@@ -131,8 +137,8 @@ class TestOrdering:
             call(name), plain(ROWS), chosen(self.INDICES, self.PICKS, self.G)
         )
         assert torch.equal(rows[0], ROWS[order[0]])
-        found: list[int] = order[0].tolist()
-        return found
+        actual: list[int] = order[0].tolist()
+        return actual
 
     def test_raster_ascends(self) -> None:
         assert self.order("mean_residual") == [0, 1, 3, 4]
@@ -158,68 +164,93 @@ def combined(parts: list[tuple[float, list[float]]]) -> list[float]:
     return [sum(w * row[d] for w, row in parts) / total for d in range(len(parts[0][1]))]
 
 
-def one_by_one(
-    cell: str, rows: list[list[float]], grid: Grid, kept: list[int], r: list[float]
-) -> list[list[float]]:
-    """Rows of one image in raster order, token by token; parameters as :func:`active` has them."""
-    assignment, aggregation, output, _ = cell.split(".")
-    directions = [unit(row) for row in rows]
-    gate = sorted(r)[int(0.5 * (len(r) - 1))]
+@dataclass(frozen=True)
+class ScalarReassembly:
+    """Reference implementation of one image in scalar loops; parameters as in :func:`active`."""
 
-    def close(i: int, j: int) -> bool:
-        (s, a), (t, b) = divmod(i, grid.per_tile), divmod(j, grid.per_tile)
-        (y, x), (v, u) = divmod(a, grid.width), divmod(b, grid.width)
+    cell: str
+    rows: list[list[float]]
+    grid: Grid
+    kept: list[int]
+    r: list[float]
+
+    @cached_property
+    def levels(self) -> list[str]:
+        return self.cell.split(".")
+
+    @cached_property
+    def directions(self) -> list[list[float]]:
+        return [unit(row) for row in self.rows]
+
+    def cosine(self, i: int, j: int) -> float:
+        return dot(self.directions[i], self.directions[j])
+
+    def near(self, i: int, j: int) -> bool:
+        (s, a), (t, b) = divmod(i, self.grid.per_tile), divmod(j, self.grid.per_tile)
+        (y, x), (v, u) = divmod(a, self.grid.width), divmod(b, self.grid.width)
         return s == t and max(abs(y - v), abs(x - u)) <= 3
 
-    def counts(token: int, anchor: int) -> float:
-        if aggregation == "mean":
+    def weight(self, token: int, anchor: int) -> float:
+        if self.levels[1] == "mean":
             return 1.0
-        if aggregation == "similarity_weighted":
-            return 1.0 if token == anchor else max(0.0, dot(directions[token], directions[anchor]))
-        return r[token] if r[token] >= gate else 0.0
+        if self.levels[1] == "similarity_weighted":
+            return 1.0 if token == anchor else max(0.0, self.cosine(token, anchor))
+        gate = sorted(self.r)[int(0.5 * (len(self.r) - 1))]
+        return self.r[token] if self.r[token] >= gate else 0.0
 
-    groups: dict[int, list[tuple[int, float]]] = {anchor: [] for anchor in kept}
-    home: dict[int, int] = {}
-    for token in range(len(rows)):
-        if token in kept:
-            continue
-        cosines = {anchor: dot(directions[token], directions[anchor]) for anchor in kept}
-        if assignment == "local":
-            cosines = {a: c for a, c in cosines.items() if close(token, a)}
-        if not cosines:
-            continue
-        home[token] = max(cosines, key=lambda a: cosines[a])
-        total = sum(math.exp(c / 0.1) for c in cosines.values())
-        for anchor, cosine in cosines.items():
-            soft = math.exp(cosine / 0.1) / total
-            share = soft if assignment == "soft" else float(anchor == home[token])
-            weight = share * counts(token, anchor)
-            if weight > 0:
-                groups[anchor].append((token, weight))
+    def shares(self, token: int) -> dict[int, float]:
+        """Anchor -> share of a discarded token."""
+        cosines = {anchor: self.cosine(token, anchor) for anchor in self.kept}
+        if self.levels[0] == "local":
+            cosines = {anchor: c for anchor, c in cosines.items() if self.near(token, anchor)}
+        if self.levels[0] == "soft":
+            total = sum(math.exp(c / 0.1) for c in cosines.values())
+            return {anchor: math.exp(c / 0.1) / total for anchor, c in cosines.items()}
+        owner = max(cosines, key=lambda a: cosines[a], default=None)
+        return {} if owner is None else {owner: 1.0}
 
-    made = []
-    for anchor in kept:
-        row, members, own = rows[anchor], groups[anchor], counts(anchor, anchor)
-        parts = [(weight, rows[token]) for token, weight in members]
-        if output == "exchange":
-            weighed = [(w, directions[t]) for t, w in [*members, (anchor, own)]]
-            at_home = [t for t, _ in members if home[t] == anchor]
-            if at_home:
-                middle = unit(combined(weighed))
-                best = max(at_home, key=lambda t: dot(directions[t], middle))
-                if dot(directions[best], middle) > dot(directions[anchor], middle) + 1e-5:
-                    row = rows[best]
-        elif output == "residual" and parts:
-            row = [(x + m) / 2 for x, m in zip(row, combined(parts), strict=True)]
-        elif output == "average" and sum(w for w, _ in parts) + own > 0:
-            mean = combined([*parts, (own, row)])
-            row = [(x + m) / 2 for x, m in zip(row, mean, strict=True)]
-        made.append(row)
-    return made
+    @cached_property
+    def all_shares(self) -> dict[int, dict[int, float]]:
+        discarded = [token for token in range(len(self.rows)) if token not in self.kept]
+        return {token: self.shares(token) for token in discarded}
+
+    def members(self, anchor: int) -> list[tuple[int, float]]:
+        """(token, weight) of the group of an anchor."""
+        weighted = [
+            (token, shares[anchor] * self.weight(token, anchor))
+            for token, shares in self.all_shares.items()
+            if anchor in shares
+        ]
+        return [(token, weight) for token, weight in weighted if weight > 0]
+
+    def row(self, anchor: int) -> list[float]:
+        row, own = self.rows[anchor], self.weight(anchor, anchor)
+        parts = [(weight, self.rows[token]) for token, weight in self.members(anchor)]
+        if self.levels[2] == "exchange":
+            return self.most_central(anchor, own)
+        if self.levels[2] == "average":
+            parts.append((own, row))
+        if sum(weight for weight, _ in parts) <= 0:
+            return row
+        return [(x + m) / 2 for x, m in zip(row, combined(parts), strict=True)]
+
+    def most_central(self, anchor: int, own: float) -> list[float]:
+        members = self.members(anchor)
+        owned = [
+            t
+            for t, _ in members
+            if max(self.all_shares[t], key=self.all_shares[t].__getitem__) == anchor
+        ]
+        if not owned:
+            return self.rows[anchor]
+        middle = unit(combined([(w, self.directions[t]) for t, w in [*members, (anchor, own)]]))
+        best = max(owned, key=lambda t: dot(self.directions[t], middle))
+        gain = dot(self.directions[best], middle) - dot(self.directions[anchor], middle)
+        return self.rows[best if gain > 1e-5 else anchor]
 
 
-def in_turn(order: str, picks: list[int], g: list[float]) -> Callable[[int], float]:
-    """What an order sorts tokens by."""
+def sort_key(order: str, picks: list[int], g: list[float]) -> Callable[[int], float]:
+    """Key by which an ordering sorts tokens."""
     if order == "raster":
         return float
     if order == "score":
@@ -246,8 +277,11 @@ def test_every_composition_is_the_plain_loop(name: str, seed: int) -> None:
     r = (relevance - low) / (high - low)
     for image in range(2):
         here = kept[image].tolist()
-        expected = one_by_one(cell, tokens.features[image].tolist(), GRID, here, r[image].tolist())
-        turn = in_turn(cell.rpartition(".")[2], picks[image].tolist(), g[image].tolist())
+        scalar = ScalarReassembly(
+            cell, tokens.features[image].tolist(), GRID, here, r[image].tolist()
+        )
+        expected = [scalar.row(anchor) for anchor in here]
+        turn = sort_key(cell.rpartition(".")[2], picks[image].tolist(), g[image].tolist())
         wanted = sorted(here, key=turn)
         assert placed[image].tolist() == wanted
         by_token = dict(zip(here, expected, strict=True))

@@ -37,10 +37,10 @@ def test_every_signal_is_one_finite_float32_a_token(
     name: str, dtype: torch.dtype, grid: Grid
 ) -> None:
     tokens = images(1, grid=grid, dtype=dtype)
-    found = score(name, tokens)
-    assert found.shape == (2, grid.tokens) and found.dtype == torch.float32
-    assert bool(found.isfinite().all())
-    assert torch.equal(found, score(name, images(1, grid=grid, dtype=dtype)))
+    actual = score(name, tokens)
+    assert actual.shape == (2, grid.tokens) and actual.dtype == torch.float32
+    assert bool(actual.isfinite().all())
+    assert torch.equal(actual, score(name, images(1, grid=grid, dtype=dtype)))
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -67,18 +67,18 @@ class TestRelevance:
         assert rounded(score(self.NAME, self.instruction())[0]) == [0.5, 0.5, 0.7, 0.0]
 
     def test_max_over_segments_by_hand(self) -> None:
-        found = score(self.NAME, self.instruction(), reduce="max")
-        assert rounded(found[0]) == [1.0, 1.0, 0.8, 0.0]
+        actual = score(self.NAME, self.instruction(), reduce="max")
+        assert rounded(actual[0]) == [1.0, 1.0, 0.8, 0.0]
 
     @pytest.mark.parametrize("reduce", ["mean", "max"])
     def test_padding_is_not_a_segment(self, reduce: str) -> None:
-        found = score(self.NAME, self.instruction(used=(True, False)), reduce=reduce)
-        assert rounded(found[0]) == [1.0, 0.0, 0.6, 0.0]
+        actual = score(self.NAME, self.instruction(used=(True, False)), reduce=reduce)
+        assert rounded(actual[0]) == [1.0, 0.0, 0.6, 0.0]
 
     @pytest.mark.parametrize("reduce", ["mean", "max"])
     def test_nothing_is_relevant_to_no_instruction(self, reduce: str) -> None:
-        found = score(self.NAME, self.instruction(used=(False, False)), reduce=reduce)
-        assert found.abs().tolist() == [[0, 0, 0, 0]]
+        actual = score(self.NAME, self.instruction(used=(False, False)), reduce=reduce)
+        assert actual.abs().tolist() == [[0, 0, 0, 0]]
 
     @pytest.mark.parametrize(
         ("sign", "tower", "factor"),
@@ -87,12 +87,12 @@ class TestRelevance:
     def test_the_sign_is_the_towers_unless_the_state_says_otherwise(
         self, sign: str, tower: int, factor: int
     ) -> None:
-        found = score(self.NAME, self.instruction(tower, (True, False)), sign=sign)
-        assert rounded(factor * found[0]) == [1.0, 0.0, 0.6, 0.0]
+        actual = score(self.NAME, self.instruction(tower, (True, False)), sign=sign)
+        assert rounded(factor * actual[0]) == [1.0, 0.0, 0.6, 0.0]
 
     def test_max_is_taken_in_the_direction_of_relevance(self) -> None:
-        found = score(self.NAME, self.instruction(sign=-1), reduce="max")
-        assert rounded(found[0]) == [0.0, 0.0, -0.6, 0.0]
+        actual = score(self.NAME, self.instruction(sign=-1), reduce="max")
+        assert rounded(actual[0]) == [0.0, 0.0, -0.6, 0.0]
 
     def test_length_of_an_embedding_does_not_count(self) -> None:
         given = images(3).instruction
@@ -118,12 +118,12 @@ class TestAttention:
         assert rounded(score(self.NAME, self.attention(0.1, 0.64, 0.26))[0]) == [0.1, 0.64, 0.26]
 
     def test_temperature_flattens_by_hand(self) -> None:
-        found = score(self.NAME, self.attention(0.04, 0.64, 0.36), temperature=2.0)
-        assert rounded(found[0]) == [0.2, 0.8, 0.6]
+        actual = score(self.NAME, self.attention(0.04, 0.64, 0.36), temperature=2.0)
+        assert rounded(actual[0]) == [0.2, 0.8, 0.6]
 
     def test_rounding_below_zero_does_not_make_nan(self) -> None:
-        found = score(self.NAME, self.attention(-1e-9, 0.5), temperature=2.0)
-        assert rounded(found[0]) == [0.0, 0.7071]
+        actual = score(self.NAME, self.attention(-1e-9, 0.5), temperature=2.0)
+        assert rounded(actual[0]) == [0.0, 0.7071]
 
     def test_without_attention_closeness_to_the_mean_token_by_hand(self) -> None:
         tokens = plain(torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 2.0]]))
@@ -139,10 +139,10 @@ class TestCentrality:
 
     def test_by_hand(self) -> None:
         # Rows at -0.5 and 0.5, columns at -2/3, 0, 2/3; 2 sigma^2 is 0.5 for the default.
-        found = score(self.NAME, plain(torch.ones(6, 2), Grid(2, 3)))[0]
+        actual = score(self.NAME, plain(torch.ones(6, 2), Grid(2, 3)))[0]
         corner, middle = math.exp(-(0.25 + 4 / 9) / 0.5), math.exp(-0.25 / 0.5)
         expected = [round(v, 4) for v in (corner, middle, corner) * 2]
-        assert rounded(found) == expected
+        assert rounded(actual) == expected
 
     def test_sigma_widens_the_centre(self) -> None:
         tokens = plain(torch.ones(25, 2), Grid(5, 5))
@@ -151,8 +151,8 @@ class TestCentrality:
         assert bool((wide > narrow).sum() == 24)
 
     def test_every_tile_has_its_own_centre(self) -> None:
-        found = score(self.NAME, plain(torch.ones(27, 2), Grid(3, 3, tiles=3)))[0]
-        assert found.reshape(3, 9).argmax(dim=1).tolist() == [4, 4, 4]
+        actual = score(self.NAME, plain(torch.ones(27, 2), Grid(3, 3, tiles=3)))[0]
+        assert actual.reshape(3, 9).argmax(dim=1).tolist() == [4, 4, 4]
 
 
 @means("redundancy_density_penalty")
@@ -184,14 +184,14 @@ class TestContrast:
 
     def test_by_hand_with_corners_as_neighbours(self) -> None:
         tokens = plain(torch.tensor([E1, E1, E1, E2, E1, E1]), Grid(2, 3))
-        found = rounded(score(self.NAME, tokens)[0])
+        actual = rounded(score(self.NAME, tokens)[0])
         # Token 3, the odd one out, is a neighbour of 0, 1 and 4, not of 2 and 5.
-        assert found == [round(1 / 3, 4), 0.2, 0.0, 1.0, 0.2, 0.0]
+        assert actual == [round(1 / 3, 4), 0.2, 0.0, 1.0, 0.2, 0.0]
 
     @given(seed=st.integers(0, 1000), radius=st.integers(1, 3))
     def test_it_is_the_mean_of_pairwise_cosines(self, seed: int, radius: int) -> None:
         tokens = images(seed, batch=1, grid=Grid(4, 5, tiles=2))
-        found = score(self.NAME, tokens, radius=radius)[0].reshape(2, 20)
+        actual = score(self.NAME, tokens, radius=radius)[0].reshape(2, 20)
         place = [(i // 5, i % 5) for i in range(20)]
         for tile, cosine in enumerate(tokens.tile_cosine):
             for i, (y, x) in enumerate(place):
@@ -201,15 +201,15 @@ class TestContrast:
                     if j != i and max(abs(v - y), abs(u - x)) <= radius
                 ]
                 expected = 1 - sum(near) / len(near)
-                assert float(found[tile, i]) == pytest.approx(expected, abs=1e-5)
+                assert float(actual[tile, i]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_relevance_survives_the_helper_that_other_tests_build_it_with() -> None:
     wanted = torch.tensor([[0.9, -0.3, 0.0]])
-    found = score(
+    actual = score(
         "instruction_guided_visual_relevance", with_relevance(plain(torch.eye(3)), wanted)
     )
-    assert rounded(found[0]) == [0.9, -0.3, 0.0]
+    assert rounded(actual[0]) == [0.9, -0.3, 0.0]
 
 
 @means("visual_token_norm_saliency")
@@ -223,10 +223,10 @@ def test_length_is_euclidean_or_the_sum_of_absolute_values() -> None:
 def test_the_middle_of_a_cluster_is_more_like_its_centroid_than_the_rim() -> None:
     angles = torch.tensor([-10.0, 0.0, 10.0, 170.0, 190.0]).deg2rad()
     tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1))
-    found = score("cluster_centroid_representativeness", tokens, clusters=2)
+    actual = score("cluster_centroid_representativeness", tokens, clusters=2)
     # Centroids point to 0 and 180 degrees.
     rim = math.cos(math.radians(10))
-    assert found[0].tolist() == pytest.approx([rim, 1.0, rim, rim, rim], abs=1e-6)
+    assert actual[0].tolist() == pytest.approx([rim, 1.0, rim, rim, rim], abs=1e-6)
 
 
 class TestGlobalMean:
@@ -243,29 +243,29 @@ class TestGlobalMean:
 
     def test_of_each_tile_by_hand(self) -> None:
         half = 1 / math.sqrt(2)
-        found = score(self.NAME, self.TOKENS, scope="tile")
-        assert found[0].tolist() == pytest.approx([half, half, 1.0, 1.0])
+        actual = score(self.NAME, self.TOKENS, scope="tile")
+        assert actual[0].tolist() == pytest.approx([half, half, 1.0, 1.0])
 
 
 @means("channel_entropy_informativeness")
 def test_entropy_is_largest_where_all_channels_are_alike() -> None:
     tokens = plain(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 50.0], [0, 0, 0, 0]]))
-    found = score("channel_entropy_informativeness", tokens)[0].tolist()
-    assert found == pytest.approx([1.0, 0.0, 1.0], abs=1e-6)
+    actual = score("channel_entropy_informativeness", tokens)[0].tolist()
+    assert actual == pytest.approx([1.0, 0.0, 1.0], abs=1e-6)
     # Two channels with |x| = ln 3 and 0 have shares 3/4 and 1/4.
     two = plain(torch.tensor([[-math.log(3), 0.0]]))
     expected = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
     assert float(score("channel_entropy_informativeness", two)) == pytest.approx(expected)
     warm = plain(torch.tensor([[2 * math.log(3), 0.0]]))
-    found = score("channel_entropy_informativeness", warm, temperature=2.0)[0].tolist()
-    assert found == pytest.approx([expected])
+    actual = score("channel_entropy_informativeness", warm, temperature=2.0)[0].tolist()
+    assert actual == pytest.approx([expected])
 
 
 @means("reference_selection_confidence")
 def test_confidence_falls_with_the_order_of_picks() -> None:
     tokens, picks = plain(torch.eye(5)), torch.tensor([[3, 0, 4, 1]])
-    found = score("reference_selection_confidence", tokens, picks)
-    assert found.tolist() == [[0.75, 0.25, 0.0, 1.0, 0.5]]
+    actual = score("reference_selection_confidence", tokens, picks)
+    assert actual.tolist() == [[0.75, 0.25, 0.0, 1.0, 0.5]]
     raised = score("reference_selection_confidence", tokens, picks, floor=0.5)
     assert raised.tolist() == [[0.875, 0.625, 0.5, 1.0, 0.75]]
 
@@ -276,13 +276,13 @@ class TestDetail:
     @means("local_detail_energy")
     def test_it_is_the_variance_of_directions_in_the_window(self) -> None:
         tokens = images(3, grid=Grid(4, 5, tiles=2))
-        found = score(self.NAME, tokens, radius=1)
+        actual = score(self.NAME, tokens, radius=1)
         unit = tokens.unit.reshape(2, 2, 4, 5, -1)
         for image, tile, y, x in ((0, 0, 0, 0), (1, 1, 2, 3), (0, 1, 3, 4)):
             window = unit[image, tile, max(0, y - 1) : y + 2, max(0, x - 1) : x + 2]
             rows = window.reshape(-1, window.shape[-1])
             variance = (rows - rows.mean(dim=0)).square().sum(dim=1).mean()
-            here = found.reshape(2, 2, 4, 5)[image, tile, y, x]
+            here = actual.reshape(2, 2, 4, 5)[image, tile, y, x]
             assert float(here) == pytest.approx(float(variance), abs=1e-5)
 
     def test_print_stands_out_from_a_blank_page_and_from_one_odd_token(self) -> None:
@@ -290,11 +290,11 @@ class TestDetail:
         rows = torch.zeros(7, 7, 12)
         rows[..., 0] = 1.0
         rows[2:5, 2:5] = torch.eye(12)[1:10].reshape(3, 3, 12)
-        found = score(self.NAME, plain(rows.reshape(49, 12), Grid(7, 7)))[0].reshape(7, 7)
-        assert found[3, 3] == found.max() and float(found[0, 0]) == pytest.approx(0, abs=1e-6)
-        assert float(found[3, 3]) == pytest.approx(1 - 1 / 9, abs=1e-6)
+        actual = score(self.NAME, plain(rows.reshape(49, 12), Grid(7, 7)))[0].reshape(7, 7)
+        assert actual[3, 3] == actual.max() and float(actual[0, 0]) == pytest.approx(0, abs=1e-6)
+        assert float(actual[3, 3]) == pytest.approx(1 - 1 / 9, abs=1e-6)
         odd = torch.zeros(49, 12)
         odd[:, 0] = 1.0
         odd[24] = torch.eye(12)[5]
         alone = score(self.NAME, plain(odd, Grid(7, 7)))[0]
-        assert float(alone.max()) < float(found[3, 3]) / 2
+        assert float(alone.max()) < float(actual[3, 3]) / 2

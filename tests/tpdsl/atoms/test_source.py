@@ -131,12 +131,12 @@ class TestPriors:
     def test_the_published_code_lowers_what_it_would_not_keep(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked: list[int | None] = []
+        requested: list[int | None] = []
 
         def published(
             params: BasePolicyParams, tokens: VisualTokens, budget: int | None
         ) -> PublishedSelection:
-            asked.append(budget)
+            requested.append(budget)
             # Two tokens of the first image and a merged row; one token of the second.
             return PublishedSelection((torch.tensor([5, 0, -1]), torch.tensor([2])))
 
@@ -145,7 +145,7 @@ class TestPriors:
         seen = PriorInputs(plain(torch.rand(2, 6, 3)), DIVPRUNE, 3, torch.zeros(2, 3).long())
         prior = run_prior(call("native_teacher_mask_prior", weight=0.5), seen)
         assert prior.tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 1], [0.5, 0.5, 1, 0.5, 0.5, 0.5]]
-        assert asked == [3]
+        assert requested == [3]
 
     def test_priors_multiply_quality_one_after_the_other(self) -> None:
         changes: dict[str, object] = {
@@ -160,10 +160,10 @@ class TestPriors:
         assert plainly.quality is not None
         outside = torch.ones(2, 36, dtype=torch.bool).scatter(1, plainly.reference, False)
         for source, factor in ((once, 0.5), (twice, 0.25)):
-            found = refine(materialize(state({**changes, "/source": source}), 8), tokens)
-            assert found.quality is not None
-            assert torch.allclose(found.quality[outside], factor * plainly.quality[outside])
-            assert torch.equal(found.quality[~outside], plainly.quality[~outside])
+            actual = refine(materialize(state({**changes, "/source": source}), 8), tokens)
+            assert actual.quality is not None
+            assert torch.allclose(actual.quality[outside], factor * plainly.quality[outside])
+            assert torch.equal(actual.quality[~outside], plainly.quality[~outside])
 
     def test_a_floor_of_zero_lets_nothing_in(self) -> None:
         changes: dict[str, object] = {

@@ -63,8 +63,8 @@ def replace_outcome(monkeypatch: pytest.MonkeyPatch, break_: Break) -> None:
     """Let the executor itself return something else than it worked out."""
 
     def broken(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
-        found = refine(policy, tokens)
-        return dataclasses.replace(found, **break_(found))
+        actual = refine(policy, tokens)
+        return dataclasses.replace(actual, **break_(actual))
 
     monkeypatch.setattr(check, "refine", broken)
 

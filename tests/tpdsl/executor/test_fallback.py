@@ -45,10 +45,10 @@ def test_whatever_is_not_finite_the_promises_hold_and_other_images_do_not_notice
             tokens.instruction.patches[image, token, token % 8] = value
         else:
             tokens.instruction.text[image, token % 2, token % 8] = value
-    found, expected = refine(policy, tokens), refine(policy, clean)
-    assert_sound(policy, tokens, found)
+    actual, expected = refine(policy, tokens), refine(policy, clean)
+    assert_sound(policy, tokens, actual)
     untouched = [i for i in range(3) if i not in {image for _, image, _ in places}]
-    assert same(found, expected, (untouched, untouched))
+    assert same(actual, expected, (untouched, untouched))
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -56,10 +56,10 @@ def test_whatever_is_not_finite_the_promises_hold_and_other_images_do_not_notice
 def test_features_that_nothing_can_read_leave_an_even_spread(variant: str, value: float) -> None:
     tokens = images(1)
     tokens.features[1, 20, 3] = value
-    found = refine(policy_of(variant), tokens)
-    assert found.fallback.tolist() == [0, 2]
-    assert found.indices[1].tolist() == EVENLY
-    assert found.exchanged[1] == 0
+    actual = refine(policy_of(variant), tokens)
+    assert actual.fallback.tolist() == [0, 2]
+    assert actual.indices[1].tolist() == EVENLY
+    assert actual.exchanged[1] == 0
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -69,10 +69,10 @@ def test_attention_that_cannot_be_scored_leaves_the_reference(variant: str, valu
     assert tokens.cls_attention is not None
     tokens.cls_attention[0, 7] = value
     policy = policy_of(variant)
-    found = refine(policy, tokens)
-    assert found.fallback.tolist() == [1, 0]
-    assert torch.equal(found.reference, refine(policy, clean).reference)
-    assert found.indices[0].tolist() == sorted(found.reference[0].tolist())
+    actual = refine(policy, tokens)
+    assert actual.fallback.tolist() == [1, 0]
+    assert torch.equal(actual.reference, refine(policy, clean).reference)
+    assert actual.indices[0].tolist() == sorted(actual.reference[0].tolist())
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -116,8 +116,8 @@ def test_padding_of_the_instruction_may_hold_anything() -> None:
     padded = dataclasses.replace(
         tokens, instruction=dataclasses.replace(given, text=text, segments=used)
     )
-    found = refine(policy_of(), padded)
-    assert same(found, refine(policy_of(), tokens), (slice(None), slice(None)))
+    actual = refine(policy_of(), padded)
+    assert same(actual, refine(policy_of(), tokens), (slice(None), slice(None)))
 
 
 def test_a_zero_patch_embedding_is_a_token_like_any_other() -> None:
@@ -134,18 +134,18 @@ def test_the_kept_rows_are_untouched_but_for_what_is_not_finite(variant: str) ->
     tokens.features[0, EVENLY[2], 4] = torch.nan
     tokens.features[0, EVENLY[3], 5] = -torch.inf
     tokens.features[0, hidden] = torch.nan
-    found = refine(policy_of(variant), tokens)
+    actual = refine(policy_of(variant), tokens)
     rows = tokens.features[0, EVENLY]
-    assert torch.equal(found.features[0], torch.where(rows.isfinite(), rows, 0.0))
-    assert found.features[0, 2, 4] == 0 and found.features[0, 3, 5] == 0
+    assert torch.equal(actual.features[0], torch.where(rows.isfinite(), rows, 0.0))
+    assert actual.features[0, 2, 4] == 0 and actual.features[0, 3, 5] == 0
 
 
 def test_reference_rows_are_untouched_too() -> None:
     tokens = images(1)
     assert tokens.cls_attention is not None
     tokens.cls_attention[0, 0] = torch.nan
-    found = refine(policy_of("residual"), tokens)
-    assert found.fallback.tolist() == [1, 0]
-    rows = gather_rows(tokens.features, found.indices)
-    assert torch.equal(found.features[0], rows[0])
-    assert not torch.equal(found.features[1], rows[1])
+    actual = refine(policy_of("residual"), tokens)
+    assert actual.fallback.tolist() == [1, 0]
+    rows = gather_rows(tokens.features, actual.indices)
+    assert torch.equal(actual.features[0], rows[0])
+    assert not torch.equal(actual.features[1], rows[1])

@@ -53,10 +53,10 @@ def test_shipped_states_decide_everything_on_the_device(name: str, grid: Grid) -
     # Tensors of the meta device have no values to read, and mixing in one of the host's fails.
     tokens = shapes_alone("meta", grid, torch.float16)
     policy = materialize(load_state(name)).at(grid.tokens)
-    found = refine(policy, tokens)
-    assert found.features.shape == (3, min(policy.budget, grid.tokens), 32)
-    assert found.features.dtype == torch.float16
-    assert found.features.is_meta and found.indices.is_meta and found.fallback.is_meta
+    actual = refine(policy, tokens)
+    assert actual.features.shape == (3, min(policy.budget, grid.tokens), 32)
+    assert actual.features.dtype == torch.float16
+    assert actual.features.is_meta and actual.indices.is_meta and actual.fallback.is_meta
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -11,9 +11,9 @@ from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 def test_every_policy_finds_in_them_what_it_reads(budget: int) -> None:
     for tokens in synthetic_probes(budget):
         for policy in BASE_POLICIES.values():
-            found = policy.select(policy.call.model_fields["params"].default, tokens, budget)
-            extra = 0 if found.extra is None else found.extra.shape[1]
-            assert found.picks.shape == (2, budget - extra)
+            actual = policy.select(policy.call.model_fields["params"].default, tokens, budget)
+            extra = 0 if actual.extra is None else actual.extra.shape[1]
+            assert actual.picks.shape == (2, budget - extra)
 
 
 def test_they_are_the_same_each_time() -> None:

@@ -34,17 +34,17 @@ def test_every_policy_keeps_its_promises(
 ) -> None:
     policy = policy_of(variant, budget)
     tokens = images(seed, grid=grid, dtype=dtype, clusters=clusters, noise=noise)
-    found = refine(policy, tokens)
-    assert_sound(policy, tokens, found)
-    assert found.fallback.tolist() == [0, 0]
+    actual = refine(policy, tokens)
+    assert_sound(policy, tokens, actual)
+    assert actual.fallback.tolist() == [0, 0]
     if variant != "residual":
-        assert torch.equal(found.features, gather_rows(tokens.features, found.indices))
+        assert torch.equal(actual.features, gather_rows(tokens.features, actual.indices))
     assert torch.equal(
-        found.reference,
+        actual.reference,
         policy.base.select(policy.state.base_policy.params, tokens, budget).picks,
     )
     again = refine(policy, images(seed, grid=grid, dtype=dtype, clusters=clusters, noise=noise))
-    assert same(found, again, (slice(None), slice(None)))
+    assert same(actual, again, (slice(None), slice(None)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -66,10 +66,10 @@ class TestNothingToPrune:
     def test_k_of_n_or_more_keeps_every_token_as_it_is(self, variant: str, budget: int) -> None:
         tokens = images(3, dtype=torch.float16)
         tokens.features[0, 3] = torch.nan
-        found = refine(policy_of(variant, budget), tokens)
-        assert found.features is tokens.features
-        assert found.indices.tolist() == [list(range(36))] * 2
-        assert found.exchanged.tolist() == found.fallback.tolist() == [0, 0]
+        actual = refine(policy_of(variant, budget), tokens)
+        assert actual.features is tokens.features
+        assert actual.indices.tolist() == [list(range(36))] * 2
+        assert actual.exchanged.tolist() == actual.fallback.tolist() == [0, 0]
 
     def test_a_grid_of_one_token(self) -> None:
         tokens = images(3, grid=Grid(1, 1))
@@ -110,16 +110,16 @@ class TestExchange:
         ("q_e", "kept"), [(0, [0, 1, 2]), (1, [1, 2, 7]), (2, [2, 6, 7]), (3, [5, 6, 7])]
     )
     def test_the_worst_by_quality_give_way_to_the_best(self, q_e: int, kept: list[int]) -> None:
-        found = refine(self.policy(q_e, attention_proxy_saliency=1.0), self.tokens())
-        assert found.reference.tolist() == [[0, 1, 2]]
-        assert found.indices.tolist() == [kept]
-        assert found.exchanged.tolist() == [q_e]
-        assert torch.equal(found.features[0], torch.eye(8)[kept])
+        actual = refine(self.policy(q_e, attention_proxy_saliency=1.0), self.tokens())
+        assert actual.reference.tolist() == [[0, 1, 2]]
+        assert actual.indices.tolist() == [kept]
+        assert actual.exchanged.tolist() == [q_e]
+        assert torch.equal(actual.features[0], torch.eye(8)[kept])
 
     def test_signals_that_agree_with_the_base_policy_change_nothing(self) -> None:
         policy = self.policy(3, instruction_guided_visual_relevance=1.0)
-        found = refine(policy, self.tokens())
-        assert found.indices.tolist() == [[0, 1, 2]] and found.exchanged.tolist() == [0]
+        actual = refine(policy, self.tokens())
+        assert actual.indices.tolist() == [[0, 1, 2]] and actual.exchanged.tolist() == [0]
 
     def test_weights_decide_between_signals_that_disagree(self) -> None:
         def kept(relevance: float, attention: float) -> list[int]:
@@ -128,16 +128,16 @@ class TestExchange:
                 instruction_guided_visual_relevance=relevance,
                 attention_proxy_saliency=attention,
             )
-            found: list[int] = refine(policy, self.tokens()).indices[0].tolist()
-            return found
+            actual: list[int] = refine(policy, self.tokens()).indices[0].tolist()
+            return actual
 
         assert kept(4.0, 0.25) == [0, 1, 2]
         assert kept(0.0, 1.0) == [5, 6, 7]
 
     def test_without_any_weight_the_base_policy_stands(self) -> None:
-        found = refine(self.policy(3, attention_proxy_saliency=0.0), self.tokens())
-        assert found.indices.tolist() == [[0, 1, 2]] and found.fallback.tolist() == [0]
-        assert found.quality is not None and bool((found.quality == 1).all())
+        actual = refine(self.policy(3, attention_proxy_saliency=0.0), self.tokens())
+        assert actual.indices.tolist() == [[0, 1, 2]] and actual.fallback.tolist() == [0]
+        assert actual.quality is not None and bool((actual.quality == 1).all())
 
     def test_quality_is_there_only_where_the_state_scores(self) -> None:
         scored = refine(self.policy(1, attention_proxy_saliency=1.0), self.tokens())
@@ -155,9 +155,9 @@ class TestInputs:
         tokens = images(4)
         without = dataclasses.replace(tokens, cls_attention=None)
         policy = policy_of("anything goes")
-        found = refine(policy, without)
-        assert_sound(policy, without, found)
-        assert found.fallback.tolist() == [0, 0]
+        actual = refine(policy, without)
+        assert_sound(policy, without, actual)
+        assert actual.fallback.tolist() == [0, 0]
 
     def test_a_policy_that_reads_neither_needs_neither(self) -> None:
         blind = state(
@@ -173,11 +173,11 @@ def test_kept_rows_carry_derivatives_and_the_choice_has_none() -> None:
     """As training through a pruned model would want it."""
     tokens = images(3)
     tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
-    found = refine(policy_of("shipped", 8), tracked)
-    found.features.float().sum().backward()
+    actual = refine(policy_of("shipped", 8), tracked)
+    actual.features.float().sum().backward()
     assert tracked.features.grad is not None
     touched = tracked.features.grad.ne(0).all(dim=-1)
-    assert torch.equal(touched.nonzero()[:, 1].view(2, 8), found.indices)
+    assert torch.equal(touched.nonzero()[:, 1].view(2, 8), actual.indices)
 
 
 @pytest.mark.parametrize("variant", ["shipped", "divprune", "dpp"])
@@ -189,40 +189,40 @@ def test_an_image_without_instruction_is_pruned_like_any_other(variant: str) -> 
     nothing[0] = False
     policy = policy_of(variant)
     silent = dataclasses.replace(tokens, instruction=dataclasses.replace(given, segments=nothing))
-    found = refine(policy, silent)
-    assert_sound(policy, silent, found)
-    assert found.fallback.tolist() == [0, 0]
-    assert same(found, refine(policy, tokens), ([1], [1]))
+    actual = refine(policy, silent)
+    assert_sound(policy, silent, actual)
+    assert actual.fallback.tolist() == [0, 0]
+    assert same(actual, refine(policy, tokens), ([1], [1]))
     # What its text rows hold does not matter, as none of them is a segment.
     other = dataclasses.replace(given, segments=nothing, text=given.text.flip(0))
     again = refine(policy, dataclasses.replace(tokens, instruction=other))
-    assert same(found, again, ([0], [0]))
+    assert same(actual, again, ([0], [0]))
 
 
 class TestLastResorts:
     def test_the_reference_alone(self) -> None:
         tokens, policy = images(5), policy_of("residual")
-        found = keep_reference(policy, tokens)
-        assert torch.equal(found.reference, refine(policy, tokens).reference)
-        assert torch.equal(found.indices, found.reference.sort(dim=1).values)
-        assert torch.equal(found.features, gather_rows(tokens.features, found.indices))
-        assert found.fallback.tolist() == [1, 1] and found.exchanged.tolist() == [0, 0]
+        actual = keep_reference(policy, tokens)
+        assert torch.equal(actual.reference, refine(policy, tokens).reference)
+        assert torch.equal(actual.indices, actual.reference.sort(dim=1).values)
+        assert torch.equal(actual.features, gather_rows(tokens.features, actual.indices))
+        assert actual.fallback.tolist() == [1, 1] and actual.exchanged.tolist() == [0, 0]
 
     def test_an_even_spread_reads_nothing(self) -> None:
         tokens = plain(torch.full((2, 36, 4), torch.nan))
-        found = keep_evenly(8, tokens)
-        assert found.indices.tolist() == [EVENLY, EVENLY]
-        assert found.fallback.tolist() == [2, 2] and found.exchanged.tolist() == [0, 0]
-        assert bool((found.features == 0).all())
+        actual = keep_evenly(8, tokens)
+        assert actual.indices.tolist() == [EVENLY, EVENLY]
+        assert actual.fallback.tolist() == [2, 2] and actual.exchanged.tolist() == [0, 0]
+        assert bool((actual.features == 0).all())
 
     def test_a_given_selection_in_any_order(self) -> None:
         tokens = images(5)
-        found = keep_indices(tokens, torch.tensor([[9, 2, 30], [0, 35, 1]]))
-        assert found.indices.tolist() == [[2, 9, 30], [0, 1, 35]]
-        assert torch.equal(found.features, gather_rows(tokens.features, found.indices))
-        assert found.fallback.tolist() == [0, 0]
+        actual = keep_indices(tokens, torch.tensor([[9, 2, 30], [0, 35, 1]]))
+        assert actual.indices.tolist() == [[2, 9, 30], [0, 1, 35]]
+        assert torch.equal(actual.features, gather_rows(tokens.features, actual.indices))
+        assert actual.fallback.tolist() == [0, 0]
 
     def test_neither_prunes_what_fits(self) -> None:
         tokens = images(5)
-        for found in (keep_reference(policy_of(budget=36), tokens), keep_evenly(36, tokens)):
-            assert found.features is tokens.features and found.fallback.tolist() == [0, 0]
+        for actual in (keep_reference(policy_of(budget=36), tokens), keep_evenly(36, tokens)):
+            assert actual.features is tokens.features and actual.fallback.tolist() == [0, 0]

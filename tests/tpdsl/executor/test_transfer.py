@@ -42,14 +42,14 @@ def test_the_record_applied_to_the_old_state_gives_the_new_one(
     budget: int | None, backbone: BackboneShape | None
 ) -> None:
     old = state({"/constraints/selector/r_min": 30, "/scoring/signals/0/sign": "-"})
-    made = transfer(old, budget, backbone)
+    result = transfer(old, budget, backbone)
     data = state_document(old)
-    for change in made.changes:
+    for change in result.changes:
         assert change.why
         assert change.before != change.after
         set_at_pointer(data, change.where, change.after)
-    assert data == state_document(made.state)
-    assert made.policy.budget == (budget or 32)
+    assert data == state_document(result.state)
+    assert result.policy.budget == (budget or 32)
 
 
 @pytest.mark.parametrize("budget", FIXED_BUDGETS)
@@ -72,9 +72,9 @@ def test_nothing_asked_for_changes_nothing() -> None:
 
 def test_r_min_follows_the_budget() -> None:
     old = state({"/constraints/selector/r_min": 30})
-    made = transfer(old, 64)
-    assert made.state.constraints.selector.insists_on == made.policy.r_min == 62
-    assert "/constraints/selector/r_min" in pointers(made)
+    result = transfer(old, 64)
+    assert result.state.constraints.selector.insists_on == result.policy.r_min == 62
+    assert "/constraints/selector/r_min" in pointers(result)
     smaller = transfer(old, 16)
     assert (smaller.policy.r_min, smaller.policy.quota) == (14, 2)
 
@@ -96,15 +96,15 @@ def test_a_stated_direction_of_relevance_follows_the_backbone(
 ) -> None:
     for stated in "+-":
         old = state({"/scoring/signals/0/sign": stated})
-        made = transfer(old, None, backbone)
-        assert state_document(made.state)["scoring"]["signals"][0]["sign"] == sign  # type: ignore[index,call-overload]
-        assert ("/scoring/signals/0/sign" in pointers(made)) == (stated != sign)
+        result = transfer(old, None, backbone)
+        assert state_document(result.state)["scoring"]["signals"][0]["sign"] == sign  # type: ignore[index,call-overload]
+        assert ("/scoring/signals/0/sign" in pointers(result)) == (stated != sign)
 
 
 def test_a_direction_left_to_the_text_tower_stays_so() -> None:
-    made = transfer(state(), None, QWEN_7B)
-    assert "/scoring/signals/0/sign" not in pointers(made)
-    meanings = {field.where: field.meaning for field in made.resolved}
+    result = transfer(state(), None, QWEN_7B)
+    assert "/scoring/signals/0/sign" not in pointers(result)
+    meanings = {field.where: field.meaning for field in result.resolved}
     assert meanings["/scoring/signals/0/sign"].startswith("sign of relevance: +")
 
 
@@ -114,8 +114,8 @@ def test_the_tile_split_is_told() -> None:
 
 
 def test_signals_that_lose_their_input_are_told() -> None:
-    told = [f for f in transfer(state(), None, QWEN_7B).resolved if "without [CLS]" in f.meaning]
-    assert [f.value for f in told] == ["attention_proxy_saliency"]
+    report = [f for f in transfer(state(), None, QWEN_7B).resolved if "without [CLS]" in f.meaning]
+    assert [f.value for f in report] == ["attention_proxy_saliency"]
 
 
 def test_evidence_does_not_travel() -> None:
@@ -177,15 +177,15 @@ def test_no_number_of_tokens_is_refused(budget: int) -> None:
 
 
 def test_a_transferred_state_loads_again() -> None:
-    made = transfer(state(), 160, LLAVA_NEXT_7B).state
-    again: PruningState = load_state(made.dumps())
-    assert again == made and again.digest == made.digest
+    result = transfer(state(), 160, LLAVA_NEXT_7B).state
+    again: PruningState = load_state(result.dumps())
+    assert again == result and again.digest == result.digest
 
 
 def test_a_policy_that_reads_what_the_backbone_lacks_fails_its_check() -> None:
     zipped = {"name": "visionzip", "params": {"patch_only": False}}
-    made = transfer(state({"/base_policy": zipped}), 64, LLAVA_NEXT_7B)
-    assert check_transfer(made, LLAVA_NEXT_7B).valid
+    result = transfer(state({"/base_policy": zipped}), 64, LLAVA_NEXT_7B)
+    assert check_transfer(result, LLAVA_NEXT_7B).valid
     failed = check_transfer(transfer(state({"/base_policy": zipped}), 64, QWEN_7B), QWEN_7B)
     assert "use VisionZip with patch_only" in failed.failures()[0].detail
     alone = transfer(state({"/base_policy": {"name": "visionzip"}}), 64, QWEN_7B)
@@ -195,17 +195,17 @@ def test_a_policy_that_reads_what_the_backbone_lacks_fails_its_check() -> None:
 
 @pytest.mark.parametrize("budget", [1, 33, 48, 1000, 65536])
 def test_any_number_of_tokens_is_held_by_the_state_itself(budget: int) -> None:
-    made = transfer(state(), budget).state
-    own = materialize(load_state(made.dumps()))
+    result = transfer(state(), budget).state
+    own = materialize(load_state(result.dumps()))
     assert (own.budget, own.varies) == (budget, False)
     assert [own.at(tokens, 5).budget for tokens in (1, 576, 2880)] == [budget] * 3
 
 
 def test_a_budget_that_followed_the_image_becomes_fixed() -> None:
     ratio = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64, "limit": 100}
-    made = transfer(state({"/budget": ratio}), 64)
-    assert state_document(made.state)["budget"] == {"atom": "fixed_budget@64", "limit": 100}
-    assert "/budget" in pointers(made)
+    result = transfer(state({"/budget": ratio}), 64)
+    assert state_document(result.state)["budget"] == {"atom": "fixed_budget@64", "limit": 100}
+    assert "/budget" in pointers(result)
 
 
 def test_a_budget_that_follows_the_image_is_resolved_on_a_backbone() -> None:
@@ -216,20 +216,20 @@ def test_a_budget_that_follows_the_image_is_resolved_on_a_backbone() -> None:
 
 
 def test_r_min_beyond_its_field_is_left_to_null() -> None:
-    made = transfer(state({"/constraints/selector/r_min": 30}), 1000)
-    assert state_document(made.state)["constraints"]["selector"]["r_min"] is None  # type: ignore[index,call-overload]
-    assert made.policy.r_min == 998
+    result = transfer(state({"/constraints/selector/r_min": 30}), 1000)
+    assert state_document(result.state)["constraints"]["selector"]["r_min"] is None  # type: ignore[index,call-overload]
+    assert result.policy.r_min == 998
 
 
 def test_the_vision_towers_tokens_are_left_where_they_are_none() -> None:
     tower = state({"/source": {"tokens": {"atom": "vision_tokens@vision_tower"}}})
     assert "/source/tokens" not in pointers(transfer(tower, None, LLAVA_NEXT_7B))
-    made = transfer(tower, None, QWEN_7B)
-    assert "/source/tokens" in pointers(made)
-    assert made.state.source.tokens.atom == "vision_tokens@post_projector"
+    result = transfer(tower, None, QWEN_7B)
+    assert "/source/tokens" in pointers(result)
+    assert result.state.source.tokens.atom == "vision_tokens@post_projector"
 
 
 def test_the_scope_of_likeness_is_told_where_there_are_tiles() -> None:
-    told = {field.where: field.meaning for field in transfer(state(), 64, LLAVA_NEXT_7B).resolved}
-    assert told["/source/tokens/tile_scope"].endswith("within each tile")
+    report = {field.where: field.meaning for field in transfer(state(), 64, LLAVA_NEXT_7B).resolved}
+    assert report["/source/tokens/tile_scope"].endswith("within each tile")
     assert "/source/tokens/tile_scope" not in {f.where for f in transfer(state(), 64).resolved}

@@ -37,21 +37,21 @@ def test_the_page_has_one_row_an_atom_and_counts_them() -> None:
 
 
 def test_the_prompt_names_everything_that_may_be_written() -> None:
-    told = render_proposer_text()
+    report = render_proposer_text()
     names = set(BASE_POLICIES) | {name for name in ATOMS.names() if name not in RECIPES}
-    assert all(f"- {name}: " in told for name in names)
-    assert all(place.pointer in told for place in PLACES)
+    assert all(f"- {name}: " in report for name in names)
+    assert all(place.pointer in report for place in PLACES)
     for name, parameter in BY_CALL:
-        assert f"{parameter.name} = {parameter.default} ({parameter.values}: " in told, name
+        assert f"{parameter.name} = {parameter.default} ({parameter.values}: " in report, name
 
 
 def test_the_prompt_says_how_the_81_are_named() -> None:
-    told = render_proposer_text()
+    report = render_proposer_text()
     levels = [recipe.cell.split(".") for recipe in RECIPES.values()]
     for axis in zip(*levels, strict=True):
-        assert all(f"{level}: " in told for level in axis)
+        assert all(f"{level}: " in report for level in axis)
     for name, recipe in RECIPES.items():
-        assert name == f"reassemble/{recipe.cell}" or f"- {name} is {recipe.cell}\n" in told
+        assert name == f"reassemble/{recipe.cell}" or f"- {name} is {recipe.cell}\n" in report
 
 
 @pytest.mark.parametrize("name", ATOMS.names())
@@ -60,14 +60,14 @@ def test_stated_ranges_and_defaults_are_those_of_the_call(name: str) -> None:
     call = ATOMS[name].call
     for parameter in list_parameters(call):
         assert accepts(call, parameter.name, json.loads(parameter.default))
-        found = re.match(r"(integer|number) (\S+)(?: to (\S+))?( or null)?$", parameter.values)
-        if found is None:
+        actual = re.match(r"(integer|number) (\S+)(?: to (\S+))?( or null)?$", parameter.values)
+        if actual is None:
             continue
-        least, most = float(found[2]), float(found[3] or found[2])
+        least, most = float(actual[2]), float(actual[3] or actual[2])
         for value, inside in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
-            given = int(value) if found[1] == "integer" else value
+            given = int(value) if actual[1] == "integer" else value
             assert accepts(call, parameter.name, given) is inside, (parameter, given)
-        assert accepts(call, parameter.name, None) is bool(found[4])
+        assert accepts(call, parameter.name, None) is bool(actual[4])
 
 
 def accepts(call: type[AtomCall], name: str, value: object) -> bool:

@@ -68,9 +68,9 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 def test_one_problem_is_told_with_its_place(
     changes: dict[str, object], where: str, what: str
 ) -> None:
-    ((found, said),) = refused_with(changes)
-    assert found == where and said.startswith(what)
-    assert len(said) < 100
+    ((actual, message),) = refused_with(changes)
+    assert actual == where and message.startswith(what)
+    assert len(message) < 100
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_each_problem_says_how_to_fix_it(changes: dict[str, object], fix: str) -
 
 
 def test_an_atom_of_another_group_is_told_apart_from_a_typo() -> None:
-    said = fixed({"/reassembly/atom": "pairwise_cosine_kernel"})
-    assert said.startswith("that is one of similarity_kernel, this field takes another group; ")
+    message = fixed({"/reassembly/atom": "pairwise_cosine_kernel"})
+    assert message.startswith("that is one of similarity_kernel, this field takes another group; ")
 
 
 def test_rules_about_two_fields_are_told_along_with_everything_else() -> None:
-    found = refused_with(
+    actual = refused_with(
         {
             "/name": 7,
             "/budget/limit": 16,
@@ -131,7 +131,7 @@ def test_rules_about_two_fields_are_told_along_with_everything_else() -> None:
             "/constraints/pool": [],
         }
     )
-    assert [where for where, _ in found] == [
+    assert [where for where, _ in actual] == [
         "/name",
         "/constraints/pool",
         "/budget/limit",
@@ -140,12 +140,12 @@ def test_rules_about_two_fields_are_told_along_with_everything_else() -> None:
 
 
 def test_a_rule_is_left_alone_where_what_it_reads_is_wrong() -> None:
-    found = refused_with({"/budget/limit": 0, "/constraints/selector/r_min": -1})
-    assert [where for where, _ in found] == ["/budget/limit", "/constraints/selector/r_min"]
+    actual = refused_with({"/budget/limit": 0, "/constraints/selector/r_min": -1})
+    assert [where for where, _ in actual] == ["/budget/limit", "/constraints/selector/r_min"]
 
 
 def test_all_problems_are_told_at_once() -> None:
-    found = refused_with(
+    actual = refused_with(
         {
             "/base_policy/name": "nobody",
             "/budget/limit": 0,
@@ -159,7 +159,7 @@ def test_all_problems_are_told_at_once() -> None:
             "/extra": [],
         }
     )
-    assert [where for where, _ in found] == [
+    assert [where for where, _ in actual] == [
         "/base_policy/name",
         "/budget/limit",
         "/scoring/signals/0/weight",
@@ -174,8 +174,8 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_a_list_of_bad_items_is_not_also_called_too_short() -> None:
-    found = refused_with({"/scoring/signals": [{"atom": "x"}, {"atom": "y"}]})
-    assert [where for where, _ in found] == [
+    actual = refused_with({"/scoring/signals": [{"atom": "x"}, {"atom": "y"}]})
+    assert [where for where, _ in actual] == [
         "/scoring/signals/0/atom",
         "/scoring/signals/1/atom",
     ]

@@ -52,9 +52,9 @@ def test_it_costs_less_than_a_second_and_little_memory(text: str) -> None:
 
 
 def test_what_is_left_out_is_counted() -> None:
-    found = refused_with({f"/extra{i}": 0 for i in range(1000)})
-    assert len(found) == MAX_PROBLEMS + 1
-    assert found[-1] == ("", f"{1000 - MAX_PROBLEMS} more problem(s)")
+    actual = refused_with({f"/extra{i}": 0 for i in range(1000)})
+    assert len(actual) == MAX_PROBLEMS + 1
+    assert actual[-1] == ("", f"{1000 - MAX_PROBLEMS} more problem(s)")
 
 
 def test_nothing_that_a_terminal_obeys_is_repeated() -> None:

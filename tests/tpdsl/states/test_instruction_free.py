@@ -34,18 +34,18 @@ def test_the_same_tokens_for_two_questions() -> None:
 
 def test_only_what_reads_the_instruction_changes_and_every_change_is_told() -> None:
     before = load_state("autoprune")
-    made = instruction_free(before)
-    assert [c.where for c in made.changes if not c.where.startswith("/provenance")] == [
+    result = instruction_free(before)
+    assert [c.where for c in result.changes if not c.where.startswith("/provenance")] == [
         "/name",
         "/base_policy/name",
         "/base_policy/params/theta",
         "/base_policy/params/tile_scope",
         "/scoring/signals/0",
     ]
-    assert all(change.why for change in made.changes)
+    assert all(change.why for change in result.changes)
     for part in ("budget", "constraints", "reassembly", "safety", "source"):
-        assert getattr(made.state, part) == getattr(before, part)
-    assert made.state.provenance.scores == {}
+        assert getattr(result.state, part) == getattr(before, part)
+    assert result.state.provenance.scores == {}
 
 
 def test_a_state_that_scores_by_relevance_alone_is_left_with_attention() -> None:

@@ -27,8 +27,8 @@ def test_not_utf8(tmp_path: Path) -> None:
     "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
 )
 def test_wide_encodings_are_recognised(tmp_path: Path, encoding: str) -> None:
-    found = in_file(tmp_path, json.dumps(shipped()).encode(encoding))
-    assert found == [("", "not UTF-8 text (it looks like UTF-16 or UTF-32)")]
+    actual = in_file(tmp_path, json.dumps(shipped()).encode(encoding))
+    assert actual == [("", "not UTF-8 text (it looks like UTF-16 or UTF-32)")]
 
 
 def test_a_byte_order_mark(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_too_large_once_it_is_written_out() -> None:
     ids=lambda value: value[:24],
 )
 def test_what_is_not_one_json_object(tmp_path: Path, content: str, what: str) -> None:
-    found = in_file(tmp_path, content.encode())
-    assert found[0][0] == "" and found[0][1].startswith(what)
+    actual = in_file(tmp_path, content.encode())
+    assert actual[0][0] == "" and actual[0][1].startswith(what)
     if content.startswith("{"):
-        assert refused(content) == found
+        assert refused(content) == actual
 
 
 def test_as_deep_and_as_many_as_may_be() -> None:

@@ -145,12 +145,12 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Path.stat
+    requested = Path.stat
 
     def denied(path: Path, **options: bool) -> os.stat_result:
         if path.name == "s.json":
             raise PermissionError(13, "Permission denied")
-        return asked(path, **options)
+        return requested(path, **options)
 
     monkeypatch.setattr(Path, "stat", denied)
     assert refused("folder/s.json") == [("", "cannot be read (Permission denied)")]
@@ -256,5 +256,5 @@ def test_a_url_inside_a_state_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_another_version_is_refused_with_the_one_that_is_read(version: object, said: str) -> None:
     # The rest is not looked at: in another version it may well be right.
-    found = refused_with({"/schema": version, "/budget": 7, "/zzz": 1})
-    assert found == [("/schema", f"schema version {said}; this version reads 'autoprune-state/1'")]
+    actual = refused_with({"/schema": version, "/budget": 7, "/zzz": 1})
+    assert actual == [("/schema", f"schema version {said}; this version reads 'autoprune-state/1'")]

@@ -278,9 +278,9 @@ class TestJsonSchema:
 
     def test_every_whole_number_has_bounds(self) -> None:
         # Beyond 64 bits the loader leaves 1e300 a float, which a schema calls an integer.
-        found = list(integers(SCHEMA))
-        assert len(found) > 5
-        for number in found:
+        actual = list(integers(SCHEMA))
+        assert len(actual) > 5
+        for number in actual:
             least = number.get("minimum", number.get("exclusiveMinimum"))
             most = number.get("maximum", number.get("exclusiveMaximum"))
             assert least is not None and least >= -(2**63)
