@@ -125,7 +125,7 @@ def test_a_policy_that_raises_still_answers_for_every_image(
     def broken(*_: object) -> RefinedTokens:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("vllm_autoprune.serving.prune.choose", broken)
+    monkeypatch.setattr("vllm_autoprune.serving.prune.select_tokens", broken)
     meter = FallbackMeter()
     shown = images(2)
     rows = prune_images(served(), [plan(8), plan(4)], shown, parts(), meter)

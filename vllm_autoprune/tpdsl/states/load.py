@@ -82,11 +82,11 @@ def _validate(data: JsonValue, problems: list[Problem], subject: str) -> Pruning
         what = f"a state is a JSON object, not {format_value(data)}"
         fix = "write one JSON object as `vllm-autoprune schema` describes it"
         _refuse(subject, [*problems, Problem("", what, fix, "value")])
+    # Invalid values were replaced by null; problems of the replacement are not reported.
+    replaced = {problem.where for problem in problems if problem.kind != "duplicate_key"}
     if unknown := _unknown_version(data):
         # Fields of another version may have another meaning, so they are not checked.
-        _refuse(subject, [*problems, unknown])
-    # Invalid numbers were replaced by null; problems of the replacement are not reported.
-    replaced = {problem.where for problem in problems if problem.kind != "duplicate_key"}
+        _refuse(subject, problems if unknown.where in replaced else [*problems, unknown])
     omitted = 0
     try:
         state = PruningState.model_validate(data)
