@@ -68,7 +68,7 @@ policies: venv ## shipped states, loaded and safety-checked
 	@$(PY) -m vllm_autoprune.cli.main validate policies/*.json > /dev/null || \
 	    $(PY) -m vllm_autoprune.cli.main validate policies/*.json
 
-format: venv ## mend style and format where a machine can
+format: venv ## fix style and format where a machine can
 	@echo "format: ruff"
 	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format .
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
-from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.cost import REFERENCE, state_cost
-from vllm_autoprune.tpdsl.language import RecordedPrefix
-from vllm_autoprune.tpdsl.load import shipped_states
-from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 
 HEADS, TEXT = 32, 16
 

@@ -56,12 +56,12 @@ class Wording:
 
     def unusable(self, path: Path, error: OSError) -> AutopruneError:
         """The system refuses."""
-        reason, mend = error.strerror or str(error), self.place
+        reason, fix = error.strerror or str(error), self.place
         if error.errno in _FULL:
-            mend = self.room
+            fix = self.room
         elif isinstance(error, BlockingIOError):
-            reason, mend = f"{self.writer} is writing it", self.wait
-        return self.error(f"{self._named(path)}: {reason} -> {mend}")
+            reason, fix = f"{self.writer} is writing it", self.wait
+        return self.error(f"{self._named(path)}: {reason} -> {fix}")
 
     def _named(self, path: Path) -> str:
         return f"{self.noun} {path}".lstrip()

@@ -29,7 +29,7 @@ from offline_search.objectives import axes
 from offline_search.records import Chosen, Comparison, Member, Split, Tried
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 FRONT = 12
 """Members of a Pareto front that are measured on the test split, the best objective first."""
@@ -49,7 +49,7 @@ class Choosing:
         if not candidates:
             raise SearchError(
                 "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
-                "reasons; mend them and begin a new ledger"
+                "reasons; fix them and begin a new ledger"
             )
         confirmed: dict[str, Comparison] = {}
         for trial in candidates:

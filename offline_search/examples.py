@@ -71,8 +71,8 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
         examples = _read(folder / f"{split}.jsonl", problems)
         found[split] = _shuffled(examples, seed, limit)
         if not examples and not problems:
-            mend = "give it at least one example"
-            problems.append(Problem(f"{split}.jsonl", "holds no example", mend))
+            fix = "give it at least one example"
+            problems.append(Problem(f"{split}.jsonl", "holds no example", fix))
     problems += _shared(folder, found)
     if problems:
         raise ConfigError(f"data {folder}", problems[:20])
@@ -84,8 +84,8 @@ def _read(path: Path, problems: list[Problem]) -> list[Example]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        mend = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
-        problems.append(Problem(path.name, f"cannot be read ({reason})", mend))
+        fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
+        problems.append(Problem(path.name, f"cannot be read ({reason})", fix))
         return []
     examples = []
     for number, line in enumerate(lines, 1):
@@ -96,8 +96,8 @@ def _read(path: Path, problems: list[Problem]) -> list[Example]:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "line"
-            mend = 'a line is {"image": ..., "question": ..., "answer": ...}'
-            problems.append(Problem(f"{path.name}:{number}", f"{where}: {first['msg']}", mend))
+            fix = 'a line is {"image": ..., "question": ..., "answer": ...}'
+            problems.append(Problem(f"{path.name}:{number}", f"{where}: {first['msg']}", fix))
     return examples
 
 
@@ -115,8 +115,8 @@ def _shared(folder: Path, splits: Mapping[Split, Sequence[Example]]) -> list[Pro
             try:
                 content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
             except OSError as error:
-                mend = "paths are relative to the data folder"
-                problems.append(Problem(name, f"cannot be read ({error.strerror})", mend))
+                fix = "paths are relative to the data folder"
+                problems.append(Problem(name, f"cannot be read ({error.strerror})", fix))
                 continue
             other = seen.setdefault(content, split)
             if other != split:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from offline_search.answers import Floats
 from offline_search.objectives import depths
 from offline_search.records import Proposed, Tried
-from vllm_autoprune.tpdsl.atom import AtomCall
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.registry import AtomCall
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 @dataclass(frozen=True)

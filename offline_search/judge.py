@@ -15,11 +15,11 @@ import torch
 from offline_search.records import Judged
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, ProblemsError
-from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.probes import synthetic_probes
-from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Probes = Sequence[VisualTokens]

@@ -18,8 +18,8 @@ from offline_search.history import calls, quota
 from offline_search.proposal import MOST_SIGNALS, JsonObject, reached
 from offline_search.settings import Settings
 from offline_search.space import quota_scale
-from vllm_autoprune.tpdsl.atom import ATOMS, Group
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 PARTS: Mapping[str, Group] = {
     "signals": "scoring",

@@ -18,8 +18,8 @@ from offline_search.menu import Menu
 from offline_search.proposal import COMPONENTS, alpha
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.catalogue import proposer_text
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.catalogue import render_proposer_text
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 class Message(TypedDict):
@@ -43,7 +43,7 @@ all tokens by fused signals, gathers candidates in a pool, and lets a selector e
 q_e of the {budget} picks for better candidates. Higher scores are better; a small q_e is safe, \
 diverse signals help. Use only these atoms:
 
-{proposer_text(COMPONENTS).strip()}
+{render_proposer_text(COMPONENTS).strip()}
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...}}"""

@@ -6,7 +6,6 @@ proposer is not asked for them; the schema it is held to is the state's own, cut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +15,9 @@ from pydantic import JsonValue
 from offline_search.ablation import ablated
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.state import SCHEMA, Constraints, PruningState
-from vllm_autoprune.tpdsl.text import parse
+from vllm_autoprune.tpdsl.states.json_text import parse_json
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import SCHEMA, Constraints, PruningState
 
 JsonObject = dict[str, JsonValue]
 
@@ -155,7 +154,7 @@ def assembled(proposed: Mapping[str, JsonValue], settings: Settings, name: str) 
         "safety": list(SAFETY),
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
-    return load_state(json.dumps(document))
+    return load_state(document)
 
 
 def read_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:
@@ -181,7 +180,7 @@ def _object_in(text: str) -> JsonObject:
         raise _unread("the reply holds no JSON object", "reply.no_object")
     if end < begin:
         raise _unread("the reply ends within its JSON object", "reply.cut")
-    data, problems = parse(text[begin : end + 1], "proposal")
+    data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
     unknown = sorted(set(data) - set(COMPONENTS))
@@ -191,5 +190,5 @@ def _object_in(text: str) -> JsonObject:
 
 
 def _unread(what: str, kind: str) -> StateError:
-    mend = f"write one JSON object with {', '.join(COMPONENTS)}"
-    return StateError("proposal", [Problem("", what, mend, kind)])
+    fix = f"write one JSON object with {', '.join(COMPONENTS)}"
+    return StateError("proposal", [Problem("", what, fix, kind)])

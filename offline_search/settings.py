@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offline_search.ablation import Component
-from vllm_autoprune.tpdsl.atom import by_default
-from vllm_autoprune.tpdsl.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
+from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
+from vllm_autoprune.tpdsl.registry import default_call
 
 Across = Literal["mean", "worst"]
 """How the objectives of several budgets become one: their mean, or the least of them."""
@@ -104,7 +104,7 @@ class Settings(Frozen):
 def budget_call(budget: int) -> BudgetCall:
     """The budget atom that keeps exactly K tokens."""
     if budget in FIXED_BUDGETS:
-        return by_default(BudgetCall, f"fixed_budget@{budget}")
+        return default_call(BudgetCall, f"fixed_budget@{budget}")
     # No fixed budget of the language: floor and ceiling in one, as `transfer` writes it.
     return RatioBudget.model_validate(
         {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}

@@ -15,9 +15,9 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from offline_search.proposal import COMPONENTS, JsonObject
-from vllm_autoprune.tpdsl.atom import ATOMS, Group
-from vllm_autoprune.tpdsl.partitions import PartitionCall
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 # Guards against division by zero, and a bound that follows from q_e: nothing to gain there.
 _LEFT = ("eps", "r_min", "iters")

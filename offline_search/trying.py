@@ -32,7 +32,7 @@ from offline_search.objectives import axes
 from offline_search.proposal import Draft
 from offline_search.records import Judged, Proposed, Status, Tried
 from offline_search.settings import Settings
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 RUNGS = (0.125, 0.5, 1.0)
 """Shares of the search split after which a race drops who is surely behind."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import vllm_autoprune  # noqa: F401  (registers the base policies)
 from vllm_autoprune.backbones import LLAVA_7B
-from vllm_autoprune.base_policies.forms import FORMS
+from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS
 from vllm_autoprune.cost import prefill_flops
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -55,10 +55,10 @@ def _forms() -> str:
     rows = [
         [
             f"`{name}`",
-            FORMS[name].published,
-            FORMS[name].served,
+            PUBLISHED_FORMS[name].published,
+            PUBLISHED_FORMS[name].served,
             ", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-",
-            str(FORMS[name].layers or "-"),
+            str(PUBLISHED_FORMS[name].layers or "-"),
         ]
         for name, policy in sorted(BASE_POLICIES.items())
     ]
@@ -69,7 +69,7 @@ def _forms() -> str:
 def _recipes() -> str:
     rows = [
         [f"`{name}`", form.llava, form.llava_next, form.qwen2_5_vl]
-        for name, form in sorted(FORMS.items())
+        for name, form in sorted(PUBLISHED_FORMS.items())
     ]
     title = "## Recipe by backbone\n\n"
     return title + _table(["name", "`llava`", "`llava_next`", "`qwen2_5_vl`"], rows)
@@ -83,7 +83,7 @@ def _costs() -> str:
         pruned = prefill_flops(LLAVA_7B, (budget,) * LLAVA_7B.layers)
         return f"{100 * (scoring + pruned) / whole:.0f}"
 
-    named = {name: form.layers for name, form in sorted(FORMS.items()) if form.layers}
+    named = {name: form.layers for name, form in sorted(PUBLISHED_FORMS.items()) if form.layers}
     rows = [["none (CDPruner, DivPrune, ...)", "0", *(percent(0, k) for k in BUDGETS)]]
     rows += [[f"`{name}`", str(n), *(percent(n, k) for k in BUDGETS)] for name, n in named.items()]
     rows += [
@@ -96,7 +96,7 @@ def _costs() -> str:
 
 def _deviations() -> str:
     parts = ["## What is ours\n\nWhere no source decides, or exactly K rows need another rule.\n"]
-    for name, form in sorted(FORMS.items()):
+    for name, form in sorted(PUBLISHED_FORMS.items()):
         notes = "\n".join(f"- {note[0].upper()}{note[1:]}." for note in form.ours)
         parts.append(f"### {name}\n\n{BASE_POLICIES[name].doc}\n\n{notes}\n")
     return "\n".join(parts)

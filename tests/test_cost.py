@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from vllm_autoprune.backbones import (
-    GEOMETRIES,
+    BACKBONE_SHAPES,
     LLAVA_7B,
     LLAVA_13B,
     LLAVA_NEXT_7B,
     QWEN_7B,
-    Geometry,
-    geometry,
+    BackboneShape,
+    find_backbone,
 )
-from vllm_autoprune.cost import cost, prefill_flops, remaining
+from vllm_autoprune.cost import estimate_cost, prefill_flops, tokens_after_full_layers
 from vllm_autoprune.errors import ConfigError
 
 PUBLISHED = [
@@ -35,38 +35,38 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("backbone", "tokens", "teraflops", "mib"), PUBLISHED)
 def test_every_row_of_the_table(
-    backbone: Geometry, tokens: int, teraflops: float, mib: float
+    backbone: BackboneShape, tokens: int, teraflops: float, mib: float
 ) -> None:
-    found = cost(backbone, tokens)
-    assert found.teraflops == pytest.approx(teraflops, abs=6e-4)
-    assert found.kv_mib == mib
+    actual = estimate_cost(backbone, tokens)
+    assert actual.teraflops == pytest.approx(teraflops, abs=6e-4)
+    assert actual.kv_mib == mib
 
 
 def test_one_layer_by_hand() -> None:
     """Two tokens, d = 4, m = 3, k = 2: projections 96, attention 32, feed-forward 72 MACs."""
-    tiny = Geometry("tiny", "t", 1, 4, 3, 2, 1, 2, 1, "clip", True, True, "")
+    tiny = BackboneShape("tiny", "t", 1, 4, 3, 2, 1, 2, 1, "clip", True, True, "")
     assert prefill_flops(tiny, (2,)) == 2 * (2 * 4 * (8 + 4) + 2 * 4 * 4 + 3 * 2 * 4 * 3)
-    assert cost(tiny, 2).kv_bytes == 2 * 2 * 2 * 2
+    assert estimate_cost(tiny, 2).kv_bytes == 2 * 2 * 2 * 2
 
 
 def test_the_13b_geometry_is_the_one_that_explains_2250_and_250_mib() -> None:
-    assert cost(LLAVA_13B, 2880).kv_mib == 2250
-    assert cost(LLAVA_13B, 320).kv_mib == 250
+    assert estimate_cost(LLAVA_13B, 2880).kv_mib == 2250
+    assert estimate_cost(LLAVA_13B, 320).kv_mib == 250
 
 
 def test_text_tokens_count_where_asked_for() -> None:
-    assert cost(LLAVA_NEXT_7B, 2880, text=60).teraflops == pytest.approx(42.61, abs=5e-3)
-    assert cost(LLAVA_NEXT_7B, 320, text=60).teraflops == pytest.approx(5.00, abs=5e-3)
-    assert cost(LLAVA_NEXT_7B, 320, text=60).kv_mib == 190
+    assert estimate_cost(LLAVA_NEXT_7B, 2880, text=60).teraflops == pytest.approx(42.61, abs=5e-3)
+    assert estimate_cost(LLAVA_NEXT_7B, 320, text=60).teraflops == pytest.approx(5.00, abs=5e-3)
+    assert estimate_cost(LLAVA_NEXT_7B, 320, text=60).kv_mib == 190
 
 
 def test_average_over_layers_is_fastv_as_published() -> None:
     """N = 2880, two full layers, 320 on average: 149.33 tokens, so 150."""
-    found = cost(LLAVA_NEXT_7B, 320, full_layers=2)
-    assert found.after == 150
-    assert found.tokens == 320.625
-    assert found.teraflops == pytest.approx(4.4356, abs=5e-5)
-    assert found.kv_mib == 160.3125
+    actual = estimate_cost(LLAVA_NEXT_7B, 320, full_layers=2)
+    assert actual.after == 150
+    assert actual.tokens == 320.625
+    assert actual.teraflops == pytest.approx(4.4356, abs=5e-5)
+    assert actual.kv_mib == 160.3125
 
 
 @pytest.mark.parametrize(
@@ -74,38 +74,38 @@ def test_average_over_layers_is_fastv_as_published() -> None:
     [(LLAVA_7B, 32, 2), (LLAVA_NEXT_7B, 160, 2), (LLAVA_NEXT_7B, 320, 8)],
 )
 def test_a_budget_that_full_layers_alone_exceed_is_refused(
-    backbone: Geometry, tokens: int, layers: int
+    backbone: BackboneShape, tokens: int, layers: int
 ) -> None:
     with pytest.raises(ConfigError, match="--full-layers") as caught:
-        cost(backbone, tokens, full_layers=layers)
+        estimate_cost(backbone, tokens, full_layers=layers)
     assert str(layers * backbone.tokens) in str(caught.value)
 
 
 def test_the_mean_is_never_below_what_was_asked_for() -> None:
     for tokens in range(200, 2880, 97):
-        rest = remaining(LLAVA_NEXT_7B, tokens, 2)
+        rest = tokens_after_full_layers(LLAVA_NEXT_7B, tokens, 2)
         assert 2 * 2880 + 30 * rest >= 32 * tokens > 2 * 2880 + 30 * (rest - 1)
 
 
 def test_all_tokens_cost_the_same_however_they_are_counted() -> None:
-    assert cost(LLAVA_7B, 576, full_layers=2) == cost(LLAVA_7B, 576)
+    assert estimate_cost(LLAVA_7B, 576, full_layers=2) == estimate_cost(LLAVA_7B, 576)
 
 
 def test_every_wrong_setting_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        cost(LLAVA_7B, 0, text=-1, full_layers=32)
+        estimate_cost(LLAVA_7B, 0, text=-1, full_layers=32)
     places = [problem.where for problem in caught.value.problems]
     assert places == ["--tokens", "--text", "--full-layers"]
 
 
 def test_backbones_are_known_by_name() -> None:
-    assert {name: g.tokens for name, g in GEOMETRIES.items()} == {
+    assert {name: g.tokens for name, g in BACKBONE_SHAPES.items()} == {
         "llava-1.5-7b": 576,
         "llava-1.5-13b": 576,
         "llava-next-7b": 2880,
         "qwen2.5-vl-7b": 1296,
     }
-    assert geometry("qwen2.5-vl-7b") is QWEN_7B
+    assert find_backbone("qwen2.5-vl-7b") is QWEN_7B
     assert (LLAVA_7B.sign, QWEN_7B.sign) == ("-", "+")
     with pytest.raises(ConfigError, match=r"llava-1\.5-7b"):
-        geometry("llava")
+        find_backbone("llava")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ MAY_IMPORT = {
     "tpdsl": {"ops", "backbones"},
     "base_policies": {"tpdsl", "ops"},
 }
+# Rooms of tpdsl, lowest first; the modules beside them are below all of them.
+ROOMS = ("atoms", "states", "executor")
 HEAVY = ("vllm", "transformers")
 
 
@@ -31,15 +34,15 @@ def dotted(path: Path) -> str:
 
 def imported_by(path: Path) -> set[str]:
     """Every absolute module name in the import statements of a file, wherever they stand."""
-    found: set[str] = set()
+    actual: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            actual.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{path.name}: a relative import"
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+            actual.add(node.module)
+            actual.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return actual
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
@@ -52,6 +55,25 @@ def test_arrows_point_down(folder: str) -> None:
         if name.startswith("vllm_autoprune.") and name.split(".")[1] not in allowed
     }
     assert wrong == set()
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS])
+def test_rooms_of_the_language_import_only_lower_rooms(room: str) -> None:
+    higher = set(ROOMS) if not room else set(ROOMS[ROOMS.index(room) + 1 :])
+    paths = modules(f"tpdsl/{room}") if room else sorted((PACKAGE / "tpdsl").glob("*.py"))
+    wrong = {
+        f"{path.name}: {name}"
+        for path in paths
+        for name in imported_by(path)
+        if name.startswith("vllm_autoprune.tpdsl.") and name.split(".")[2] in higher
+    }
+    assert paths and wrong == set()
+
+
+def test_the_core_has_no_import_cycle() -> None:
+    paths = {dotted(path): path for folder in MAY_IMPORT for path in modules(folder)}
+    graph = {name: imported_by(path) & (paths.keys() - {name}) for name, path in paths.items()}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

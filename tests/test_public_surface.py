@@ -16,8 +16,8 @@ PROBLEMS = (
 
 
 def every_error() -> list[type[Exception]]:
-    found = (c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, Exception))
-    return [c for c in found if c.__module__ == errors.__name__]
+    actual = (c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, Exception))
+    return [c for c in actual if c.__module__ == errors.__name__]
 
 
 def with_problems() -> list[type[ProblemsError]]:
@@ -33,7 +33,7 @@ def test_the_public_names_are_these() -> None:
         "Instruction",
         "PruningPolicy",
         "PruningState",
-        "Refined",
+        "RefinedTokens",
         "RequestError",
         "SafetyRecord",
         "SelectionError",
@@ -75,7 +75,7 @@ def test_what_is_wrong_with_a_value_is_a_value_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", with_problems())
-def test_the_message_tells_every_problem_with_its_place_and_the_way_to_mend_it(
+def test_the_message_tells_every_problem_with_its_place_and_the_way_to_fix_it(
     error: type[ProblemsError],
 ) -> None:
     assert str(error("state s.json", PROBLEMS)).splitlines() == [

@@ -1,9 +1,9 @@
-"""Visual-token pruning for vLLM: keep K of N visual tokens, decided by a frozen state.
+"""Visual-token pruning for vLLM: keep K of N visual tokens of an image, as a frozen state decides.
 
-Knows nothing about vLLM at import: the plugin lives in ``vllm_autoprune.serving``.
+Importing this package does not import vLLM; the plugin is :mod:`vllm_autoprune.serving`.
 """
 
-from vllm_autoprune import base_policies  # noqa: F401  (enters the base policies)
+from vllm_autoprune import base_policies  # noqa: F401  (registers the base policies)
 from vllm_autoprune.errors import (
     AutopruneError,
     BudgetError,
@@ -13,13 +13,13 @@ from vllm_autoprune.errors import (
     StateError,
     UnsupportedModelError,
 )
-from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.outcome import Refined
-from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.safety import SafetyRecord
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ __all__ = [
     "Instruction",
     "PruningPolicy",
     "PruningState",
-    "Refined",
+    "RefinedTokens",
     "RequestError",
     "SafetyRecord",
     "SelectionError",

@@ -1,7 +1,4 @@
-"""The backbones that states are carried between: their shapes, as pure data.
-
-Knows nothing about states, nor about which of them can be served (``serving.models`` does).
-"""
+"""Shapes of the backbones that states can be transferred between, as constants."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """One backbone: its language model's shape, and how an image becomes visual tokens.
+class BackboneShape:
+    """Dimensions of one backbone: its language model and its grid of visual tokens.
 
     The language model has ``layers`` L of width ``width`` d, a gated feed-forward of width
-    ``feed_forward`` m, and keys and values ``kv_width`` wide (KV heads x head width). An image is
-    ``tiles`` grids of ``height`` x ``width`` tokens, as the published figures count them.
+    ``feed_forward`` m, and keys and values of width ``kv_width`` (KV heads x head width). An image
+    is ``tiles`` grids of ``grid_height`` x ``grid_width`` tokens, as published tables count them.
     """
 
     name: str
@@ -30,13 +27,13 @@ class Geometry:
     grid_width: int
     tiles: int
     relevance: Literal["clip", "language"]
-    """The space that relevance to the instruction is measured in."""
+    """Embedding space in which relevance to the instruction is measured."""
     has_cls: bool
     """Whether the vision tower has a [CLS] token."""
     tower_rows: bool
-    """Whether the vision tower has one row for each visual token."""
+    """Whether the vision tower has exactly one output row for each visual token."""
     source: str
-    """Where these figures stand."""
+    """Checkpoint and image size that these numbers are taken from."""
 
     @property
     def tokens(self) -> int:
@@ -45,15 +42,15 @@ class Geometry:
 
     @property
     def sign(self) -> Literal["+", "-"]:
-        """Direction of the cosine that means relevance.
+        """Sign of the cosine that means relevance.
 
-        OpenAI's CLIP is inverted on the patches that LLaVA reads (CDPruner, appendix and code);
-        a language model's embedding space is not.
+        On the patch features that LLaVA reads, OpenAI's CLIP gives relevant patches the *smaller*
+        cosine (CDPruner, appendix and code); a language model's embedding space does not.
         """
         return "-" if self.relevance == "clip" else "+"
 
 
-LLAVA_7B = Geometry(
+LLAVA_7B = BackboneShape(
     name="llava-1.5-7b",
     family="llava",
     layers=32,
@@ -69,7 +66,7 @@ LLAVA_7B = Geometry(
     source="llava-hf/llava-1.5-7b-hf: Vicuna-7B, CLIP ViT-L/14 at 336 pixels",
 )
 
-LLAVA_13B = Geometry(
+LLAVA_13B = BackboneShape(
     name="llava-1.5-13b",
     family="llava",
     layers=40,
@@ -85,7 +82,7 @@ LLAVA_13B = Geometry(
     source="llava-hf/llava-1.5-13b-hf: Vicuna-13B, CLIP ViT-L/14 at 336 pixels",
 )
 
-LLAVA_NEXT_7B = Geometry(
+LLAVA_NEXT_7B = BackboneShape(
     name="llava-next-7b",
     family="llava_next",
     layers=32,
@@ -101,7 +98,7 @@ LLAVA_NEXT_7B = Geometry(
     source="llava-v1.6-vicuna-7b-hf; 672 x 672 pixels: one base view and 2 x 2 crops, no newlines",
 )
 
-QWEN_7B = Geometry(
+QWEN_7B = BackboneShape(
     name="qwen2.5-vl-7b",
     family="qwen2_5_vl",
     layers=28,
@@ -117,14 +114,16 @@ QWEN_7B = Geometry(
     source="Qwen/Qwen2.5-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
 )
 
-GEOMETRIES: dict[str, Geometry] = {g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, QWEN_7B)}
+BACKBONE_SHAPES: dict[str, BackboneShape] = {
+    g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, QWEN_7B)
+}
 
 
-def geometry(name: str) -> Geometry:
-    """The backbone of that name; raises :class:`ConfigError` naming those that are known."""
-    if name not in GEOMETRIES:
-        known = ", ".join(GEOMETRIES)
+def find_backbone(name: str) -> BackboneShape:
+    """Look up a backbone by name; :class:`ConfigError` lists the known names."""
+    if name not in BACKBONE_SHAPES:
+        known = ", ".join(BACKBONE_SHAPES)
         raise ConfigError(
             "backbone", [Problem(name, "not a known backbone", f"use one of {known}")]
         )
-    return GEOMETRIES[name]
+    return BACKBONE_SHAPES[name]

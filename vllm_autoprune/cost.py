@@ -1,9 +1,7 @@
-"""What visual tokens cost a language model: FLOPs of prefill, bytes of KV cache.
+"""Analytic cost of a prompt: FLOPs of prefill and bytes of KV cache.
 
-Knows nothing about pruning itself: a schedule of token counts, layer by layer, is all it reads.
-
-The formulas are those behind the efficiency table of the AutoPrune paper, with everything that is
-counted and not counted in :data:`ASSUMPTIONS`.
+The formulas are those of the efficiency table of the AutoPrune paper; :data:`ASSUMPTIONS` lists
+what they count and what they leave out.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_autoprune.backbones import Geometry
+from vllm_autoprune.backbones import BackboneShape
 from vllm_autoprune.errors import ConfigError, Problem
 
 TERA = 10**12
@@ -30,14 +28,14 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one prompt costs. ``tokens`` is the mean over layers of visual tokens."""
+    """Cost of one prompt."""
 
     tokens: float
     """Visual tokens, averaged over layers."""
     after: int
-    """Visual tokens in the last layer: what decoding still attends to there."""
+    """Visual tokens in the last layer, which decoding attends to."""
     text: int
-    """Text tokens that were counted with them."""
+    """Text tokens of the prompt."""
     flops: int
     """Floating-point operations of prefill."""
     kv_bytes: int
@@ -54,29 +52,31 @@ class Cost:
         return self.kv_bytes / MIB
 
 
-def prefill_flops(geometry: Geometry, schedule: tuple[int, ...]) -> int:
+def prefill_flops(geometry: BackboneShape, schedule: tuple[int, ...]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
     d, m, k = geometry.width, geometry.feed_forward, geometry.kv_width
     return sum(2 * (n * d * (2 * d + 2 * k) + 2 * n * n * d + 3 * n * d * m) for n in schedule)
 
 
-def kv_bytes(geometry: Geometry, schedule: tuple[int, ...]) -> int:
+def kv_bytes(geometry: BackboneShape, schedule: tuple[int, ...]) -> int:
     """Bytes of the keys and values of ``schedule[i]`` tokens in layer i, 16 bits each."""
     return sum(n * 2 * geometry.kv_width * 2 for n in schedule)
 
 
-def cost(geometry: Geometry, tokens: int, *, text: int = 0, full_layers: int = 0) -> Cost:
-    """The cost of K visual tokens (and ``text`` others) in every layer, or on average.
+def estimate_cost(
+    geometry: BackboneShape, tokens: int, *, text: int = 0, full_layers: int = 0
+) -> Cost:
+    """Cost of K = ``tokens`` visual tokens and ``text`` text tokens.
 
-    ``full_layers`` F > 0 counts as methods do that prune inside the language model: F layers see
-    all N tokens, the others R, with R the smallest number for which the mean over layers is
-    not below K. Raises :class:`ConfigError` where no R >= 1 does not exceed K: F full layers alone
-    cost more than K tokens everywhere.
+    With ``full_layers`` = 0 every layer sees K visual tokens. With F > 0 it is the cost of a method
+    that prunes inside the language model: F layers see all N tokens and the others R, the smallest
+    number for which the mean over layers is at least K. Raises :class:`ConfigError` where the F
+    full layers alone exceed a mean of K.
     """
     _check(geometry, tokens, text, full_layers)
     visual = (tokens,) * geometry.layers
     if full_layers and tokens < geometry.tokens:
-        rest = remaining(geometry, tokens, full_layers)
+        rest = tokens_after_full_layers(geometry, tokens, full_layers)
         visual = (geometry.tokens,) * full_layers + (rest,) * (geometry.layers - full_layers)
     schedule = tuple(n + text for n in visual)
     return Cost(
@@ -88,30 +88,32 @@ def cost(geometry: Geometry, tokens: int, *, text: int = 0, full_layers: int = 0
     )
 
 
-def remaining(geometry: Geometry, tokens: int, full_layers: int) -> int:
-    """R of ``F N + (L - F) R = L K``, rounded up: tokens left after F full layers."""
-    spent, allowed = full_layers * geometry.tokens, geometry.layers * tokens
-    if spent >= allowed:
+def tokens_after_full_layers(geometry: BackboneShape, tokens: int, full_layers: int) -> int:
+    """Tokens after F full layers: R of ``F N + (L - F) R = L K``, rounded up."""
+    used, allowed = full_layers * geometry.tokens, geometry.layers * tokens
+    if used >= allowed:
         what = (
-            f"{full_layers} layers of all {geometry.tokens} tokens are {spent} token-layers, but "
+            f"{full_layers} layers of all {geometry.tokens} tokens are {used} token-layers, but "
             f"{tokens} tokens on average over {geometry.layers} layers are {allowed}"
         )
         raise ConfigError(
             f"cost on {geometry.name}",
             [Problem("--full-layers", what, "give fewer full layers or more tokens")],
         )
-    return math.ceil((allowed - spent) / (geometry.layers - full_layers))
+    return math.ceil((allowed - used) / (geometry.layers - full_layers))
 
 
-def _check(geometry: Geometry, tokens: int, text: int, full_layers: int) -> None:
+def _check(geometry: BackboneShape, tokens: int, text: int, full_layers: int) -> None:
     problems = []
     if tokens < 1:
-        problems.append(Problem("--tokens", f"{tokens} is no number of tokens", "give 1 or more"))
+        problems.append(
+            Problem("--tokens", f"{tokens} is not a number of tokens", "give 1 or more")
+        )
     if text < 0:
-        problems.append(Problem("--text", f"{text} is no number of tokens", "give 0 or more"))
+        problems.append(Problem("--text", f"{text} is not a number of tokens", "give 0 or more"))
     if not 0 <= full_layers < geometry.layers:
         what = f"{full_layers} of {geometry.layers} layers"
-        mend = f"give 0 to {geometry.layers - 1}"
-        problems.append(Problem("--full-layers", what, mend))
+        fix = f"give 0 to {geometry.layers - 1}"
+        problems.append(Problem("--full-layers", what, fix))
     if problems:
         raise ConfigError(f"cost on {geometry.name}", problems)

@@ -1,15 +1,13 @@
-"""The exceptions of the project, all in one tree.
+"""The exception tree of the project.
 
-Knows nothing about states, tensors or servers: it only gives failures a shape.
-
-    AutopruneError
-    ├── StateError               a state cannot be read, or says something that is not allowed
-    ├── BudgetError              a budget that the state, the flag or the request cannot have
-    ├── RequestError             a request says something about pruning that is not understood
-    ├── ConfigError              flags or settings that do not fit together
-    ├── UnsupportedModelError    the served architecture has no plugin form
-    ├── SelectionError           tensors that do not fit the policy they are given to
-    └── SearchError              an offline search that cannot start or go on
+AutopruneError
+├── StateError               a state cannot be read or is not valid
+├── BudgetError              a budget K is not allowed by the state, the flag or the request
+├── RequestError             a request's pruning fields are not valid
+├── ConfigError              flags or settings contradict each other
+├── UnsupportedModelError    the plugin does not support the served architecture
+├── SelectionError           input tensors do not fit the policy or each other
+└── SearchError              an offline search cannot start or continue
 """
 
 from __future__ import annotations
@@ -20,26 +18,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where (JSON pointer or flag), what, and the way to mend it.
+    """One validation error: where it is (JSON pointer or flag), what is wrong, and how to fix it.
 
-    ``kind`` is for programs, not for people: problems of a state name the rule that it breaks.
+    ``kind`` is a machine-readable category; for a state it names the rule that is broken.
     """
 
     where: str
     what: str
-    mend: str
+    fix: str
     kind: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where or '/'}: {self.what} -> {self.mend}"
+        return f"{self.where or '/'}: {self.what} -> {self.fix}"
 
 
 class AutopruneError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of every exception that this project raises."""
 
 
 class ProblemsError(AutopruneError):
-    """An error that lists every problem found, not only the first."""
+    """An error that lists all problems, not only the first."""
 
     def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
         self.subject = subject
@@ -49,7 +47,7 @@ class ProblemsError(AutopruneError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[ProblemsError], tuple[str, tuple[Problem, ...]]]:
-        # The default would pickle the rendered message as the only argument.
+        # By default only the rendered message would be pickled, as the only argument.
         return type(self), (self.subject, self.problems)
 
 
@@ -58,27 +56,27 @@ class StateError(ProblemsError, ValueError):
 
 
 class BudgetError(ProblemsError, ValueError):
-    """A budget K that the state, the flag or the request cannot have."""
+    """A budget K is not allowed by the state, the flag or the request."""
 
 
 class RequestError(ProblemsError, ValueError):
-    """A request says something about pruning that is not understood; servers answer 400."""
+    """A request's pruning fields are not valid; the server answers with status 400."""
 
 
 class ConfigError(ProblemsError):
-    """Flags or settings that do not fit together, or do not fit the model.
+    """Flags or settings contradict each other or the model.
 
-    Not a ValueError: pydantic would bury it in a validation error of vLLM's own.
+    Not a ValueError, because pydantic would wrap it in a ValidationError of vLLM's configuration.
     """
 
 
 class UnsupportedModelError(ProblemsError):
-    """The served model has no form in this plugin."""
+    """The plugin does not support the served architecture."""
 
 
 class SelectionError(AutopruneError, ValueError):
-    """Tensors handed to a policy do not fit it or each other."""
+    """Input tensors do not fit the policy or each other."""
 
 
 class SearchError(AutopruneError):
-    """An offline search that cannot start or go on; what it has done so far is kept."""
+    """An offline search cannot start or continue; its results so far are kept."""

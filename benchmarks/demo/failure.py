@@ -14,7 +14,7 @@ from vllm_autoprune import AutopruneError
 
 
 class DemoError(Exception):
-    """Something that the caller can mend; the message says what."""
+    """Something that the caller can fix; the message says what."""
 
 
 def one_line(error: BaseException) -> str:

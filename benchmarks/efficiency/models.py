@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.efficiency.shapes import write_llava_next, write_qwen
 from benchmarks.minillava.split import CLIP, LLAVA
 from benchmarks.overhead.shape import write_clip, write_llava
-from vllm_autoprune.backbones import LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, Geometry
+from vllm_autoprune.backbones import LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, BackboneShape
 
 MINI = "mini-llava"
 
@@ -24,7 +24,7 @@ class Model:
 
     name: str
     folder: Path
-    geometry: Geometry
+    geometry: BackboneShape
     """With the depth that is served."""
     depth: int
     """Of the published model."""
@@ -41,14 +41,14 @@ class Model:
         return self.name if layers == self.depth else f"{self.name}-{layers}-layers"
 
     @property
-    def whole(self) -> Geometry:
+    def whole(self) -> BackboneShape:
         """The published depth."""
         return replace(self.geometry, layers=self.depth)
 
 
 Write = Callable[[Path, int], Path]
 
-SHAPES: Mapping[str, tuple[Geometry, int, Write]] = {
+SHAPES: Mapping[str, tuple[BackboneShape, int, Write]] = {
     LLAVA_7B.name: (LLAVA_7B, 336, write_llava),
     LLAVA_NEXT_7B.name: (LLAVA_NEXT_7B, 672, write_llava_next),
     QWEN_7B.name: (QWEN_7B, 1008, write_qwen),
@@ -89,12 +89,12 @@ def text_tower(served: Model, out: Path) -> Path | None:
     return write_clip(out / "clip") if served.geometry.relevance == "clip" else None
 
 
-def geometry_of(folder: Path) -> Geometry:
+def geometry_of(folder: Path) -> BackboneShape:
     """The geometry of a LLaVA-1.5 checkpoint, from its config.json."""
     config = json.loads((folder / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
     side = int(vision["image_size"]) // int(vision["patch_size"])
-    return Geometry(
+    return BackboneShape(
         name=folder.name,
         family="llava",
         layers=int(text["num_hidden_layers"]),

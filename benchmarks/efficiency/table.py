@@ -12,7 +12,7 @@ from benchmarks.efficiency.measure import Pass, Refused
 from benchmarks.efficiency.models import Model
 from benchmarks.overhead.resident import MIB
 from benchmarks.overhead.statistics import spread
-from vllm_autoprune.cost import ASSUMPTIONS, Cost, cost
+from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 
 FULL = "full"
 Passes = Mapping[str, Sequence[Pass | Refused]]
@@ -78,7 +78,7 @@ def costs(model: Model, arm: str, budget: int, measured: Sequence[Pass]) -> Cost
     """By formula, of the tokens that the plugin says it kept; at the published depth."""
     kept = [one.visual_tokens for one in measured if one.visual_tokens is not None]
     tokens = model.geometry.tokens if arm == FULL else round(mean(kept)) if kept else budget
-    return cost(model.whole, tokens)
+    return estimate_cost(model.whole, tokens)
 
 
 def _cells(
@@ -105,4 +105,4 @@ def _cells(
 
 def model_ratio(model: Model, computed: Cost) -> float:
     """How many times fewer FLOPs than all tokens would take."""
-    return cost(model.whole, model.geometry.tokens).flops / computed.flops
+    return estimate_cost(model.whole, model.geometry.tokens).flops / computed.flops

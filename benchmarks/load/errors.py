@@ -9,4 +9,4 @@ from vllm_autoprune.errors import AutopruneError
 
 
 class LoadError(AutopruneError):
-    """A setting, a folder or a server with which no load test can begin; says how to mend it."""
+    """A setting, a folder or a server with which no load test can begin; says how to fix it."""

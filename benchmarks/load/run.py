@@ -34,7 +34,7 @@ def check(options: Options) -> None:
     text = fetch(options.url, "/v1/models")
     if text is None:
         raise LoadError(
-            f"server {options.url}: /v1/models is not answered -> start it, or mend the URL"
+            f"server {options.url}: /v1/models is not answered -> start it, or fix the URL"
         )
     try:
         names = [str(one["id"]) for one in json.loads(text)["data"]]

@@ -17,8 +17,7 @@ from benchmarks.minillava.prefix import LlamaPrefix
 from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.split import Example
 from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
 
 
 @dataclass(frozen=True)

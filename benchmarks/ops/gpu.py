@@ -65,7 +65,7 @@ def side_by_side(of: Size, rounds: int) -> Json:
     """The loops on a kernel that is there, and whole selections from features to indices."""
     from vllm_autoprune.ops.dpp_torch import greedy_map_torch
     from vllm_autoprune.ops.dpp_triton import greedy_map_triton
-    from vllm_autoprune.ops.products import cosines
+    from vllm_autoprune.ops.similarity import cosines
 
     images = make(of, device="cuda")
     count = of.kept // of.tiles

@@ -16,8 +16,8 @@ from benchmarks.ops.setting import Setting, told
 from benchmarks.overhead.report import Claim, Section, Table, percent, quartiles
 from benchmarks.overhead.statistics import at_most, ratio_of_medians, spread
 from vllm_autoprune import refine
-from vllm_autoprune.tpdsl.pools import build_pool
-from vllm_autoprune.tpdsl.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.pools import build_pool
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 
 BOUND = 1.10
 FULL, BASE = "with exchange", "base selection alone"

@@ -16,7 +16,7 @@ from benchmarks.ops.prefill import LAYERS, TEXT, Layer, faster_dtype
 from benchmarks.ops.setting import Setting, progress, told
 from benchmarks.overhead.report import Claim, Section, Table, quartiles
 from benchmarks.overhead.statistics import Estimate, at_most, ratio_of_medians, spread
-from vllm_autoprune import PruningPolicy, Refined, refine
+from vllm_autoprune import PruningPolicy, RefinedTokens, refine
 
 BOUND = 0.03
 NAMES = {1: "LLaVA-1.5-7B", 5: "LLaVA-NeXT-7B"}
@@ -41,7 +41,7 @@ def measure(setting: Setting) -> Section:
     return section(str(dtype).removeprefix("torch."), found)
 
 
-def _select(policy: PruningPolicy, of: Size, images: Images) -> Refined:
+def _select(policy: PruningPolicy, of: Size, images: Images) -> RefinedTokens:
     return refine(policy, ours.tokens(of, images))
 
 

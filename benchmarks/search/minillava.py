@@ -23,8 +23,8 @@ from offline_search.evaluators.protocol import EvaluationFailed, Job
 from offline_search.examples import SPLITS, Dataset
 from offline_search.records import Split
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _SCENES_AT_ONCE = 8

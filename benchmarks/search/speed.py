@@ -28,7 +28,7 @@ from offline_search.proposal import assembled
 from offline_search.report.markdown import table
 from offline_search.settings import Settings
 from offline_search.space import Dice, composed
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 _COMMON = ("--enforce-eager", "--dtype", "bfloat16", "--block-size", "32")
 _STATES = ("--autoprune-state", "cdpruner", "--autoprune-requests", "states")

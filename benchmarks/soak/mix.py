@@ -15,7 +15,7 @@ from random import Random
 from PIL import Image
 
 from benchmarks.load.pictures import encoded, picture
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096)
 OWN_BUDGETS = (16, 32, 64)

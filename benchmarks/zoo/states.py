@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from vllm_autoprune import PruningState, load_state
-from vllm_autoprune.backbones import GEOMETRIES
+from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.instruction_free import instruction_free
-from vllm_autoprune.tpdsl.transfer import transfer
+from vllm_autoprune.tpdsl.executor.transfer import transfer
+from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
 
 SOURCE = "autoprune"
 
@@ -67,7 +67,7 @@ def _transferred(source: PruningState) -> Iterator[PruningState]:
     for backbone, budgets in BUDGETS.items():
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
-            yield transfer(source, budget, GEOMETRIES[backbone], name).state
+            yield transfer(source, budget, BACKBONE_SHAPES[backbone], name).state
 
 
 def _base_policy(source: PruningState, policy: str) -> PruningState:
@@ -148,7 +148,7 @@ def _edited(
 ) -> PruningState:
     provenance: JsonObject = {"found_by": found_by, "notes": notes}
     data = {**_document(source), "name": name, "provenance": provenance, **changes}
-    return load_state(json.dumps(data))
+    return load_state(data)
 
 
 def _document(source: PruningState) -> JsonObject:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from benchmarks.zoo.evidence import Evidence, read_evidence
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 
 
 def as_markdown() -> str:

@@ -13,7 +13,7 @@ from offline_search.answers import Answers
 from offline_search.examples import Dataset
 from offline_search.records import Split
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

@@ -25,8 +25,8 @@ from offline_search.answers import Answers
 from offline_search.evaluators.protocol import EvaluationFailed, Job
 from offline_search.examples import Dataset, Example
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 FLAG = "--autoprune-requests states"
@@ -115,8 +115,8 @@ class ServedEvaluator:
                 what = f"does not answer ({type(error).__name__})"
                 problems.append(Problem(url, what, "start the server, or correct its address"))
             except EvaluationFailed as error:
-                mend = f"serve the model with {FLAG} --autoprune-state {{NAME}}"
-                problems.append(Problem(url, str(error), mend))
+                fix = f"serve the model with {FLAG} --autoprune-state {{NAME}}"
+                problems.append(Problem(url, str(error), fix))
         if len(names) > 1:
             what = f"serve different models: {', '.join(sorted(names))}"
             problems.append(Problem("--server-url", what, "give servers of one model"))

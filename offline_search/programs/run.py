@@ -52,8 +52,8 @@ async def run_program(code: str, budget: int) -> Output:
     if len(text) > _LONGEST:  # said first: ending it may have lost its exit status
         return Output(failure=f"the program returned more than {_LONGEST} characters")
     if process.returncode == confined.UNCONFINED:
-        mend = "use another strategy: programs run on Linux only, where the kernel locks them up"
-        raise ConfigError("search", [Problem("--strategy", f"cannot confine: {told}", mend)])
+        fix = "use another strategy: programs run on Linux only, where the kernel locks them up"
+        raise ConfigError("search", [Problem("--strategy", f"cannot confine: {told}", fix)])
     if process.returncode:
         return Output(failure=told or f"the program was ended ({process.returncode})")
     return Output(text)

@@ -82,8 +82,8 @@ class Asking:
             return draft
         told = [str(problem) for problem in draft.problems]
         second = await self._reply(place, "repair", repair(messages, first.text, told), schema)
-        mended = self._read(second, origin, parents)
-        return mended if second.text is not None else draft
+        fixed = self._read(second, origin, parents)
+        return fixed if second.text is not None else draft
 
     async def _programmed(
         self,
@@ -111,8 +111,8 @@ class Asking:
                 )
             )
         if ran.failure:
-            mend = "write a program that defines policy(budget)"
-            problem = Problem("", ran.failure, mend, "reply.program")
+            fix = "write a program that defines policy(budget)"
+            problem = Problem("", ran.failure, fix, "reply.program")
             return Draft(origin, None, (problem,), parents, ran.code)
         draft = read_proposal(ran.output, self._settings, origin, parents)
         return replace(draft, program=ran.code)

@@ -56,7 +56,7 @@ class Endpoint:
 
 
 _HOPELESS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
-"""What no retry mends."""
+"""What no retry fixes."""
 
 
 class EndpointProposer:
@@ -83,15 +83,15 @@ class EndpointProposer:
             )
         except openai.APIStatusError as error:
             if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-                where, mend = "--proposer-key-env", "name a variable that holds a valid key"
+                where, fix = "--proposer-key-env", "name a variable that holds a valid key"
             elif isinstance(error, openai.NotFoundError):
-                where, mend = "--proposer-model", await self._served()
+                where, fix = "--proposer-model", await self._served()
             elif error.status_code == 429 or error.status_code >= 500:
                 return  # busy now; the search itself is patient
             else:
-                mend = "look at what the endpoint says"
+                fix = "look at what the endpoint says"
             what = f"refused with status {error.status_code} ({_said(error)})"
-            raise ConfigError("proposer", [Problem(where, what, mend)]) from None
+            raise ConfigError("proposer", [Problem(where, what, fix)]) from None
         except openai.OpenAIError as error:
             what = f"{self._endpoint.url} does not answer ({_said(error)})"
             raise ConfigError(

@@ -21,7 +21,7 @@ from offline_search.report.markdown import (
     spending,
 )
 from offline_search.report.reading import Reading, Row
-from vllm_autoprune.tpdsl.changes import Change
+from vllm_autoprune.tpdsl.states.differences import Change
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

@@ -24,7 +24,7 @@ from offline_search.records import (
 )
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.changes import Change, changes
+from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 
 _TOP = 5
 _TOLD = 10
@@ -129,7 +129,7 @@ def _rows(records: list[Record]) -> tuple[Row, ...]:
 def _changed(parent: Proposed | None, child: Proposed) -> tuple[Change, ...]:
     if parent is None or parent.state is None or child.state is None:
         return ()
-    return changes(_body(parent.state), _body(child.state))
+    return list_changes(_body(parent.state), _body(child.state))
 
 
 def _body(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

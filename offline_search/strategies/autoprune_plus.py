@@ -32,7 +32,7 @@ from offline_search.space import Chooser, Dice, composed, read_choices, read_kno
 from offline_search.strategies.protocol import Round
 from offline_search.strategies.sampler import Study
 from offline_search.strategies.starts import paper_state, warm_starts
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 _BEST = 5
 """Structures that further candidates are made from, each by its best trial."""

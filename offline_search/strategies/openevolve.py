@@ -173,5 +173,5 @@ def _require_openevolve() -> None:
         # It tells of every parent that a better program has replaced.
         logging.getLogger("openevolve").setLevel(logging.ERROR)
     except ImportError:
-        mend = 'pip install "vllm-autoprune[search,search-openevolve]"'
-        raise ConfigError("search", [Problem("openevolve", "is not installed", mend)]) from None
+        fix = 'pip install "vllm-autoprune[search,search-openevolve]"'
+        raise ConfigError("search", [Problem("openevolve", "is not installed", fix)]) from None

@@ -75,6 +75,6 @@ def _require_optuna() -> None:
     try:
         import optuna
     except ImportError:
-        mend = 'pip install "vllm-autoprune[search]"'
-        raise ConfigError("search", [Problem("optuna", "is not installed", mend)]) from None
+        fix = 'pip install "vllm-autoprune[search]"'
+        raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)

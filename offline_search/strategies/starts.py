@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from offline_search.proposal import COMPONENTS, JsonObject, assembled
 from offline_search.settings import Settings
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 QUOTAS = (2, 4, 1)
 """q_e of warm starts, the paper's choice first; q_e = 0 is the base policy, measured anyway."""

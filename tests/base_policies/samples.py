@@ -1,7 +1,4 @@
-"""Images with every input that a base policy may read.
-
-Knows nothing about what is expected of them.
-"""
+"""Images with every input that a base policy may read."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, VisualTokens
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Native, Reference
-from vllm_autoprune.tpdsl.language import RecordedPrefix
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection, ReferenceSelection
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 
 WIDTH, TOWER_WIDTH, TEXT, START = 16, 12, 6, 3
 
@@ -131,14 +128,16 @@ def take(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
     return mapped(tokens, lambda tensor: tensor[rows])
 
 
-def select(name: str, tokens: VisualTokens, budget: int, **params: object) -> Reference:
+def select(name: str, tokens: VisualTokens, budget: int, **params: object) -> ReferenceSelection:
     """A policy's reference selection with these parameters and the defaults of the others."""
     policy = BASE_POLICIES[name]
     call = policy.call.model_validate({"name": name, "params": params})
     return policy.select(call.params, tokens, budget)
 
 
-def native(name: str, tokens: VisualTokens, budget: int | None = None, **params: object) -> Native:
+def native(
+    name: str, tokens: VisualTokens, budget: int | None = None, **params: object
+) -> PublishedSelection:
     """What the published code makes of it."""
     policy = BASE_POLICIES[name]
     call = policy.call.model_validate({"name": name, "params": params})

@@ -11,16 +11,16 @@ from tests.tpdsl.samples import images, plain, take, with_relevance
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
 from vllm_autoprune.base_policies import cdpruner as under_test
 from vllm_autoprune.base_policies.cdpruner import CDPrunerParams
-from vllm_autoprune.tpdsl.budget import split_over_tiles
+from vllm_autoprune.tpdsl.tiles import split_over_tiles
 
 AS_PUBLISHED = CDPrunerParams(theta=None)
 
 
 def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Tensor:
     """The picks: CDPruner merges nothing."""
-    found = under_test.cdpruner(params, tokens, budget)
-    assert found.merged is None and found.extra is None
-    return found.picks
+    actual = under_test.cdpruner(params, tokens, budget)
+    assert actual.merged is None and actual.extra is None
+    return actual.picks
 
 
 def relevance_of(tokens: VisualTokens) -> Tensor:
@@ -42,12 +42,12 @@ def gains_before_each_pick(unit: Tensor, quality: Tensor, picks: list[int]) -> l
     length of what is left of q_j u_j outside the span of the vectors picked so far.
     """
     left = unit.double() * quality[:, None]
-    found = []
+    actual = []
     for pick in picks:
-        found.append(left.square().sum(dim=1))
+        actual.append(left.square().sum(dim=1))
         direction = left[pick] / left[pick].norm()
         left = left - (left @ direction)[:, None] * direction
-    return found
+    return actual
 
 
 def assert_greedy(tokens: VisualTokens, picks: list[int], quality: Tensor, until: float) -> int:

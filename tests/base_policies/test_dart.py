@@ -112,8 +112,8 @@ def test_an_instruction_of_one_token_takes_all_four_turns_of_the_text() -> None:
     visual, _ = pivots(tokens)
     word = START + tokens.count
     turns = sorted([*(START + i for i in visual), *[word] * 4], key=lambda p: (p % 32, p))
-    found = select("dart", short, 20).picks[0].tolist()
-    assert found == brute(short, turns, [2] * 8, visual)
+    actual = select("dart", short, 20).picks[0].tolist()
+    assert actual == brute(short, turns, [2] * 8, visual)
 
 
 def test_the_embeddings_alone_need_no_layer() -> None:
@@ -124,11 +124,11 @@ def test_the_embeddings_alone_need_no_layer() -> None:
     none = replace(
         language, recorded_normed=None, recorded_keys=None, recorded_states=None, layers=1
     )
-    found = select("dart", replace(tokens, language=none), 12, space="embeddings").picks
+    actual = select("dart", replace(tokens, language=none), 12, space="embeddings").picks
     as_layer = replace(
         language, recorded_normed=embeddings, recorded_keys=embeddings[:, None], layers=2
     )
-    assert torch.equal(found, select("dart", replace(tokens, language=as_layer), 12).picks)
+    assert torch.equal(actual, select("dart", replace(tokens, language=as_layer), 12).picks)
 
 
 def test_the_published_layer_is_the_default() -> None:

@@ -16,9 +16,9 @@ GLOBAL = DivPruneParams(tile_scope="global")
 
 def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Tensor:
     """The picks: DivPrune merges nothing."""
-    found = under_test.divprune(params, tokens, budget)
-    assert found.merged is None and found.extra is None
-    return found.picks
+    actual = under_test.divprune(params, tokens, budget)
+    assert actual.merged is None and actual.extra is None
+    return actual.picks
 
 
 def published(features: Tensor, k: int) -> list[int]:

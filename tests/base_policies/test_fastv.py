@@ -6,17 +6,17 @@ from torch import Tensor
 
 from tests.base_policies.samples import prefix, select
 from vllm_autoprune import SelectionError
-from vllm_autoprune.base_policies.attended import last_row, surviving
-from vllm_autoprune.tpdsl.language import RecordedPrefix
+from vllm_autoprune.base_policies.language_attention import last_token_rows, surviving_positions
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 
 NOTHING = torch.nan
 
 
 def attention_of(last: list[list[float]], rows: int = 3, at: int = 2) -> Tensor:
     """``(H, rows, L)`` of which one row is known and the others are not numbers."""
-    made = torch.full((len(last), rows, len(last[0])), NOTHING)
-    made[:, at] = torch.tensor(last)
-    return made
+    result = torch.full((len(last), rows, len(last[0])), NOTHING)
+    result[:, at] = torch.tensor(last)
+    return result
 
 
 # One token before the image, four of it, three after.
@@ -39,9 +39,9 @@ def test_the_last_token_is_the_last_that_is_no_padding() -> None:
 
 def test_text_and_what_is_before_the_image_are_never_picked() -> None:
     tokens = prefix(4, [True] * 3, attention=attention_of(HEADS))
-    found = select("fastv", tokens, 3)
-    assert found.merged is None and found.extra is None
-    assert int(found.picks.max()) < 4
+    actual = select("fastv", tokens, 3)
+    assert actual.merged is None and actual.extra is None
+    assert int(actual.picks.max()) < 4
 
 
 class Deep(RecordedPrefix):
@@ -70,9 +70,9 @@ def test_a_layer_that_the_model_does_not_have_is_an_error_that_says_so() -> None
 def test_rows_are_taken_where_each_sequence_ends() -> None:
     rows = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
     text = torch.tensor([[True, True, True], [True, False, False]])
-    assert last_row(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
+    assert last_token_rows(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
 
 
 def test_what_is_left_of_the_whole_sequence() -> None:
     # S = 2, N = 5, Lt = 2.
-    assert surviving(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]
+    assert surviving_positions(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]

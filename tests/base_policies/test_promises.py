@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.base_policies.samples import WIDTH, images, mapped, select, take
 from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, SelectionError, VisualTokens, materialize, safety_check
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Reference
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     **{name: (name, {}) for name in sorted(BASE_POLICIES)},
@@ -30,16 +30,16 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]
 
 
-def run(variant: str, tokens: VisualTokens, budget: int) -> Reference:
+def run(variant: str, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     name, params = VARIANTS[variant]
     return select(name, tokens, budget, **params)
 
 
-def parts(found: Reference) -> list[Tensor]:
+def parts(found: ReferenceSelection) -> list[Tensor]:
     return [part for part in (found.picks, found.merged, found.extra) if part is not None]
 
 
-def assert_sound(found: Reference, tokens: VisualTokens, budget: int) -> None:
+def assert_sound(found: ReferenceSelection, tokens: VisualTokens, budget: int) -> None:
     extra = 0 if found.extra is None else found.extra.shape[1]
     assert found.picks.dtype == torch.int64
     assert found.picks.shape == (tokens.batch, budget - extra)
@@ -57,12 +57,12 @@ def assert_sound(found: Reference, tokens: VisualTokens, budget: int) -> None:
 def test_exactly_k_rows(variant: str, grid: Grid, dtype: torch.dtype) -> None:
     tokens = images(1, grid=grid, dtype=dtype)
     for budget in (1, 2, 3, 4, 5, 8, 11, 12, 13, 20, grid.tokens - 1):
-        found = run(variant, tokens, budget)
-        assert_sound(found, tokens, budget)
-        assert all(bool(part.isfinite().all()) for part in parts(found))
-        assert found.rows(tokens).dtype == dtype
-        if found.extra is not None:
-            assert found.extra.dtype == dtype
+        actual = run(variant, tokens, budget)
+        assert_sound(actual, tokens, budget)
+        assert all(bool(part.isfinite().all()) for part in parts(actual))
+        assert actual.rows(tokens).dtype == dtype
+        if actual.extra is not None:
+            assert actual.extra.dtype == dtype
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -95,11 +95,11 @@ def test_what_is_not_finite_never_makes_an_index_repeat(
     for share in (0.05, 1.0):
         tokens = mapped(clean, partial(spoil, share))
         for budget in (1, 9, 30):
-            found = run(variant, tokens, budget)
-            assert_sound(found, tokens, budget)
+            actual = run(variant, tokens, budget)
+            assert_sound(actual, tokens, budget)
             wanted = run(variant, clean, budget)
             assert all(
-                torch.equal(a[1], b[1]) for a, b in zip(parts(found), parts(wanted), strict=True)
+                torch.equal(a[1], b[1]) for a, b in zip(parts(actual), parts(wanted), strict=True)
             )
 
 
@@ -111,9 +111,9 @@ def test_tokens_that_cannot_be_told_apart(variant: str, value: float) -> None:
 
     tokens = mapped(images(5, grid=Grid(3, 4, tiles=3)), flat)
     for budget in (1, 5, 20, 35):
-        found = run(variant, tokens, budget)
-        assert_sound(found, tokens, budget)
-        assert all(bool(part.isfinite().all()) for part in parts(found))
+        actual = run(variant, tokens, budget)
+        assert_sound(actual, tokens, budget)
+        assert all(bool(part.isfinite().all()) for part in parts(actual))
 
 
 @pytest.mark.parametrize("grid", GRIDS[:2])
@@ -128,9 +128,9 @@ def test_everything_is_decided_on_the_device(variant: str, grid: Grid) -> None:
 def test_no_shape_depends_on_a_value(variant: str) -> None:
     with FakeTensorMode():
         tokens = images(7, grid=Grid(3, 4, tiles=3))
-        found = run(variant, tokens, 10)
-        extra = 0 if found.extra is None else found.extra.shape[1]
-        assert found.picks.shape == (2, 10 - extra)
+        actual = run(variant, tokens, 10)
+        extra = 0 if actual.extra is None else actual.extra.shape[1]
+        assert actual.picks.shape == (2, 10 - extra)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

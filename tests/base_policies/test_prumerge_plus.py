@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.base_policies.samples import images, native, select, tower_of
 from vllm_autoprune import Grid, SelectionError, VisualTokens
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 
 COUNT = 40
 
@@ -47,10 +47,10 @@ def brute(tokens: VisualTokens, kept: list[int]) -> tuple[Tensor, Tensor]:
 
 def test_outliers_come_first_by_attention_then_an_even_spread() -> None:
     tokens = image_of(attended({30: 0.2, 7: 0.5}))
-    found = select("prumerge_plus", tokens, 7)
+    actual = select("prumerge_plus", tokens, 7)
     # Six tokens: two outliers, and the middles of four equal parts of the 38 others.
-    assert found.picks.tolist() == [[7, 30, 4, 15, 24, 35]]
-    assert found.extra is not None and found.extra.shape == (1, 1, COUNT)
+    assert actual.picks.tolist() == [[7, 30, 4, 15, 24, 35]]
+    assert actual.extra is not None and actual.extra.shape == (1, 1, COUNT)
 
 
 def test_more_outliers_than_rows_leave_no_room_for_samples() -> None:
@@ -60,10 +60,10 @@ def test_more_outliers_than_rows_leave_no_room_for_samples() -> None:
 
 def test_images_with_other_numbers_of_outliers_share_a_batch() -> None:
     few, many = attended({30: 0.2}), attended({1: 0.3, 2: 0.4, 3: 0.5})
-    found = select("prumerge_plus", image_of(torch.cat([few, many])), 6)
+    actual = select("prumerge_plus", image_of(torch.cat([few, many])), 6)
     for image, attention in enumerate((few, many)):
         alone = select("prumerge_plus", image_of(attention), 6)
-        assert found.picks[image].tolist() == alone.picks[0].tolist()
+        assert actual.picks[image].tolist() == alone.picks[0].tolist()
 
 
 def test_without_plus_attention_alone_decides() -> None:
@@ -83,14 +83,14 @@ def test_drop_extra_keeps_one_token_more() -> None:
 def test_neighbours_are_added_unnormalised_and_the_rest_is_summed(budget: int) -> None:
     tokens = images(2, batch=1)
     tower = tower_of(tokens)
-    found = select("prumerge_plus", tokens, budget)
-    assert found.merged is not None
-    rows, extra = brute(tokens, found.picks[0].tolist())
-    torch.testing.assert_close(found.merged[0], tower.project(rows.float()), rtol=1e-4, atol=1e-4)
-    assert (found.extra is None) == (budget == 1)
-    if found.extra is not None:
+    actual = select("prumerge_plus", tokens, budget)
+    assert actual.merged is not None
+    rows, extra = brute(tokens, actual.picks[0].tolist())
+    torch.testing.assert_close(actual.merged[0], tower.project(rows.float()), rtol=1e-4, atol=1e-4)
+    assert (actual.extra is None) == (budget == 1)
+    if actual.extra is not None:
         torch.testing.assert_close(
-            found.extra[0, 0], tower.project(extra.float()), rtol=1e-4, atol=1e-4
+            actual.extra[0, 0], tower.project(extra.float()), rtol=1e-4, atol=1e-4
         )
 
 
@@ -114,11 +114,11 @@ class TestPublishedCount:
 
     def test_rows_are_those_of_the_definition(self) -> None:
         tokens = image_of(attended({3: 0.3, 8: 0.4}, 36), images(3).features[:1])
-        found = native("prumerge_plus", tokens)
-        assert found.features is not None
-        rows, extra = brute(tokens, found.indices[0][:-1].tolist())
+        actual = native("prumerge_plus", tokens)
+        assert actual.features is not None
+        rows, extra = brute(tokens, actual.indices[0][:-1].tolist())
         wanted = torch.cat([rows, extra[None]]).float()
-        torch.testing.assert_close(found.features[0], wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.features[0], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_given_count_is_filled_from_the_top_as_effivlm_bench_does() -> None:
@@ -132,16 +132,16 @@ def test_a_given_count_is_filled_from_the_top_as_effivlm_bench_does() -> None:
 def test_tiles_are_merged_each_on_its_own(budget: int) -> None:
     tokens = images(4, batch=1, grid=Grid(3, 4, tiles=3))
     following, tower = tokens.require_next_layer(), tower_of(tokens)
-    found = select("prumerge_plus", tokens, budget)
-    assert found.extra is not None and found.extra.shape[1] == 3 and found.merged is not None
+    actual = select("prumerge_plus", tokens, budget)
+    assert actual.extra is not None and actual.extra.shape[1] == 3 and actual.merged is not None
     for number in range(3):
         rows = slice(12 * number, 12 * number + 12)
         own = NextLayer(following.attention[:, rows], following.keys[:, rows])
         states = TowerStates(tower.patches[:, rows], tower.keys[:, rows], tower.project, None, own)
         tile = VisualTokens(tokens.features[:, rows], Grid(3, 4), tower=states)
         alone = select("prumerge_plus", tile, budget // 3 + (number < budget % 3))
-        mine = found.picks[0] // 12 == number
-        assert (found.picks[0, mine] - 12 * number).tolist() == alone.picks[0].tolist()
+        mine = actual.picks[0] // 12 == number
+        assert (actual.picks[0, mine] - 12 * number).tolist() == alone.picks[0].tolist()
         assert alone.merged is not None and alone.extra is not None
-        torch.testing.assert_close(found.merged[0, mine], alone.merged[0])
-        torch.testing.assert_close(found.extra[0, number], alone.extra[0, 0])
+        torch.testing.assert_close(actual.merged[0, mine], alone.merged[0])
+        torch.testing.assert_close(actual.extra[0, number], alone.extra[0, 0])

@@ -7,10 +7,10 @@ from vllm_autoprune import VisualTokens
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     BasePolicyParams,
-    Reference,
+    ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.state import known_base_policies
+from vllm_autoprune.tpdsl.states.state import known_base_policies
 
 
 def test_the_base_policies_of_this_version() -> None:
@@ -37,9 +37,9 @@ def test_each_says_in_one_line_what_it_does_and_what_its_parameters_mean(name: s
 
 
 def test_a_name_is_taken_once() -> None:
-    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+    def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         """Another policy of the same name."""
-        return Reference(torch.zeros(tokens.batch, budget, dtype=torch.int64))
+        return ReferenceSelection(torch.zeros(tokens.batch, budget, dtype=torch.int64))
 
     with pytest.raises(ValueError, match="'divprune' is declared twice"):
         base_policy(BasePolicyParams)(divprune)

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 from tests.base_policies.samples import START, images, language_of, native, prefix, select
-from vllm_autoprune.base_policies.recycling import cluster_count, clusters, recycled_count
-from vllm_autoprune.base_policies.sparsevlm import centres, raters, relevance
-from vllm_autoprune.tpdsl.language import LanguagePrefix
+from vllm_autoprune.base_policies.sparsevlm import (
+    cluster_count,
+    cluster_means,
+    density_peak_clusters,
+    find_raters,
+    rater_attention,
+    recycled_count,
+)
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 
 
 def required(language: LanguagePrefix | None) -> LanguagePrefix:
@@ -26,21 +32,21 @@ EMBEDDINGS = torch.tensor([[9.0, 9.0], *VISUAL, *WORDS])
 def test_raters_are_the_words_that_the_image_is_like_above_the_mean() -> None:
     tokens = prefix(3, [True] * 3, embeddings=EMBEDDINGS)
     # Two visual tokens like the first word, one the second, none the third.
-    assert raters(required(tokens.language), 3).tolist() == [[True, False, False]]
+    assert find_raters(required(tokens.language), 3).tolist() == [[True, False, False]]
 
 
 def test_padding_neither_rates_nor_counts_in_the_mean() -> None:
     embeddings = torch.cat([EMBEDDINGS, torch.tensor([[50.0, 50.0]])])
     tokens = prefix(3, [True, True, True, False], embeddings=embeddings)
-    assert raters(required(tokens.language), 3).tolist() == [[True, False, False, False]]
+    assert find_raters(required(tokens.language), 3).tolist() == [[True, False, False, False]]
 
 
 def test_where_no_word_is_above_the_mean_all_of_them_rate() -> None:
     one = prefix(3, [True], embeddings=EMBEDDINGS[:5])
-    assert raters(required(one.language), 3).tolist() == [[True]]
+    assert find_raters(required(one.language), 3).tolist() == [[True]]
     alike = torch.cat([EMBEDDINGS[:4], torch.zeros(3, 2)])
     padded = prefix(3, [True, True, False], embeddings=alike)
-    assert raters(required(padded.language), 3).tolist() == [[True, True, False]]
+    assert find_raters(required(padded.language), 3).tolist() == [[True, True, False]]
 
 
 def attention_of(rows: list[list[float]]) -> Tensor:
@@ -55,7 +61,7 @@ def test_only_the_raters_attention_counts() -> None:
     attention = attention_of([[0.2, 0.1, 0.3], [0.9, 0.9, 0.0], [0.9, 0.9, 0.0]])
     tokens = prefix(3, [True] * 3, embeddings=EMBEDDINGS, attention=attention)
     assert select("sparsevlm", tokens, 2).picks.tolist() == [[2, 0]]
-    score = relevance(required(tokens.language), 2, 3)
+    score = rater_attention(required(tokens.language), 2, 3)
     assert score[0].tolist() == pytest.approx([0.2, 0.1, 0.3])
 
 
@@ -64,8 +70,8 @@ def test_of_two_raters_it_is_the_mean() -> None:
     embeddings[5] = torch.tensor([1.0, 0.2])  # now the second word is like the image too
     attention = attention_of([[0.2, 0.1, 0.3], [0.0, 0.6, 0.1], [0.9, 0.9, 0.0]])
     tokens = prefix(3, [True] * 3, embeddings=embeddings, attention=attention)
-    assert raters(required(tokens.language), 3).tolist() == [[True, True, False]]
-    score = relevance(required(tokens.language), 2, 3)
+    assert find_raters(required(tokens.language), 3).tolist() == [[True, True, False]]
+    score = rater_attention(required(tokens.language), 2, 3)
     assert score[0].tolist() == pytest.approx([0.1, 0.35, 0.2])
 
 
@@ -76,44 +82,44 @@ class TestRecycling:
 
     def test_two_heaps_are_two_clusters(self) -> None:
         near = torch.tensor([[0.0], [0.125], [0.25], [8.0], [8.25], [8.5]])[None]
-        members = clusters(near, 2)[0]
+        members = density_peak_clusters(near, 2)[0]
         assert members.sum(dim=1).tolist() == [1.0] * 6
         assert {tuple(column.tolist()) for column in members.T} == {
             (1, 1, 1, 0, 0, 0),
             (0, 0, 0, 1, 1, 1),
         }
         # Without a rule for ties, the two tokens that are nearest to each other are both centres.
-        tied = clusters(near, 2, break_ties=False)[0]
+        tied = density_peak_clusters(near, 2, break_ties=False)[0]
         assert {tuple(column.tolist()) for column in tied.T} != {
             (1, 1, 1, 0, 0, 0),
             (0, 0, 0, 1, 1, 1),
         }
-        middle = centres(members[None], near)[0, :, 0].sort().values
+        middle = cluster_means(members[None], near)[0, :, 0].sort().values
         assert middle.tolist() == pytest.approx([0.125, 8.25], abs=1e-4)
 
     def test_what_cannot_be_told_apart_is_one_full_cluster_and_empty_ones(self) -> None:
-        members = clusters(torch.ones(1, 5, 3), 2)[0]
+        members = density_peak_clusters(torch.ones(1, 5, 3), 2)[0]
         assert members.sum(dim=0).tolist() == [5.0, 0.0]
-        assert centres(members[None], torch.ones(1, 5, 3))[0, 1].tolist() == [0.0] * 3
+        assert cluster_means(members[None], torch.ones(1, 5, 3))[0, 1].tolist() == [0.0] * 3
 
     def test_rows_are_made_of_features_and_grouped_by_the_layers_states(self) -> None:
         tokens = images(1)
         budget = 10
-        found = select("sparsevlm", tokens, budget, recycle=True)
+        actual = select("sparsevlm", tokens, budget, recycle=True)
         extra = cluster_count(recycled_count(tokens.count - budget))
-        assert found.extra is not None and found.extra.shape[1] == extra
-        assert found.picks.shape[1] == budget - extra
+        assert actual.extra is not None and actual.extra.shape[1] == extra
+        assert actual.picks.shape[1] == budget - extra
         states = language_of(tokens).recorded_states
         assert states is not None
-        scores = relevance(required(tokens.language), 2, tokens.count)
+        scores = rater_attention(required(tokens.language), 2, tokens.count)
         for image in range(2):
             order = scores[image].argsort(descending=True, stable=True)
-            assert found.picks[image].tolist() == order[: budget - extra].tolist()
+            assert actual.picks[image].tolist() == order[: budget - extra].tolist()
             pruned = order[budget - extra :]
             sources = pruned[: recycled_count(len(pruned))]
-            members = clusters(states[image, START + sources][None], extra)
-            expected = centres(members, tokens.features[image, sources][None])
-            torch.testing.assert_close(found.extra[image], expected[0])
+            members = density_peak_clusters(states[image, START + sources][None], extra)
+            expected = cluster_means(members, tokens.features[image, sources][None])
+            torch.testing.assert_close(actual.extra[image], expected[0])
 
     def test_half_of_k_at_most(self) -> None:
         tokens = images(2)
@@ -124,15 +130,15 @@ class TestRecycling:
 
 def test_the_published_stage_keeps_one_less_than_everything_at_most() -> None:
     tokens = images(3, batch=1)
-    found = native("sparsevlm", tokens, 500)
-    kept = found.indices[0][found.indices[0] >= 0]
+    actual = native("sparsevlm", tokens, 500)
+    kept = actual.indices[0][actual.indices[0] >= 0]
     assert kept.tolist() == sorted(kept.tolist()) and kept.numel() == tokens.count - 1
-    assert found.indices[0].tolist()[-1] == -1 and found.features is not None
+    assert actual.indices[0].tolist()[-1] == -1 and actual.features is not None
     # One token is pruned and recycled: its cluster is itself, but for the 1e-6 in the divisor.
     missing = (set(range(tokens.count)) - set(kept.tolist())).pop()
     states = language_of(tokens).recorded_states
     assert states is not None
-    torch.testing.assert_close(found.features[0][-1], states[0, START + missing])
+    torch.testing.assert_close(actual.features[0][-1], states[0, START + missing])
 
 
 def test_the_instruction_decides() -> None:
@@ -140,8 +146,8 @@ def test_the_instruction_decides() -> None:
     language = language_of(tokens)
     embeddings = language.recorded_embeddings
     assert embeddings is not None
-    asked = embeddings.clone()
-    asked[:, -6:] = asked[:, -6:].flip(1)
-    other = replace(tokens, language=replace(language, recorded_embeddings=asked))
+    requested = embeddings.clone()
+    requested[:, -6:] = requested[:, -6:].flip(1)
+    other = replace(tokens, language=replace(language, recorded_embeddings=requested))
     one, two = (select("sparsevlm", image, 8).picks for image in (tokens, other))
     assert not torch.equal(one, two)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.base_policies.samples import images, native, select
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.tpdsl.tower import TowerStates
+from vllm_autoprune.tpdsl.tokens import TowerStates
 
 
 def image_of(dots: list[float], tiles: int = 1, sign: int = -1) -> VisualTokens:
@@ -30,11 +30,11 @@ DOTS = [0.5, -3.0, 2.0, -0.1, 7.0, -1.0]
 
 
 def test_the_lowest_dot_products_win_with_clip_and_the_mean_of_the_rest_follows() -> None:
-    found = select("trim", image_of(DOTS), 4)
-    assert found.picks.tolist() == [[1, 5, 3]]
-    assert found.extra is not None
+    actual = select("trim", image_of(DOTS), 4)
+    assert actual.picks.tolist() == [[1, 5, 3]]
+    assert actual.extra is not None
     third = pytest.approx(2 / 3)  # projected by a factor of two
-    assert found.extra[0, 0].tolist() == [third, 0, third, 0, third, 0]
+    assert actual.extra[0, 0].tolist() == [third, 0, third, 0, third, 0]
 
 
 def test_the_sign_turns_the_order_around() -> None:
@@ -48,16 +48,16 @@ def test_neither_side_is_normalised() -> None:
 
 def test_kept_rows_stay_as_they_are() -> None:
     tokens = images(1)
-    found = select("trim", tokens, 6)
-    where = found.picks[:, :, None].expand(-1, -1, tokens.features.shape[2])
-    assert torch.equal(found.rows(tokens), tokens.features)
-    assert found.merged is not None
-    assert torch.equal(found.merged, tokens.features.gather(1, where))
+    actual = select("trim", tokens, 6)
+    where = actual.picks[:, :, None].expand(-1, -1, tokens.features.shape[2])
+    assert torch.equal(actual.rows(tokens), tokens.features)
+    assert actual.merged is not None
+    assert torch.equal(actual.merged, tokens.features.gather(1, where))
 
 
 def test_a_single_row_is_a_patch() -> None:
-    found = select("trim", image_of(DOTS), 1)
-    assert found.picks.tolist() == [[1]] and found.extra is None
+    actual = select("trim", image_of(DOTS), 1)
+    assert actual.picks.tolist() == [[1]] and actual.extra is None
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -65,11 +65,11 @@ def test_ties_go_to_the_lower_index() -> None:
 
 
 def test_every_tile_has_its_own_mean() -> None:
-    found = select("trim", image_of(DOTS, tiles=2), 5)
+    actual = select("trim", image_of(DOTS, tiles=2), 5)
     # Three rows of tile 0, two of tile 1: two patches and one, and a mean each.
-    assert found.picks.tolist() == [[1, 5, 0]]
-    assert found.extra is not None
-    assert found.extra[0].tolist() == [[0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 1, 0]]
+    assert actual.picks.tolist() == [[1, 5, 0]]
+    assert actual.extra is not None
+    assert actual.extra[0].tolist() == [[0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 1, 0]]
 
 
 def test_segments_count_as_their_mean_and_padding_not_at_all() -> None:
@@ -93,11 +93,11 @@ class TestPublished:
     """Native rows: raster order, the mean last."""
 
     def test_of_a_given_count(self) -> None:
-        found = native("trim", image_of(DOTS), 4)
-        assert found.indices[0].tolist() == [1, 3, 5, -1]
-        assert found.features is not None
-        assert found.features[0][:3].argmax(dim=1).tolist() == [1, 3, 5]
-        assert found.features[0][3].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3, 0])
+        actual = native("trim", image_of(DOTS), 4)
+        assert actual.indices[0].tolist() == [1, 3, 5, -1]
+        assert actual.features is not None
+        assert actual.features[0][:3].argmax(dim=1).tolist() == [1, 3, 5]
+        assert actual.features[0][3].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3, 0])
 
     def test_as_many_as_stand_out(self) -> None:
         dots = [0.1 * (i % 5) for i in range(30)]
@@ -109,9 +109,9 @@ class TestPublished:
         for token in (2, 3, 5, 7):
             dots[token] = -6.0
         # Four of 60 stand out: int(30 * 4 / 60) = 2 of each tile, whether they do there or not.
-        found = native("trim", image_of(dots, tiles=2)).indices[0].tolist()
-        assert found[:3] == [2, 3, -1] and len(found) == 6 and found[-1] == -1
-        assert all(30 <= index < 60 for index in found[3:5])
+        actual = native("trim", image_of(dots, tiles=2)).indices[0].tolist()
+        assert actual[:3] == [2, 3, -1] and len(actual) == 6 and actual[-1] == -1
+        assert all(30 <= index < 60 for index in actual[3:5])
 
     def test_where_the_published_code_fails_it_says_so(self) -> None:
         for tokens, budget in ((image_of([1.0] * 20), None), (image_of(DOTS), 1)):

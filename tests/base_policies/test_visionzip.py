@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.base_policies.samples import images, native, select, tower_of
 from vllm_autoprune import Grid, SelectionError, VisualTokens
 from vllm_autoprune.base_policies.visionzip import VisionZipParams
-from vllm_autoprune.tpdsl.tower import TowerStates
+from vllm_autoprune.tpdsl.tokens import TowerStates
 
 # Eight patches: attention falls from 3 on, keys point in two directions, patches count in
 # powers of two so that a sum says what is in it.
@@ -27,25 +27,25 @@ def small() -> VisualTokens:
 
 def test_dominant_patches_come_by_attention_then_evenly_spaced_targets() -> None:
     # Left after 3 and 4: 0 1 2 5 6 7; every third of them is a target.
-    found = select("visionzip", small(), 4, contextual=2)
-    assert found.picks.tolist() == [[3, 4, 0, 5]]
-    assert found.extra is None
+    actual = select("visionzip", small(), 4, contextual=2)
+    assert actual.picks.tolist() == [[3, 4, 0, 5]]
+    assert actual.extra is None
 
 
 def test_each_other_token_goes_to_its_most_similar_target_as_part_of_a_mean() -> None:
-    found = select("visionzip", small(), 4, contextual=2)
-    assert found.merged is not None
+    actual = select("visionzip", small(), 4, contextual=2)
+    assert actual.merged is not None
     # To 0: tokens 2 and 6; to 5: tokens 1 and 7. The projector here is a minus sign.
     expected = [8, 16, 1 + (4 + 64) / 2, 32 + (2 + 128) / 2]
-    assert found.merged[0, :, 0].tolist() == [-value for value in expected]
+    assert actual.merged[0, :, 0].tolist() == [-value for value in expected]
 
 
 def test_only_what_was_merged_goes_through_the_projector() -> None:
     tokens = small()
     other = replace(tokens, features=tokens.features + 0.5)
-    found = select("visionzip", other, 4, contextual=2)
-    assert found.merged is not None
-    assert found.merged[0, :2, 0].tolist() == [-7.5, -15.5]
+    actual = select("visionzip", other, 4, contextual=2)
+    assert actual.merged is not None
+    assert actual.merged[0, :2, 0].tolist() == [-7.5, -15.5]
 
 
 def test_a_target_that_nothing_is_like_stays_alone() -> None:
@@ -53,20 +53,20 @@ def test_a_target_that_nothing_is_like_stays_alone() -> None:
     keys = KEYS.clone()
     keys[0, 5] = torch.tensor([-1.0, -1.0])  # of the two targets, 0 is nearer to every other token
     lonely = replace(tokens, tower=replace(tower_of(tokens), keys=keys))
-    found = select("visionzip", lonely, 4, contextual=2)
-    assert found.merged is not None
-    assert found.merged[0, 3, 0] == -32
-    assert found.merged[0, 2, 0] == -(1 + (2 + 4 + 64 + 128) / 4)
+    actual = select("visionzip", lonely, 4, contextual=2)
+    assert actual.merged is not None
+    assert actual.merged[0, 3, 0] == -32
+    assert actual.merged[0, 2, 0] == -(1 + (2 + 4 + 64 + 128) / 4)
 
 
 def test_the_published_rows_keep_cls_in_place_of_a_patch() -> None:
     tokens = small()
-    found = native("visionzip", tokens, 4, contextual=1)
+    actual = native("visionzip", tokens, 4, contextual=1)
     # Dominant: [CLS] and the two strongest patches, in raster order. Then one target: 0.
-    assert found.indices[0].tolist() == [-1, 3, 4, 0]
-    assert found.features is not None
+    assert actual.indices[0].tolist() == [-1, 3, 4, 0]
+    assert actual.features is not None
     others = (2 + 4 + 32 + 64 + 128) / 5
-    assert found.features[0][:, 0].tolist() == [1000, 8, 16, pytest.approx(1 + others)]
+    assert actual.features[0][:, 0].tolist() == [1000, 8, 16, pytest.approx(1 + others)]
     served = select("visionzip", tokens, 4, contextual=1, patch_only=False)
     assert served.picks.tolist() == [[3, 4, 0]]
     assert served.extra is not None and served.extra.tolist() == [[[-1000.0]]]
@@ -75,21 +75,21 @@ def test_the_published_rows_keep_cls_in_place_of_a_patch() -> None:
 @pytest.mark.parametrize("grid", [Grid(6, 6), Grid(3, 4, tiles=3)])
 def test_with_cls_the_rows_are_the_published_ones(grid: Grid) -> None:
     tokens = images(1, grid=grid)
-    found = select("visionzip", tokens, 12, patch_only=False)
+    actual = select("visionzip", tokens, 12, patch_only=False)
     published = native("visionzip", tokens, 12)
-    assert published.features is not None and found.merged is not None and found.extra is not None
+    assert published.features is not None and actual.merged is not None and actual.extra is not None
     project = tower_of(tokens).project
     for image in range(2):
         indices, rows = published.indices[image], project(published.features[image])
-        mine = dict(zip(found.picks[image].tolist(), found.merged[image], strict=True))
+        mine = dict(zip(actual.picks[image].tolist(), actual.merged[image], strict=True))
         for index, row in zip(indices.tolist(), rows, strict=True):
             if index in mine and bool((row - mine[index]).abs().max() < 1e-4):
                 del mine[index]
         # What is left are dominant rows: those stay the features that they were.
         features = tokens.features[image]
         assert all(torch.equal(row, features[index]) for index, row in mine.items())
-        assert set(indices[indices >= 0].tolist()) == set(found.picks[image].tolist())
-        torch.testing.assert_close(found.extra[image], rows[indices < 0])
+        assert set(indices[indices >= 0].tolist()) == set(actual.picks[image].tolist())
+        torch.testing.assert_close(actual.extra[image], rows[indices < 0])
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,15 @@ def test_tiles_are_zipped_each_on_its_own(share: int) -> None:
         features, attention = cut(tokens.features), cut(tokens.cls_attention)
         return VisualTokens(features, Grid(3, 4), cls_attention=attention, tower=own)
 
-    found = select("visionzip", tokens, budget)
-    assert found.merged is not None
+    actual = select("visionzip", tokens, budget)
+    assert actual.merged is not None
     for number in range(3):
         alone = select("visionzip", tile(number), share - (number == 2))
         assert alone.merged is not None
         for image in range(2):
-            own = found.picks[image] // 12 == number
-            assert (found.picks[image, own] - 12 * number).tolist() == alone.picks[image].tolist()
-            torch.testing.assert_close(found.merged[image, own], alone.merged[image])
+            own = actual.picks[image] // 12 == number
+            assert (actual.picks[image, own] - 12 * number).tolist() == alone.picks[image].tolist()
+            torch.testing.assert_close(actual.merged[image, own], alone.merged[image])
 
 
 def test_a_tower_without_cls_has_patches_alone() -> None:

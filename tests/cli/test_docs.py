@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_autoprune.backbones import GEOMETRIES
+from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.main import COMMANDS, main, parser
 from vllm_autoprune.report.arrays import NAMES
 
@@ -38,4 +38,4 @@ def test_the_costs_on_the_page_are_what_is_printed(capsys: pytest.CaptureFixture
 
 def test_arrays_and_backbones_are_those_of_the_code() -> None:
     assert all(f"| `{name}` | {doc} |" in PAGE for name, doc in NAMES.items())
-    assert all(f"`{name}`" in PAGE for name in GEOMETRIES)
+    assert all(f"`{name}`" in PAGE for name in BACKBONE_SHAPES)

@@ -51,7 +51,7 @@ def test_without_vllm_it_says_so_and_does_not_crash() -> None:
     )
     assert ran.returncode == 1, ran.stderr
     found = {f["what"]: f for f in json.loads(ran.stdout)["findings"]}
-    assert found["vllm"]["status"] == "fail" and "install" in found["vllm"]["mend"]
+    assert found["vllm"]["status"] == "fail" and "install" in found["vllm"]["fix"]
     assert found["transformers"]["status"] == "fail"
     assert found["hooks"]["status"] == "fail"
     assert found["shipped states"]["status"] == "ok"
@@ -64,7 +64,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_each_failure_names_the_way_to_mend_it(
+def test_each_failure_names_the_way_to_fix_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")

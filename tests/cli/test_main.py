@@ -56,7 +56,7 @@ def test_a_wrong_call_exits_with_2() -> None:
 
 
 def test_the_readme_shows_the_support_table() -> None:
-    """Mend with: vllm-autoprune support."""
+    """Fix with: vllm-autoprune support."""
     assert as_markdown() in (ROOT / "README.md").read_text()
     assert main(["support", "--json"]) == 0
     assert {row.status for row in SUPPORT} <= {"yes", "refused", "no", "untested"}

@@ -31,14 +31,14 @@ def test_a_cell_without_text_keeps_its_place() -> None:
 
 
 def test_one_problem_is_one_line_and_several_are_a_list() -> None:
-    one = Problem("/budget", "wrong", "mend it")
-    assert told(StateError("state x", [one])) == "state x: /budget: wrong -> mend it"
+    one = Problem("/budget", "wrong", "fix it")
+    assert told(StateError("state x", [one])) == "state x: /budget: wrong -> fix it"
     assert len(told(StateError("state x", [one, one])).splitlines()) == 3
     assert told(SelectionError("does not fit")) == "does not fit"
     assert error_record(StateError("state x", [one])) == {
         "error": "StateError",
-        "message": "state x: /budget: wrong -> mend it",
-        "problems": [{"where": "/budget", "what": "wrong", "mend": "mend it"}],
+        "message": "state x: /budget: wrong -> fix it",
+        "problems": [{"where": "/budget", "what": "wrong", "fix": "fix it"}],
     }
 
 

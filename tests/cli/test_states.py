@@ -10,7 +10,7 @@ import pytest
 from tests.tpdsl.samples import state
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.materialize import inputs_read
+from vllm_autoprune.tpdsl.states.state import required_inputs
 
 Captured = pytest.CaptureFixture[str]
 
@@ -79,7 +79,7 @@ def test_an_instruction_free_variant_reads_no_instruction(tmp_path: Path, capsys
     changed = {change["where"] for change in told["changes"]}
     assert {"/base_policy/name", "/budget/atom", "/scoring/signals/0"} <= changed
     made = load_state(target)
-    assert inputs_read(made, exchange=True) == {"cls_attention"}
+    assert required_inputs(made, exchange=True) == {"cls_attention"}
     assert told["budget"] == 64 and made.digest == told["digest"]
 
 
@@ -116,4 +116,4 @@ def test_what_is_wrong_is_told_in_one_line(arguments: list[str], capsys: Capture
     assert len(captured.err.splitlines()) == 1 and " -> " in captured.err
     assert main([*arguments, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["error"].endswith("Error") and told["problems"][0]["mend"]
+    assert told["error"].endswith("Error") and told["problems"][0]["fix"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.tpdsl.rules import RULES
+from vllm_autoprune.tpdsl.states.rules import RULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -23,4 +23,4 @@ def test_the_copy_of_the_json_schema_is_what_the_command_prints(
 def test_the_page_lists_every_rule_beyond_the_schema() -> None:
     page = (DOCS / "states.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(.+)` \| (.+) \| (.+) \|$", page, flags=re.MULTILINE)
-    assert listed == [(rule.kind, rule.asks, rule.why) for rule in RULES.values()]
+    assert listed == [(rule.kind, rule.requires, rule.why) for rule in RULES.values()]

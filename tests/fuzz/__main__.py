@@ -1,7 +1,7 @@
 """``python -m tests.fuzz``: judge generated and mutated states, and count what became of them.
 
-Knows nothing about how a text is made or judged. Exit status 0 where nothing happened that must
-not: no crash, no exception but StateError, no disagreement between loader and JSON Schema.
+Exit status 0 where nothing happened that must not: no crash, no exception but StateError, no
+disagreement between loader and JSON Schema.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.fuzz.campaign import Campaign, Run
 from tests.fuzz.judge import SLOW, SMALL, Judge
 from tests.fuzz.tally import Tally
-from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """Many texts, each made from a seed and its index, judged in processes that may die.
 
-Knows nothing about what makes a text sound. Blocks that are done are kept in a journal, so that
-a run that was stopped goes on where it was.
+Blocks that are done are kept in a journal, so that a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class Campaign:
     def fingerprint(self) -> str:
         """Changes with the language, and with it what every index stands for."""
         grammar = json.dumps(PruningState.model_json_schema(), sort_keys=True)
-        told = f"{self.seed}/{self.full_every}/{grammar}"
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        report = f"{self.seed}/{self.full_every}/{grammar}"
+        return hashlib.sha256(report.encode()).hexdigest()[:16]
 
 
 _GRAMMARS: list[Grammar] = []

@@ -1,11 +1,9 @@
-"""States drawn at random from the JSON Schema, and so from the registry.
-
-Knows nothing about single atoms: one that is declared tomorrow is drawn tomorrow.
-"""
+"""States drawn at random from the JSON Schema, and so from the registry."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -34,27 +32,21 @@ class Grammar:
             return self._draw(self._schema["$defs"][schema["$ref"].rpartition("/")[2]], random)
         if "const" in schema:
             return schema["const"]
-        for choices in ("oneOf", "anyOf"):
-            if choices in schema:
-                return self._draw(random.choice(schema[choices]), random)
+        if branches := schema.get("oneOf") or schema.get("anyOf"):
+            return self._draw(random.choice(branches), random)
         if "enum" in schema:
             return random.choice(schema["enum"])
-        match schema.get("type"):
-            case "object":
-                return self._object(schema, random)
-            case "array":
-                return self._array(schema, random)
-            case "string":
-                return _text(schema, random)
-            case "number":
-                return _number(schema, random)
-            case "integer":
-                return round(_number(schema, random))
-            case "boolean":
-                return random.random() < 0.5
-            case "null":
-                return None
-        return anything(random)
+        draw_type: dict[str, Callable[[Json, Random], Any]] = {
+            "object": self._object,
+            "array": self._array,
+            "string": _text,
+            "number": _number,
+            "integer": lambda schema, random: round(_number(schema, random)),
+            "boolean": lambda _, random: random.random() < 0.5,
+            "null": lambda _, random: None,
+        }
+        draw = draw_type.get(schema.get("type", ""))
+        return anything(random) if draw is None else draw(schema, random)
 
     def _object(self, schema: Json, random: Random) -> Json:
         required = schema.get("required", ())

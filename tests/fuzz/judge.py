@@ -1,7 +1,4 @@
-"""One text, looked at from every side: loader, schema, round trip, Materialize, SafetyCheck.
-
-Knows nothing about how texts are made or how many there are.
-"""
+"""One text, looked at from every side: loader, schema, round trip, Materialize, SafetyCheck."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ from vllm_autoprune import (
     materialize,
     safety_check,
 )
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.probes import synthetic_probes
-from vllm_autoprune.tpdsl.rules import RULES
-from vllm_autoprune.tpdsl.safety import VERDICTS
+from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.states.rules import RULES
 
 SLOW = 1.0
 """Seconds of processor time within which any text must be accepted or refused."""
@@ -69,27 +66,27 @@ class Judge:
 
         Any exception that is no StateError of the loader's is a fault, and is not raised.
         """
-        found = Finding()
+        actual = Finding()
         try:
-            state = self._load(content, found)
+            state = self._load(content, actual)
         except Exception as error:
-            found.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
-            return found
+            actual.faults.append(f"loader raised {type(error).__name__}: {error}"[:300])
+            return actual
         try:
-            found.faults += self._disagreements(content, found, fully)
+            actual.faults += self._disagreements(content, actual, fully)
             if state is not None:
-                found.atoms = tuple(sorted(_atoms(json.loads(state.dumps()))))
-                found.faults += _round_trip(state, self._accepts)
-                found.faults += _budgets(state)
+                actual.atoms = tuple(sorted(_atoms(json.loads(state.dumps()))))
+                actual.faults += _round_trip(state, self._accepts)
+                actual.faults += _budgets(state)
                 record = safety_check(_policy(state, fully), None if fully else _probe(state))
-                found.faults += _shape(record)
-                found.valid = record.valid
+                actual.faults += _shape(record)
+                actual.valid = record.valid
                 # Without the numbers, so that equal reasons count as one.
-                told = (f"{v.name}: {v.detail}" for v in record.failures())
-                found.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in told)
+                report = (f"{v.name}: {v.detail}" for v in record.failures())
+                actual.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in report)
         except Exception as error:
-            found.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
-        return found
+            actual.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
+        return actual
 
     def _load(self, content: str | bytes, found: Finding) -> PruningState | None:
         source: str | Path = self._file
@@ -127,8 +124,8 @@ class Judge:
             return
         accepts = self._accepts(value)
         if accepts != found.accepted:
-            said = "accepts" if accepts else "refuses"
-            yield f"schema {said} it, the loader says {found.kinds or 'yes'}"
+            message = "accepts" if accepts else "refuses"
+            yield f"schema {message} it, the loader says {found.kinds or 'yes'}"
         if fully and self._plainly(value) != accepts:
             yield "quick and plain jsonschema differ"
 
@@ -155,7 +152,7 @@ def _untidy(error: StateError) -> Iterator[str]:
     if len(str(error)) > _LONGEST_MESSAGE or not str(error).replace("\n", "").isprintable():
         yield "message is too long, or does not print"
     for problem in error.problems:
-        if not (problem.what and problem.mend and problem.kind):
+        if not (problem.what and problem.fix and problem.kind):
             yield f"says too little: {problem!r}"
         if problem.where and not problem.where.startswith("/"):
             yield f"no JSON pointer: {problem.where!r}"
@@ -166,6 +163,8 @@ def _round_trip(state: PruningState, accepts: Any) -> Iterator[str]:
     again = load_state(text)
     if again != state or again.digest != state.digest or again.dumps() != text:
         yield "differs from what it writes"
+    if load_state(json.loads(text)) != state:
+        yield "differs from its mapping"
     if pickle.loads(pickle.dumps(state)) != state:
         yield "differs from what it pickles"
     if not accepts(json.loads(text)):

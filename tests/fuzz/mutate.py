@@ -1,7 +1,4 @@
-"""Ways in which a state, as a tree of values, goes wrong: from a typo to nonsense.
-
-Knows nothing about which of them a loader must refuse; some leave the state sound.
-"""
+"""Ways in which a state, as a tree of values, goes wrong: from a typo to nonsense."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.grammar import Json, anything
-from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 Place = tuple[Any, Any]
 """A container and the key or index in it."""
@@ -92,9 +89,9 @@ def _where(
     state: Json, random: Random, wanted: Callable[[Any, Any], bool]
 ) -> Iterator[tuple[Any, Any]]:
     """One place that is wanted, or none where there is none."""
-    found = [place for place in places(state) if wanted(*place)]
-    if found:
-        yield random.choice(found)
+    actual = [place for place in places(state) if wanted(*place)]
+    if actual:
+        yield random.choice(actual)
 
 
 def _typo(text: str, random: Random) -> str:

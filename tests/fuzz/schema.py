@@ -1,7 +1,4 @@
-"""The JSON Schema's verdict on a value, independent of the loader.
-
-Knows nothing about pydantic or the loader: plain ``jsonschema``.
-"""
+"""The JSON Schema's verdict on a value, independent of the loader."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ways in which the text of a state goes wrong, as characters and as bytes.
-
-Knows nothing about states: what it is given is some JSON text.
-"""
+"""Ways in which the text of a state goes wrong, as characters and as bytes."""
 
 from __future__ import annotations
 
@@ -69,10 +66,10 @@ def written(state: Json, random: Random) -> str:
 
 
 def _number(text: str, random: Random) -> str:
-    found = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
-    if not found:
+    actual = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
+    if not actual:
         return text + random.choice(NUMBERS)
-    at = random.choice(found)
+    at = random.choice(actual)
     return text[: at.start()] + random.choice(NUMBERS) + text[at.end() :]
 
 

@@ -1,7 +1,4 @@
-"""What many findings come to: counts that add up, and that a journal can hold.
-
-Knows nothing about how a finding came about.
-"""
+"""What many findings come to: counts that add up, and that a journal can hold."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.fuzz.schema import plain, quick
 from tests.fuzz.tally import Tally
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import PruningState, StateError, load_state
-from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 SCHEMA = PruningState.model_json_schema()
 
@@ -93,9 +93,9 @@ def test_all_that_is_wrong_is_told_at_once_each_in_its_place() -> None:
                 broken.append(where)
         with pytest.raises(StateError) as raised:
             load_state(json.dumps(state))
-        told = {problem.where for problem in raised.value.problems}
+        report = {problem.where for problem in raised.value.problems}
         # An object where an object belongs is told by what is in it.
-        assert [b for b in broken if not {b, f"{b}/wrong"} & told] == []
+        assert [b for b in broken if not {b, f"{b}/wrong"} & report] == []
 
 
 class TestJudge:
@@ -103,16 +103,16 @@ class TestJudge:
         return Judge(tmp_path).look(text, fully=True)
 
     def test_a_sound_state(self, tmp_path: Path) -> None:
-        found = self.look(tmp_path, json.dumps(shipped()))
-        assert found.accepted and found.valid and not found.faults and not found.broken
-        assert "mean_residual" in found.atoms
+        actual = self.look(tmp_path, json.dumps(shipped()))
+        assert actual.accepted and actual.valid and not actual.faults and not actual.broken
+        assert "mean_residual" in actual.atoms
 
     @pytest.mark.parametrize(
         ("text", "kind"), [("[", "syntax"), (b"\xff\xfe{\0}\0", "encoding"), ("{}", "version")]
     )
     def test_a_refusal(self, tmp_path: Path, text: str | bytes, kind: str) -> None:
-        found = self.look(tmp_path, text)
-        assert not found.accepted and found.kinds == (kind,) and not found.faults
+        actual = self.look(tmp_path, text)
+        assert not actual.accepted and actual.kinds == (kind,) and not actual.faults
 
     def test_a_loader_that_raises_something_else(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,8 +138,8 @@ class TestJudge:
             return load_state("{}")
 
         monkeypatch.setattr("tests.fuzz.judge.load_state", strict)
-        found = self.look(tmp_path, json.dumps(shipped()))
-        assert found.faults == ["schema accepts it, the loader says ('version',)"]
+        actual = self.look(tmp_path, json.dumps(shipped()))
+        assert actual.faults == ["schema accepts it, the loader says ('version',)"]
 
     def test_a_message_that_says_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,8 +157,8 @@ class TestJudge:
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr("tests.fuzz.judge.safety_check", raises)
-        found = self.look(tmp_path, json.dumps(shipped()))
-        assert found.faults == ["after loading: RuntimeError: out of memory"]
+        actual = self.look(tmp_path, json.dumps(shipped()))
+        assert actual.faults == ["after loading: RuntimeError: out of memory"]
 
 
 def test_the_quick_verdict_of_the_schema_is_the_plain_one() -> None:

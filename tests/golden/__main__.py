@@ -1,7 +1,6 @@
 """Replay every golden case in a folder: ``python -m tests.golden DIR``.
 
-Knows nothing about any method. One line a failure, a count at the end; exit status 1 where any
-case failed or none was found.
+One line a failure, a count at the end; exit status 1 where any case failed or none was found.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     passed = failed = 0
     for path in [*sorted(folder.rglob("*.npz")), *_strangers(folder)]:
-        found = failures(path)
-        if found:
+        actual = failures(path)
+        if actual:
             failed += 1
-            print(f"{path.relative_to(folder)}: {'; '.join(found)}")
+            print(f"{path.relative_to(folder)}: {'; '.join(actual)}")
         else:
             passed += 1
     print(f"{passed} passed, {failed} failed")

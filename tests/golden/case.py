@@ -1,7 +1,4 @@
-"""Reading golden cases.
-
-Knows nothing about any method but the names of its arrays.
-"""
+"""Reading golden cases."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ class Case:
 
     def wanted(self, name: str) -> Tensor:
         """An expected array; whole numbers as int64."""
-        found = torch.from_numpy(np.array(self.expected[name]))
-        return found if found.is_floating_point() else found.long()
+        actual = torch.from_numpy(np.array(self.expected[name]))
+        return actual if actual.is_floating_point() else actual.long()
 
 
 def names(method: str) -> list[str]:
@@ -68,10 +65,10 @@ def read(path: Path) -> Case:
         recipe = json.loads(str(stored["spec"]))
         recorded = json.loads(str(stored["sha"])) if "sha" in stored else {}
         expected = {key: stored[key] for key in stored.files if key not in ("spec", "sha")}
-    made = inputs(recipe)
-    digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in made.items()}
+    result = inputs(recipe)
+    digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in result.items()}
     if digests != recorded:
         drifted = sorted(k for k in {*digests, *recorded} if digests.get(k) != recorded.get(k))
         raise ValueError(f"the generator does not make the recorded inputs: {', '.join(drifted)}")
-    tensors = {key: torch.from_numpy(array) for key, array in made.items()}
+    tensors = {key: torch.from_numpy(array) for key, array in result.items()}
     return Case(f"{path.parent.name}/{path.stem}", recipe, tensors, expected)

@@ -1,7 +1,4 @@
-"""What still has to agree where a published loop breaks down on degenerate input.
-
-Knows nothing about how policies select; computed in float64 from the definition.
-"""
+"""What still has to agree where a published loop breaks down on degenerate input."""
 
 from __future__ import annotations
 

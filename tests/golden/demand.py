@@ -1,7 +1,5 @@
 """How much of a golden case may be demanded: its flags and its note decide.
 
-Knows nothing about any method.
-
 A note marks a case as degenerate. It then says in words what still holds; the two phrases that
 have figures in them are read here, everything else leaves only that the outcome is sound.
 """
@@ -32,11 +30,11 @@ def demand(case: Case) -> Demand:
 
 def residual_bound(case: Case) -> float | None:
     """The X of "before the first index whose float64 residual <= X", where the note says so."""
-    found = re.search(r"residual\s*<=\s*([0-9.eE+-]*[0-9])", case.note)
-    return None if found is None else float(found[1])
+    actual = re.search(r"residual\s*<=\s*([0-9.eE+-]*[0-9])", case.note)
+    return None if actual is None else float(actual[1])
 
 
 def first_picks(case: Case) -> int | None:
     """The n of "the first n picks up to duplicate classes", where the note says so."""
-    found = re.search(r"first (\d+) picks", case.note)
-    return None if found is None else int(found[1])
+    actual = re.search(r"first (\d+) picks", case.note)
+    return None if actual is None else int(actual[1])

@@ -1,7 +1,5 @@
 """Inputs of the golden cases, the same bits on every machine.
 
-Knows nothing about what the inputs are used for.
-
 An array is a function of a seed, a name and a shape alone: a counter goes through the SplitMix64
 hash in 64-bit integers, and all that follows is elementwise arithmetic in float64 with one
 rounding to float32 at the end. No sum, matrix product or transcendental function takes part,
@@ -76,8 +74,8 @@ def repeated(tokens: Doubles, times: int) -> Doubles:
 def inputs(recipe: Recipe) -> dict[str, Floats]:
     """Every input array of a case by name, none for a case that stores its own."""
     make = _MAKERS.get(recipe["gen"])
-    found = {} if make is None else make(recipe)
-    return {name: np.ascontiguousarray(array, np.float32) for name, array in found.items()}
+    actual = {} if make is None else make(recipe)
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in actual.items()}
 
 
 def _cdpruner(recipe: Recipe) -> dict[str, Doubles]:
@@ -104,14 +102,14 @@ def _divprune(recipe: Recipe) -> dict[str, Doubles]:
 
 def _visionzip(recipe: Recipe) -> dict[str, Doubles]:
     batch, count, times = recipe.get("B", 1), recipe["N"], recipe.get("dup", 1)
-    found = {"cls_attn": mass(recipe, "attn", (batch, recipe.get("H", 4), count))}
+    actual = {"cls_attn": mass(recipe, "attn", (batch, recipe.get("H", 4), count))}
     for name, short, width in (
         ("hidden", "hid", recipe.get("D", 32)),
         ("key_metric", "key", recipe.get("dk", 16)),
     ):
         rows = clustered(recipe, short, batch, count + 1, width)
-        found[name] = np.concatenate([rows[:, :1], repeated(rows[:, 1:], times)], axis=1)
-    return found
+        actual[name] = np.concatenate([rows[:, :1], repeated(rows[:, 1:], times)], axis=1)
+    return actual
 
 
 def _prumerge(recipe: Recipe) -> dict[str, Doubles]:

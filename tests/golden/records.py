@@ -1,7 +1,5 @@
 """Golden cases as the records that base policies read.
 
-Knows nothing about what is expected of them.
-
 Where a published method works on one tile at a time, each tile of a case is an image of its own.
 """
 
@@ -14,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.golden.case import Case
-from vllm_autoprune.tpdsl.language import RecordedPrefix, attention_rows
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
 
 
 def _unchanged(rows: Tensor) -> Tensor:

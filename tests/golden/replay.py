@@ -1,7 +1,4 @@
-"""Replay of golden cases through the public interface of the base policies.
-
-Knows nothing about files: it gets a case and says what does not agree.
-"""
+"""Replay of golden cases through the public interface of the base policies."""
 
 from __future__ import annotations
 
@@ -14,12 +11,21 @@ from tests.golden.case import Case
 from tests.golden.degenerate import same_until_duplicates, same_until_rank
 from tests.golden.demand import Demand, demand
 from tests.golden.records import RECORDS
-from vllm_autoprune.base_policies.attended import surviving
-from vllm_autoprune.base_policies.recycling import cluster_count
-from vllm_autoprune.base_policies.sparsevlm import raters, recycled, relevance
+from vllm_autoprune.base_policies.language_attention import surviving_positions
+from vllm_autoprune.base_policies.sparsevlm import (
+    cluster_count,
+    find_raters,
+    rater_attention,
+    recycled_tokens,
+)
 from vllm_autoprune.serving.relevance import segments
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Native, Reference
-from vllm_autoprune.tpdsl.tiles import stitched
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    BasePolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+)
+from vllm_autoprune.tpdsl.tiles import llava_next_order
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Problems = Iterator[str]
@@ -57,9 +63,9 @@ def visionzip(case: Case) -> Problems:
     dominant = case.recipe["dominant"]
     params = {"contextual": case.recipe["contextual"]}
     tokens = RECORDS["visionzip"](case)
-    found = _native("visionzip", params, tokens, case.recipe["K"])
-    features = _features(found)
-    for image, indices in enumerate(found.indices):
+    actual = _native("visionzip", params, tokens, case.recipe["K"])
+    features = _features(actual)
+    for image, indices in enumerate(actual.indices):
         kept = indices[:dominant]
         yield from _sound(indices[1:], case.recipe["K"] - 1, case.recipe["N"])
         if demand(case) is not Demand.SOUND:
@@ -85,9 +91,9 @@ def trim(case: Case) -> Problems:
     tokens = RECORDS["trim"](case)
     tiles, budget = tokens.grid.tiles, case.recipe.get("K")
     whole = None if budget is None else budget * tiles
-    found = _native("trim", {}, tokens, whole)
-    indices = found.indices[0].reshape(tiles, -1)
-    rows = _features(found)[0].reshape(tiles, indices.shape[1], -1)
+    actual = _native("trim", {}, tokens, whole)
+    indices = actual.indices[0].reshape(tiles, -1)
+    rows = _features(actual)[0].reshape(tiles, indices.shape[1], -1)
     patches = tokens.by_tile(tokens.features)
     if budget is not None:
         alone = _select("trim", {}, tokens, budget * tiles)
@@ -123,7 +129,7 @@ def fastv(case: Case) -> Problems:
     yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
     if demand(case) is not Demand.SOUND:
         length = case.given("attn_last_row").shape[1]
-        left = surviving(picks, case.recipe["sys"], tokens.count, length)
+        left = surviving_positions(picks, case.recipe["sys"], tokens.count, length)
         yield from _equal("keep_seq", left[0], case.wanted("keep_seq"))
 
 
@@ -138,25 +144,25 @@ def sparsevlm(case: Case) -> Problems:
     """Raters, scores, kept tokens, what is recycled, and the clusters made of it."""
     tokens = RECORDS["sparsevlm"](case)
     language = tokens.require_language()
-    found = _native("sparsevlm", {}, tokens, case.recipe["K"])
-    kept = found.indices[0][found.indices[0] >= 0]
-    score = relevance(language, 2, tokens.count)
-    sources = recycled(score, kept[None])[0]
-    made = cluster_count(sources.numel())
-    clusters = _features(found)[0][kept.numel() :]
+    actual = _native("sparsevlm", {}, tokens, case.recipe["K"])
+    kept = actual.indices[0][actual.indices[0] >= 0]
+    score = rater_attention(language, 2, tokens.count)
+    sources = recycled_tokens(score, kept[None])[0]
+    result = cluster_count(sources.numel())
+    clusters = _features(actual)[0][kept.numel() :]
     yield from _sound(kept, min(case.recipe["K"], tokens.count - 1), tokens.count)
-    if clusters.shape[0] != made:
-        yield f"{clusters.shape[0]} clusters of {sources.numel()} tokens, which make {made}"
+    if clusters.shape[0] != result:
+        yield f"{clusters.shape[0]} clusters of {sources.numel()} tokens, which make {result}"
     if demand(case) is not Demand.SOUND:
         yield from _equal("keep", kept, case.wanted("keep"))
     if not case.note:
-        rating = raters(language, tokens.count)[0].nonzero()[:, 0]
+        rating = find_raters(language, tokens.count)[0].nonzero()[:, 0]
         yield from _equal("raters", rating, case.wanted("raters"))
         yield from _close(score, case.wanted("rel")[None], 1e-3)
         yield from _equal(
             "merge_src", sources.sort().values, case.wanted("merge_src").sort().values
         )
-        yield from _equal("cluster_num", torch.tensor(made), case.wanted("cluster_num"))
+        yield from _equal("cluster_num", torch.tensor(result), case.wanted("cluster_num"))
         yield from _close(clusters, case.wanted("merged"), 1e-3)
 
 
@@ -165,8 +171,8 @@ def next_order(case: Case) -> Problems:
     size = case.recipe["N"]
     side = int(size**0.5)
     kept = case.wanted("keep") + torch.arange(len(case.wanted("keep")))[:, None] * size
-    found = stitched(kept.reshape(1, -1), Grid(side, side, len(kept)))
-    yield from _equal("sequence", found[0], case.wanted("sequence"))
+    actual = llava_next_order(kept.reshape(1, -1), Grid(side, side, len(kept)))
+    yield from _equal("sequence", actual[0], case.wanted("sequence"))
 
 
 def clip_chunk(case: Case) -> Problems:
@@ -174,11 +180,11 @@ def clip_chunk(case: Case) -> Problems:
     wanted = case.wanted("segments")
     ids = tuple(case.wanted("token_ids").tolist())
     padded, mask = torch.zeros_like(wanted), torch.zeros_like(wanted)
-    found = segments(ids, wanted.shape[1])
-    if len(found) != len(wanted):
-        yield f"{len(found)} segments instead of {len(wanted)}"
+    actual = segments(ids, wanted.shape[1])
+    if len(actual) != len(wanted):
+        yield f"{len(actual)} segments instead of {len(wanted)}"
         return
-    for row, segment in enumerate(found):
+    for row, segment in enumerate(actual):
         padded[row, : len(segment)] = torch.tensor(segment)
         mask[row, : len(segment)] = 1
     yield from _equal("segments", padded, wanted)
@@ -204,8 +210,8 @@ METHODS: Mapping[str, Callable[[Case], Problems]] = {
 
 def _prumerge(case: Case, params: dict[str, object], budget: int | None) -> Problems:
     tokens = RECORDS["prumerge"](case)
-    found = _native("prumerge_plus", params, tokens, budget)
-    indices, rows = found.indices[0], _features(found)[0]
+    actual = _native("prumerge_plus", params, tokens, budget)
+    indices, rows = actual.indices[0], _features(actual)[0]
     kept = indices[:-1]
     yield from _sound(kept, case.wanted("idx").numel(), tokens.count)
     if demand(case) is Demand.ORDER:
@@ -220,17 +226,19 @@ def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
     return call.params
 
 
-def _select(policy: str, params: dict[str, object], tokens: VisualTokens, budget: int) -> Reference:
+def _select(
+    policy: str, params: dict[str, object], tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     return BASE_POLICIES[policy].select(_params(policy, params), tokens, budget)
 
 
 def _native(
     policy: str, params: dict[str, object], tokens: VisualTokens, budget: int | None
-) -> Native:
+) -> PublishedSelection:
     return BASE_POLICIES[policy].native(_params(policy, params), tokens, budget)
 
 
-def _features(found: Native) -> tuple[Tensor, ...]:
+def _features(found: PublishedSelection) -> tuple[Tensor, ...]:
     assert found.features is not None
     return found.features
 
@@ -243,10 +251,10 @@ def _compared(case: Case, picks: Tensor, wanted: Tensor, count: int) -> Problems
     """Picks ``(B, K)`` with those of the published code, as far as the case allows."""
     for row in picks:
         yield from _sound(row, count, case.recipe["N"])
-    asked = demand(case)
-    if asked is Demand.ORDER:
+    requested = demand(case)
+    if requested is Demand.ORDER:
         yield from _equal("order", picks, wanted)
-    elif asked is Demand.SET:
+    elif requested is Demand.SET:
         yield from _equal("set", picks.sort(dim=1).values, wanted.sort(dim=1).values)
 
 

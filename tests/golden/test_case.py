@@ -33,10 +33,10 @@ def test_there_are_cases_of_every_method_and_of_no_other() -> None:
 
 @pytest.mark.parametrize(("method", "count"), METHODS.items())
 def test_every_case_is_there_and_its_inputs_are_the_recorded_ones(method: str, count: int) -> None:
-    found = [load(name) for name in names(method)]  # load checks the digests
-    assert len(found) == count
+    actual = [load(name) for name in names(method)]  # load checks the digests
+    assert len(actual) == count
     made_by = GENERATOR.get(method, method)
-    assert all(case.recipe["gen"] == made_by and case.expected for case in found)
+    assert all(case.recipe["gen"] == made_by and case.expected for case in actual)
 
 
 def test_the_hash_behind_the_inputs_gives_the_same_numbers_everywhere() -> None:

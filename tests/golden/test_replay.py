@@ -44,8 +44,8 @@ def test_another_outcome_is_noticed(name: str, array: str, said: str) -> None:
     case = load(name)
     wrong = case.expected[array].copy()
     wrong.flat[3 if wrong.size > 3 else 0] += 1
-    found = replay(replace(case, expected={**case.expected, array: wrong}))
-    assert any(problem.startswith(said) for problem in found), found
+    actual = replay(replace(case, expected={**case.expected, array: wrong}))
+    assert any(problem.startswith(said) for problem in actual), actual
 
 
 class TestDemands:
@@ -76,8 +76,8 @@ class TestDemands:
         wrong = case.expected["order"].copy()
         # A token that is not among the first picks, nor a duplicate of one of those.
         wrong.flat[2] = wrong.flat[9]
-        found = replay(replace(case, expected={**case.expected, "order": wrong}))
-        assert len(found) == 1 and "the first" in found[0]
+        actual = replay(replace(case, expected={**case.expected, "order": wrong}))
+        assert len(actual) == 1 and "the first" in actual[0]
 
 
 class TestCommand:

@@ -19,7 +19,7 @@ from tests.serving.http import body
 from tests.tpdsl.samples import shipped
 from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.request import REQUEST_KEY
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 BODY = "body"
 """The kind of requests that change what vLLM reads itself."""

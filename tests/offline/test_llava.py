@@ -18,7 +18,7 @@ from vllm_autoprune.offline import open_vision
 from vllm_autoprune.offline.llava import LlavaVision
 from vllm_autoprune.offline.pixels import picture_of
 from vllm_autoprune.report.trace import trace
-from vllm_autoprune.tpdsl.state import known_base_policies
+from vllm_autoprune.tpdsl.states.state import known_base_policies
 
 EXAMPLE = held_out("test", 1)[0]
 

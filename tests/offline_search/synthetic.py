@@ -21,8 +21,8 @@ from offline_search.prompt import Messages
 from offline_search.proposal import JsonObject
 from offline_search.proposers.protocol import Reply
 from offline_search.records import Cost
-from vllm_autoprune.tpdsl.probes import synthetic_probes
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 

@@ -169,9 +169,9 @@ async def test_a_wrong_key_or_model_is_one_error_before_the_first_round(
     with endpoint(lambda body, n: answer) as told, pytest.raises(ConfigError) as caught:
         await prepared(quick(told))
     (problem,) = caught.value.problems
-    assert problem.where == where and problem.what and problem.mend
+    assert problem.where == where and problem.what and problem.fix
     if where == "--proposer-model":
-        assert "m" in problem.mend
+        assert "m" in problem.fix
 
 
 Answering = Callable[[Body, int], Answer]

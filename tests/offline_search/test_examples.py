@@ -39,7 +39,7 @@ def test_every_problem_is_told_at_once(data: Dataset) -> None:
     where = {problem.where for problem in caught.value.problems}
     assert {"search.jsonl:25", "search.jsonl:26", "search.jsonl:27"} <= where
     assert {"validation.jsonl", "test-2.png"} <= where
-    assert all(problem.mend for problem in caught.value.problems)
+    assert all(problem.fix for problem in caught.value.problems)
 
 
 def test_an_empty_split_and_a_folder_that_is_none(data: Dataset, tmp_path: Path) -> None:

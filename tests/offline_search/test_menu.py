@@ -23,8 +23,8 @@ from offline_search.space import Dice, composed, quota_scale
 from offline_search.strategies.starts import paper_state, plain_state
 from tests.offline_search.replies import BUDGET, sound
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
-from vllm_autoprune.tpdsl.atom import ATOMS
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 DRAWS = 40
 UNCOUNTED = ("reference_strict_preservation_selector", "quality_topk_selector")  # without a q_e

@@ -13,14 +13,14 @@ from offline_search.space import Dice, composed
 from offline_search.strategies.starts import paper_state
 from tests.offline_search.replies import BUDGET, HOSTILE, sound
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_whatever_a_reply_holds_it_is_a_state_or_a_reason(name: str, settings: Settings) -> None:
     draft = read_proposal(HOSTILE[name], settings, "llm", ("1.0",))
     assert draft.state is None
-    assert draft.problems and all(problem.what and problem.mend for problem in draft.problems)
+    assert draft.problems and all(problem.what and problem.fix for problem in draft.problems)
     assert sum(len(str(problem)) for problem in draft.problems) < 20_000
     assert (draft.origin, draft.parents) == ("llm", ("1.0",))
 

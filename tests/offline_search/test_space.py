@@ -12,7 +12,7 @@ from offline_search.space import Dice, composed, knobs, read_choices, read_knobs
 from offline_search.strategies.starts import base_state, paper_state, warm_starts
 from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
-from vllm_autoprune.tpdsl.atom import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS
 
 
 class Lowest:

@@ -16,7 +16,7 @@ from offline_search.space import read_choices
 from offline_search.strategies.sampler import Choice, Study, Suggestion
 from tests.offline_search.replies import sound
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 SEEDS = range(3)
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_autoprune.ops.capped import capped_greedy_map
 from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.dpp_torch import capped_greedy_map
 
 
 def similarity(seed: int, batch: int = 2, tokens: int = 20, width: int = 24) -> torch.Tensor:
@@ -21,11 +21,11 @@ def test_a_cap_that_never_binds_is_plain_greedy_map(seed: int, count: int, force
     quality = torch.rand(2, 20, generator=source) + 0.1
     anchors = torch.rand(2, 20, generator=source).argsort(dim=1)[:, : min(forced, count)]
     every = torch.ones(2, 20, dtype=torch.bool)
-    found = capped_greedy_map(
+    actual = capped_greedy_map(
         kernel, quality, count, anchors=anchors, eligible=every, cells=every.long() * 0, cap=20
     )
     expected = greedy_map(kernel, quality, count, anchors=anchors, eligible=every)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), cells=st.integers(4, 8))
@@ -40,7 +40,7 @@ def test_no_cell_gets_more_than_the_cap_while_another_has_room(
         room = sum(
             min(cap, int((eligible[image] & (labels[image] == c)).sum())) for c in range(cells)
         )
-        found = capped_greedy_map(
+        actual = capped_greedy_map(
             similarity(seed)[image : image + 1],
             torch.ones(1, 20),
             room,
@@ -49,13 +49,13 @@ def test_no_cell_gets_more_than_the_cap_while_another_has_room(
             cells=labels[image : image + 1],
             cap=cap,
         )[0]
-        assert len(set(found.tolist())) == room and bool(eligible[image][found].all())
-        assert int(labels[image][found].bincount().max()) <= cap
+        assert len(set(actual.tolist())) == room and bool(eligible[image][actual].all())
+        assert int(labels[image][actual].bincount().max()) <= cap
 
 
 def test_by_hand() -> None:
     # All tokens are unlike each other, so quality decides: 3, 2, 1, 0, and two share a cell.
-    found = capped_greedy_map(
+    actual = capped_greedy_map(
         torch.eye(4)[None],
         torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
         3,
@@ -64,11 +64,11 @@ def test_by_hand() -> None:
         cells=torch.tensor([[0, 1, 2, 2]]),
         cap=1,
     )
-    assert found.tolist() == [[3, 1, 0]]
+    assert actual.tolist() == [[3, 1, 0]]
 
 
 def test_anchors_fill_their_cells() -> None:
-    found = capped_greedy_map(
+    actual = capped_greedy_map(
         torch.eye(4)[None],
         torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
         2,
@@ -77,11 +77,11 @@ def test_anchors_fill_their_cells() -> None:
         cells=torch.tensor([[3, 0, 0, 3]]),
         cap=1,
     )
-    assert found.tolist() == [[0, 2]]
+    assert actual.tolist() == [[0, 2]]
 
 
 def test_the_cap_is_lifted_where_nothing_else_is_left() -> None:
-    found = capped_greedy_map(
+    actual = capped_greedy_map(
         torch.eye(4)[None],
         torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
         4,
@@ -90,7 +90,7 @@ def test_the_cap_is_lifted_where_nothing_else_is_left() -> None:
         cells=torch.zeros(1, 4, dtype=torch.int64),
         cap=1,
     )
-    assert found.tolist() == [[3, 2, 1, 0]]
+    assert actual.tolist() == [[3, 2, 1, 0]]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -101,5 +101,5 @@ def test_what_is_not_finite_does_not_repeat_an_index(value: float) -> None:
     every = torch.ones(2, 20, dtype=torch.bool)
     given_ = {"eligible": every, "cells": torch.arange(20).expand(2, -1) % 5, "cap": 3}
     none = torch.empty(2, 0, dtype=torch.int64)
-    found = capped_greedy_map(kernel, quality, 12, anchors=none, **given_)  # type: ignore[arg-type]
-    assert [len(set(row)) for row in found.tolist()] == [12, 12]
+    actual = capped_greedy_map(kernel, quality, 12, anchors=none, **given_)  # type: ignore[arg-type]
+    assert [len(set(row)) for row in actual.tolist()] == [12, 12]

@@ -30,8 +30,8 @@ def ran(what: str, **environment: str) -> dict[str, list[list[list[int]]]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
-    return found
+    actual: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
+    return actual
 
 
 @cache
@@ -52,12 +52,12 @@ def test_the_compiler_takes_it_for_an_a100_and_an_h100(tmp_path: Path) -> None:
 
 
 def test_tensors_on_the_cpu_go_to_torch() -> None:
-    assert dpp._fastest_form(torch.device("cpu")) is greedy_map_torch
+    assert dpp._fastest_implementation(torch.device("cpu")) is greedy_map_torch
 
 
 def test_without_triton_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
-    assert dpp._fastest_form(torch.device("cuda")) is greedy_map_torch
+    assert dpp._fastest_implementation(torch.device("cuda")) is greedy_map_torch
 
 
 @pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_on_a_gpu_it_picks_the_same(given: triton_cases.Inputs) -> None:
 
     assert works()
     there = given.to("cuda")
-    found = greedy_map_triton(
+    actual = greedy_map_triton(
         there.similarity, there.quality, there.count, there.anchors, there.eligible
     )
-    assert found.tolist() == given.in_torch()
+    assert actual.tolist() == given.in_torch()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.ops.products import cosines, cosines_between, cosines_with
+from vllm_autoprune.ops.similarity import cosines, cosines_between, cosines_with
 
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,30 +29,30 @@ def test_cosines_are_products_of_directions_rounded_in_their_own_dtype(
 ) -> None:
     features = rows(tokens, 2, tokens, 33, dtype)
     unit = (features / features.norm(dim=-1, keepdim=True)).double()
-    found = cosine(features)
-    assert found.dtype == torch.float32 and found.shape == (2, tokens, tokens)
-    assert torch.allclose(found.double(), unit @ unit.transpose(1, 2), atol=1e-5)
+    actual = cosine(features)
+    assert actual.dtype == torch.float32 and actual.shape == (2, tokens, tokens)
+    assert torch.allclose(actual.double(), unit @ unit.transpose(1, 2), atol=1e-5)
 
 
 def test_the_two_triangles_are_equal_where_one_is_copied() -> None:
-    found = cosine(rows(1, 2, 576, 48, torch.float32))
-    assert torch.allclose(found, found.transpose(1, 2), atol=1e-6)
-    assert torch.equal(found[:, :144, 144:], found[:, 144:, :144].transpose(1, 2))
+    actual = cosine(rows(1, 2, 576, 48, torch.float32))
+    assert torch.allclose(actual, actual.transpose(1, 2), atol=1e-6)
+    assert torch.equal(actual[:, :144, 144:], actual[:, 144:, :144].transpose(1, 2))
 
 
 def test_a_zero_row_is_like_nothing() -> None:
     features = rows(2, 1, 6, 8, torch.float16)
     features[0, 3] = 0
-    found = cosine(features)
-    assert found[0, 3].eq(0).all() and found[0, :, 3].eq(0).all()
+    actual = cosine(features)
+    assert actual[0, 3].eq(0).all() and actual[0, :, 3].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_cosines_between_some_are_entries_of_the_whole(dtype: torch.dtype) -> None:
     features = rows(6, 2, 12, 33, dtype)
     features[0, 2] = 0
-    found = cosines_between(features[:, [2, 7]], features[:, [0, 2, 11]])
-    assert torch.allclose(found, cosine(features)[:, [2, 7]][:, :, [0, 2, 11]], atol=1e-6)
+    actual = cosines_between(features[:, [2, 7]], features[:, [0, 2, 11]])
+    assert torch.allclose(actual, cosine(features)[:, [2, 7]][:, :, [0, 2, 11]], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -61,13 +61,13 @@ def test_cosines_with_other_vectors(dtype: torch.dtype) -> None:
     tokens, width = 70, 4096
     features, others = rows(3, 2, tokens, width, dtype), rows(4, 2, 3, width, torch.float32)
     features[0, 5], others[1, 2] = 0, 0
-    found = cosines_with(features, others)
+    actual = cosines_with(features, others)
     wide, far = features.double(), others.double()
     wanted = torch.nn.functional.normalize(wide, dim=-1) @ torch.nn.functional.normalize(
         far, dim=-1
     ).transpose(1, 2)
-    assert found.dtype == torch.float32
-    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    assert actual.dtype == torch.float32
+    assert torch.allclose(actual.double(), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

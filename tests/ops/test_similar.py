@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_autoprune.ops.similar import mean_of_largest_others, mean_of_neighbours
+from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
 
 
 def symmetric(seed: int, batch: int, size: int, levels: int = 1000) -> Tensor:
@@ -29,11 +29,11 @@ def test_the_largest_off_the_diagonal_by_sorting(
 ) -> None:
     count = data.draw(st.integers(1, size - 1))
     similarity = symmetric(seed, 2, size, levels)
-    found = mean_of_largest_others(similarity, count)
+    actual = mean_of_largest_others(similarity, count)
     for image, matrix in enumerate(similarity.tolist()):
         for row, values in enumerate(matrix):
             others = sorted(values[:row] + values[row + 1 :], reverse=True)[:count]
-            assert found[image, row].item() == pytest.approx(sum(others) / count, abs=1e-6)
+            assert actual[image, row].item() == pytest.approx(sum(others) / count, abs=1e-6)
 
 
 @pytest.mark.parametrize("own", [-2.0, 0.5, 2.0])
@@ -48,7 +48,7 @@ def test_a_token_s_own_entry_never_counts(own: float) -> None:
 def test_neighbours_are_those_within_the_window(height: int, width: int, radius: int) -> None:
     size = height * width
     similarity = symmetric(height + 10 * width, 2, size)
-    found = mean_of_neighbours(similarity, height, width, radius)
+    actual = mean_of_neighbours(similarity, height, width, radius)
     for token in range(size):
         near = [
             other
@@ -58,7 +58,7 @@ def test_neighbours_are_those_within_the_window(height: int, width: int, radius:
             and abs(other % width - token % width) <= radius
         ]
         wanted = similarity[:, token, near].mean(dim=1) if near else torch.zeros(2)
-        assert torch.allclose(found[:, token], wanted, atol=1e-6)
+        assert torch.allclose(actual[:, token], wanted, atol=1e-6)
 
 
 def test_a_token_that_is_not_near_says_nothing_even_if_it_is_nan() -> None:

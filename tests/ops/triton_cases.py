@@ -96,13 +96,13 @@ def cases() -> Iterator[tuple[str, Inputs]]:
 def _compare() -> dict[str, list[list[list[int]]]]:
     from vllm_autoprune.ops.dpp_triton import greedy_map_triton
 
-    found = {}
+    actual = {}
     for name, given in cases():
         in_triton = greedy_map_triton(
             given.similarity, given.quality, given.count, given.anchors, given.eligible
         )
-        found[name] = [given.in_torch(), in_triton.tolist()]
-    return found
+        actual[name] = [given.in_torch(), in_triton.tolist()]
+    return actual
 
 
 def _compile() -> dict[str, int]:
@@ -116,7 +116,7 @@ def _compile() -> dict[str, int]:
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
     types |= dict.fromkeys(("tokens", "count", "forced"), "i32")
     types |= dict.fromkeys(("exhausted", "divisor", "huge"), "fp32")
-    found = {}
+    actual = {}
     for gpu in GPUS:
         for tokens, masked in ((64, False), (576, True), (2880, False)):
             block, rows, warps = launch_options(tokens)
@@ -127,8 +127,8 @@ def _compile() -> dict[str, int]:
                 target=GPUTarget("cuda", gpu, 32),
                 options={"num_warps": warps},
             )
-            found[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
-    return found
+            actual[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
+    return actual
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.serving.paths import CLIP, LLAVA
 from vllm_autoprune import Grid, Instruction, PruningPolicy, VisualTokens, refine
 from vllm_autoprune.serving.towers import describe_tower
-from vllm_autoprune.tpdsl.outcome import Refined
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 
 BOS = 1
 
@@ -89,7 +89,7 @@ class Offline:
         return AutoTokenizer.from_pretrained(CLIP)
 
     @torch.no_grad()
-    def kept(self, policy: PruningPolicy, image: Image.Image, question: str) -> Refined:
+    def kept(self, policy: PruningPolicy, image: Image.Image, question: str) -> RefinedTokens:
         """What the policy makes of one image and question."""
         return refine(policy, self.tokens(image, question))
 

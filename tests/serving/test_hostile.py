@@ -38,7 +38,7 @@ def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy(runn
     assert report["counted"] == 1
     assert report["broken"] == report["base"]
     # It has had its chance: what it breaks once it may break again.
-    assert report["mended"] == report["other_base"]
+    assert report["fixed"] == report["other_base"]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
     assert same["usage"]["prompt_tokens"] == full["usage"]["prompt_tokens"]
 
 
-def test_a_refusal_says_where_and_how_to_mend_it(pruned: Server) -> None:
+def test_a_refusal_says_where_and_how_to_fix_it(pruned: Server) -> None:
     assert "did you mean 'visionzip'" in refusal(pruned, policy="visionzi")
     broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
     said = refusal(pruned, policy=broken)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.serving import batch, prune
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.tpdsl.outcome import Chosen, Refined
+from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 
 
 @dataclass
@@ -36,14 +36,14 @@ def watch(tower: nn.Module | None = None) -> Watch:
         seen.budgets.append([plan.budget for plan in plans])
         return every(served, plans, *rest)  # type: ignore[arg-type]
 
-    def refined(served: object, plans: Sequence[ItemPlan], *rest: object) -> Refined:
+    def refined(served: object, plans: Sequence[ItemPlan], *rest: object) -> RefinedTokens:
         found = some(served, plans, *rest)  # type: ignore[arg-type]
         for plan, kept, rows in zip(plans, found.indices.tolist(), found.features, strict=True):
             seen.kept[plan] = kept
             seen.rows[plan] = rows
         return found
 
-    def agreed(chosen: Chosen) -> Chosen:
+    def agreed(chosen: TokenSelection) -> TokenSelection:
         seen.before_broadcast.append(chosen.indices.tolist())
         return agree(chosen)
 

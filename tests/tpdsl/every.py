@@ -1,7 +1,4 @@
-"""What tests of every atom share: a state that runs the atom, images with every input, a ledger.
-
-Knows nothing about what any atom computes.
-"""
+"""What tests of every atom share: a state that runs the atom, images with every input, a ledger."""
 
 from __future__ import annotations
 
@@ -13,13 +10,12 @@ import torch
 
 from tests.tpdsl.samples import images, state, take
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
-from vllm_autoprune.tpdsl.atom import ATOMS, Group
-from vllm_autoprune.tpdsl.constraints import BoundedSelector
-from vllm_autoprune.tpdsl.partitions import PartitionCall
-from vllm_autoprune.tpdsl.reassembly.output import BlendCall, ExchangeCall
-from vllm_autoprune.tpdsl.source import ReferencePrior, ViewCall
-from vllm_autoprune.tpdsl.tokens import Need
-from vllm_autoprune.tpdsl.tower import TowerStates
+from vllm_autoprune.tpdsl.atoms.constraints import BoundedSelector
+from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
+from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
+from vllm_autoprune.tpdsl.tokens import Need, TowerStates
 
 MEANINGS: set[str] = set()
 """Atoms of which some test says, on a case checked by hand or by a plain loop, what they do."""
@@ -35,15 +31,15 @@ def means(*names: str) -> Callable[[T], T]:
 
 def doing_something(name: str) -> dict[str, object]:
     """The atom with parameters at which it is not idle."""
-    found = ATOMS[name].call
+    actual = ATOMS[name].call
     call: dict[str, object] = {"atom": name}
-    if issubclass(found, BlendCall):
+    if issubclass(actual, BlendCall):
         call["strength"] = 0.5
-    if issubclass(found, ExchangeCall):
+    if issubclass(actual, ExchangeCall):
         call["margin"] = 0.0
-    if issubclass(found, BoundedSelector):
+    if issubclass(actual, BoundedSelector):
         call["q_e"] = 3
-    if issubclass(found, ReferencePrior):
+    if issubclass(actual, ReferencePrior):
         call["floor"] = 0.5
     return call
 

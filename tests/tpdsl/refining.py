@@ -1,7 +1,4 @@
-"""Policies of every kind, and what must hold of whatever they select.
-
-Knows nothing about the images they are given.
-"""
+"""Policies of every kind, and what must hold of whatever they select."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.tpdsl.samples import shipped, state
-from vllm_autoprune import Grid, PruningPolicy, Refined, VisualTokens, materialize
-from vllm_autoprune.tpdsl.numerics import evenly, mask_of
+from vllm_autoprune import Grid, PruningPolicy, RefinedTokens, VisualTokens, materialize
+from vllm_autoprune.ops.rowwise import evenly_spaced, mask_from_indices
 
 VARIANTS: dict[str, dict[str, object]] = {
     "shipped": {},
@@ -32,17 +29,19 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(1, 40), Grid(4, 4, tiles=5)]
 
-EVENLY: list[int] = evenly(1, 36, 8, torch.device("cpu"))[0].tolist()
+EVENLY: list[int] = evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
 
 
 def policy_of(variant: str = "shipped", budget: int = 8) -> PruningPolicy:
     return materialize(state(VARIANTS[variant]), budget)
 
 
-def same(one: Refined, other: Refined, rows: tuple[slice | list[int], slice | list[int]]) -> bool:
+def same(
+    one: RefinedTokens, other: RefinedTokens, rows: tuple[slice | list[int], slice | list[int]]
+) -> bool:
     """All of it bit-equal, for these rows of the one and those of the other."""
     mine, yours = rows
-    for field in dataclasses.fields(Refined):
+    for field in dataclasses.fields(RefinedTokens):
         a, b = vars_of(one)[field.name], vars_of(other)[field.name]
         if (a is None) != (b is None):
             return False
@@ -51,7 +50,7 @@ def same(one: Refined, other: Refined, rows: tuple[slice | list[int], slice | li
     return True
 
 
-def vars_of(found: Refined) -> dict[str, Tensor | None]:
+def vars_of(found: RefinedTokens) -> dict[str, Tensor | None]:
     return {
         "features": found.features,
         "indices": found.indices,
@@ -62,7 +61,7 @@ def vars_of(found: Refined) -> dict[str, Tensor | None]:
     }
 
 
-def assert_sound(policy: PruningPolicy, tokens: VisualTokens, found: Refined) -> None:
+def assert_sound(policy: PruningPolicy, tokens: VisualTokens, found: RefinedTokens) -> None:
     """The promises that hold for every policy, image and budget below N."""
     k = policy.budget
     assert found.features.shape == (tokens.batch, k, tokens.features.shape[2])
@@ -71,9 +70,9 @@ def assert_sound(policy: PruningPolicy, tokens: VisualTokens, found: Refined) ->
     assert found.indices.shape == found.reference.shape == (tokens.batch, k)
     assert bool((found.indices.diff(dim=1) > 0).all())
     assert int(found.indices.min()) >= 0 and int(found.indices.max()) < tokens.count
-    base = mask_of(found.reference, tokens.count)
+    base = mask_from_indices(found.reference, tokens.count)
     assert base.sum(dim=1).tolist() == [k] * tokens.batch
-    shared = (mask_of(found.indices, tokens.count) & base).sum(dim=1)
+    shared = (mask_from_indices(found.indices, tokens.count) & base).sum(dim=1)
     assert torch.equal(found.exchanged, k - shared)
     assert int(shared.min()) >= policy.r_min
     assert int(found.exchanged.max()) <= policy.quota

@@ -1,7 +1,4 @@
-"""What is said of a state that is refused.
-
-Knows nothing about what is wrong with it.
-"""
+"""What is said of a state that is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ def refused(source: str | Path) -> list[tuple[str, str]]:
     """Where and what, of every problem for which the state is refused."""
     with pytest.raises(StateError) as raised:
         load_state(source)
-    assert raised.value.problems and all(p.mend for p in raised.value.problems)
+    assert raised.value.problems and all(p.fix for p in raised.value.problems)
     return [(problem.where, problem.what) for problem in raised.value.problems]
 
 
@@ -27,9 +24,9 @@ def refused_with(changes: dict[str, object]) -> list[tuple[str, str]]:
     return refused(json.dumps(edited(shipped(), changes)))
 
 
-def mended(changes: dict[str, object]) -> str:
+def fixed(changes: dict[str, object]) -> str:
     """The advice given for the one problem of a changed state."""
     with pytest.raises(StateError) as raised:
         load_state(json.dumps(edited(shipped(), changes)))
     (problem,) = raised.value.problems
-    return problem.mend
+    return problem.fix

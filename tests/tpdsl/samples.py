@@ -1,7 +1,4 @@
-"""Small states and images that the tests are made from.
-
-Knows nothing about what is expected of them.
-"""
+"""Small states and images that the tests are made from."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
-from vllm_autoprune.tpdsl.atom import ATOMS
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 Json = dict[str, Any]
 

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.state_cost import states
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningState, StateError, load_state, materialize, refine
-from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.cost import (
     DEFAULT_COST,
@@ -21,7 +20,8 @@ from vllm_autoprune.tpdsl.cost import (
     require_affordable,
     state_cost,
 )
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 
 @pytest.mark.parametrize("name", shipped_states())

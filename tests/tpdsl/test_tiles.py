@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from vllm_autoprune import Grid, VisualTokens
-from vllm_autoprune.tpdsl.tiles import TileGroup, join_groups, join_tiles, stitched, tile_groups
+from vllm_autoprune.tpdsl.tiles import (
+    TileGroup,
+    join_groups,
+    join_tiles,
+    llava_next_order,
+    tile_groups,
+)
 
 
 def image_of(tiles: int, batch: int = 2) -> VisualTokens:
@@ -16,8 +22,8 @@ def image_of(tiles: int, batch: int = 2) -> VisualTokens:
 
 def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() -> None:
     picks = torch.tensor([[5, 0], [4, 1], [3, 2]])  # three tiles of one image
-    found = join_tiles(picks, image_of(3, batch=1), (2, 1, 1))
-    assert found.tolist() == [[5, 10, 15, 0]]
+    actual = join_tiles(picks, image_of(3, batch=1), (2, 1, 1))
+    assert actual.tolist() == [[5, 10, 15, 0]]
 
 
 @pytest.mark.parametrize(
@@ -30,15 +36,15 @@ def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() ->
     ],
 )
 def test_tiles_of_equal_share_are_a_group(budget: int, groups: list[tuple[int, int, int]]) -> None:
-    found = tile_groups(image_of(3), budget)
-    assert [(group.first, group.tiles, group.share) for group in found] == groups
+    actual = tile_groups(image_of(3), budget)
+    assert [(group.first, group.tiles, group.share) for group in actual] == groups
 
 
 def test_a_group_sees_its_own_tiles_of_every_image() -> None:
     tokens = image_of(3)
     group = TileGroup(first=1, tiles=2, share=1)
-    found = group.of(tokens.features, tokens)[:, :, 0]
-    assert found[:, 0].tolist() == [6, 12, 106, 112] and found.shape == (4, 6)
+    actual = group.of(tokens.features, tokens)[:, :, 0]
+    assert actual[:, 0].tolist() == [6, 12, 106, 112] and actual.shape == (4, 6)
     within = torch.tensor([[0], [5], [1], [2]])
     assert group.within_image(within, tokens).tolist() == [[6], [17], [7], [14]]
 
@@ -48,10 +54,10 @@ def test_groups_join_by_rank_with_the_longer_ones_last_row_behind() -> None:
     groups = tile_groups(tokens, 4)
     first = torch.tensor([[0, 1], [100, 101]])  # one tile of each image, two rows
     others = torch.tensor([[10], [20], [110], [120]])  # two tiles of each image, one row
-    found = join_groups([first, others], groups, tokens)
-    assert found.tolist() == [[0, 10, 20, 1], [100, 110, 120, 101]]
+    actual = join_groups([first, others], groups, tokens)
+    assert actual.tolist() == [[0, 10, 20, 1], [100, 110, 120, 101]]
     deep = join_groups([first[:, :, None], others[:, :, None]], groups, tokens)
-    assert deep.tolist() == found[:, :, None].tolist()
+    assert deep.tolist() == actual[:, :, None].tolist()
     assert join_groups([others], [TileGroup(0, 2, 1)], tokens).tolist() == [[10, 20], [110, 120]]
 
 
@@ -63,6 +69,6 @@ def test_llava_next_reads_the_base_view_then_the_crops_as_one_picture() -> None:
     rows = [[6, 7, 8, 12, 13, 14], [9, 10, 11, 15, 16, 17]]
     rows += [[18, 19, 20, 24, 25, 26], [21, 22, 23, 27, 28, 29]]
     order = [*range(6), *(token for row in rows for token in row)]
-    assert stitched(everything, grid).tolist() == [order]
+    assert llava_next_order(everything, grid).tolist() == [order]
     kept = torch.tensor([[28, 9, 5, 12, 0, 18], [0, 1, 2, 3, 4, 5]])
-    assert stitched(kept, grid).tolist() == [[0, 5, 12, 9, 18, 28], [0, 1, 2, 3, 4, 5]]
+    assert llava_next_order(kept, grid).tolist() == [[0, 5, 12, 9, 18, 28], [0, 1, 2, 3, 4, 5]]

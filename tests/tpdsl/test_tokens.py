@@ -79,9 +79,9 @@ def test_the_record_is_frozen() -> None:
 def test_cosines_made_before_are_used_and_change_nothing() -> None:
     policy = materialize(load_state("autoprune"), 8)
     tokens = images(batch=3)
-    made = tokens.cosine.clone()
-    known = dataclasses.replace(tokens, known_cosine=made)
-    assert known.cosine is made
+    result = tokens.cosine.clone()
+    known = dataclasses.replace(tokens, known_cosine=result)
+    assert known.cosine is result
     assert torch.equal(refine(policy, known).indices, refine(policy, tokens).indices)
 
 

@@ -1,7 +1,4 @@
-"""The human-designed base policies, one file each, behind one interface.
-
-Knows nothing about residual refinement or about serving.
-"""
+"""Base policies: published token selectors, one module each, behind one interface."""
 
 from vllm_autoprune.base_policies import (
     cdpruner,

@@ -1,7 +1,4 @@
-"""CDPruner: diversity conditioned on the instruction, by a determinantal point process.
-
-Knows nothing about where relevance comes from: a CLIP text tower or the language model's own
-embeddings fill the same record.
+"""CDPruner: greedy MAP of a determinantal point process conditioned on the instruction.
 
 Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
 paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles).
@@ -12,12 +9,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
-from vllm_autoprune.tpdsl.budget import split_over_tiles
-from vllm_autoprune.tpdsl.kernels import sharpen
-from vllm_autoprune.tpdsl.numerics import normalise
-from vllm_autoprune.tpdsl.scoring import relevance
-from vllm_autoprune.tpdsl.tiles import join_tiles
+from vllm_autoprune.ops.rowwise import min_max_normalise
+from vllm_autoprune.tpdsl.atoms.kernels import sharpen
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -25,16 +21,19 @@ class CDPrunerParams(BasePolicyParams):
     """Parameters of CDPruner."""
 
     theta: float | None = Field(
-        None, ge=0.0, le=0.95, description="balance of relevance; null: as published, none"
+        None,
+        ge=0.0,
+        le=0.95,
+        description="exponential weight of relevance; null: relevance itself, as published",
     )
 
 
 @base_policy(CDPrunerParams, needs=frozenset({"instruction"}))
-def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Reference:
-    """Greedy MAP on L = diag(r) S diag(r), tile by tile; r is relevance over all tiles."""
+def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles."""
     instruction = tokens.require_instruction()
-    r = normalise(instruction.sign * relevance(instruction), offset=1e-6)
+    r = min_max_normalise(instruction.sign * instruction_relevance(instruction), offset=1e-6)
     r = tokens.by_tile(sharpen(r, params.theta))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = greedy_map(tokens.tile_cosine, r, shares[0])
-    return Reference(join_tiles(picks, tokens, shares))
+    return ReferenceSelection(join_tiles(picks, tokens, shares))

@@ -1,6 +1,4 @@
-"""DivPrune: keep the tokens that are farthest from each other.
-
-Knows nothing about the instruction: one image keeps the same tokens for every question.
+"""DivPrune: maximise the smallest pairwise distance of the kept tokens (max-min diversity).
 
 Source: Alvar et al., "DivPrune" (CVPR 2025), and its published code.
 """
@@ -14,9 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
-from vllm_autoprune.tpdsl.budget import split_over_tiles
-from vllm_autoprune.tpdsl.tiles import join_tiles
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -24,32 +21,32 @@ class DivPruneParams(BasePolicyParams):
     """Parameters of DivPrune."""
 
     tile_scope: Literal["per_tile", "global"] = Field(
-        "per_tile", description="select within each tile, or over all tiles of an image"
+        "per_tile", description="select within each tile or across all tiles of an image"
     )
 
 
 @base_policy(DivPruneParams)
-def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Reference:
-    """Max-min cosine distance, begun at the token farthest from its nearest neighbour."""
+def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Max-min cosine distance, starting at the token farthest from its nearest neighbour."""
     if params.tile_scope == "global":
-        return Reference(_spread(tokens.features, budget))
+        return ReferenceSelection(_spread(tokens.features, budget))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = _spread(tokens.by_tile(tokens.features), shares[0])
-    return Reference(join_tiles(picks, tokens, shares))
+    return ReferenceSelection(join_tiles(picks, tokens, shares))
 
 
 def _spread(features: Tensor, count: int) -> Tensor:
-    """``(B, N, D) -> (B, count)`` picks.
+    """Farthest-point picks ``(B, count)`` of features ``(B, N, D)``.
 
-    Everything stays in the features' dtype, as published: in half precision distances are
-    coarse, ties are common, and the first index wins them.
+    Computed in the dtype of the features, as published: in half precision ties are common, and the
+    lower index wins.
     """
     norm = features.norm(dim=-1, keepdim=True)
     unit = features / norm.clamp_min(torch.finfo(features.dtype).tiny)
     distance = 1 - unit @ unit.transpose(1, 2)
     batch, size, _ = features.shape
-    # The smallest entry of a column is meant to be the token itself, so the second smallest is
-    # its nearest neighbour; the published code asks for exactly that and never masks itself.
+    # The smallest distance of a token is to itself, so the second smallest is to its nearest
+    # neighbour; like the published code, this does not mask the diagonal.
     second = distance.topk(min(2, size), dim=1, largest=False).values[:, -1]
     first = second.argmax(dim=1, keepdim=True)
     nearest = distance.gather(1, first[:, :, None].expand(-1, -1, size))[:, 0]

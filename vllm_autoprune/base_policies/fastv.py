@@ -1,19 +1,17 @@
-"""FastV: keep the visual tokens that the last prompt token attends to in an early layer.
-
-Knows nothing about how the language model's first layers are run.
+"""FastV: keep the visual tokens with most attention from the last prompt token in an early layer.
 
 Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2" (ECCV 2024), and its published
-code, which prunes before layer 2 by the attention of layer 1. Here the same scores select before
-the model runs, and K is the count that enters it [ours].
+code, which prunes before layer 2 by the attention of layer 1. Here the same scores select
+before prefill, and K is the number of tokens that enter the model [ours].
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from vllm_autoprune.base_policies.attended import MOST_LAYERS, attended_by_last
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Reference, base_policy
-from vllm_autoprune.tpdsl.numerics import ranked
+from vllm_autoprune.base_policies.language_attention import MOST_LAYERS, last_token_attention
+from vllm_autoprune.ops.rowwise import rank_descending
+from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -24,13 +22,13 @@ class FastVParams(BasePolicyParams):
         2,
         ge=1,
         le=MOST_LAYERS,
-        description="FastV's K: attention is read in the layer before it, counted from 0",
+        description="layer before which FastV prunes, from 0; the layer before it is read",
     )
 
 
 @base_policy(FastVParams, needs=frozenset({"language"}))
-def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> Reference:
-    """The tokens that the last instruction token attends to most, averaged over heads."""
+def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The tokens with most attention from the last instruction token, averaged over heads."""
     language = tokens.require_language()
-    score = attended_by_last(language, params.layer - 1, tokens.count)
-    return Reference(ranked(score)[:, :budget])
+    score = last_token_attention(language, params.layer - 1, tokens.count)
+    return ReferenceSelection(rank_descending(score)[:, :budget])

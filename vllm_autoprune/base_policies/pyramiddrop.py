@@ -1,25 +1,23 @@
-"""PyramidDrop: rank visual tokens by the last instruction token's attention at a later layer.
-
-Knows nothing about how the language model's first layers are run.
+"""PyramidDrop: keep visual tokens by the last instruction token's attention in a middle layer.
 
 Source: Xing et al., "PyramidDrop" (CVPR 2025), and its published code. It drops in stages, after
 a quarter, a half and three quarters of the layers (8, 16 and 24 of 32), each time by the attention
-of the layer that comes next. Before the model only one stage can run [ours]: it keeps K at once.
+of the next layer. Before prefill only one stage is possible [ours]: it keeps K tokens.
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from vllm_autoprune.base_policies.attended import MOST_LAYERS, attended_by_last
+from vllm_autoprune.base_policies.language_attention import MOST_LAYERS, last_token_attention
+from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
-    Native,
-    Reference,
+    PublishedSelection,
+    ReferenceSelection,
     base_policy,
-    counted,
+    require_budget,
 )
-from vllm_autoprune.tpdsl.numerics import ranked
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -36,15 +34,19 @@ class PyramidDropParams(BasePolicyParams):
     )
 
 
-def native(params: PyramidDropParams, tokens: VisualTokens, budget: int | None) -> Native:
-    """One stage: the kept tokens in raster order."""
-    picks = pyramiddrop(params, tokens, counted("pyramiddrop", budget)).picks
-    return Native(tuple(picks.sort(dim=1).values))
+def native(
+    params: PyramidDropParams, tokens: VisualTokens, budget: int | None
+) -> PublishedSelection:
+    """Kept tokens of one stage, in raster order."""
+    picks = pyramiddrop(params, tokens, require_budget("pyramiddrop", budget)).picks
+    return PublishedSelection(tuple(picks.sort(dim=1).values))
 
 
 @base_policy(PyramidDropParams, needs=frozenset({"language"}), native=native)
-def pyramiddrop(params: PyramidDropParams, tokens: VisualTokens, budget: int) -> Reference:
-    """One stage of PyramidDrop: the tokens that the last instruction token attends to most."""
+def pyramiddrop(params: PyramidDropParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """One stage: the tokens with most attention from the last instruction token."""
     language = tokens.require_language()
     layer = language.layers // 4 if params.layer is None else params.layer
-    return Reference(ranked(attended_by_last(language, layer, tokens.count))[:, :budget])
+    return ReferenceSelection(
+        rank_descending(last_token_attention(language, layer, tokens.count))[:, :budget]
+    )

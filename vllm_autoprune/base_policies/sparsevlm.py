@@ -1,10 +1,8 @@
-"""SparseVLM: keep the visual tokens that the instruction's visual words attend to.
-
-Knows nothing about how the language model's first layers are run.
+"""SparseVLM: keep the visual tokens with most attention from visually relevant text tokens.
 
 Source: Zhang et al., "SparseVLM" (ICML 2025), and its published code, first version. It prunes
 after layers 2, 6 and 15 to fixed counts (the paper's adaptive count is not in the code) and
-recycles a share of what is pruned into cluster centres. Here one stage keeps K at once [ours].
+recycles a share of the pruned tokens as cluster means. Here one stage keeps K tokens [ours].
 """
 
 from __future__ import annotations
@@ -13,24 +11,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.attended import (
+from vllm_autoprune.base_policies.language_attention import (
     MOST_LAYERS,
-    checked_layer,
+    require_layer,
     text_span,
     visual_span,
 )
-from vllm_autoprune.base_policies.merging import products
-from vllm_autoprune.base_policies.recycling import cluster_count, clusters, recycled_count
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, rank_descending
+from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
-    Native,
-    Reference,
+    PublishedSelection,
+    ReferenceSelection,
     base_policy,
-    counted,
+    require_budget,
 )
-from vllm_autoprune.tpdsl.language import LanguagePrefix
-from vllm_autoprune.tpdsl.numerics import mask_of, ranked
-from vllm_autoprune.tpdsl.reassembly import gather_rows
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -45,79 +41,116 @@ class SparseVLMParams(BasePolicyParams):
     )
     recycle: bool = Field(
         False,
-        description="give up to half of K to cluster centres of what is pruned, as published",
+        description="use up to half of K for cluster means of pruned tokens, as published",
     )
 
 
-def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) -> Native:
-    """One stage: the kept tokens in raster order, then the clusters, of what left the layer."""
+def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+    """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
     language = tokens.require_language()
-    score = relevance(language, params.layer, tokens.count)
-    count = min(counted("sparsevlm", budget), tokens.count - 1)
-    kept = ranked(score)[:, :count].sort(dim=1).values
-    left = visual_span(language, language.states(params.layer), tokens.count, dim=1)
-    sources = recycled(score, kept)
-    made = cluster_count(sources.shape[1])
-    members = clusters(gather_rows(left, sources), made, break_ties=False)
-    merged = centres(members, gather_rows(left, sources))
+    score = rater_attention(language, params.layer, tokens.count)
+    count = min(require_budget("sparsevlm", budget), tokens.count - 1)
+    kept = rank_descending(score)[:, :count].sort(dim=1).values
+    states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
+    sources = recycled_tokens(score, kept)
+    count = cluster_count(sources.shape[1])
+    members = density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
+    merged = cluster_means(members, gather_rows(states, sources))
     none = kept.new_full((tokens.batch, merged.shape[1]), -1)
-    rows = torch.cat([gather_rows(left, kept).float(), merged], dim=1)
-    return Native(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
+    rows = torch.cat([gather_rows(states, kept).float(), merged], dim=1)
+    return PublishedSelection(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
 
 
 @base_policy(SparseVLMParams, needs=frozenset({"language"}), native=native)
-def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Reference:
-    """The tokens that the instruction's visual words attend to most, averaged over heads."""
+def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The tokens with most attention from visually relevant text tokens, averaged over heads."""
     language = tokens.require_language()
-    order = ranked(relevance(language, params.layer, tokens.count))
+    order = rank_descending(rater_attention(language, params.layer, tokens.count))
     extra = 0
     if params.recycle:
         extra = min(cluster_count(recycled_count(tokens.count - budget)), budget // 2)
     picks = order[:, : budget - extra]
     if extra == 0:
-        return Reference(picks)
-    # Clusters are found where the published code finds them, in the layer's states, but made of
-    # what enters the language model, because that is what they become.
+        return ReferenceSelection(picks)
+    # As published, clusters are computed from the layer's states; their means are of the rows that
+    # enter the language model, because the mean becomes one of those rows.
     sources = order[:, picks.shape[1] :][:, : recycled_count(tokens.count - picks.shape[1])]
-    left = visual_span(language, language.states(params.layer), tokens.count, dim=1)
-    members = clusters(gather_rows(left, sources), extra)
-    merged = centres(members, gather_rows(tokens.features, sources))
-    return Reference(picks, extra=merged.to(tokens.features.dtype))
+    states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
+    members = density_peak_clusters(gather_rows(states, sources), extra)
+    merged = cluster_means(members, gather_rows(tokens.features, sources))
+    return ReferenceSelection(picks, extra=merged.to(tokens.features.dtype))
 
 
-def raters(language: LanguagePrefix, count: int) -> Tensor:
-    """``(B, Lt)`` bool: text tokens that the image's tokens are, on average, most like.
+def find_raters(language: LanguagePrefix, count: int) -> Tensor:
+    """Raters ``(B, Lt)`` bool: text tokens with above-average similarity to the visual tokens.
 
-    Softmax over the text of plain dot products of input embeddings, averaged over visual tokens;
-    raters lie above the mean. Where none does, as with a single token, all of them rate [ours].
+    Similarity is the softmax over text tokens of dot products of input embeddings, averaged over
+    visual tokens. If none is above the mean, as with a single token, all are raters [ours].
     """
     entering, text = language.embeddings().float(), language.text
     visual = visual_span(language, entering, count, dim=1)
     words = text_span(language, entering, count, dim=1)
-    dots = products(visual, words.transpose(1, 2))
-    likeness = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
-    mean = likeness.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
-    above = (likeness > mean) & text
+    dots = matmul_each(visual, words.transpose(1, 2))
+    similarity = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
+    mean = similarity.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
+    above = (similarity > mean) & text
     return torch.where(above.any(dim=1, keepdim=True), above, text)
 
 
-def relevance(language: LanguagePrefix, layer: int, count: int) -> Tensor:
-    """``(B, N)`` float32: attention that the raters pay, averaged over heads, then raters."""
-    rate = raters(language, count).float()
-    attention = language.attention(checked_layer(language, layer)).float().mean(dim=1)
+def rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
+    """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32."""
+    rate = find_raters(language, count).float()
+    attention = language.attention(require_layer(language, layer)).float().mean(dim=1)
     visual = visual_span(language, attention, count)
-    total = products(rate[:, None, :], visual)[:, 0]
+    total = matmul_each(rate[:, None, :], visual)[:, 0]
     return total / rate.sum(dim=1, keepdim=True)
 
 
-def recycled(score: Tensor, kept: Tensor) -> Tensor:
-    """``(B, n)``: the pruned tokens that are recycled, by descending score ``(B, N)``."""
+def recycled_tokens(score: Tensor, kept: Tensor) -> Tensor:
+    """Pruned tokens that are recycled ``(B, n)``, by descending score ``(B, N)``."""
     pruned = score.shape[1] - kept.shape[1]
-    rest = score.masked_fill(mask_of(kept, score.shape[1]), -torch.inf)
-    return ranked(rest)[:, : recycled_count(pruned)]
+    rest = score.masked_fill(mask_from_indices(kept, score.shape[1]), -torch.inf)
+    return rank_descending(rest)[:, : recycled_count(pruned)]
 
 
-def centres(members: Tensor, rows: Tensor) -> Tensor:
-    """``(B, C, D)`` float32: the mean of each cluster's rows, ``members`` as from ``clusters``."""
-    total = products(members.transpose(1, 2), rows.float())
+def cluster_means(members: Tensor, rows: Tensor) -> Tensor:
+    """Mean row of each cluster ``(B, C, D)`` float32; ``members`` is a one-hot membership."""
+    total = matmul_each(members.transpose(1, 2), rows.float())
     return total / (members.sum(dim=1) + 1e-6)[:, :, None]
+
+
+def recycled_count(pruned: int) -> int:
+    """Number of recycled tokens among ``pruned`` ones."""
+    return min(pruned, int(0.3 * pruned) + 1)
+
+
+def cluster_count(recycled: int) -> int:
+    """Number of clusters of ``recycled`` tokens."""
+    return int(recycled / 10) + 1
+
+
+def density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
+    """Density-peak clustering (Du et al. 2016, DPC-KNN) of states ``(B, n, D)``.
+
+    Returns one-hot membership ``(B, n, count)`` float32.
+
+    Centres are the ``count`` tokens with the largest product of density and distance to the nearest
+    denser token; every token belongs to its nearest centre. The published code adds random noise
+    of 1e-6 to the density to break ties. Here the lower index counts as denser [ours], or ties stay
+    unbroken, as in the golden cases, which were recorded without noise.
+    """
+    states = states.float()
+    distance = torch.stack([torch.cdist(one, one) for one in states]) / states.shape[2] ** 0.5
+    near = distance.topk(min(count, distance.shape[2]), dim=2, largest=False).values
+    density = (-near.square().mean(dim=2)).exp()
+    denser = density[:, None, :] > density[:, :, None]
+    if break_ties:
+        place = torch.arange(states.shape[1], device=states.device)
+        denser |= (density[:, None, :] == density[:, :, None]) & (place < place[:, None])
+    farthest = distance.flatten(1).amax(dim=1)[:, None, None]
+    apart = torch.where(denser, distance, farthest).amin(dim=2)
+    chosen = (apart * density).argsort(dim=1, descending=True, stable=True)[:, :count]
+    towards = distance.gather(1, chosen[:, :, None].expand(-1, -1, distance.shape[2]))
+    nearest = towards.argmin(dim=1)
+    members = torch.zeros(*nearest.shape, count, device=states.device)
+    return members.scatter_(2, nearest[:, :, None], 1.0)

@@ -1,6 +1,4 @@
-"""TRIM: keep the patches that CLIP finds nearest to the text, and the mean of all others.
-
-Knows nothing about where patches and text are embedded: CLIP or the language model's embeddings.
+"""TRIM: keep the patches most similar to the text in CLIP, and the mean of all others.
 
 Source: Song et al., "Less is More: A Simple yet Effective Token Reduction Method" (COLING 2025),
 and its published code, which takes minus the dot product where the paper says cosine.
@@ -11,31 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_autoprune.base_policies.merging import (
-    TileRows,
-    merge_by_tile,
-    native_by_tile,
-    products,
-)
+from vllm_autoprune.base_policies.tile_merging import TileRows, merge_by_tile, native_by_tile
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, Native, Reference, base_policy
-from vllm_autoprune.tpdsl.numerics import mask_of, ranked
-from vllm_autoprune.tpdsl.outliers import outliers
+from vllm_autoprune.ops.rowwise import find_outliers, mask_from_indices, rank_descending
+from vllm_autoprune.ops.similarity import matmul_each
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+    base_policy,
+)
 from vllm_autoprune.tpdsl.tiles import TileGroup
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 class TrimParams(BasePolicyParams):
-    """TRIM has no parameters: everything is as published."""
+    """TRIM has no parameters."""
 
 
-def native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> Native:
-    """Of each tile the kept patches in raster order, then the mean of all others.
+def native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+    """Per tile, the kept patches in raster order, then the mean of all others.
 
-    Without a budget as many patches as are outliers of the score, counted over all tiles; with
-    one K rows, the mean among them.
+    Without a budget, as many patches as the score has outliers, counted over all tiles; with a
+    budget, K rows including the mean.
     """
-    score = tokens.by_tile(score_of(tokens))
+    score = tokens.by_tile(text_similarity(tokens))
     patches = tokens.by_tile(tokens.require_tower().patches)
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
 
@@ -43,12 +41,12 @@ def native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> Nati
         if budget is None:
             image = slice(tile // tiles * tiles, (tile // tiles + 1) * tiles)
             pooled = score[image].softmax(dim=-1).flatten()
-            count = int(size * (int(outliers(pooled[None]).sum()) / pooled.shape[0]))
+            count = int(size * (int(find_outliers(pooled[None]).sum()) / pooled.shape[0]))
         else:
             count = budget // tiles - 1
         if count < 1:
             raise SelectionError("TRIM's published code fails where it keeps no patch: keep more")
-        kept = ranked(score[tile])[:count].sort().values
+        kept = rank_descending(score[tile])[:count].sort().values
         rows, mean = patches[tile, kept], _mean_of_others(patches[tile][None], kept[None])[0]
         return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([rows, mean])
 
@@ -56,14 +54,14 @@ def native(params: TrimParams, tokens: VisualTokens, budget: int | None) -> Nati
 
 
 @base_policy(TrimParams, needs=frozenset({"instruction", "tower"}), native=native)
-def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> Reference:
-    """The K - 1 patches nearest to the instruction, and one row, the mean of all others."""
-    score = score_of(tokens)
+def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The K - 1 patches most similar to the instruction, and the mean of all others."""
+    score = text_similarity(tokens)
 
     def run(group: TileGroup) -> TileRows:
-        # A single row stays a patch: the mean of everything says little.
+        # With a single row, keep a patch rather than the mean of all.
         count = max(1, group.share - 1)
-        picks = ranked(group.of(score, tokens))[:, :count]
+        picks = rank_descending(group.of(score, tokens))[:, :count]
         patches = group.of(tokens.require_tower().patches, tokens)
         mean = _mean_of_others(patches, picks)
         return TileRows(picks, patches[:, :0], mean[:, : group.share - count])
@@ -71,22 +69,22 @@ def trim(params: TrimParams, tokens: VisualTokens, budget: int) -> Reference:
     return merge_by_tile(tokens, budget, run)
 
 
-def score_of(tokens: VisualTokens) -> Tensor:
-    """``(B, N)`` float32: dot product with the text, in the direction that means relevance.
+def text_similarity(tokens: VisualTokens) -> Tensor:
+    """Signed dot product of each token with the text, ``(B, N)`` float32.
 
-    Neither side is normalised, as published. Several text segments count as their mean [ours]:
-    the published code cuts the text off after the first.
+    Neither side is normalised, as published. Several text segments are represented by their mean
+    [ours]: the published code truncates the text after the first.
     """
-    given = tokens.require_instruction()
-    used = given.segments[:, :, None]
-    total = torch.where(used, given.text.float(), 0.0).sum(dim=1, keepdim=True)
+    instruction = tokens.require_instruction()
+    used = instruction.segments[:, :, None]
+    total = torch.where(used, instruction.text.float(), 0.0).sum(dim=1, keepdim=True)
     text = total / used.sum(dim=1, keepdim=True).clamp_min(1)
-    dots = products(given.patches.float(), text.transpose(1, 2))[:, :, 0]
-    return given.sign * dots
+    dots = matmul_each(instruction.patches.float(), text.transpose(1, 2))[:, :, 0]
+    return instruction.sign * dots
 
 
 def _mean_of_others(patches: Tensor, picks: Tensor) -> Tensor:
-    """``(R, 1, Dv)`` float32: mean of the rows that are not picked, zero where none are."""
+    """Mean of the rows that are not picked ``(R, 1, Dv)`` float32; zero if there are none."""
     size = patches.shape[1]
-    dropped = (~mask_of(picks, size)).float()[:, None, :]
-    return products(dropped, patches.float()) / max(1, size - picks.shape[1])
+    dropped = (~mask_from_indices(picks, size)).float()[:, None, :]
+    return matmul_each(dropped, patches.float()) / max(1, size - picks.shape[1])

@@ -1,6 +1,4 @@
-"""VisionZip: keep what [CLS] attends to, and merge the rest into evenly spaced tokens.
-
-Knows nothing about the instruction: one image keeps the same rows for every question.
+"""VisionZip: keep the tokens that [CLS] attends to, and merge the rest into evenly spaced ones.
 
 Source: Yang et al., "VisionZip" (CVPR 2025), and its published code, which adds the mean of the
 merged tokens to their target where the paper averages all of them.
@@ -12,22 +10,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.merging import (
-    TileRows,
-    merge_by_tile,
-    native_by_tile,
-    products,
-)
+from vllm_autoprune.base_policies.tile_merging import TileRows, merge_by_tile, native_by_tile
 from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.rowwise import (
+    gather_rows,
+    indices_from_mask,
+    mask_from_indices,
+    rank_descending,
+)
+from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
-    Native,
-    Reference,
+    PublishedSelection,
+    ReferenceSelection,
     base_policy,
-    counted,
+    require_budget,
 )
-from vllm_autoprune.tpdsl.numerics import mask_of, ranked, raster
-from vllm_autoprune.tpdsl.reassembly import gather_rows
 from vllm_autoprune.tpdsl.tiles import TileGroup
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -39,22 +37,22 @@ class VisionZipParams(BasePolicyParams):
         None,
         ge=0,
         le=640,
-        description="rows of a tile that others are merged into; null: 10 of 64, at least one",
+        description="rows per tile that others are merged into; null: 10 of 64, at least one",
     )
     patch_only: bool = Field(
-        True, description="one more patch in place of the [CLS] row that the published code keeps"
+        True, description="keep one more patch instead of the [CLS] row of the published code"
     )
 
     def split(self, budget: int) -> tuple[int, int]:
-        """Dominant and contextual rows of a tile that keeps ``budget``; at least one dominant."""
+        """Number of dominant (at least one) and contextual rows of a tile with this budget."""
         wanted = max(1, 10 * budget // 64) if self.contextual is None else self.contextual
         contextual = min(wanted, budget - 1)
         return budget - contextual, contextual
 
 
-def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) -> Native:
-    """Of each tile the [CLS] row, the dominant patches in raster order, the contextual rows."""
-    share = counted("visionzip", budget) // tokens.grid.tiles
+def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+    """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
+    share = require_budget("visionzip", budget) // tokens.grid.tiles
     dominant, contextual = params.split(share)
     whole = TileGroup(0, tokens.grid.tiles, share)
     top, targets, merged = _zip(tokens, whole, dominant - 1, contextual)
@@ -70,12 +68,12 @@ def native(params: VisionZipParams, tokens: VisualTokens, budget: int | None) ->
 
 
 @base_policy(VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=native)
-def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Reference:
-    """The patches that [CLS] attends to most, then evenly spaced ones that take in the rest."""
+def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in."""
 
     def run(group: TileGroup) -> TileRows:
         dominant, contextual = params.split(group.share)
-        # A single dominant row stays a patch: with [CLS] alone no token would be kept.
+        # With a single dominant row, keep a patch: [CLS] alone would leave no token.
         by_cls = not params.patch_only and dominant > 1
         top, targets, merged = _zip(tokens, group, dominant - by_cls, contextual)
         extra = _cls(tokens, group) if by_cls else merged[:, :0]
@@ -87,35 +85,37 @@ def visionzip(params: VisionZipParams, tokens: VisualTokens, budget: int) -> Ref
 def _zip(
     tokens: VisualTokens, group: TileGroup, dominant: int, contextual: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dominant picks ``(R, dominant)`` by attention, targets ``(R, contextual)``, their rows.
+    """Dominant picks ``(R, dominant)``, contextual targets ``(R, contextual)`` and their rows.
 
-    Everything in the tower's own dtype, as published: in half precision the nearest target is
-    often a tie, which the first one wins.
+    Computed in the dtype of the tower, as published: in half precision ties between targets are
+    common, and the first target wins.
     """
     tower = tokens.require_tower()
     patches = group.of(tower.patches, tokens)
-    top = ranked(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
-    kept = mask_of(top, patches.shape[1])
+    top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
+    kept = mask_from_indices(top, patches.shape[1])
     left = patches.shape[1] - dominant
     if contextual == 0:
         return top, top[:, :0], patches[:, :0]
     step = max(1, left // contextual)
-    targets = raster(~kept, left)[:, : contextual * step : step]
-    sources = raster(~(kept | mask_of(targets, patches.shape[1])), left - contextual)
+    targets = indices_from_mask(~kept, left)[:, : contextual * step : step]
+    sources = indices_from_mask(
+        ~(kept | mask_from_indices(targets, patches.shape[1])), left - contextual
+    )
 
     keys = group.of(tower.keys, tokens)
     unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
     towards = gather_rows(unit, targets).transpose(1, 2)
-    nearest = products(gather_rows(unit, sources), towards).argmax(dim=2)
+    nearest = matmul_each(gather_rows(unit, sources), towards).argmax(dim=2)
     members = torch.zeros(*nearest.shape, contextual, dtype=patches.dtype, device=patches.device)
     members.scatter_(2, nearest[:, :, None], 1.0)
-    total = products(members.transpose(1, 2), gather_rows(patches, sources))
+    total = matmul_each(members.transpose(1, 2), gather_rows(patches, sources))
     mean = total / members.sum(dim=1).clamp_min(1)[:, :, None]
     return top, targets, gather_rows(patches, targets) + mean
 
 
 def _cls(tokens: VisualTokens, group: TileGroup) -> Tensor:
-    """``(R, 1, Dv)``: each tile's [CLS] row, or an error where the tower has none."""
+    """[CLS] row of each tile ``(R, 1, Dv)``; raises :class:`SelectionError` if there is none."""
     cls = tokens.require_tower().cls
     if cls is None:
         raise SelectionError("this vision tower has no [CLS] token: use VisionZip with patch_only")

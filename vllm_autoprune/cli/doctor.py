@@ -23,8 +23,8 @@ from vllm_autoprune.serving.compat import require_vllm, rust_frontend, vllm_vers
 from vllm_autoprune.serving.hooks import HOOKS, missing
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.towers import describe_tower
-from vllm_autoprune.tpdsl.load import load_state, shipped_states
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -36,12 +36,12 @@ _LOWEST = {"transformers": Version("5.16"), "pydantic": Version("2.12")}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; ``mend`` is empty where nothing needs mending."""
+    """One thing that was looked at; ``fix`` is empty where nothing needs fixing."""
 
     what: str
     status: Status
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine(text_tower: str | None = None) -> tuple[Finding, ...]:
@@ -70,7 +70,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("vllm", "ok", str(vllm_version()))
     except ConfigError as error:
         (problem,) = error.problems
-        yield Finding("vllm", "fail", problem.what, problem.mend)
+        yield Finding("vllm", "fail", problem.what, problem.fix)
     for name in ("torch", *_LOWEST):
         yield _installed(name)
 
@@ -102,8 +102,8 @@ def _plugin() -> Iterator[Finding]:
     if found:
         yield Finding("entry point", "ok", f"{GROUP}: {ENTRY} = {next(iter(found)).value}")
     else:
-        mend = "install the package into this environment: pip install vllm-autoprune"
-        yield Finding("entry point", "fail", f"{GROUP} has no {ENTRY!r}", mend)
+        fix = "install the package into this environment: pip install vllm-autoprune"
+        yield Finding("entry point", "fail", f"{GROUP} has no {ENTRY!r}", fix)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY not in allowed.split(","):
         what = f"VLLM_PLUGINS={allowed} leaves the plugin out"
@@ -156,7 +156,7 @@ def _tower(path: str | None) -> Iterator[Finding]:
         tower = describe_tower(path)
     except ConfigError as error:
         for problem in error.problems:
-            yield Finding("text tower", "fail", problem.what, problem.mend)
+            yield Finding("text tower", "fail", problem.what, problem.fix)
     except ImportError as error:
         yield Finding("text tower", "fail", f"cannot be read: {error}", "install transformers")
     else:
@@ -168,8 +168,8 @@ def _tower(path: str | None) -> Iterator[Finding]:
 def _states() -> Iterator[Finding]:
     names = sorted(shipped_states())
     if not names:
-        mend = "install the package anew: its states lie in vllm_autoprune/policies"
-        yield Finding("shipped states", "fail", "none found", mend)
+        fix = "install the package anew: its states lie in vllm_autoprune/policies"
+        yield Finding("shipped states", "fail", "none found", fix)
         return
     bad = []
     for name in names:
@@ -178,8 +178,8 @@ def _states() -> Iterator[Finding]:
         except AutopruneError:
             bad.append(name)
     if bad:
-        mend = f"see: vllm-autoprune validate {' '.join(bad)}"
-        yield Finding("shipped states", "fail", f"{len(bad)} of {len(names)} not valid", mend)
+        fix = f"see: vllm-autoprune validate {' '.join(bad)}"
+        yield Finding("shipped states", "fail", f"{len(bad)} of {len(names)} not valid", fix)
         return
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     # Their safety checks take half a minute; `validate` runs those.

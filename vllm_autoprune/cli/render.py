@@ -80,5 +80,5 @@ def error_record(error: AutopruneError) -> dict[str, JsonValue]:
     """An error for programs."""
     problems: list[JsonValue] = []
     if isinstance(error, ProblemsError):
-        problems = [{"where": p.where, "what": p.what, "mend": p.mend} for p in error.problems]
+        problems = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
     return {"error": type(error).__name__, "message": told(error), "problems": problems}

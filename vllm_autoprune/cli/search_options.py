@@ -127,8 +127,8 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
     named = "" if options.no_proposer else _proposer_name(options)
     asks = STRATEGIES[options.strategy](Settings(proposer=named)).asks
     if options.no_proposer and asks:
-        mend = "give autoprune+, tpe or random, which can do without"
-        raise ConfigError("search", [Problem("--no-proposer", f"{options.strategy} asks", mend)])
+        fix = "give autoprune+, tpe or random, which can do without"
+        raise ConfigError("search", [Problem("--no-proposer", f"{options.strategy} asks", fix)])
     try:
         settings = Settings(
             strategy=options.strategy,
@@ -169,8 +169,8 @@ def _proposer_name(options: argparse.Namespace) -> str:
     if options.proposer_url is None:
         return NAME
     if not options.proposer_model:
-        mend = "name the model to ask at --proposer-url"
-        raise ConfigError("search", [Problem("--proposer-model", "is missing", mend)])
+        fix = "name the model to ask at --proposer-url"
+        raise ConfigError("search", [Problem("--proposer-model", "is missing", fix)])
     return str(options.proposer_model)
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_autoprune.errors import BudgetError, StateError
-from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
     """Outcome for one state.
 
-    ``problems`` are (where, what, mend); ``verdicts`` are (name, ok, detail).
+    ``problems`` are (where, what, fix); ``verdicts`` are (name, ok, detail).
     """
 
     source: str
@@ -34,7 +34,7 @@ def validate(source: str, budget: int | None = None) -> Validation:
         state = load_state(source)
         policy = materialize(state, budget)
     except (StateError, BudgetError) as error:
-        problems = tuple((p.where, p.what, p.mend) for p in error.problems)
+        problems = tuple((p.where, p.what, p.fix) for p in error.problems)
         return Validation(source, False, budget, None, problems, ())
     record = safety_check(policy)
     verdicts = tuple((v.name, v.ok, v.detail) for v in record.verdicts)

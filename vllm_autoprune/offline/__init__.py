@@ -63,13 +63,13 @@ def open_vision(checkpoint: Path, text_tower: Path | None = None) -> Vision:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not JSON"
         what = f"config.json cannot be read ({reason})"
-        mend = "give a folder with a Hugging Face checkpoint"
-        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, mend)]) from None
+        fix = "give a folder with a Hugging Face checkpoint"
+        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)]) from None
     named = said.get("architectures") if isinstance(said, dict) else None
     architecture = named[0] if isinstance(named, list) and named else ""
     if architecture not in OPENERS:
         what = f"architecture {architecture or 'unknown'!s} cannot be looked into"
-        mend = f"give a checkpoint of {', '.join(OPENERS)}"
-        raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, mend)])
+        fix = f"give a checkpoint of {', '.join(OPENERS)}"
+        raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, fix)])
     tower = None if text_tower is None else describe_tower(str(text_tower))
     return OPENERS[architecture](checkpoint, tower)

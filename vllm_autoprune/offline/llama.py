@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.decoder import DecoderLayer, DecoderPrefix
+from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
 
 if TYPE_CHECKING:
     from transformers import LlamaModel

@@ -23,9 +23,8 @@ from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
 from vllm_autoprune.serving.towers import TextTower
 from vllm_autoprune.serving.words import LAST_WORDS, last_characters, last_segments
-from vllm_autoprune.tpdsl.language import LanguagePrefix
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
 
 if TYPE_CHECKING:
     from transformers import LlavaConfig, PreTrainedTokenizerBase
@@ -124,8 +123,8 @@ def _require(
     """Refuse what a server would refuse, and checkpoints that lack weights."""
     if missing:
         what = f"lacks weights: {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "")
-        mend = "give a complete checkpoint"
-        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, mend)])
+        fix = "give a complete checkpoint"
+        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)])
     backbone = BACKBONES["LlavaForConditionalGeneration"]
     problems = list(backbone.problems(config))
     if problems:

@@ -1,4 +1,1 @@
-"""The hot loops: batched, sync-free selection over tensors.
-
-Knows nothing about atoms, states or models.
-"""
+"""Tensor operations of the selection: batched, and without synchronising with the device."""

@@ -1,9 +1,8 @@
 """Greedy MAP inference for a determinantal point process, batched and without host syncs.
 
-Knows nothing about where similarity and quality come from.
-
-Source: Chen et al. 2018 (fast greedy MAP, incremental Cholesky), as CDPruner uses it; the rules
-for exhausted rank are ours, because the published loop then returns fewer than K tokens.
+Source: Chen et al. 2018 (fast greedy MAP by incremental Cholesky factorisation), as CDPruner uses
+it. The rules beyond the rank of the kernel are [ours]: the published loop returns fewer than K
+tokens there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import greedy_map_torch
 
-Form = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None], Tensor]
+Implementation = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None], Tensor]
 """(similarity, quality, count, anchors, eligible) -> picks."""
 
 
@@ -27,23 +26,23 @@ def greedy_map(
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
 ) -> Tensor:
-    """The ``count`` picks of greedy MAP on L = diag(q) S diag(q), in pick order.
+    """Greedy MAP on L = diag(q) S diag(q): ``count`` picks in pick order.
 
-    similarity ``(B, N, N)``, quality ``(B, N)``, both float32; anchors ``(B, A)`` are forced
-    first picks on which the rest is conditioned; eligible ``(B, N)`` bool limits the rest.
-    Returns ``(B, count)`` int64, unique in each row. Ties go to the lower index. From the first
-    step on where no eligible token has a gain above ``dpp_torch.EXHAUSTED`` (rank below
-    ``count``), or one has NaN for a gain, the rest is by descending quality.
-    ``count`` must not exceed the number of eligible tokens.
+    similarity ``(B, N, N)``, quality ``(B, N)``, both float32; anchors ``(B, A)`` are forced first
+    picks that condition the others; eligible ``(B, N)`` bool limits the others. Returns
+    ``(B, count)`` int64, unique in each row; ties go to the lower index. From the first step at
+    which no gain exceeds ``dpp_torch.EXHAUSTED`` (the rank of L is below ``count``) or a gain is
+    NaN, the remaining picks are by descending quality. ``count`` must not exceed the number of
+    eligible tokens.
 
-    An image's picks are the same bits alone and in a batch. On a CUDA device one Triton kernel
-    does all of it, where Triton works.
+    Picks are identical alone and in a batch. On a CUDA device it is a single Triton kernel, if
+    Triton works there.
     """
-    form = _fastest_form(similarity.device)
-    return form(similarity, quality, count, anchors, eligible)
+    implementation = _fastest_implementation(similarity.device)
+    return implementation(similarity, quality, count, anchors, eligible)
 
 
-def _fastest_form(device: torch.device) -> Form:
+def _fastest_implementation(device: torch.device) -> Implementation:
     if device.type != "cuda":
         return greedy_map_torch
     try:

@@ -1,10 +1,7 @@
-"""Greedy MAP in torch alone: runs anywhere, and is what the Triton form is checked against.
+"""Greedy MAP in plain torch, the reference implementation for the Triton kernel.
 
-Knows nothing about when it is used; :func:`vllm_autoprune.ops.dpp.greedy_map` decides that.
-
-The kernel L = diag(q) S diag(q) is never formed. Its Cholesky factor is diag(q) times that of S,
-so the loop factorises S alone and weighs only the gains: the gain of token j is q_j^2 d_j, where
-d_j is what is left of S_jj.
+The kernel L = diag(q) S diag(q) is never formed. Its Cholesky factor is diag(q) times that of S, so
+only S is factorised, and the gain of token j is q_j^2 d_j with d_j the residual of S_jj.
 """
 
 from __future__ import annotations
@@ -13,16 +10,16 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.products import ALIGNED
+from vllm_autoprune.ops.similarity import ALIGNED
 
 EXHAUSTED = 1e-10
-"""Gain at or below which the kernel has no rank left to tell tokens apart."""
+"""Gain at or below which the rank of the kernel counts as exhausted."""
 
 DIVISOR = 1e-12
-"""Least residual that is divided by: an anchor may have none left."""
+"""Lower bound of a divisor: the residual of an anchor may be zero."""
 
 HUGE = 2.0**100
-"""What a quality that is infinite or not a number counts for, once only quality is left."""
+"""Value of an infinite or NaN quality, when picks are by quality alone."""
 
 
 def greedy_map_torch(
@@ -32,9 +29,9 @@ def greedy_map_torch(
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`vllm_autoprune.ops.dpp.greedy_map`.
+    """Plain torch implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`.
 
-    A step costs what its calls cost, so there are few of them and views are made once.
+    The time of a step is dominated by the number of calls, so views are created outside the loop.
     """
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]
@@ -45,7 +42,7 @@ def greedy_map_torch(
     flat = residual.view(-1)
     factors = quality.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
     columns = factors.unbind(dim=2)
-    written, held = factors.flatten(0, 1), factors.unbind()
+    flat_factors, image_factors = factors.flatten(0, 1), factors.unbind()
     picks, gains = [], []
 
     for step in range(count):
@@ -61,37 +58,91 @@ def greedy_map_torch(
             break
         at = pick if batch == 1 else first + pick
         update = rows.index_select(0, at)
-        if step % ALIGNED == 0:  # columns not yet written are zero and add nothing
+        if step % ALIGNED == 0:  # columns not yet written are zero
             known = factors.narrow(2, 0, step + ALIGNED)
-            written, held = known.flatten(0, 1), known.unbind()
+            flat_factors, image_factors = known.flatten(0, 1), known.unbind()
         if step:
-            seen = written.index_select(0, at).unbind()
-            for before, own, new in zip(held, seen, update.unbind(), strict=True):
-                torch.addmv(new, before, own, alpha=-1, out=new)
-        left = flat.index_select(0, at)
+            own_factors = flat_factors.index_select(0, at).unbind()
+            for image, own, new in zip(image_factors, own_factors, update.unbind(), strict=True):
+                torch.addmv(new, image, own, alpha=-1, out=new)
+        pivot = flat.index_select(0, at)
         if step < forced:
-            left.clamp_min_(DIVISOR)
-        update *= left.rsqrt_().unsqueeze(1)
+            pivot.clamp_min_(DIVISOR)
+        update *= pivot.rsqrt_().unsqueeze(1)
         columns[step].copy_(update)
         residual.addcmul_(update, update, value=-1)
-        flat.index_fill_(0, at, -1.0)  # below zero for good: what is taken has nothing to gain
+        flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
     return _rest_by_quality(torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible)
+
+
+def capped_greedy_map(
+    similarity: Tensor,
+    quality: Tensor,
+    count: int,
+    *,
+    anchors: Tensor,
+    eligible: Tensor,
+    cells: Tensor,
+    cap: int,
+) -> Tensor:
+    """Greedy MAP as in :func:`vllm_autoprune.ops.dpp.greedy_map`, at most ``cap`` picks per cell.
+
+    The set of allowed tokens depends on earlier picks, so the whole conditioned similarity is
+    updated: after a pick the outer product of its scaled row is subtracted from S. A step costs N^2
+    where greedy_map costs N times the number of earlier steps. All operations are element-wise, so
+    results are bit-identical alone and in a batch.
+
+    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
+    count towards their cells and may exceed the cap; eligible ``(B, N)`` bool; cells ``(B, N)``
+    int64 in 0..N-1. Returns ``(B, count)`` int64, unique. If all eligible tokens are in full cells
+    the cap is ignored; once gains are exhausted, the remaining picks are by quality.
+    """
+    batch, forced = anchors.shape
+    first = torch.arange(batch, device=quality.device)
+    weight = quality * quality
+    lowest = torch.finfo(quality.dtype).min
+    spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
+    open_ = eligible.clone()
+    occupancy = torch.zeros_like(cells)
+    sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
+    picks = []
+    for step in range(count):
+        if step < forced:
+            pick = anchors[:, step]
+        else:
+            room = open_ & (occupancy.gather(1, cells) < cap)
+            room = torch.where(room.any(dim=1, keepdim=True), room, open_)
+            residual = similarity.diagonal(dim1=1, dim2=2)
+            gain, best = (weight * residual).masked_fill(~room, -torch.inf).max(dim=1)
+            sound = sound & (gain > EXHAUSTED) & (gain < torch.inf)
+            pick = torch.where(sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1))
+        picks.append(pick)
+        open_.scatter_(1, pick[:, None], False)
+        cell = cells.gather(1, pick[:, None])
+        occupancy.scatter_add_(1, cell, torch.ones_like(cell))
+        row = similarity[first, pick]
+        pivot = row.gather(1, pick[:, None]).clamp_min(DIVISOR)
+        row = row * pivot.rsqrt()
+        similarity = similarity - row[:, :, None] * row[:, None, :]
+    if not picks:
+        return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)
+    return torch.stack(picks, dim=1)
 
 
 def _rest_by_quality(
     picks: Tensor, gains: Tensor, quality: Tensor, eligible: Tensor | None
 ) -> Tensor:
-    """Picks up to the first gain that says nothing, then by quality; all ``(B, count)``.
+    """Replace the picks from the first exhausted gain on by tokens of descending quality.
 
-    Gains never grow, because residuals only shrink, and NaN never goes away: the picks that count
-    come first. One stable sort puts the tokens in order, those picks by their turn and above all.
+    All tensors ``(B, count)``. Gains never increase and NaN persists, so the valid picks come
+    first; one stable sort orders them by step, before all other tokens by quality.
     """
     count, tokens = picks.shape[1], quality.shape[1]
     key = quality.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
     if eligible is not None:
         key.masked_fill_(~eligible, -torch.inf)
-    turn = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
-    # One column more than there are tokens takes the turns of the picks that do not count.
+    priority = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
+    # An extra column takes the priorities of invalid picks and is cut off.
     key = functional.pad(key, (0, 1))
-    key.scatter_(1, picks.where(gains > EXHAUSTED, tokens), turn.expand_as(picks))
+    key.scatter_(1, picks.where(gains > EXHAUSTED, tokens), priority.expand_as(picks))
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -1,12 +1,10 @@
-"""Greedy MAP as one Triton kernel: all K steps and all images of a batch in a single launch.
+"""Greedy MAP as a Triton kernel: all K steps of all images of a batch in a single launch.
 
-Knows nothing about when it is used; :func:`vllm_autoprune.ops.dpp.greedy_map` decides that.
+One program per image (or tile) keeps the residuals of all tokens in registers and the Cholesky
+factors in global memory, where they stay cached: 147 kB at N = 576 and K = 64. The published loop
+launches about ten kernels per step, so that launch latency dominates.
 
-One program an image (or tile) holds the residuals of all its tokens in registers, and its Cholesky
-factors in global memory, where they stay in cache: at N = 576 and K = 64 they are 147 kB. The
-published loop launches about ten kernels a step, which a GPU spends mostly on waiting.
-
-Compared with torch on CPU tensors by ``TRITON_INTERPRET=1``.
+Tested against the torch implementation on CPU tensors with ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ logger = logging.getLogger("vllm.autoprune")
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _TILE = 16384
-"""Numbers of the factors that a program reads at once: 32 or 64 registers a thread."""
+"""Factors that a program reads at once: 32 or 64 registers per thread."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -65,7 +63,7 @@ def _greedy_map(
 
     for step in range(count):
         gain = weight * tl.where(free, residual, -1.0)
-        # NaN must win, as it does in torch, and be known: it alone becomes infinite.
+        # NaN has to win the maximum, as in torch, and be recognisable: only NaN becomes infinite.
         gain = tl.where(gain == gain, tl.minimum(gain, LARGEST), float("inf"))
         best, pick = tl.max(gain, axis=0, return_indices=True)
         if step < forced:
@@ -80,19 +78,19 @@ def _greedy_map(
         update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
         for start in range(0, step, rows):
             t = start + tl.arange(0, rows)
-            seen = tl.load(factors + t * tokens + pick, mask=t < step, other=0.0)
-            done = tl.load(
+            own = tl.load(factors + t * tokens + pick, mask=t < step, other=0.0)
+            written = tl.load(
                 factors + t[:, None] * tokens + token[None, :],
                 mask=(t < step)[:, None] & inside[None, :],
                 other=0.0,
             )
-            update -= tl.sum(seen[:, None] * done, axis=0)
-        left = tl.sum(tl.where(token == pick, residual, 0.0), axis=0)
-        left = tl.maximum(left, divisor, propagate_nan=tl.PropagateNan.ALL)
-        update = update / tl.sqrt(left)
+            update -= tl.sum(own[:, None] * written, axis=0)
+        pivot = tl.sum(tl.where(token == pick, residual, 0.0), axis=0)
+        pivot = tl.maximum(pivot, divisor, propagate_nan=tl.PropagateNan.ALL)
+        update = update / tl.sqrt(pivot)
         residual -= update * update
         tl.store(factors + step * tokens + token, update, mask=inside)
-        # The next step reads what other threads have stored.
+        # The next step reads values stored by other threads.
         tl.debug_barrier()
 
 
@@ -103,7 +101,7 @@ def greedy_map_triton(
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`vllm_autoprune.ops.dpp.greedy_map`, in one launch."""
+    """Triton implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`."""
     batch, tokens = quality.shape
     picks = torch.empty(batch, count, dtype=torch.int64, device=quality.device)
     if batch == 0 or count == 0:
@@ -112,7 +110,7 @@ def greedy_map_triton(
     _greedy_map[(batch,)](
         similarity.contiguous(),
         quality.contiguous(),
-        picks if eligible is None else eligible.contiguous(),  # not read where there is none
+        picks if eligible is None else eligible.contiguous(),  # not read if None
         picks if anchors is None else anchors.contiguous(),
         quality.new_empty(batch, count, tokens),
         picks,
@@ -131,23 +129,23 @@ def greedy_map_triton(
 
 
 def launch_options(tokens: int) -> tuple[int, int, int]:
-    """For N tokens: the block that holds them, factors read at once, and warps of a program."""
+    """Block size, factor rows read at once and warps of a program, for N tokens."""
     block = int(triton.next_power_of_2(tokens))
     return block, max(1, min(16, _TILE // block)), min(16, max(4, block // 128))
 
 
 @functools.cache
 def works() -> bool:
-    """Whether the kernel compiles and runs on this machine's GPU; asked once, told once.
+    """Whether the kernel compiles and runs on this machine's GPU; tested and logged once.
 
-    Triton needs a C compiler and a driver that it knows, which a serving image may lack.
+    Triton needs a C compiler and a compatible driver, which a serving image may lack.
     """
     similarity, quality = torch.eye(3, device="cuda")[None], torch.ones(1, 3, device="cuda")
     try:
         same = greedy_map_triton(similarity, quality, 2).equal(
             greedy_map_torch(similarity, quality, 2)
         )
-    except Exception as error:  # whatever Triton raises, torch can still do the work
+    except Exception as error:  # whatever Triton raises, the torch implementation works
         logger.warning("Selection runs in torch, not in Triton: %s", error)
         return False
     return same

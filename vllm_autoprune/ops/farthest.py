@@ -1,7 +1,4 @@
-"""Farthest-point selection, batched and without host syncs.
-
-Knows nothing about which distance it is given.
-"""
+"""Farthest-point selection, batched and without host syncs."""
 
 from __future__ import annotations
 
@@ -10,17 +7,17 @@ from torch import Tensor
 
 
 def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor) -> Tensor:
-    """``count`` tokens, each the farthest from everything chosen so far, in pick order.
+    """Pick ``count`` tokens, each the farthest from all tokens chosen before, in pick order.
 
-    distance ``(B, N, N)``; nearest ``(B, N)`` is each token's distance to what is already
-    chosen; taken ``(B, N)`` bool marks what may not be picked. Returns ``(B, count)`` int64.
-    A chosen token is masked, so duplicates and NaN cannot make an index repeat; ties go to the
-    lower index. ``count`` must not exceed the number of tokens not taken.
+    distance ``(B, N, N)``; nearest ``(B, N)`` is each token's distance to the tokens already
+    chosen; taken ``(B, N)`` bool excludes tokens. Returns ``(B, count)`` int64. Picked tokens are
+    masked, so an index never repeats, even with duplicates or NaN; ties go to the lower index.
+    ``count`` must not exceed the number of tokens not taken.
     """
     batch, tokens = nearest.shape
     first = torch.arange(0, batch * tokens, tokens, device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
-    # At minus infinity a token stays for good: fmin keeps the lesser number and passes NaN by.
+    # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
     nearest = nearest.masked_fill(taken, -torch.inf)
     flat = nearest.view(-1)
     picks = []

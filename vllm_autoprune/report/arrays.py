@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
 
 Array = npt.NDArray[np.generic]
@@ -60,23 +60,23 @@ def read_tokens(path: Path, policy: PruningPolicy) -> VisualTokens:
 
 
 def _load(path: Path) -> dict[str, Array]:
-    mend = "give a .npz file as numpy.savez writes it"
+    fix = "give a .npz file as numpy.savez writes it"
     # Asked first: of anything else numpy says that it is a pickle, and how to load it unsafely.
     if not path.is_file() or not zipfile.is_zipfile(path):
         what = "is no .npz file" if path.is_file() else "no such file"
-        raise ConfigError("arrays", [Problem(str(path), what, mend)])
+        raise ConfigError("arrays", [Problem(str(path), what, fix)])
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = f"cannot be read ({reason})"
-        raise ConfigError("arrays", [Problem(str(path), what, mend)]) from None
+        raise ConfigError("arrays", [Problem(str(path), what, fix)]) from None
 
 
 def _strangers(arrays: Mapping[str, Array]) -> list[Problem]:
-    mend = f"use {', '.join(NAMES)}"
-    return [Problem(name, "not a known array", mend) for name in arrays if name not in NAMES]
+    fix = f"use {', '.join(NAMES)}"
+    return [Problem(name, "not a known array", fix) for name in arrays if name not in NAMES]
 
 
 def _lacking(arrays: Mapping[str, Array], policy: PruningPolicy) -> list[Problem]:

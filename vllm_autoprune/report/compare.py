@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_autoprune.tpdsl.changes import Change, changes
-from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.transfer import document
+from vllm_autoprune.tpdsl.executor.transfer import state_document
+from vllm_autoprune.tpdsl.states.differences import Change, list_changes
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,5 +27,5 @@ class Comparison:
 
 def compare(first: PruningState, second: PruningState) -> Comparison:
     """Differences field by field, defaults written out on both sides."""
-    found = changes(document(first), document(second))
+    found = list_changes(state_document(first), state_document(second))
     return Comparison((first.digest, second.digest), found)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from vllm_autoprune.tpdsl.atom import ATOMS, AtomCall
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 Parameters = dict[str, JsonValue]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.numerics import normalise
-from vllm_autoprune.tpdsl.outcome import FALLBACKS, Refined
-from vllm_autoprune.tpdsl.scoring import run_signal
-from vllm_autoprune.tpdsl.source import view_of
+from vllm_autoprune.ops.rowwise import min_max_normalise
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.source import apply_view
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.outcome import FALLBACKS, RefinedTokens
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -48,13 +48,13 @@ class Trace:
 
 
 @torch.no_grad()
-def trace(policy: PruningPolicy, tokens: VisualTokens, refined: Refined) -> tuple[Trace, ...]:
+def trace(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> tuple[Trace, ...]:
     """One trace for each of the B images, of what ``policy`` made of them."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     calls = policy.state.scoring.signals if refined.quality is not None else ()
-    view = view_of(policy.state.source.tokens, tokens) if calls else tokens
+    view = apply_view(policy.state.source.tokens, tokens) if calls else tokens
     signals = [
-        (call.atom, call.weight, normalise(run_signal(call, view, refined.reference)))
+        (call.atom, call.weight, min_max_normalise(run_signal(call, view, refined.reference)))
         for call in calls
         if call.weight > 0
     ]

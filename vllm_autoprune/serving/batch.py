@@ -18,13 +18,12 @@ from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
 from vllm_autoprune.serving.relevance import Relevance
 from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.serving.split import split_over_regions
-from vllm_autoprune.tpdsl.language import LanguagePrefix
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.outcome import Refined
-from vllm_autoprune.tpdsl.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.refine import keep_evenly
-from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.refine import keep_evenly
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import Instruction, NextLayer, TowerStates, VisualTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def _kept(
     return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
 
 
-def _with_riders(refined: Refined, regions: Sequence[Region]) -> Tensor:
+def _with_riders(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
     """``(B, K, D + E)``: what goes along with a token goes with its row.
 
     A row that stands for no single token takes the riders of the last one that is kept.
@@ -138,7 +137,7 @@ def _with_riders(refined: Refined, regions: Sequence[Region]) -> Tensor:
     return torch.cat([refined.features, gone.to(refined.features.dtype)], dim=2)
 
 
-def _places(refined: Refined, regions: Sequence[Region]) -> Tensor:
+def _places(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
     """``(B, K)``: where each row lies among all rows of its image, those without a token last."""
     orders = _stacked([region.order for region in regions])
     found = refined.indices if orders is None else orders.gather(1, refined.indices)
@@ -156,7 +155,7 @@ def _refined(
     regions: Sequence[Region],
     parts: ModelParts,
     meter: FallbackMeter,
-) -> Refined:
+) -> RefinedTokens:
     """One selection from the same region of every image."""
     try:
         tokens = _tokens(policy, plans, regions, parts)

@@ -15,11 +15,11 @@ from vllm_autoprune.serving.carried import KEPT, packed, unpacked
 from vllm_autoprune.serving.request import ENTRY, TOLD, refusal
 from vllm_autoprune.serving.vetting import CHECKED_REQUEST_BUDGET, vetted
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
-from vllm_autoprune.tpdsl.diagnosis import nearest
-from vllm_autoprune.tpdsl.load import load_state, shipped_states
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.shown import printable
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
+from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_TEXT = 1 << 16
 """Characters of a whole state as JSON; what decides behaviour is bounded again, much lower."""
@@ -42,7 +42,7 @@ def brought(policy: str | Mapping[str, object], cost: float = DEFAULT_COST) -> P
         return verdict
     except StateError as error:
         problems = [
-            Problem(f"{ENTRY}/policy{p.where}", p.what, p.mend) for p in error.problems[:TOLD]
+            Problem(f"{ENTRY}/policy{p.where}", p.what, p.fix) for p in error.problems[:TOLD]
         ]
         raise RequestError("request", problems) from None
 
@@ -50,8 +50,8 @@ def brought(policy: str | Mapping[str, object], cost: float = DEFAULT_COST) -> P
 def _named(name: str) -> PruningState:
     file = _shipped().get(name)
     if file is None:
-        what = f"no state of the name {printable(name[:80], 80)!r} ships with this server"
-        raise refusal("policy", what, nearest(name[:80], list(_shipped())))
+        what = f"no state of the name {escape_unprintable(name[:80], 80)!r} ships with this server"
+        raise refusal("policy", what, suggest_name(name[:80], list(_shipped())))
     return _read(file)
 
 

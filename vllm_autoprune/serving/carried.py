@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.serving.plan import MAX_STATE
-from vllm_autoprune.tpdsl.state import Provenance, PruningState
+from vllm_autoprune.tpdsl.states.state import Provenance, PruningState
 
 MAX_CARRIED = MAX_STATE
 """Bytes of one carried state; those that ship take 1,200."""

@@ -16,7 +16,7 @@ from vllm_autoprune.serving.request import PruningRequest, Shared, refusal
 from vllm_autoprune.serving.rules import FLAG, Level, RequestRules
 from vllm_autoprune.serving.served import ServedState, policy_of
 from vllm_autoprune.serving.shares import shared
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Need
 
 

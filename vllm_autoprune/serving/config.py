@@ -29,8 +29,8 @@ from vllm_autoprune.serving.settings import (
     read_tower,
 )
 from vllm_autoprune.serving.vetting import vetted
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Ba
     model = vllm_config.model_config
     architecture = str(model.architecture)
     if rust_frontend():
-        mend = "unset VLLM_USE_RUST_FRONTEND"
-        problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", mend))
+        fix = "unset VLLM_USE_RUST_FRONTEND"
+        problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
     backbone = BACKBONES.get(architecture)
     if backbone is None:
         what = f"architecture {architecture!r} has no pruned form"
@@ -138,13 +138,13 @@ def _input_problems(
         problems += backbone.input_problems(vllm_config.model_config.hf_config, needs)
     if "language" not in needs:
         return problems
-    mend = "serve without it, or another state"
+    fix = "serve without it, or another state"
     if vllm_config.lora_config is not None:
         what = "the state reads the language model's first layers, which are run as they are"
-        problems.append(Problem("--enable-lora", what, mend))
+        problems.append(Problem("--enable-lora", what, fix))
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         what = "the state reads the language model's first layers on every rank"
-        problems.append(Problem("--pipeline-parallel-size", what, mend))
+        problems.append(Problem("--pipeline-parallel-size", what, fix))
     return problems
 
 
@@ -152,5 +152,5 @@ def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningS
     try:
         return vetted(state, budget)
     except StateError as error:
-        problems += [Problem(f"state#{p.where}", p.what, p.mend) for p in error.problems]
+        problems += [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
         return state

@@ -18,7 +18,7 @@ from vllm_autoprune.tpdsl.tokens import Grid
 
 @dataclass(frozen=True, slots=True)
 class TowerFeatures:
-    """One image inside the vision tower: :class:`vllm_autoprune.tpdsl.tower.TowerStates` of it.
+    """One image inside the vision tower: :class:`vllm_autoprune.tpdsl.tokens.TowerStates` of it.
 
     patches ``(N, Dv)``; cls ``(1, Dv)``; keys ``(N, dk)``; of the next layer, where the state
     reads it, attention ``(N,)`` and keys ``(N, Dv)``. The same record holds a batch, with B in

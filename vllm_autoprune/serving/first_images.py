@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from vllm_autoprune.serving.ranks import as_rank_zero, ranks
-from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 logger = logging.getLogger("vllm.autoprune")

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.ranks import joined_over_ranks, ranks
-from vllm_autoprune.tpdsl.language import attention_rows
+from vllm_autoprune.tpdsl.language_prefix import attention_rows
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
@@ -45,7 +45,7 @@ class FirstLayers:
 
 
 class LlamaPrefix:
-    """:class:`vllm_autoprune.tpdsl.language.LanguagePrefix` of one image, B = 1, layer by layer.
+    """:class:`~vllm_autoprune.tpdsl.language_prefix.LanguagePrefix` of one image, layer by layer.
 
     Every tensor-parallel rank has to ask for the same things in the same order; all of them get
     the same bits.

@@ -62,8 +62,8 @@ class FollowingLayer:
                 what = f"has shape {tuple(found.shape)}, not {shape}"
             else:
                 continue
-            mend = "serve a checkpoint with the whole vision tower, or another base policy"
-            problems.append(Problem(where, what, mend))
+            fix = "serve a checkpoint with the whole vision tower, or another base policy"
+            problems.append(Problem(where, what, fix))
         if problems:
             raise ConfigError("next layer of the vision tower", problems)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import Problem, RequestError
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""

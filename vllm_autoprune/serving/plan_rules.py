@@ -23,7 +23,7 @@ from vllm_autoprune.serving.prune import FallbackMeter
 from vllm_autoprune.serving.rules import FLAG
 from vllm_autoprune.serving.served import ServedState
 from vllm_autoprune.tpdsl.cost import require_affordable
-from vllm_autoprune.tpdsl.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ from torch import Tensor
 from vllm_autoprune.serving.first_images import FirstImages
 from vllm_autoprune.serving.plan import Key
 from vllm_autoprune.serving.ranks import as_rank_zero, ranks
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.outcome import FALLBACKS, Chosen, Refined
-from vllm_autoprune.tpdsl.refine import (
-    assemble,
-    choose,
-    everything,
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.refine import (
+    assemble_rows,
+    keep_all,
     keep_evenly,
+    keep_indices,
     keep_reference,
-    keep_these,
+    select_tokens,
 )
+from vllm_autoprune.tpdsl.outcome import FALLBACKS, RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 logger = logging.getLogger("vllm.autoprune")
@@ -101,7 +101,7 @@ class FallbackMeter:
 
 
 @torch.no_grad()
-def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Refined:
+def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> RefinedTokens:
     """As :func:`vllm_autoprune.refine`, but an exception costs quality instead of the engine.
 
     The policy, then its base policy's selection, then an even spread: the last reads nothing.
@@ -111,9 +111,9 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
     reason: Reason = "scores"
     try:
         if policy.budget >= tokens.count:
-            refined = everything(tokens)
+            refined = keep_all(tokens)
         else:
-            refined = assemble(policy, tokens, _agreed(choose(policy, tokens)))
+            refined = assemble_rows(policy, tokens, _agreed(select_tokens(policy, tokens)))
     except Exception as error:  # whatever a policy does, the engine has to live
         meter.error(error)
         reason = "error"
@@ -126,7 +126,7 @@ def prune(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> 
     return refined
 
 
-def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> Refined:
+def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> RefinedTokens:
     """K random tokens an image, drawn from its pixels' key: a control, not a policy.
 
     The draw depends on nothing else, so it is the same on every rank, in every batch and under
@@ -136,10 +136,10 @@ def keep_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> Re
     for high, _ in keys:
         generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
         picks.append(torch.randperm(tokens.count, generator=generator)[:budget])
-    return keep_these(tokens, torch.stack(picks).to(tokens.features.device))
+    return keep_indices(tokens, torch.stack(picks).to(tokens.features.device))
 
 
-def _agreed(chosen: Chosen) -> Chosen:
+def _agreed(chosen: TokenSelection) -> TokenSelection:
     """All tensor-parallel ranks keep what rank 0 keeps.
 
     Inputs are bit-equal on all ranks and so are the choices; but ranks that disagreed would

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.plan import Keep
-from vllm_autoprune.tpdsl.shown import printable
+from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 
 REQUEST_KEY = "autoprune"
 """Our place within a request's ``mm_processor_kwargs``."""
@@ -106,12 +106,12 @@ def read_request(asked: object) -> PruningRequest:
         problems: dict[str, Problem] = {}
         for detail in error.errors(include_url=False, include_input=False)[:TOLD]:
             place = [str(step) for step in detail["loc"]]
-            where = "/".join([ENTRY, *(printable(step, 40) for step in place)])
-            mend = _MEND.get(place[0] if place else "", f"use: {', '.join(_MEND)}")
-            problems.setdefault(where, Problem(where, printable(detail["msg"], 200), mend))
+            where = "/".join([ENTRY, *(escape_unprintable(step, 40) for step in place)])
+            fix = _MEND.get(place[0] if place else "", f"use: {', '.join(_MEND)}")
+            problems.setdefault(where, Problem(where, escape_unprintable(detail["msg"], 200), fix))
         raise RequestError("request", list(problems.values())) from None
 
 
-def refusal(field: str, what: str, mend: str) -> RequestError:
+def refusal(field: str, what: str, fix: str) -> RequestError:
     """The error for one field of the entry."""
-    return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, mend)])
+    return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, fix)])

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 
 FLAG = "--autoprune-requests"
 
@@ -67,8 +67,8 @@ def read_rules(value: object, problems: list[Problem]) -> RequestRules:
     level = next((known for known in LEVELS if found and known == found["level"]), None)
     if found is None or level is None:
         what = f"{str(value)[:80]!r} is not known"
-        mend = f"give one of {', '.join(LEVELS)}, with a range where wanted: budget:16-256"
-        problems.append(Problem(FLAG, what, mend))
+        fix = f"give one of {', '.join(LEVELS)}, with a range where wanted: budget:16-256"
+        problems.append(Problem(FLAG, what, fix))
         return RequestRules("none", stated=True)
     least, most = int(found["least"] or 1), int(found["most"] or MAX_BUDGET)
     if not 1 <= least <= most <= MAX_BUDGET:

@@ -15,10 +15,10 @@ from vllm_autoprune.serving.compat import attached
 from vllm_autoprune.serving.plan import ItemPlan, Keep
 from vllm_autoprune.serving.rules import UNSTATED, RequestRules
 from vllm_autoprune.serving.towers import TextTower
-from vllm_autoprune.tpdsl.constraints import resolve_constraints
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, inputs_read, materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy, materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ServedState:
         known before, and an image's features are made once, for all of them.
         """
         quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
-        own = inputs_read(self.state, exchange=quota > 0)
+        own = required_inputs(self.state, exchange=quota > 0)
         if not self.rules.allows("policies"):
             return own
         return own | (frozenset(NEEDS) - {need for need, _ in self.lacks})

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.towers import TextTower, describe_tower
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, FLAG
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 SETTINGS = ("state", "budget", "text_tower", "feature_cache_gb", "requests", "request_cost")
 DEFAULT_CACHE_GB = 0.25
@@ -35,7 +35,7 @@ def read_state(value: object, problems: list[Problem]) -> PruningState | None:
             where = (
                 f"--autoprune-state {str(value)[:255]}" if not isinstance(value, Mapping) else ""
             )
-            problems.append(Problem(f"{where}#{p.where}", p.what, p.mend))
+            problems.append(Problem(f"{where}#{p.where}", p.what, p.fix))
         return None
 
 
@@ -44,8 +44,8 @@ def _as_json(value: Mapping[object, object]) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
         what = f"not JSON: {str(error)[:200]}"
-        mend = "give a dictionary such as json.load returns"
-        raise StateError("state", [Problem("", what, mend)]) from None
+        fix = "give a dictionary such as json.load returns"
+        raise StateError("state", [Problem("", what, fix)]) from None
 
 
 def read_budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:
@@ -67,7 +67,7 @@ def read_budget(value: object, state: PruningState | None, problems: list[Proble
         return materialize(state, budget).budget
     except BudgetError as error:
         problems += [
-            Problem(f"{flag if budget is not None else 'state'}#{p.where}", p.what, p.mend)
+            Problem(f"{flag if budget is not None else 'state'}#{p.where}", p.what, p.fix)
             for p in error.problems
         ]
         return None
@@ -105,7 +105,7 @@ def read_cache_bytes(value: object, problems: list[Problem]) -> int:
         size = -1.0
     if not 0 <= size <= 1024:
         what = f"{value!r} is not a size in GB"
-        mend = "give a number from 0 to 1024"
-        problems.append(Problem("--autoprune-feature-cache-gb", what, mend))
+        fix = "give a number from 0 to 1024"
+        problems.append(Problem("--autoprune-feature-cache-gb", what, fix))
         return 0
     return int(size * (1 << 30))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_autoprune.tpdsl.budget import split_over_tiles
+from vllm_autoprune.tpdsl.tiles import split_over_tiles
 from vllm_autoprune.tpdsl.tokens import Grid
 
 

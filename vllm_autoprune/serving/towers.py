@@ -37,26 +37,26 @@ def describe_tower(path: str) -> TextTower:
     """
     from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
-    def refuse(what: str, mend: str) -> ConfigError:
-        return ConfigError("text tower", [Problem(f"{FLAG} {path}", what, mend)])
+    def refuse(what: str, fix: str) -> ConfigError:
+        return ConfigError("text tower", [Problem(f"{FLAG} {path}", what, fix)])
 
-    mend = "give a folder with a CLIP checkpoint (config, weights, tokenizer) or its Hub id"
+    fix = "give a folder with a CLIP checkpoint (config, weights, tokenizer) or its Hub id"
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise refuse("holds no config.json", mend)
+        raise refuse("holds no config.json", fix)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise refuse(f"cannot be read ({str(error).splitlines()[0]})", mend) from None
+        raise refuse(f"cannot be read ({str(error).splitlines()[0]})", fix) from None
     if not isinstance(config, CLIPConfig):
         raise refuse(f"is a {config.model_type!r} model", "give a CLIP model with both towers")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})", mend) from None
+        raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})", fix) from None
     known = set(tokenizer.get_vocab().values())
     # Where the files are missing, transformers makes a tokenizer up that knows no word.
     if known <= set(tokenizer.all_special_ids):
-        raise refuse("has no tokenizer (only start and end tokens were found)", mend)
+        raise refuse("has no tokenizer (only start and end tokens were found)", fix)
     if max(known) >= config.text_config.vocab_size:
         size = config.text_config.vocab_size
         what = f"its tokenizer makes token {max(known)}, but its text tower knows {size} tokens"

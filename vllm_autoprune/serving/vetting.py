@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.check import safety_check
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -34,8 +34,8 @@ def vetted(state: PruningState, budget: int) -> PruningState:
         return state
     told = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
     if not policy.falls_back:
-        mend = 'mend the state, or list "fallback_to_selection" under safety'
-        problem = Problem("/safety", f"the safety check fails ({told})", mend, "safety")
+        fix = 'fix the state, or list "fallback_to_selection" under safety'
+        problem = Problem("/safety", f"the safety check fails ({told})", fix, "safety")
         raise StateError(f"state {state.name!r}", [problem])
     logger.warning(
         "State %r fails its safety check (%s): serving its base policy.", state.name, told

@@ -1,4 +1,4 @@
-"""TPDSL: the language of pruning states and its executor.
+"""TPDSL, the typed domain-specific language of pruning states, and its executor.
 
-Knows nothing about vLLM: everything below this package needs torch and pydantic only.
+Everything in this package needs torch and pydantic only and never imports vLLM.
 """

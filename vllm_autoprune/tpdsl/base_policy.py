@@ -1,6 +1,6 @@
-"""Base policies (pi_P) as states name them: the registry and what one has to offer.
+"""Registry of base policies (pi_P) and the interface that each implements.
 
-Knows nothing about any single policy: they live in ``vllm_autoprune.base_policies``, above.
+The policies themselves are in :mod:`vllm_autoprune.base_policies`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.tpdsl.atom import literal
+from vllm_autoprune.tpdsl.registry import literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 
 class BasePolicyParams(BaseModel):
-    """Parameters of a base policy; most have few, because they are taken as published."""
+    """Parameters of a base policy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class BasePolicyCall(BaseModel):
-    """A base policy as a state writes it."""
+    """A base policy with its parameters, as written in a state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -37,13 +37,13 @@ P = TypeVar("P", bound=BasePolicyParams)
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """Reference selection T_P of B images: K = P + E rows, each image the same P and E.
+class ReferenceSelection:
+    """Reference selection T_P of B images: K = P + E rows, with the same P and E in every image.
 
-    picks ``(B, P)`` int64 in pick order, unique in each row; merged ``(B, P, D)`` are the picks'
-    rows where the policy merges others into them, None where they stay as they are; extra
-    ``(B, E, D)`` are rows that stand for no single token (a mean of the rest, say): they come
-    last and are never exchanged.
+    picks ``(B, P)`` int64 in pick order, unique in each row; merged ``(B, P, D)`` replace the rows
+    of the picks if the policy merges other tokens into them, else None; extra ``(B, E, D)`` are
+    rows that no single token stands for (such as the mean of the others): they come last and are
+    never exchanged.
     """
 
     picks: Tensor
@@ -51,7 +51,7 @@ class Reference:
     extra: Tensor | None = None
 
     def rows(self, tokens: VisualTokens) -> Tensor:
-        """``(B, N, D)``: every token's row, a pick's with what was merged into it."""
+        """Rows ``(B, N, D)`` of all tokens; those of the picks include what is merged into them."""
         if self.merged is None:
             return tokens.features
         where = self.picks[:, :, None].expand_as(self.merged)
@@ -59,59 +59,62 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
-    """What a method's published code returns: its own count and order of rows, image by image.
+class PublishedSelection:
+    """Output of a method's published code: its own number and order of rows, per image.
 
-    indices: ``(n_i,)`` int64 each, -1 for a row that stands for no single token; features:
-    ``(n_i, Dv)`` each, at the level where the method works (before the projector for merging
-    methods), or None where it only selects.
+    indices: ``(n_i,)`` int64 for image i, -1 for a row that no single token stands for; features:
+    ``(n_i, Dv)`` for image i, in the space where the method works (before the projector for merging
+    methods), or None if the method only selects.
     """
 
     indices: tuple[Tensor, ...]
     features: tuple[Tensor, ...] | None = None
 
 
-Select = Callable[[P, VisualTokens, int], Reference]
-"""(params, tokens, K) -> exactly K rows an image; needs K < N."""
+Select = Callable[[P, VisualTokens, int], ReferenceSelection]
+"""(params, tokens, K) -> exactly K rows per image; needs K < N."""
 
-RunNative = Callable[[P, VisualTokens, int | None], Native]
-"""(params, tokens, K) -> what the published code makes of it, which need not be K rows.
+SelectAsPublished = Callable[[P, VisualTokens, int | None], PublishedSelection]
+"""(params, tokens, K) -> output of the published code, which need not have K rows.
 
-K is None where the method is to find its own count; those that have none refuse it.
+With K = None the method chooses its own count; a method that cannot raises SelectionError.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BasePolicy:
-    """One human-designed selector behind the common interface."""
+    """One human-designed token selector."""
 
     name: str
     call: type[BasePolicyCall]
     needs: frozenset[Need]
     doc: str
-    function: Callable[..., Reference]
-    published: Callable[..., Native] | None = None
+    function: Callable[..., ReferenceSelection]
+    published: Callable[..., PublishedSelection] | None = None
 
-    def select(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
-        """The reference selection T_P, exactly K rows; needs K <= N."""
+    def select(
+        self, params: BasePolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
+        """Reference selection T_P of exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
 
     def native(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
-    ) -> Native:
-        """What the method's published code returns, where that differs from exactly K rows.
+    ) -> PublishedSelection:
+        """Output of the method's published code, which may differ from exactly K rows.
 
-        For recordings and research: unlike :meth:`select` it may wait for the device. ``budget``
-        None lets a method find its own count; :class:`SelectionError` where it has none.
+        For comparison with published results: unlike :meth:`select` it may synchronise with the
+        device. With ``budget`` None the method chooses its own count; :class:`SelectionError` if it
+        cannot.
         """
         if self.published is not None:
             return self.published(params, tokens, budget)
-        picks = self.select(params, tokens, counted(self.name, budget)).picks
-        return Native(tuple(picks))
+        picks = self.select(params, tokens, require_budget(self.name, budget)).picks
+        return PublishedSelection(tuple(picks))
 
 
-def counted(name: str, budget: int | None) -> int:
-    """The budget, or an error that says that this method has no count of its own."""
+def require_budget(name: str, budget: int | None) -> int:
+    """The budget; raises :class:`SelectionError` if it is None."""
     if budget is None:
         raise SelectionError(f"{name} has no count of its own: give a budget K")
     return budget
@@ -124,14 +127,14 @@ def base_policy(
     params: type[P],
     *,
     needs: frozenset[Need] = frozenset(),
-    native: RunNative[P] | None = None,
+    native: SelectAsPublished[P] | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
-    """Enter the decorated function as the base policy of its own name.
+    """Decorator: register a function as the base policy of the same name.
 
-    ``native`` is the method as published, where it returns something else than K picks.
+    ``native`` is the method as published, if it returns anything other than K picks.
     """
 
-    def enter(function: Select[P]) -> Select[P]:
+    def register(function: Select[P]) -> Select[P]:
         name = function.__name__
         if name in BASE_POLICIES:
             raise ValueError(f"base policy {name!r} is declared twice")
@@ -140,13 +143,13 @@ def base_policy(
             f"{name.capitalize()}BasePolicy",
             __base__=BasePolicyCall,
             __doc__=doc,
-            name=(literal(name), ...),
+            name=(literal_type(name), ...),
             params=(params, params()),
         )
         BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native)
         return function
 
-    return enter
+    return register
 
 
 class _AnyBasePolicy:

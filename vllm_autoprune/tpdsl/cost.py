@@ -17,16 +17,16 @@ from functools import lru_cache
 from typing import TypeVar
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.atom import AtomCall
-from vllm_autoprune.tpdsl.constraints import resolve_constraints
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.partitions import ClusterPartition, PartitionCall
-from vllm_autoprune.tpdsl.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
-from vllm_autoprune.tpdsl.reassembly import RECIPES, orders_by_quality
-from vllm_autoprune.tpdsl.reassembly.output import BlendCall, ExchangeCall
-from vllm_autoprune.tpdsl.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
-from vllm_autoprune.tpdsl.source import ExternalPolicy, PriorCall, is_idle
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.partitions import ClusterPartition, PartitionCall
+from vllm_autoprune.tpdsl.atoms.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.atoms.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
+from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.registry import AtomCall
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 FLAG = "--autoprune-request-cost"
 

@@ -1,9 +1,7 @@
-"""What a policy makes of B images: first which tokens it keeps, then their rows.
+"""Results of a policy on B images: the kept tokens, and the rows that represent them.
 
-Knows nothing about how tokens are chosen or rows are made.
-
-K = P + E rows an image: P tokens that are kept, E rows of the base policy that stand for no
-single token (none, for most policies).
+K = P + E rows per image: P kept tokens, and E rows of the base policy that no single token stands
+for (0 for most policies).
 """
 
 from __future__ import annotations
@@ -12,33 +10,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.base_policy import Reference
+from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
 
 FALLBACKS = ("none", "reference", "uniform")
-"""Meaning of a fallback code: the state held, its scores failed, its base failed too."""
+"""Meaning of a fallback code: 0, the state was applied; 1, the base policy's selection is kept,
+because the scores were not finite; 2, evenly spaced tokens are kept, because the inputs of the base
+policy were not finite either."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """Which tokens are kept, and what their rows are made from.
+class TokenSelection:
+    """Kept tokens of B images.
 
-    indices ``(B, P)`` ascending; reference as the base policy gave it; fallback ``(B,)`` uint8,
-    see :data:`FALLBACKS`; quality ``(B, N)`` g, or None where the state never scores.
+    indices ``(B, P)`` ascending; reference is the base policy's selection; fallback ``(B,)`` uint8,
+    see :data:`FALLBACKS`; quality ``(B, N)`` is g, or None if the policy reads no scores.
     """
 
     indices: Tensor
-    reference: Reference
+    reference: ReferenceSelection
     fallback: Tensor
     quality: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Refined:
-    """T_v* of B images.
+class RefinedTokens:
+    """Refined visual tokens T_v* of B images.
 
-    features ``(B, K, D)``, the E rows without a token last; indices ``(B, P)``, the token of each
-    of the other rows; reference ``(B, P)`` in pick order; exchanged ``(B,)`` replaced reference
-    tokens; fallback and quality as in :class:`Chosen`.
+    features ``(B, K, D)``, the E extra rows last; indices ``(B, P)``, the token of each other row;
+    reference ``(B, P)`` in pick order; exchanged ``(B,)``, the number of reference tokens that were
+    replaced; fallback and quality as in :class:`TokenSelection`.
     """
 
     features: Tensor
@@ -50,5 +50,5 @@ class Refined:
 
     @property
     def extra(self) -> int:
-        """E, the rows that stand for no single token."""
+        """E, the number of rows that no single token stands for."""
         return self.features.shape[1] - self.reference.shape[1]

@@ -1,7 +1,4 @@
-"""From picks within tiles to picks within the image, and to the order of the picture.
-
-Knows nothing about how tokens are chosen.
-"""
+"""Conversion of picks within tiles to picks within the image, and LLaVA-NeXT's token order."""
 
 from __future__ import annotations
 
@@ -11,16 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.budget import split_over_tiles
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
+    """Shares of K per tile: ``K // T`` each, and one more for the first ``K % T`` tiles."""
+    share, rest = divmod(budget, tiles)
+    return tuple(share + (tile < rest) for tile in range(tiles))
 
 
 def join_tiles(picks: Tensor, tokens: VisualTokens, shares: Sequence[int]) -> Tensor:
     """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
 
-    For selections that are nested (the first k picks do not depend on how many follow), so a
-    tile with a smaller share drops its last pick. Picks interleave over tiles by rank, so that
-    the order still means confidence.
+    For nested selections, whose first k picks do not depend on how many follow: a tile with a
+    smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that earlier
+    picks still mean higher confidence.
     """
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
@@ -33,14 +35,14 @@ def join_tiles(picks: Tensor, tokens: VisualTokens, shares: Sequence[int]) -> Te
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Neighbouring tiles that get an equal share of the budget."""
+    """Adjacent tiles with an equal share of the budget."""
 
     first: int
     tiles: int
     share: int
 
     def of(self, values: Tensor, tokens: VisualTokens) -> Tensor:
-        """The group's part of ``(B, N, ...)``, as ``(B * tiles, n, ...)``."""
+        """Values ``(B, N, ...)`` of the group's tokens, as ``(B * tiles, n, ...)``."""
         shape = (tokens.batch, tokens.grid.tiles, tokens.grid.per_tile, *values.shape[2:])
         return values.reshape(shape).narrow(1, self.first, self.tiles).flatten(0, 1)
 
@@ -51,10 +53,10 @@ class TileGroup:
 
 
 def tile_groups(tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
-    """Tiles by share, larger share first, without those whose share is nothing: one or two groups.
+    """Group tiles by their share of the budget, larger share first, omitting a share of 0.
 
-    For methods that are not nested: what they keep at k is not the beginning of what they keep
-    at k + 1, so each share has to be worked out for itself.
+    For selections that are not nested: the picks at k are not the first k picks at k + 1, so each
+    share (there are at most two) has to be computed separately.
     """
     shares = split_over_tiles(budget, tokens.grid.tiles)
     groups, first = [], 0
@@ -69,9 +71,9 @@ def tile_groups(tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
 def join_groups(
     parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens
 ) -> Tensor:
-    """Parts ``(B * tiles, p, ...)``, one a group, as ``(B, sum, ...)`` interleaved by rank.
+    """Join parts ``(B * tiles, p, ...)``, one per group, as ``(B, sum, ...)`` interleaved by rank.
 
-    The first group has as many rows a tile as the second, or one more.
+    The first group has as many rows per tile as the second, or one more.
     """
     spread = [
         part.reshape(tokens.batch, group.tiles, *part.shape[1:]).transpose(1, 2)
@@ -84,12 +86,12 @@ def join_groups(
     return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)
 
 
-def stitched(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
+def llava_next_order(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
     """Kept tokens ``(B, K)`` in the order in which LLaVA-NeXT reads them, ``(B, K)``.
 
-    First those of tile 0, the base view, in raster order; then those of the crops in raster
-    order of the picture that the crops form, ``columns`` of them side by side. Indices count
-    tile by tile, before and after.
+    First the tokens of tile 0, the base view, in raster order; then those of the crops in raster
+    order of the whole picture, with ``columns`` crops side by side. Indices count tile by tile in
+    the input and the output.
     """
     tile, place = kept // grid.per_tile, kept % grid.per_tile
     y, x = place // grid.width, place % grid.width

@@ -1,13 +1,12 @@
-"""VisualTokens: the one input record that every atom and base policy reads.
+"""VisualTokens: the input record of all atoms and base policies.
 
-Knows nothing about models: who fills the record, and from where, is the caller's affair.
-
-Shapes: B images of equal N and K, T tiles an image, n = N / T tokens a tile, D feature width,
-C width of the space in which relevance is measured, M text segments.
+Shapes: B images of equal N and K, T tiles per image, n = N / T tokens per tile, D feature width,
+C width of the space in which relevance is measured, M text segments, Dv width of the vision tower.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,24 +15,23 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.products import cosines, cosines_with
-from vllm_autoprune.tpdsl.language import LanguagePrefix
-from vllm_autoprune.tpdsl.tower import NextLayer, TowerStates
+from vllm_autoprune.ops.similarity import cosines, cosines_with
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 
 Need = Literal["cls_attention", "instruction", "tower", "next_layer", "language"]
-"""An input that costs something to compute, so it is made only for states that read it.
+"""An optional input of :class:`VisualTokens`, computed only for states that read it.
 
-``tower`` is :attr:`VisualTokens.tower`, ``next_layer`` its field of that name as well.
+``next_layer`` is ``VisualTokens.tower.next_layer``; the others are fields of VisualTokens.
 """
 
 
 TileScope = Literal["per_tile", "global"]
-"""Whether tokens are compared within their tile, or over all tiles of the image."""
+"""Whether tokens are compared within their tile or across all tiles of the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width``, raster order."""
+    """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width`` in raster order."""
 
     height: int
     width: int
@@ -41,22 +39,22 @@ class Grid:
 
     @property
     def per_tile(self) -> int:
-        """Tokens of one tile, n."""
+        """Tokens per tile, n."""
         return self.height * self.width
 
     @property
     def tokens(self) -> int:
-        """Tokens of one image, N."""
+        """Tokens per image, N."""
         return self.per_tile * self.tiles
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """What relevance is measured between: token embeddings and instruction embeddings.
+    """Embeddings of tokens and instruction in the space where relevance is measured.
 
-    patches ``(B, N, C)``; text ``(B, M, C)``, one row a text segment; segments ``(B, M)`` bool,
-    false where a row is padding; sign +1 or -1, the direction in which cosine means relevance
-    (-1 for OpenAI's CLIP as LLaVA uses it, +1 for a language model's embedding space).
+    patches ``(B, N, C)``; text ``(B, M, C)``, one row per text segment; segments ``(B, M)`` bool,
+    false for padding; sign +1 or -1, the sign of the cosine that means relevance (-1 for OpenAI's
+    CLIP as LLaVA uses it, +1 for a language model's embedding space).
     """
 
     patches: Tensor
@@ -66,22 +64,58 @@ class Instruction:
 
     @cached_property
     def cosines(self) -> Tensor:
-        """``(B, N, M)`` float32 cosines of each token with each segment, without the sign.
+        """Unsigned cosines ``(B, N, M)`` of each token with each segment.
 
-        In float32 throughout: the published policies keep CLIP's projections in it.
+        Computed in float32, as the published policies do with CLIP's projections.
         """
         return cosines_with(self.patches, self.text)
 
 
 @dataclass(frozen=True)
+class NextLayer:
+    """Attention of the layer after the one that the projector reads, computed as a single head.
+
+    attention ``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of
+    a tile, without the entry of [CLS]; for towers without [CLS] the mean over all queries. keys
+    ``(B, N, Dv)``: the keys of all heads, concatenated.
+    """
+
+    attention: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class TowerStates:
+    """Output of the vision-tower layer that the projector reads.
+
+    patches ``(B, N, Dv)``; cls ``(B, T, Dv)``, None if the tower has no [CLS]; keys ``(B, N, dk)``,
+    the attention keys of that layer averaged over heads; project is the model's projector, from
+    rows ``(..., Dv)`` to ``(..., D)``.
+    """
+
+    patches: Tensor
+    keys: Tensor
+    project: Callable[[Tensor], Tensor]
+    cls: Tensor | None = None
+    next_layer: NextLayer | None = None
+
+    def projected(self, rows: Tensor) -> Tensor:
+        """Project rows ``(R, m, Dv)`` to ``(R, m, D)``.
+
+        One of the R at a time, so that results are bit-identical alone and in a batch.
+        """
+        return torch.stack([self.project(part) for part in rows])
+
+
+@dataclass(frozen=True)
 class VisualTokens:
-    """B images of N visual tokens each, with the signals that a state may read.
+    """B images of N visual tokens each, with the optional inputs that a state may read.
 
     features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
-    vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is :attr:`cosine`
-    where it was made before: it depends on the image alone, and costs half of a selection.
-    tower and language are what some base policies read beyond the projected tokens. tile_scope is
-    how far a token looks for others like it.
+    vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is a precomputed
+    :attr:`cosine`, which depends on the image alone and takes half the time of a selection; tower
+    and language are further inputs of some base policies; tile_scope is the scope in which the
+    redundancy signal compares tokens.
     """
 
     features: Tensor
@@ -104,13 +138,13 @@ class VisualTokens:
                 f"features hold N = {tokens} tokens but the grid {self.grid.height} x "
                 f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
             )
-        found = {"cls_attention": self.cls_attention, "known_cosine": self.known_cosine}
+        inputs = {"cls_attention": self.cls_attention, "known_cosine": self.known_cosine}
         if self.instruction is not None:
-            found["instruction.patches"] = self.instruction.patches
+            inputs["instruction.patches"] = self.instruction.patches
         if self.tower is not None:
-            found["tower.patches"] = self.tower.patches
-            found["tower.keys"] = self.tower.keys
-        for name, tensor in found.items():
+            inputs["tower.patches"] = self.tower.patches
+            inputs["tower.keys"] = self.tower.keys
+        for name, tensor in inputs.items():
             if tensor is not None and tensor.shape[:2] != (batch, tokens):
                 raise SelectionError(
                     f"{name} must start with (B, N) = ({batch}, {tokens}), "
@@ -124,21 +158,21 @@ class VisualTokens:
 
     @property
     def count(self) -> int:
-        """Tokens an image, N."""
+        """Tokens per image, N."""
         return self.features.shape[1]
 
     @cached_property
     def norm(self) -> Tensor:
-        """``(B, N, 1)`` length of each token, in the features' own dtype."""
+        """Norm ``(B, N, 1)`` of each token, in the dtype of the features."""
         norm: Tensor = self.features.norm(dim=-1, keepdim=True)
         return norm
 
     @cached_property
     def unit(self) -> Tensor:
-        """``(B, N, D)`` float32 directions: divided by the norm in the features' own dtype.
+        """Unit vectors ``(B, N, D)`` float32; a zero row stays zero.
 
-        The division happens before the cast because the published policies do it so, and in
-        half precision the order changes which token wins. A zero row stays zero.
+        Divided by the norm before the cast to float32, as in the published policies: in half
+        precision the order of the two changes which token is picked.
         """
         tiny = torch.finfo(self.features.dtype).tiny
         unit: Tensor = self.features / self.norm.clamp_min(tiny)
@@ -146,7 +180,7 @@ class VisualTokens:
 
     @cached_property
     def tile_cosine(self) -> Tensor:
-        """``(B * T, n, n)`` cosines between the tokens of each tile."""
+        """Cosines ``(B * T, n, n)`` between the tokens of each tile."""
         if self.grid.tiles == 1:
             return self.cosine
         return cosines(self.by_tile(self.features), self.by_tile(self.norm))
@@ -158,46 +192,46 @@ class VisualTokens:
 
     @cached_property
     def cosine(self) -> Tensor:
-        """``(B, N, N)`` cosines between all tokens of each image."""
+        """Cosines ``(B, N, N)`` between all tokens of each image."""
         if self.known_cosine is not None:
             return self.known_cosine
         return cosines(self.features, self.norm)
 
     def by_tile(self, values: Tensor) -> Tensor:
-        """``(B, N, ...)`` seen as ``(B * T, n, ...)``."""
+        """Reshape ``(B, N, ...)`` to ``(B * T, n, ...)``."""
         return values.reshape(self.batch * self.grid.tiles, self.grid.per_tile, *values.shape[2:])
 
     def by_image(self, values: Tensor) -> Tensor:
-        """``(B * T, n, ...)`` seen as ``(B, N, ...)``; undoes :meth:`by_tile`."""
+        """Reshape ``(B * T, n, ...)`` to ``(B, N, ...)``, the inverse of :meth:`by_tile`."""
         return values.reshape(self.batch, self.count, *values.shape[2:])
 
     def require_instruction(self) -> Instruction:
-        """The instruction record, or an error that says which input is missing."""
+        """The instruction; raises :class:`SelectionError` if it is missing."""
         if self.instruction is None:
             raise _missing("the instruction", "instruction")
         return self.instruction
 
     def require_cls_attention(self) -> Tensor:
-        """``(B, N)`` attention that [CLS] pays, or an error that says it is missing."""
+        """Attention of [CLS] ``(B, N)``; raises :class:`SelectionError` if it is missing."""
         if self.cls_attention is None:
             raise _missing("the attention of [CLS]", "cls_attention")
         return self.cls_attention
 
     def require_tower(self) -> TowerStates:
-        """The vision tower's states, or an error that says they are missing."""
+        """The vision tower's states; raises :class:`SelectionError` if they are missing."""
         if self.tower is None:
             raise _missing("the vision tower's states", "tower")
         return self.tower
 
     def require_next_layer(self) -> NextLayer:
-        """The layer after the one that the model reads, or an error that says it is missing."""
-        following = self.require_tower().next_layer
-        if following is None:
+        """The tower's next layer; raises :class:`SelectionError` if it is missing."""
+        next_layer = self.require_tower().next_layer
+        if next_layer is None:
             raise _missing("the vision tower's next layer", "tower.next_layer")
-        return following
+        return next_layer
 
     def require_language(self) -> LanguagePrefix:
-        """The language model's first layers, or an error that says they are missing."""
+        """The language prefix; raises :class:`SelectionError` if it is missing."""
         if self.language is None:
             raise _missing("the language model's first layers", "language")
         return self.language

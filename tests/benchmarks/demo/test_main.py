@@ -66,10 +66,10 @@ def test_numbers_out_of_range_are_refused(
 
 def test_a_refused_state_is_told_as_the_plugin_says_it(tmp_path: Path) -> None:
     log = tmp_path / "pruned.log"
-    log.write_text("INFO x\n\nvllm-autoprune: cannot serve: 1 problem(s)\n  - --state: bad -> mend")
+    log.write_text("INFO x\n\nvllm-autoprune: cannot serve: 1 problem(s)\n  - --state: bad -> fix")
 
     assert one_line(not_started(log)) == (
-        f"the server did not start: cannot serve: 1 problem(s) - --state: bad -> mend (log: {log})"
+        f"the server did not start: cannot serve: 1 problem(s) - --state: bad -> fix (log: {log})"
     )
 
 

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 import benchmarks.efficiency
-from vllm_autoprune.backbones import LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, Geometry, geometry
-from vllm_autoprune.cost import TERA, cost
+from vllm_autoprune.backbones import (
+    LLAVA_7B,
+    LLAVA_13B,
+    LLAVA_NEXT_7B,
+    BackboneShape,
+    find_backbone,
+)
+from vllm_autoprune.cost import TERA, estimate_cost
 
 PATH = Path(benchmarks.efficiency.__file__).with_name("published.json")
 DATA: dict[str, Any] = json.loads(PATH.read_text())
@@ -26,14 +32,14 @@ def rounds_to(value: float, written: str) -> bool:
 
 @pytest.mark.parametrize("row", DATA["costs"], ids=lambda r: f"{r['backbone']}-{r['tokens']}")
 def test_every_count_of_tokens_costs_what_the_table_says(row: dict[str, Any]) -> None:
-    found = cost(geometry(row["backbone"]), row["tokens"])
+    found = estimate_cost(find_backbone(row["backbone"]), row["tokens"])
     assert rounds_to(found.teraflops, row["teraflops"])
     assert rounds_to(found.kv_mib, row["kv_mib"])
 
 
 @pytest.mark.parametrize("row", DATA["printed"], ids=lambda r: r["method"])
 def test_every_printed_row_follows_on_llava_next(row: dict[str, Any]) -> None:
-    found = cost(LLAVA_NEXT_7B, row["tokens"], full_layers=row.get("full_layers", 0))
+    found = estimate_cost(LLAVA_NEXT_7B, row["tokens"], full_layers=row.get("full_layers", 0))
     assert rounds_to(found.teraflops, row["teraflops"])
     assert rounds_to(found.kv_mib, row["kv_mib"])
     if row["times_fewer"] is not None:
@@ -43,12 +49,12 @@ def test_every_printed_row_follows_on_llava_next(row: dict[str, Any]) -> None:
 
 
 def test_the_exact_ratio_is_9_921() -> None:
-    full, pruned = cost(LLAVA_NEXT_7B, 2880), cost(LLAVA_NEXT_7B, 320)
+    full, pruned = estimate_cost(LLAVA_NEXT_7B, 2880), estimate_cost(LLAVA_NEXT_7B, 320)
     assert rounds_to(full.flops / pruned.flops, "9.921")
 
 
 def test_fastv_leaves_150_tokens_after_two_full_layers() -> None:
-    found = cost(LLAVA_NEXT_7B, 320, full_layers=2)
+    found = estimate_cost(LLAVA_NEXT_7B, 320, full_layers=2)
     assert found.after == 150
     assert rounds_to(found.teraflops, "4.4356") and found.kv_mib == 160.3125
 
@@ -57,19 +63,19 @@ def test_fastv_leaves_150_tokens_after_two_full_layers() -> None:
 def test_of_staged_methods_only_the_average_follows(row: dict[str, Any]) -> None:
     """KV is linear in tokens, so it tells their average; stages and FLOPs it cannot tell."""
     average = float(row["tokens_a_layer"])
-    per_token = cost(LLAVA_NEXT_7B, 1).kv_mib
+    per_token = estimate_cost(LLAVA_NEXT_7B, 1).kv_mib
     assert rounds_to(average * per_token, row["kv_mib"])
     assert rounds_to(41.7 / float(row["teraflops"]), row["times_fewer"])
     # Spread evenly, that average would cost less than is printed: the first layers saw more.
-    assert cost(LLAVA_NEXT_7B, round(average)).teraflops < float(row["teraflops"]) - 0.05
+    assert estimate_cost(LLAVA_NEXT_7B, round(average)).teraflops < float(row["teraflops"]) - 0.05
 
 
-def _variant(count: Callable[[Geometry, int], float]) -> Callable[[int], float]:
+def _variant(count: Callable[[BackboneShape, int], float]) -> Callable[[int], float]:
     return lambda n: LLAVA_NEXT_7B.layers * count(LLAVA_NEXT_7B, n) / TERA
 
 
 VARIANTS: dict[str, Callable[[int], float]] = {
-    "multiply-accumulates": lambda n: cost(LLAVA_NEXT_7B, n).teraflops / 2,
+    "multiply-accumulates": lambda n: estimate_cost(LLAVA_NEXT_7B, n).teraflops / 2,
     "two feed-forward matrices, multiply-accumulates": _variant(
         lambda g, n: 4 * n * g.width**2 + 2 * n**2 * g.width + 2 * n * g.width * g.feed_forward
     ),
@@ -81,7 +87,7 @@ VARIANTS: dict[str, Callable[[int], float]] = {
     "causal half of attention": _variant(
         lambda g, n: 2 * (4 * n * g.width**2 + n**2 * g.width + 3 * n * g.width * g.feed_forward)
     ),
-    "60 text tokens as well": lambda n: cost(LLAVA_NEXT_7B, n, text=60).teraflops,
+    "60 text tokens as well": lambda n: estimate_cost(LLAVA_NEXT_7B, n, text=60).teraflops,
 }
 
 
@@ -95,7 +101,7 @@ def test_no_other_way_to_count_gives_the_printed_figures(row: dict[str, Any]) ->
 
 def test_kv_of_the_13b_geometry_is_the_one_of_another_table() -> None:
     for tokens, written in DATA["thirteen_b_kv_mib"].items():
-        assert rounds_to(cost(LLAVA_13B, int(tokens)).kv_mib, written)
+        assert rounds_to(estimate_cost(LLAVA_13B, int(tokens)).kv_mib, written)
 
 
 def test_every_reduction_that_is_printed() -> None:

@@ -13,7 +13,7 @@ from benchmarks.efficiency.models import MINI, model
 from benchmarks.efficiency.shapes import write_llava_next, write_qwen
 from benchmarks.efficiency.table import markdown
 from vllm_autoprune import load_state
-from vllm_autoprune.cost import cost
+from vllm_autoprune.cost import estimate_cost
 
 
 def one(prefill: float, kept: float | None, score: tuple[float, float] | None = None) -> Pass:
@@ -43,7 +43,7 @@ def test_computed_and_measured_columns_stand_side_by_side(tmp_path: Path) -> Non
         )
     )
     full, pruned, broken = lines[3:6]
-    flops = cost(mini.geometry, 144).flops / cost(mini.geometry, 16).flops
+    flops = estimate_cost(mini.geometry, 144).flops / estimate_cost(mini.geometry, 16).flops
     assert full.startswith("| full | 144 | ") and "(1.0x fewer) | 50.0 (1.00x faster)" in full
     assert "| 60.0 (" not in full and full.endswith("| 5.00 | 0.6328 | 1024 | 197.0 |")
     times = "20.0 (2.50x faster) | 40.0 (35.0–45.0) | 20.0 (0.50x) | 5.00 |"

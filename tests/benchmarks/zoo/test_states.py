@@ -5,7 +5,7 @@ import pytest
 from benchmarks.zoo.states import BUDGETS, QUOTAS, SEARCH_RESULTS, SOURCE, Entry, build_states
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 SHIPPED = shipped_states()
 

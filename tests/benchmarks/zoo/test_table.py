@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.zoo.table import as_markdown
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 

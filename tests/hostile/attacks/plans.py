@@ -196,7 +196,7 @@ def _plan_of(request: Mapping[str, Any]) -> Tensor:
 def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     """A state carried in a forged plan to a server whose requests may set nothing."""
     from vllm_autoprune.serving.carried import packed
-    from vllm_autoprune.tpdsl.load import load_state
+    from vllm_autoprune.tpdsl.states.load import load_state
 
     request = rendered(site.client, _PICTURE)
     state = packed(load_state("visionzip"))

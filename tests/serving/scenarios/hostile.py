@@ -27,7 +27,7 @@ from tests.serving.engine import (
 from tests.serving.scenarios import Report, scenario
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune.serving.brought import brought
-from vllm_autoprune.tpdsl import refine as executor
+from vllm_autoprune.tpdsl.executor import refine as executor
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -103,7 +103,7 @@ def _exported(before: Mapping[str, float]) -> dict[str, float]:
 def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
     """A state that fails on the first real image it is asked about, and its base policy's answer.
 
-    ``broken`` and ``mended`` are its answers while it fails and when it would not any more.
+    ``broken`` and ``fixed`` are its answers while it fails and when it would not any more.
     """
     state = edited(shipped(), {"/constraints/selector/q_e": 5})
     brought(state)  # sound by all that can be known of it beforehand
@@ -118,7 +118,7 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
 
     with patch.object(executor, "run_fusion", raising):
         said("broken", asked, "state")
-    said("mended", other, "state")
+    said("fixed", other, "state")
     said("base", asked, "reference")
     said("other_base", other, "reference")
     first = model_of(llm).autoprune_meter.first
@@ -127,7 +127,7 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
 
 
 def breaking(module: Any, value: float) -> Any:
-    """Make a module give a number that is none; the handle's ``remove`` mends it."""
+    """Make a module give a number that is none; the handle's ``remove`` fixes it."""
 
     def spoil(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()

@@ -16,12 +16,12 @@ from vllm_autoprune.serving.config import resolve
 
 
 def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
-    """Every problem for which settings are refused, each with the way to mend it."""
+    """Every problem for which settings are refused, each with how to fix it."""
     with pytest.raises(ConfigError) as caught:
         resolve(settings, vllm_config() if config is None else config)
     problems = caught.value.problems
     assert problems
-    assert all(problem.what and problem.mend for problem in problems)
+    assert all(problem.what and problem.fix for problem in problems)
     return problems
 
 

@@ -78,7 +78,7 @@ def test_another_vllm_is_refused_before_anything_else(monkeypatch: pytest.Monkey
 
 def test_a_vllm_in_which_names_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def moved(stock: str) -> None:
-        raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "mend")])
+        raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "fix")])
 
     monkeypatch.setattr(config_module, "require_hooks", moved)
     with pytest.raises(ConfigError, match=f"not there for {LLAVA}"):

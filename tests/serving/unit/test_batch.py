@@ -12,8 +12,8 @@ from vllm_autoprune import PruningPolicy, VisualTokens
 from vllm_autoprune.serving import batch as under_test
 from vllm_autoprune.serving.batch import prune_images
 from vllm_autoprune.serving.prune import FallbackMeter, prune
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Reference
-from vllm_autoprune.tpdsl.outcome import Refined
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Budget and batch size of every selection that is run."""
     run: list[tuple[int, int]] = []
 
-    def noted(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> Refined:
+    def noted(policy: PruningPolicy, tokens: VisualTokens, meter: FallbackMeter) -> RefinedTokens:
         run.append((policy.budget, tokens.batch))
         return prune(policy, tokens, meter)
 
@@ -139,10 +139,10 @@ def test_an_image_smaller_than_its_plan_still_fills_its_placeholder(budget: int)
 def test_a_policy_that_raises_still_answers_for_every_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> Refined:
+    def broken(*_: object) -> RefinedTokens:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("vllm_autoprune.serving.prune.choose", broken)
+    monkeypatch.setattr("vllm_autoprune.serving.prune.select_tokens", broken)
     meter = FallbackMeter()
     shown = images(2)
     rows = prune_images(served(), [plan(8), plan(4)], shown, parts(), meter)
@@ -153,8 +153,8 @@ def test_a_policy_that_raises_still_answers_for_every_image(
 def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
     extra = torch.full((1, 2, 16), 7.0)
 
-    def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
-        return Reference(torch.arange(budget - 2)[None], extra=extra)
+    def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        return ReferenceSelection(torch.arange(budget - 2)[None], extra=extra)
 
     real = BASE_POLICIES["cdpruner"]
     told = dataclasses.replace(real, needs=frozenset(), function=two_more)

@@ -15,7 +15,7 @@ from vllm_autoprune.serving.batch import ModelParts, prune_images
 from vllm_autoprune.serving.features import ImageFeatures, TowerFeatures
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.prune import FallbackMeter
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Reference
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.tokens import Need
 
 
@@ -49,9 +49,9 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
     seen: list[VisualTokens] = []
     real = BASE_POLICIES["cdpruner"]
 
-    def noted(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+    def noted(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         seen.append(tokens)
-        return Reference(torch.arange(budget).expand(tokens.batch, -1))
+        return ReferenceSelection(torch.arange(budget).expand(tokens.batch, -1))
 
     needs: frozenset[Need] = frozenset({"tower", "next_layer", "language"})
     told = dataclasses.replace(real, needs=needs, function=noted)

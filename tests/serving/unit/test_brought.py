@@ -10,8 +10,8 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import vetting
 from vllm_autoprune.serving.brought import MAX_TEXT, brought
-from vllm_autoprune.tpdsl import check
-from vllm_autoprune.tpdsl.safety import Verdict
+from vllm_autoprune.tpdsl.atoms.safety import Verdict
+from vllm_autoprune.tpdsl.executor import check
 
 
 def refused(policy: Any) -> str:
@@ -19,7 +19,7 @@ def refused(policy: Any) -> str:
         brought(policy)
     for problem in caught.value.problems:
         assert problem.where.startswith("mm_processor_kwargs/autoprune/policy")
-        assert problem.what and problem.mend
+        assert problem.what and problem.fix
     assert len(str(caught.value)) < 10_000
     return str(caught.value)
 

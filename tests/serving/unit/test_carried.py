@@ -5,8 +5,8 @@ import pytest
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.serving.carried import MAX_CARRIED, packed, unpacked
-from vllm_autoprune.tpdsl.load import shipped_states
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 @pytest.mark.parametrize("name", shipped_states())
@@ -31,4 +31,4 @@ def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("vllm_autoprune.serving.carried.MAX_CARRIED", 100)
     with pytest.raises(StateError, match="100") as caught:
         packed(state({"/constraints/selector/q_e": 5}))
-    assert caught.value.problems[0].mend
+    assert caught.value.problems[0].fix

@@ -9,9 +9,9 @@ from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize, refine
 from vllm_autoprune.serving import first_images
 from vllm_autoprune.serving.first_images import FirstImages
-from vllm_autoprune.tpdsl import check
-from vllm_autoprune.tpdsl import refine as executor
-from vllm_autoprune.tpdsl.safety import SafetyRecord, Verdict
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
+from vllm_autoprune.tpdsl.executor import check
+from vllm_autoprune.tpdsl.executor import refine as executor
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.serving import language as under_test
 from vllm_autoprune.serving.language import FirstLayers, LlamaPrefix
-from vllm_autoprune.tpdsl.language import LanguagePrefix
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 
 CPU = torch.device("cpu")
 BOS, LAYERS, WIDTH, HEADS, KEY_HEADS, HEAD = 1, 3, 24, 4, 2, 6

@@ -8,10 +8,10 @@ import torch
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import PruningPolicy, VisualTokens, materialize, refine
+from vllm_autoprune.ops.rowwise import evenly_spaced
 from vllm_autoprune.serving import prune as under_test
 from vllm_autoprune.serving.prune import FallbackMeter, keep_at_random, prune
-from vllm_autoprune.tpdsl.numerics import evenly
-from vllm_autoprune.tpdsl.refine import keep_reference
+from vllm_autoprune.tpdsl.executor.refine import keep_reference
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_an_exception_costs_the_exchange_and_not_the_engine(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter, tokens = FallbackMeter(), images()
-    monkeypatch.setattr(under_test, "choose", failing("refine"))
+    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
     found = prune(policy, tokens, meter)
     assert torch.equal(found.indices, keep_reference(policy, tokens).indices)
     assert meter.counts() == {"none": 0, "reference": 2, "uniform": 0}
@@ -60,10 +60,10 @@ def test_a_base_policy_that_raises_leaves_an_even_spread(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter, tokens = FallbackMeter(), images()
-    monkeypatch.setattr(under_test, "choose", failing("refine"))
+    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
     monkeypatch.setattr(under_test, "keep_reference", failing("base"))
     found = prune(policy, tokens, meter)
-    assert torch.equal(found.indices, evenly(2, tokens.count, 8, tokens.features.device))
+    assert torch.equal(found.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
     assert meter.counts() == {"none": 0, "reference": 0, "uniform": 2}
     assert meter.raised == {"RuntimeError": 2}
 
@@ -84,7 +84,7 @@ def test_an_interrupt_is_not_swallowed(
     def stopped(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(under_test, "choose", stopped)
+    monkeypatch.setattr(under_test, "select_tokens", stopped)
     with pytest.raises(KeyboardInterrupt):
         prune(policy, images(), FallbackMeter())
 

@@ -72,7 +72,7 @@ def test_anything_else_is_refused_with_its_place(asked: object, where: str | Non
     (problem,) = caught.value.problems
     entry = "mm_processor_kwargs/autoprune"
     assert problem.where == (entry if where is None else f"{entry}/{where}")
-    assert problem.mend
+    assert problem.fix
 
 
 def test_all_problems_are_told_at_once() -> None:

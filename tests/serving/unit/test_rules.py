@@ -40,7 +40,7 @@ def test_a_range_holds_at_both_ends() -> None:
 def test_anything_else_is_a_problem_and_allows_nothing(value: object) -> None:
     rules, (problem,) = read(value)
     assert problem.where == "--autoprune-requests"
-    assert "budget:16-256" in problem.mend
+    assert "budget:16-256" in problem.fix
     assert not rules.allows("budget")
 
 

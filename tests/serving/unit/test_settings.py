@@ -14,7 +14,7 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune.serving.config import resolve
 from vllm_autoprune.serving.towers import SIGN_KEY
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
-from vllm_autoprune.tpdsl.load import shipped_states
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 MISSING = "atom-that-is-not"
 TOWER = "--autoprune-text-tower"
@@ -68,7 +68,7 @@ def test_settings_that_are_no_object(settings: object) -> None:
 def test_a_setting_that_nobody_knows() -> None:
     (problem,) = refusal({"state": "autoprune", "buget": 3})
     assert problem.where == "additional_config/autoprune/buget"
-    assert "budget" in problem.mend
+    assert "budget" in problem.fix
 
 
 @pytest.mark.parametrize("settings", [{}, {"from_flags": True}, {"state": None}], ids=repr)
@@ -87,7 +87,7 @@ def test_a_file_that_is_missing_and_a_name_that_is_nearly_one() -> None:
     (problem,) = refusal({"state": "autoprun"})
     assert problem.where == "--autoprune-state autoprun#"
     assert "no such file" in problem.what
-    assert "did you mean 'autoprune'?" in problem.mend
+    assert "did you mean 'autoprune'?" in problem.fix
 
 
 def test_a_file_that_is_not_json(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_budget_above_the_state_s_limit() -> None:
     assert resolve({"state": data, "budget": 48}, vllm_config()).budget == 48
     (problem,) = refusal({"state": data, "budget": 64})
     assert problem.where == "--autoprune-budget#/budget/limit"
-    assert "48" in problem.mend
+    assert "48" in problem.fix
 
 
 def test_a_budget_below_the_reference_tokens_to_be_kept() -> None:

@@ -16,7 +16,7 @@ def refused(path: Path | str) -> Problem:
         describe_tower(str(path))
     (problem,) = caught.value.problems
     assert problem.where == f"--autoprune-text-tower {path}"
-    assert problem.mend
+    assert problem.fix
     return problem
 
 

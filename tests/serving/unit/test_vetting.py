@@ -10,7 +10,7 @@ from tests.serving.unit.samples import vllm_config
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import PruningPolicy, SafetyRecord, VisualTokens
 from vllm_autoprune.serving.config import resolve
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, Reference
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 
 DIVPRUNE: dict[str, object] = {"/base_policy": {"name": "divprune"}}
 CHECKS = ["preserve_budget", "no_shape_change", "deterministic"]
@@ -18,12 +18,12 @@ CHECKS = ["preserve_budget", "no_shape_change", "deterministic"]
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base policy that gives one token twice, which no state can mend."""
+    """A base policy that gives one token twice, which no state can fix."""
     sound = BASE_POLICIES["divprune"]
 
-    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Reference:
+    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         found = sound.select(params, tokens, budget).picks
-        return Reference(torch.cat([found[:, :1], found[:, :-1]], dim=1))
+        return ReferenceSelection(torch.cat([found[:, :1], found[:, :-1]], dim=1))
 
     monkeypatch.setitem(BASE_POLICIES, "divprune", dataclasses.replace(sound, function=repeats))
 
@@ -47,7 +47,7 @@ def test_a_state_that_may_not_fall_back_is_refused() -> None:
     (problem,) = refusal({"state": data})
     assert problem.where == "state#/safety"
     assert "valid_indices" in problem.what
-    assert "fallback_to_selection" in problem.mend
+    assert "fallback_to_selection" in problem.fix
 
 
 def test_a_sound_state_is_served_as_it_is(logged: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,8 @@ import argparse
 
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import WIDTH, as_json, table
-from vllm_autoprune.tpdsl.atom import ATOMS, ROLES
-from vllm_autoprune.tpdsl.catalogue import page, proposer_text
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES
+from vllm_autoprune.tpdsl.states.catalogue import render_page, render_proposer_text
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if options.markdown or options.prompt:
-        print(page() if options.markdown else proposer_text(), end="")
+        print(render_page() if options.markdown else render_proposer_text(), end="")
         return 0
     found = [ATOMS[name] for name in ATOMS.names(options.group)]
     if options.json:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 
-from vllm_autoprune.backbones import GEOMETRIES, Geometry, geometry
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import as_json, paragraph, table
-from vllm_autoprune.cost import ASSUMPTIONS, Cost, cost
+from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backbone", required=True, metavar="NAME", help=", ".join(GEOMETRIES))
+    parser.add_argument(
+        "--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)
+    )
     parser.add_argument(
         "--tokens",
         type=int,
@@ -37,9 +39,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    shape = geometry(options.backbone)
+    shape = find_backbone(options.backbone)
     budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
-    rows = [cost(shape, k, text=options.text, full_layers=options.full_layers) for k in budgets]
+    rows = [
+        estimate_cost(shape, k, text=options.text, full_layers=options.full_layers) for k in budgets
+    ]
     if options.json:
         print(as_json(_record(shape, budgets, rows, options.full_layers)))
     else:
@@ -48,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _record(
-    shape: Geometry, budgets: list[int], rows: list[Cost], full_layers: int
+    shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layers: int
 ) -> dict[str, object]:
     return {
         "backbone": shape.name,
@@ -72,7 +76,7 @@ def _record(
     }
 
 
-def _told(shape: Geometry, budgets: list[int], rows: list[Cost], full_layers: int) -> str:
+def _told(shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layers: int) -> str:
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     inside = [f"{row.after}, mean {row.tokens:.7g}" for row in rows]
     lines = [

@@ -11,7 +11,7 @@ import dataclasses
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import WIDTH, as_json, brief, table
 from vllm_autoprune.report.compare import Comparison, compare
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

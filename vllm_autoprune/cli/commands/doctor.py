@@ -32,7 +32,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _told(found: tuple[Finding, ...]) -> str:
-    rows = [[f.status, f.what, f"{f.detail} -> {f.mend}" if f.mend else f.detail] for f in found]
+    rows = [[f.status, f.what, f"{f.detail} -> {f.fix}" if f.fix else f.detail] for f in found]
     return table(["", "looked at", "found"], rows, wrap=WIDTH)
 
 

@@ -100,11 +100,11 @@ def _suite(options: argparse.Namespace) -> tuple[Suite, Path]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "benchmarks":
             raise
-        mend = "clone the repository, `pip install -e .` there, and run this again"
+        fix = "clone the repository, `pip install -e .` there, and run this again"
         what = "is not in the installed package"
-        raise ConfigError("eval", [Problem(f"--suite {kind}", what, mend)]) from None
-    mend = "use minillava, or lmms:mme,pope (or lmms:paper-llava, lmms:paper-qwen, lmms:paper)"
-    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is no suite", mend)])
+        raise ConfigError("eval", [Problem(f"--suite {kind}", what, fix)]) from None
+    fix = "use minillava, or lmms:mme,pope (or lmms:paper-llava, lmms:paper-qwen, lmms:paper)"
+    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is no suite", fix)])
 
 
 def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
@@ -130,8 +130,8 @@ def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
     from benchmarks.accuracy.published import mme_divisor
 
     if options.served_name is None:
-        mend = "give the name that the servers have for the model"
-        raise ConfigError("eval", [Problem("--served-name", "is missing", mend)])
+        fix = "give the name that the servers have for the model"
+        raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
     divisor = mme_divisor(options.backbone)
     own = find_tasks(options.include_path) if options.include_path else ()
     benchmarks = select_benchmarks(tasks, cognition=divisor > 20, own=own)

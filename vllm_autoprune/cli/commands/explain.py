@@ -14,9 +14,9 @@ from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.files import write
 from vllm_autoprune.cli.render import as_json
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -74,9 +74,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _require_formats(outputs: list[Path]) -> None:
-    mend = f"end it in {' or '.join(FORMATS)}"
+    fix = f"end it in {' or '.join(FORMATS)}"
     problems = [
-        Problem(f"-o {path}", "not a known format", mend)
+        Problem(f"-o {path}", "not a known format", fix)
         for path in outputs
         if path.suffix.lower() not in FORMATS
     ]

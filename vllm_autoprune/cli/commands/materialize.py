@@ -10,21 +10,21 @@ import dataclasses
 import json
 from pathlib import Path
 
-from vllm_autoprune.backbones import GEOMETRIES, Geometry, geometry
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.files import write
 from vllm_autoprune.cli.render import WIDTH, as_json, brief, table
-from vllm_autoprune.tpdsl.instruction_free import instruction_free
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.safety import SafetyRecord
-from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.transfer import Transfer, check_transfer, transfer
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
+from vllm_autoprune.tpdsl.executor.transfer import Transfer, check_transfer, transfer
+from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("state", help="file, or name of a shipped state")
     parser.add_argument("--budget", type=int, metavar="K", help="tokens one image contributes")
-    parser.add_argument("--backbone", metavar="NAME", help=", ".join(GEOMETRIES))
+    parser.add_argument("--backbone", metavar="NAME", help=", ".join(BACKBONE_SHAPES))
     parser.add_argument(
         "--instruction-free",
         action="store_true",
@@ -37,7 +37,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    backbone = None if options.backbone is None else geometry(options.backbone)
+    backbone = None if options.backbone is None else find_backbone(options.backbone)
     made = _made(load_state(options.state), options, backbone)
     record = check_transfer(made, backbone)
     written = record.valid and options.output is not None
@@ -50,7 +50,9 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if record.valid else 1
 
 
-def _made(state: PruningState, options: argparse.Namespace, backbone: Geometry | None) -> Transfer:
+def _made(
+    state: PruningState, options: argparse.Namespace, backbone: BackboneShape | None
+) -> Transfer:
     if not options.instruction_free:
         return transfer(state, options.budget, backbone, options.name)
     free = instruction_free(state)

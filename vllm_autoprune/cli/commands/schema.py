@@ -9,7 +9,7 @@ import argparse
 
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import as_json
-from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

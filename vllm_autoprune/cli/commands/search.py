@@ -59,19 +59,19 @@ def _run(options: argparse.Namespace) -> int:
     if options.action == "report":
         return _report(options)
     if options.data is None:
-        mend = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
-        raise ConfigError("search", [Problem("--data", "is missing", mend)])
+        fix = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
+        raise ConfigError("search", [Problem("--data", "is missing", fix)])
     if options.replay is not None:
         return _replay(options)
     settings, dataset = settings_and_data(options)
     if options.dry_run:
         return _dry_run(options, settings, dataset)
     if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
-        what, mend = "holds a search already", "add --resume, or name another ledger"
-        raise ConfigError("search", [Problem(str(options.ledger), what, mend)])
+        what, fix = "holds a search already", "add --resume, or name another ledger"
+        raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
     if not options.server_url:
-        mend = "give the address of a vllm serve with --autoprune-requests states"
-        raise ConfigError("search", [Problem("--server-url", "is missing", mend)])
+        fix = "give the address of a vllm serve with --autoprune-requests states"
+        raise ConfigError("search", [Problem("--server-url", "is missing", fix)])
     return _told(options, asyncio.run(_searched(options, settings, dataset)))
 
 
@@ -96,10 +96,10 @@ async def _searched(options: argparse.Namespace, settings: Settings, dataset: Da
 def _told(options: argparse.Namespace, chosen: Chosen) -> int:
     from offline_search.ledger import read
     from offline_search.report import as_markdown, reading
-    from vllm_autoprune.tpdsl.load import load_state
+    from vllm_autoprune.tpdsl.states.load import load_state
 
     if options.output is not None:
-        state = load_state(as_json(chosen.state))
+        state = load_state(chosen.state)
         write(options.output, state.dumps().encode())
     if options.json:
         print(as_json(chosen.model_dump(mode="json", exclude={"clock"})))
@@ -114,8 +114,8 @@ def _replay(options: argparse.Namespace) -> int:
     from offline_search.replay import replay, settings_of
 
     if options.ledger.exists() and options.ledger.stat().st_size:
-        what, mend = "is where the replay would be written", "name a new file with --ledger"
-        raise ConfigError("search", [Problem(str(options.ledger), what, mend)])
+        what, fix = "is where the replay would be written", "name a new file with --ledger"
+        raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
     with Ledger(options.replay) as recorded:
         seed = settings_of(recorded).seed
     dataset = read_dataset(options.data, seed, options.images)

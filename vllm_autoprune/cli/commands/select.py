@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.files import write
 from vllm_autoprune.cli.render import as_json, table
-from vllm_autoprune.tpdsl.load import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.outcome import Refined
-from vllm_autoprune.tpdsl.refine import refine
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:
     from vllm_autoprune.report.trace import Trace
@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _saved(refined: Refined) -> bytes:
+def _saved(refined: RefinedTokens) -> bytes:
     """Arrays of a batch: ``B`` images of ``K`` rows."""
     import numpy as np
 

@@ -11,7 +11,7 @@ import dataclasses
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import WIDTH, as_json, brief, paragraph, table
 from vllm_autoprune.report.describe import Description, Parameters, describe
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

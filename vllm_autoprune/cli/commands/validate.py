@@ -33,7 +33,7 @@ def _told(result: Validation) -> str:
         head += f", K = {result.budget}, digest {(result.digest or '')[:12]}"
     else:
         head = f"{result.source}: {len(result.problems)} problem(s)"
-    lines = [f"  {where or '/'}: {what} -> {mend}" for where, what, mend in result.problems]
+    lines = [f"  {where or '/'}: {what} -> {fix}" for where, what, fix in result.problems]
     lines += [
         f"  {'ok  ' if ok else 'FAIL'} {name}: {detail}" for name, ok, detail in result.verdicts
     ]

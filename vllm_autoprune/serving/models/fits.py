@@ -32,8 +32,8 @@ def no_problems(config: PreTrainedConfig) -> Sequence[Problem]:
 def no_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
     """No CLIP was trained together with this model's vision tower."""
     what = f"the vision tower of {config.model_type!r} has no text tower beside it"
-    mend = "leave the flag out: relevance is then measured by the model's own embeddings"
-    return (Problem(f"{FLAG} {tower.path}", what, mend),)
+    fix = "leave the flag out: relevance is then measured by the model's own embeddings"
+    return (Problem(f"{FLAG} {tower.path}", what, fix),)
 
 
 _ROWS: dict[Need, str] = {
@@ -87,8 +87,8 @@ def clip_tower_problems(config: LlavaConfig, tower: TextTower) -> Sequence[Probl
     if tower.vision_width == width:
         return ()
     what = f"its vision tower is {tower.vision_width} wide, the model's {width}"
-    mend = "give the CLIP checkpoint that the model's vision tower comes from"
-    return (Problem(f"{FLAG} {tower.path}", what, mend),)
+    fix = "give the CLIP checkpoint that the model's vision tower comes from"
+    return (Problem(f"{FLAG} {tower.path}", what, fix),)
 
 
 def clip_inputs(

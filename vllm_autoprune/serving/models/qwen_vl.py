@@ -81,8 +81,8 @@ class QwenVision(Vision):
         reads = "cls_attention" in self.needs
         if reads and model.use_data_parallel:
             what = "splits images over ranks, and the state reads the vision tower's attention"
-            mend = "serve without it, or a state that does not read [CLS] attention"
-            problem = Problem("--mm-encoder-tp-mode data", what, mend)
+            fix = "serve without it, or a state that does not read [CLS] attention"
+            problem = Problem("--mm-encoder-tp-mode data", what, fix)
             raise ConfigError("cannot serve pruned", [problem])
         self._heard = HeardAttention(_last_whole(model.visual).attn.attn) if reads else None
 

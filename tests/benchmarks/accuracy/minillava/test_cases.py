@@ -7,7 +7,7 @@ import pytest
 from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases, residual_on
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state
 
 
 def test_the_paper_s_tables_by_default() -> None:

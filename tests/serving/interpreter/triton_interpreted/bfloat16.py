@@ -16,7 +16,7 @@ import numpy
 _MARK = "_of_bfloat16"
 
 
-def mend() -> None:
+def fix() -> None:
     """Have the interpreter compute in float32 and round; once, however often it is called.
 
     vLLM calls it with its plugins: Triton is half imported when it asks for backends.

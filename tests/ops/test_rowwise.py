@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_autoprune.ops.rowwise import (
+    evenly_spaced,
+    indices_from_mask,
+    mask_from_indices,
+    min_max_normalise,
+    rank_descending,
+)
+
+
+def test_normalise_by_hand() -> None:
+    score = torch.tensor([[2.0, 4.0, 3.0], [-1.0, 0.0, 9.0]])
+    assert min_max_normalise(score).tolist() == [[0, 1, 0.5], [0, pytest.approx(0.1), 1]]
+
+
+def test_the_offset_is_in_the_numerator_only() -> None:
+    assert min_max_normalise(torch.tensor([0.0, 4.0]), offset=1.0).tolist() == [0.25, 1.25]
+
+
+def test_a_constant_score_becomes_ones() -> None:
+    assert min_max_normalise(torch.tensor([[0.3, 0.3], [-7.0, -7.0]]), 1e-6).tolist() == [
+        [1, 1],
+        [1, 1],
+    ]
+
+
+def test_nan_does_not_look_constant() -> None:
+    assert min_max_normalise(torch.tensor([0.0, torch.nan, 1.0])).isnan().any()
+
+
+def test_ranking_is_descending_and_ties_go_to_the_lower_index() -> None:
+    assert rank_descending(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])).tolist() == [[1, 2, 4, 3, 0]]
+
+
+@given(st.sets(st.integers(0, 19), min_size=1))
+def test_raster_undoes_mask_of(positions: set[int]) -> None:
+    mask = mask_from_indices(torch.tensor([sorted(positions, reverse=True)]), 20)
+    assert mask.sum() == len(positions)
+    assert indices_from_mask(mask, len(positions)).tolist() == [sorted(positions)]
+
+
+@given(tokens=st.integers(1, 3000), data=st.data())
+def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, tokens))
+    places = evenly_spaced(2, tokens, count, torch.device("cpu"))
+    assert places.shape == (2, count) and torch.equal(places[0], places[1])
+    row = places[0].tolist()
+    assert row == sorted(set(row)) and row[0] >= 0 and row[-1] < tokens
+    gaps = [b - a for a, b in itertools.pairwise(row)]
+    assert all(gap in (tokens // count, tokens // count + 1) for gap in gaps)
+    assert abs(row[0] - (tokens - 1 - row[-1])) <= 1 + tokens // count

@@ -1,0 +1,312 @@
+"""What holds for every atom, so that one declared tomorrow is tested tomorrow."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+
+import tests.ops
+import tests.tpdsl
+from tests.tpdsl.every import (
+    MEANINGS,
+    WITHOUT_NEEDS,
+    active,
+    doing_something,
+    policy_using,
+    some,
+    using,
+    whole_images,
+    with_only,
+)
+from tests.tpdsl.refining import same, vars_of
+from tests.tpdsl.samples import call, state
+from vllm_autoprune import Grid, RefinedTokens, VisualTokens, materialize, refine
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
+from vllm_autoprune.tpdsl.atoms.kernels import run_kernel
+from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
+from vllm_autoprune.tpdsl.atoms.pools import PoolCall, build_pool
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.source import (
+    PriorCall,
+    PriorInputs,
+    ViewCall,
+    apply_view,
+    run_prior,
+)
+from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group
+from vllm_autoprune.tpdsl.states.state import required_inputs
+
+EVERY = ATOMS.names()
+GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
+ALL = (slice(None), slice(None))
+SIZES: dict[Group, int] = {
+    "token_source_base_policy": 6,
+    "budget_control": 10,
+    "scoring": 10,
+    "similarity_kernel": 2,
+    "score_fusion": 3,
+    "candidate_pool": 6,
+    "selection_constraints": 9,
+    "reassembly": 81,
+    "safety_checks": 4,
+}
+"""Table of the paper's supplementary: nine groups, 131 atoms."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "instruction_guided_visual_relevance": (-1, 1),
+    "attention_proxy_saliency": (0, 1),
+    "spatial_centrality_prior": (0, 1),
+    "redundancy_density_penalty": (-1, 1),
+    "local_contrast_saliency": (0, 2),
+    "visual_token_norm_saliency": (0, torch.inf),
+    "cluster_centroid_representativeness": (-1, 1),
+    "global_mean_representativeness": (-1, 1),
+    "channel_entropy_informativeness": (0, 1),
+    "reference_selection_confidence": (0, 1),
+    "local_detail_energy": (0, 2),
+}
+"""Range of each signal, to rounding."""
+
+
+class TestTheList:
+    def test_the_language_has_131_atoms_in_nine_groups(self) -> None:
+        own = [ATOMS[name] for name in EVERY if ATOMS[name].origin != "extension"]
+        assert {group: sum(a.group == group for a in own) for group in ROLES} == SIZES
+        assert len(own) == 131
+
+    def test_the_paper_prints_50_of_them(self) -> None:
+        assert sum(ATOMS[name].paper for name in EVERY) == 50
+
+    def test_extensions_are_told_apart(self) -> None:
+        extensions = [name for name in EVERY if ATOMS[name].origin == "extension"]
+        assert set(extensions) == {"ratio_budget", "per_tile_budget", "local_detail_energy"}
+
+    def test_some_test_says_what_each_atom_means(self) -> None:
+        for package in (tests.tpdsl, tests.ops):
+            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+                if module.name.rpartition(".")[2].startswith("test_"):
+                    importlib.import_module(module.name)
+        assert sorted(set(EVERY) - MEANINGS) == []
+
+
+def promised(name: str, tokens: VisualTokens, found: RefinedTokens, k: int = 8) -> None:
+    policy = policy_using(name, k)
+    assert found.features.shape == (tokens.batch, k, tokens.features.shape[2])
+    assert found.features.dtype == tokens.features.dtype
+    assert bool(found.features.isfinite().all())
+    assert found.indices.shape == found.reference.shape == (tokens.batch, k)
+    kept = mask_from_indices(found.indices, tokens.count)
+    assert kept.sum(dim=1).tolist() == [k] * tokens.batch
+    shared = (kept & mask_from_indices(found.reference, tokens.count)).sum(dim=1)
+    assert torch.equal(found.exchanged, k - shared)
+    assert int(shared.min()) >= policy.r_min and int(found.exchanged.max()) <= policy.quota
+
+
+class TestPromises:
+    """Each atom in a state that runs it, through Algorithm 1."""
+
+    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("grid", GRIDS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_k_unique_finite_rows_and_the_same_bits_again(
+        self, name: str, grid: Grid, dtype: torch.dtype
+    ) -> None:
+        tokens = whole_images(3, grid=grid, dtype=dtype)
+        actual = refine(policy_using(name), tokens)
+        promised(name, tokens, actual)
+        assert actual.fallback.tolist() == [0, 0]
+        again = refine(policy_using(name), whole_images(3, grid=grid, dtype=dtype))
+        assert same(actual, again, ALL)
+
+    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("grid", GRIDS)
+    def test_an_image_gets_the_same_bits_alone_and_in_a_batch(self, name: str, grid: Grid) -> None:
+        policy, tokens = policy_using(name), whole_images(5, batch=3, grid=grid)
+        together = refine(policy, tokens)
+        for i in range(3):
+            assert same(together, refine(policy, some(tokens, [i])), ([i], [0]))
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_what_is_not_finite_stays_in_its_image(self, name: str) -> None:
+        clean, tokens = whole_images(6, batch=2), whole_images(6, batch=2)
+        assert tokens.instruction is not None and tokens.cls_attention is not None
+        assert tokens.tower is not None
+        tokens.instruction.patches[1, 3] = torch.nan
+        tokens.cls_attention[1, 4] = torch.inf
+        tokens.tower.patches[1, 5] = torch.nan
+        tokens.features[1, 7] = torch.nan
+        actual = refine(policy_using(name), tokens)
+        promised(name, tokens, actual)
+        assert actual.fallback.tolist() == [0, 2]
+        assert same(actual, refine(policy_using(name), clean), ([0], [0]))
+
+    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("k", [1, 35])
+    def test_the_smallest_and_the_largest_budget(self, name: str, k: int) -> None:
+        tokens = whole_images(7)
+        promised(name, tokens, refine(policy_using(name, k), tokens), k)
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_nothing_waits_for_the_device(self, name: str) -> None:
+        # Tensors of the meta device have no values to read.
+        tokens = whole_images(8)
+        assert tokens.instruction is not None and tokens.tower is not None
+        empty = VisualTokens(
+            tokens.features.to("meta"),
+            tokens.grid,
+            torch.empty(2, 36, device="meta"),
+            type(tokens.instruction)(
+                tokens.instruction.patches.to("meta"),
+                tokens.instruction.text.to("meta"),
+                tokens.instruction.segments.to("meta"),
+                -1,
+            ),
+            tower=type(tokens.tower)(
+                tokens.tower.patches.to("meta"), tokens.tower.keys.to("meta"), lambda rows: rows
+            ),
+        )
+        assert refine(policy_using(name), empty).features.shape == (2, 8, 16)
+
+
+class TestNeeds:
+    """Caches are shared across questions by what a policy says it reads."""
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_what_is_not_declared_is_not_read(self, name: str) -> None:
+        policy, tokens = policy_using(name), whole_images(9)
+        actual = refine(policy, tokens)
+        assert same(refine(policy, with_only(tokens, policy.needs)), actual, ALL)
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_what_is_declared_is_read(self, name: str) -> None:
+        policy, tokens = policy_using(name), whole_images(9)
+        assert policy.needs == ATOMS[name].needs_of(active(name))
+        others = whole_images(10)
+        for need in policy.needs:
+            changed = VisualTokens(**{**given(tokens), need: given(others)[need]})
+            assert not same(refine(policy, changed), refine(policy, tokens), ALL), need
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_a_reassembly_that_does_nothing_reads_nothing(self, name: str) -> None:
+        idle = state({**WITHOUT_NEEDS, "/reassembly": {"atom": name}})
+        assert materialize(idle, 8).needs == frozenset()
+        tokens = whole_images(9)
+        assert refine(materialize(idle, 8), with_only(tokens, frozenset())).exchanged.shape == (2,)
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_an_order_by_quality_reads_the_signals_even_without_an_exchange(
+        self, name: str
+    ) -> None:
+        signal = [{"atom": "instruction_guided_visual_relevance"}]
+        changes = {**WITHOUT_NEEDS, "/scoring/signals": signal, "/reassembly": {"atom": name}}
+        alone = state({**changes, "/constraints/selector/q_e": 0})
+        assert ("instruction" in required_inputs(alone, exchange=False)) == orders_by_quality(
+            alone.reassembly
+        )
+        assert refine(materialize(alone, 8), whole_images(1)).exchanged.tolist() == [0, 0]
+
+    def test_priors_of_weight_zero_read_nothing(self) -> None:
+        prior = {"atom": "external_policy", "policy": "cdpruner", "weight": 0.0}
+        policy = materialize(state({**WITHOUT_NEEDS, "/source": {"priors": [prior]}}), 8)
+        assert policy.needs == frozenset()
+        prior["weight"] = 0.1
+        policy = materialize(state({**WITHOUT_NEEDS, "/source": {"priors": [prior]}}), 8)
+        assert policy.needs == {"instruction"} and policy.reads_instruction
+
+
+def given(tokens: VisualTokens) -> dict[str, Any]:
+    """The fields that images were made with; each need is the name of one."""
+    return {name: vars(tokens)[name] for name in VisualTokens.__dataclass_fields__}
+
+
+class TestGroups:
+    """What the functions of each group return, whatever atom it is."""
+
+    TOKENS = whole_images(4, grid=Grid(3, 4, tiles=3))
+    PICKS = torch.stack([torch.randperm(36)[:7] for _ in range(2)])
+    G = torch.rand(2, 36)
+
+    @pytest.mark.parametrize("name", ATOMS.names("scoring"))
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_signals_are_float32_and_keep_their_range(self, name: str, dtype: torch.dtype) -> None:
+        for grid in (*GRIDS, Grid(1, 1), Grid(1, 7)):
+            tokens = whole_images(4, grid=grid, dtype=dtype)
+            picks = torch.zeros(2, 1, dtype=torch.int64)
+            actual = run_signal(call(name), tokens, picks)
+            assert actual.shape == (2, grid.tokens) and actual.dtype == torch.float32
+            least, most = RANGES[name]
+            assert bool(actual.isfinite().all())
+            assert least - 0.01 <= float(actual.min()) and float(actual.max()) <= most + 0.01
+
+    @pytest.mark.parametrize("name", ATOMS.names("similarity_kernel"))
+    def test_kernels_are_symmetric_with_qualities_above_zero(self, name: str) -> None:
+        kernel = run_kernel(call(name), self.TOKENS, self.G)
+        assert kernel.similarity.shape == (2, 36, 36) and kernel.quality.shape == (2, 36)
+        assert torch.allclose(kernel.similarity, kernel.similarity.transpose(1, 2))
+        assert bool((kernel.quality > 0).all())
+
+    @pytest.mark.parametrize("name", ATOMS.names("score_fusion"))
+    def test_fused_quality_is_finite_and_not_negative(self, name: str) -> None:
+        signals = [torch.randn(2, 36), torch.zeros(2, 36), self.G]
+        g = run_fusion(call(name), signals, [4.0, 1.0, 0.5], self.PICKS)
+        assert g.shape == (2, 36) and bool(g.isfinite().all()) and float(g.min()) >= 0
+
+    @pytest.mark.parametrize("name", ATOMS.of_kind("candidate_pool", PoolCall))
+    def test_pools_lie_outside_the_reference(self, name: str) -> None:
+        pool = build_pool([call(name)], self.TOKENS, self.G, self.PICKS)
+        assert pool.shape == (2, 36) and pool.dtype == torch.bool
+        assert not bool((pool & mask_from_indices(self.PICKS, 36)).any())
+
+    @pytest.mark.parametrize("name", ATOMS.of_kind("candidate_pool", PartitionCall))
+    def test_labels_count_from_zero_and_are_fewer_than_tokens(self, name: str) -> None:
+        for grid in (*GRIDS, Grid(1, 1), Grid(1, 3)):
+            tokens = whole_images(4, grid=grid)
+            labels = run_partition(call(name), tokens)
+            assert labels.shape == (2, grid.tokens) and labels.dtype == torch.int64
+            assert int(labels.min()) >= 0 and int(labels.max()) < grid.tokens
+
+    @pytest.mark.parametrize("name", ATOMS.of_kind("token_source_base_policy", PriorCall))
+    def test_priors_lie_between_zero_and_one(self, name: str) -> None:
+        policy = policy_using(name, 7)
+        known = PriorInputs(self.TOKENS, policy.state.base_policy, 7, self.PICKS)
+        prior = run_prior(active(name), known)
+        assert prior.shape == (2, 36) and prior.dtype == torch.float32
+        assert float(prior.min()) >= 0 and float(prior.max()) == 1
+
+    @pytest.mark.parametrize("name", ATOMS.of_kind("token_source_base_policy", ViewCall))
+    def test_views_show_the_same_tokens(self, name: str) -> None:
+        seen = apply_view(call(name), self.TOKENS)
+        assert (seen.batch, seen.count, seen.grid) == (2, 36, self.TOKENS.grid)
+        assert seen.cls_attention is self.TOKENS.cls_attention
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_another_order_moves_rows_together_with_their_indices(self, name: str) -> None:
+        tokens = whole_images(4)
+        here, there = (
+            refine(materialize(state({**using(name), "/reassembly": changed}), 8), tokens)
+            for changed in (
+                doing_something(name),
+                doing_something(_in_raster(name)),
+            )
+        )
+        back = here.indices.argsort(dim=1)
+        assert torch.equal(here.indices.gather(1, back), there.indices)
+        moved = here.features.gather(1, back[:, :, None].expand_as(here.features))
+        assert torch.equal(moved, there.features)
+        assert torch.equal(here.indices, there.indices) == (RECIPES[name].order.name == "raster")
+
+
+def _in_raster(name: str) -> str:
+    cell = RECIPES[name].cell.rpartition(".")[0] + ".raster"
+    return next(other for other, recipe in RECIPES.items() if recipe.cell == cell)
+
+
+def test_every_field_of_an_outcome_is_compared() -> None:
+    actual = refine(policy_using("mean_residual"), whole_images(1))
+    assert set(vars_of(actual)) == set(RefinedTokens.__dataclass_fields__)

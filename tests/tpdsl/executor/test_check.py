@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tpdsl.every import means
+from tests.tpdsl.samples import images, plain, state
+from vllm_autoprune import (
+    Grid,
+    PruningPolicy,
+    RefinedTokens,
+    SafetyRecord,
+    VisualTokens,
+    load_state,
+    materialize,
+    refine,
+    safety_check,
+)
+from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
+from vllm_autoprune.tpdsl.executor import check
+from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.load import shipped_states
+
+Break = Callable[[RefinedTokens], dict[str, Tensor]]
+
+
+def failed(record: SafetyRecord) -> list[str]:
+    assert [verdict.name for verdict in record.verdicts] == list(VERDICTS)
+    assert record.valid == (not record.failures())
+    return [verdict.name for verdict in record.failures()]
+
+
+def details(record: SafetyRecord) -> dict[str, str]:
+    return {verdict.name: verdict.detail for verdict in record.verdicts}
+
+
+def replace_base(
+    monkeypatch: pytest.MonkeyPatch, select: Callable[[object, VisualTokens, int], Tensor]
+) -> None:
+    def selects(params: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        return ReferenceSelection(select(params, tokens, budget))
+
+    broken = dataclasses.replace(BASE_POLICIES["cdpruner"], function=selects)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", broken)
+
+
+def replace_atom(
+    monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., object]
+) -> None:
+    broken = dataclasses.replace(ATOMS[name], function=function)
+    monkeypatch.setitem(ATOMS._atoms, name, broken)
+
+
+def replace_outcome(monkeypatch: pytest.MonkeyPatch, break_: Break) -> None:
+    """Let the executor itself return something else than it worked out."""
+
+    def broken(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
+        actual = refine(policy, tokens)
+        return dataclasses.replace(actual, **break_(actual))
+
+    monkeypatch.setattr(check, "refine", broken)
+
+
+@pytest.mark.parametrize("name", shipped_states())
+@pytest.mark.parametrize("budget", [1, 4, 32])
+def test_shipped_states_are_valid(name: str, budget: int) -> None:
+    record = safety_check(materialize(load_state(name), budget))
+    assert failed(record) == []
+    assert all(verdict.detail for verdict in record.verdicts)
+
+
+@pytest.mark.parametrize("budget", [1, 15, 16, 17, 79, 80, 100])
+def test_the_probes_hold_more_tokens_than_are_kept(budget: int) -> None:
+    probes = synthetic_probes(budget)
+    assert all(probe.count > budget for probe in probes)
+    assert {probe.grid.tiles for probe in probes} == {1, 5}
+    # Among them an image whose tokens are all alike, the hardest thing to select from.
+    assert any(bool((probe.cosine > 0.999).all()) for probe in probes)
+
+
+def test_own_probes_are_what_is_looked_at() -> None:
+    policy = materialize(state(), 4)
+    record = safety_check(policy, [images(1), images(2, batch=3)])
+    assert failed(record) == [] and details(record)["shapes"].startswith("features (2, 4, 16)")
+    fits = safety_check(policy, [images(3, grid=Grid(2, 2))])
+    assert failed(fits) == [] and "K = 4" in details(fits)["exact_count"]
+
+
+def test_no_probes_is_no_reason_to_pass() -> None:
+    # An empty list falls back on the synthetic ones: no verdict at all would read as valid.
+    assert failed(safety_check(materialize(state(), 4), [])) == []
+
+
+@pytest.mark.parametrize("budget", [641, 65536])
+def test_a_budget_too_large_to_probe_is_looked_at_smaller_and_the_record_says_so(
+    budget: int,
+) -> None:
+    largest: dict[str, object] = {
+        "/constraints/selector": {"atom": "reference_residual_exchange_selector", "q_e": 640}
+    }
+    policy = materialize(state(largest), budget)
+    begun = time.process_time()
+    record = safety_check(policy)
+    assert time.process_time() - begun < 30
+    assert failed(record) == []
+    assert details(record)["exact_count"].endswith(f", K = 640, checked in place of K = {budget}")
+    # Probes of the caller's are taken as they are.
+    assert details(safety_check(policy, [images(1)]))["exact_count"].endswith(", K = 36")
+
+
+def test_what_is_probed_has_room_for_every_r_min_and_quota() -> None:
+    for name in ATOMS.names("selection_constraints"):
+        bounds = ATOMS[name].call.model_json_schema()["properties"]
+        stated = [bounds[field] for field in ("q_e", "r_min") if field in bounds]
+        for branch in (inner for field in stated for inner in field.get("anyOf", [field])):
+            assert branch.get("maximum", 0) <= MAX_PROBED_BUDGET
+
+
+def test_one_bad_probe_is_enough() -> None:
+    bad = images(4)
+    bad.features[0, 0, 0] = torch.nan
+    record = safety_check(materialize(state(), 4), [images(3), bad, images(5)])
+    assert failed(record) == ["finite_scores"]
+    assert details(record)["finite_scores"] == "finite rows: True, fell back: 1"
+
+
+class TestVerdicts:
+    """Each verdict fails for its own reason and leaves the others standing."""
+
+    @pytest.mark.parametrize("count", [3, 5])
+    @means("preserve_budget")
+    def test_exact_count(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        replace_outcome(
+            monkeypatch, lambda _: {"indices": torch.arange(count).expand(2, -1).clone()}
+        )
+        record = safety_check(materialize(state(), 4))
+        assert failed(record) == ["exact_count", "valid_indices"]
+        assert details(record)["exact_count"] == (
+            f"2 images of {count} tokens and 0 extra rows, K = 4"
+        )
+        assert details(record)["valid_indices"] == "not checked: the count is wrong"
+
+    @pytest.mark.parametrize(
+        "row", [[0, 1, 1, 2], [3, 2, 1, 0], [-1, 0, 1, 2], [0, 1, 2, 10**6]], ids=str
+    )
+    def test_valid_indices(self, monkeypatch: pytest.MonkeyPatch, row: list[int]) -> None:
+        replace_outcome(monkeypatch, lambda _: {"indices": torch.tensor([row, row])})
+        assert failed(safety_check(materialize(state(), 4))) == ["valid_indices"]
+
+    @pytest.mark.parametrize(("r_min", "said"), [(None, 6), (1, 1)])
+    def test_valid_indices_means_no_more_exchanges_than_the_quota(
+        self, monkeypatch: pytest.MonkeyPatch, r_min: int | None, said: int
+    ) -> None:
+        def swap_three(found: RefinedTokens) -> dict[str, Tensor]:
+            reference = found.reference[0].tolist()
+            others = [i for i in range(36) if i not in reference][:3]
+            return {"indices": torch.tensor([sorted([*others, *reference[:5]])])}
+
+        replace_outcome(monkeypatch, swap_three)
+        policy = materialize(state({"/constraints/selector/r_min": r_min}), 8)
+        assert policy.quota == 2
+        record = safety_check(policy, [images(1, batch=1)])
+        assert failed(record) == ["valid_indices"]
+        assert details(record)["valid_indices"].endswith(f"kept: 5 of at least {said}")
+
+    def test_finite_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nothing(call: object, tokens: VisualTokens, picks: Tensor) -> Tensor:
+            return torch.full((tokens.batch, tokens.count), torch.nan)
+
+        replace_atom(monkeypatch, "spatial_centrality_prior", nothing)
+        assert failed(safety_check(materialize(state(), 4))) == ["finite_scores"]
+
+    def test_finite_scores_means_finite_rows_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace_outcome(monkeypatch, lambda found: {"features": found.features / 0})
+        record = safety_check(materialize(state(), 4))
+        assert "finite_scores" in failed(record)
+        assert details(record)["finite_scores"] == "finite rows: False, fell back: 0"
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda rows: rows[:, :3],
+            lambda rows: rows[..., :-1],
+            lambda rows: rows.half(),
+        ],
+        ids=["fewer rows", "narrower rows", "another dtype"],
+    )
+    @means("no_shape_change")
+    def test_shapes(
+        self, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]
+    ) -> None:
+        replace_outcome(monkeypatch, lambda found: {"features": change(found.features)})
+        assert "shapes" in failed(safety_check(materialize(state(), 4)))
+
+    @means("deterministic")
+    def test_determinism(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def random(params: object, tokens: VisualTokens, budget: int) -> Tensor:
+            return torch.rand(tokens.batch, tokens.count).argsort(dim=1)[:, :budget]
+
+        replace_base(monkeypatch, random)
+        assert failed(safety_check(materialize(state(), 8))) == ["determinism"]
+
+    def test_determinism_means_the_same_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = iter(range(100))
+        replace_outcome(monkeypatch, lambda found: {"features": found.features + 1e-3 * next(step)})
+        assert failed(safety_check(materialize(state(), 4))) == ["determinism"]
+
+    def test_determinism_is_looked_at_as_often_as_the_state_says(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runs: list[int] = []
+
+        def third_time_differs(found: RefinedTokens) -> dict[str, Tensor]:
+            runs.append(1)
+            return {"features": found.features + (len(runs) == 3)}
+
+        replace_outcome(monkeypatch, third_time_differs)
+        assert failed(safety_check(materialize(state(), 4), [images(1)])) == []
+        runs.clear()
+        thrice = state({"/safety/2": {"atom": "deterministic", "repeats": 3}})
+        assert failed(safety_check(materialize(thrice, 4), [images(1)])) == ["determinism"]
+
+    def test_a_state_cannot_leave_a_check_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace_outcome(monkeypatch, lambda found: {"indices": found.indices[:, :1].expand(-1, 4)})
+        lax = materialize(state({"/safety": ["fallback_to_selection"]}), 4)
+        assert failed(safety_check(lax)) == ["valid_indices"]
+
+
+class TestBrokenBasePolicies:
+    @pytest.mark.parametrize("q_e", [0, 2])
+    @pytest.mark.parametrize(
+        "row", [[0, 0, 0, 0], [0, 1, 2, 2], [9, 9, 8, 8]], ids=["one", "last", "pairs"]
+    )
+    def test_repeated_indices(
+        self, monkeypatch: pytest.MonkeyPatch, row: list[int], q_e: int
+    ) -> None:
+        # With q_e = 0 the gap is filled from the front, so the K rows themselves may look sound.
+        replace_base(monkeypatch, lambda *_: torch.tensor([row, row]))
+        policy = materialize(state({"/constraints/selector/q_e": q_e}), 4)
+        assert failed(safety_check(policy)) == ["valid_indices"]
+
+    def test_too_few_picks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace_base(monkeypatch, lambda *_: torch.arange(3).expand(2, -1))
+        record = safety_check(materialize(state(), 4))
+        assert failed(record) == ["exact_count", "valid_indices", "shapes"]
+
+    def test_picks_out_of_range(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace_base(monkeypatch, lambda *_: torch.arange(10**6, 10**6 + 4).expand(2, -1))
+        assert failed(safety_check(materialize(state(), 4))) == list(VERDICTS)
+
+    def test_picks_that_are_not_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace_base(monkeypatch, lambda *_: torch.full((2, 4), torch.nan))
+        assert failed(safety_check(materialize(state(), 4))) == list(VERDICTS)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no such thing"), RuntimeError("out of memory"), KeyError("x")], ids=repr
+)
+def test_an_exception_becomes_the_reason_of_every_verdict(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def raises(*_: object) -> Tensor:
+        raise error
+
+    replace_atom(monkeypatch, "local_contrast_saliency", raises)
+    record = safety_check(materialize(state(), 4))
+    assert failed(record) == list(VERDICTS)
+    assert set(details(record).values()) == {f"{type(error).__name__}: {error}"}
+
+
+def test_a_probe_without_what_the_policy_reads_is_a_failure_not_a_crash() -> None:
+    record = safety_check(materialize(state(), 4), [plain(torch.randn(2, 20, 4))])
+    assert failed(record) == list(VERDICTS)
+    assert "SelectionError" in details(record)["shapes"]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tpdsl.samples import images, state
+from vllm_autoprune import PruningState, StateError, VisualTokens, load_state, materialize, refine
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.states.instruction_free import (
+    INSTRUCTION_NEEDS,
+    NEAREST,
+    instruction_free,
+)
+
+
+@pytest.mark.parametrize("policy", list(BASE_POLICIES))
+def test_no_variant_reads_the_instruction(policy: str) -> None:
+    variant = instruction_free(state({"/base_policy": {"name": policy}})).state
+    assert not materialize(variant, 8).reads_instruction
+
+
+def test_every_base_policy_that_reads_has_a_substitute_that_does_not() -> None:
+    readers = {n for n, policy in BASE_POLICIES.items() if policy.needs & INSTRUCTION_NEEDS}
+    assert set(NEAREST) == readers
+    assert not {other for other, _ in NEAREST.values()} & readers
+
+
+def test_the_same_tokens_for_two_questions() -> None:
+    policy = materialize(instruction_free(state()).state, 8)
+    tokens = images(3)
+    bare = VisualTokens(tokens.features, tokens.grid, tokens.cls_attention)
+    assert torch.equal(refine(policy, tokens).indices, refine(policy, bare).indices)
+
+
+def test_only_what_reads_the_instruction_changes_and_every_change_is_told() -> None:
+    before = load_state("autoprune")
+    result = instruction_free(before)
+    assert [c.where for c in result.changes if not c.where.startswith("/provenance")] == [
+        "/name",
+        "/base_policy/name",
+        "/base_policy/params/theta",
+        "/base_policy/params/tile_scope",
+        "/scoring/signals/0",
+    ]
+    assert all(change.why for change in result.changes)
+    for part in ("budget", "constraints", "reassembly", "safety", "source"):
+        assert getattr(result.state, part) == getattr(before, part)
+    assert result.state.provenance.scores == {}
+
+
+def test_a_state_that_scores_by_relevance_alone_is_left_with_attention() -> None:
+    alone = state({"/scoring/signals": [{"atom": "instruction_guided_visual_relevance"}]})
+    (signal,) = instruction_free(alone).state.scoring.signals
+    assert signal.atom == "attention_proxy_saliency"
+
+
+def test_a_part_without_a_substitute_is_refused_by_name() -> None:
+    gated: PruningState = state(
+        {"/reassembly": {"atom": "semantic_gated_residual_merge", "strength": 0.2}}
+    )
+    with pytest.raises(StateError) as caught:
+        instruction_free(gated)
+    assert [p.where for p in caught.value.problems] == ["/reassembly"]

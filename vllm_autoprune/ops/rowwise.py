@@ -1,0 +1,105 @@
+"""Row-wise tensor helpers shared by atoms and base policies: normalising, ranking, masks.
+
+All of them keep shapes static, so none of them synchronises with the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLAT = 1e-12
+"""Range below which a score counts as constant."""
+
+
+def min_max_normalise(score: Tensor, offset: float = 0.0) -> Tensor:
+    """Min-max normalise the last axis, ``(..., N) -> (..., N)``; a constant score becomes all ones.
+
+    ``offset`` is added to the numerator only, as CDPruner's code does with 1e-6.
+    """
+    low = score.amin(dim=-1, keepdim=True)
+    spread = score.amax(dim=-1, keepdim=True) - low
+    scaled = (score - low + offset) / spread.clamp_min(FLAT)
+    return torch.where(spread < FLAT, torch.ones_like(scaled), scaled)
+
+
+def rank_descending(score: Tensor) -> Tensor:
+    """Indices ``(..., N)`` by descending score; ties go to the lower index."""
+    return score.argsort(dim=-1, descending=True, stable=True)
+
+
+def mask_from_indices(indices: Tensor, count: int) -> Tensor:
+    """Indices ``(B, K)`` as a membership mask ``(B, count)``."""
+    mask = torch.zeros(indices.shape[0], count, dtype=torch.bool, device=indices.device)
+    return mask.scatter_(1, indices, True)
+
+
+def indices_from_mask(mask: Tensor, count: int) -> Tensor:
+    """The ``count`` true positions of a mask ``(B, N)``, ascending, ``(B, count)``.
+
+    Every row must have exactly ``count`` true positions.
+    """
+    order = torch.sort(mask.to(torch.uint8), dim=1, descending=True, stable=True).indices
+    return order[:, :count]
+
+
+def evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) -> Tensor:
+    """``count`` evenly spaced positions in ``0..tokens - 1``, ``(batch, count)``."""
+    spread = (torch.arange(count, device=device) * tokens + tokens // 2) // count
+    return spread.clamp_max(tokens - 1).expand(batch, count)
+
+
+def pick_confidence(picks: Tensor, count: int) -> Tensor:
+    """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens, ``(B, count)``."""
+    batch, picked = picks.shape
+    falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(1, picked)
+    none = torch.zeros(batch, count, device=picks.device)
+    return none.scatter_(1, picks, falling.expand(batch, -1))
+
+
+def positions_in_order(order: Tensor, allowed: Tensor) -> Tensor:
+    """Position ``(B, N)`` int64 of each token in an order ``(B, M)`` of token indices.
+
+    N for a token that is not in the order or not in the mask ``allowed`` ``(B, N)``.
+    """
+    batch, count = allowed.shape
+    last = torch.full((batch, count), count, dtype=torch.int64, device=order.device)
+    rising = torch.arange(order.shape[1], device=order.device).expand(batch, -1)
+    return last.scatter_(1, order, rising).masked_fill(~allowed, count)
+
+
+def flatten_indices(at: Tensor, tokens: int) -> Tensor:
+    """Row indices per image ``(B, K)`` as indices ``(B * K,)`` into the rows of the batch."""
+    first = torch.arange(0, at.shape[0] * tokens, tokens, device=at.device)
+    return (at + first[:, None]).flatten()
+
+
+def gather_rows(values: Tensor, at: Tensor) -> Tensor:
+    """Rows ``(B, K, D)`` of values ``(B, N, D)`` at indices ``(B, K)``.
+
+    Copies whole rows, ten times faster than ``gather`` with an expanded index.
+    """
+    batch, tokens, width = values.shape
+    rows = values.reshape(batch * tokens, width)
+    return rows.index_select(0, flatten_indices(at, tokens)).view(batch, -1, width)
+
+
+def find_outliers(score: Tensor) -> Tensor:
+    """Outliers of each row, ``(R, n)`` bool: scores above Q3 + 1.5 (Q3 - Q1).
+
+    Quartiles are float32 with linear interpolation, rounded as by numpy's ``percentile``, which the
+    published code calls. NaN is not an outlier.
+    """
+    ordered = score.float().sort(dim=1).values
+    low, high = _quantile(ordered, 0.25), _quantile(ordered, 0.75)
+    return score.float() > (high + 1.5 * (high - low))[:, None]
+
+
+def _quantile(ordered: Tensor, share: float) -> Tensor:
+    """Quantile ``(R,)`` at ``share`` of ascending rows ``(R, n)``."""
+    place = share * (ordered.shape[1] - 1)
+    below = int(place)
+    part = place - below
+    a, b = ordered[:, below], ordered[:, min(below + 1, ordered.shape[1] - 1)]
+    # Interpolate from the nearer end, where the result is exact.
+    return a + (b - a) * part if part < 0.5 else b - (b - a) * (1 - part)

@@ -1,0 +1,149 @@
+"""Batch-invariant matrix products and cosines: results are bit-identical alone and in a batch.
+
+A batched matrix product may use a different blocking for one matrix than for eight, and with it a
+different rounding. Here each matrix of the batch is multiplied separately, which for large matrices
+takes no extra time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+ALIGNED = 16
+"""Float32 numbers per cache line: sums over aligned rows are rounded the same way everywhere."""
+
+_STRIPS = 4
+"""Number of strips of the lower triangle: 10 of 16 blocks are then computed."""
+
+_THIN = 128
+"""Number of rows below which the product of a strip is slow."""
+
+_ROWS = 576
+"""Rows that are normalised at once, if images are smaller than that."""
+
+_CACHED = 2**18
+"""Float32 numbers that fit in the cache: 1 MiB."""
+
+_NONZERO = 1e-30
+"""Lower bound of a norm that is divided by."""
+
+
+def matmul_each(left: Tensor, right: Tensor) -> Tensor:
+    """``(B, n, k) @ (B, k, m)``, one product per image."""
+    return torch.stack([a @ b for a, b in zip(left, right, strict=True)])
+
+
+def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
+    """Cosines ``(B, n, m)`` float32 of rows ``(B, n, C)`` with vectors ``(B, m, C)``.
+
+    Computed in float32 for any dtype; the cosine with a zero vector is 0.
+    """
+    batch, tokens, width = rows.shape
+    out = torch.empty(batch, tokens, vectors.shape[1], dtype=torch.float32, device=rows.device)
+    directions = functional.normalize(vectors.float(), dim=-1, eps=_NONZERO).transpose(1, 2)
+    step = tokens if rows.device.type != "cpu" else max(1, _CACHED // width)
+    for images in _groups(batch, tokens, step):
+        for low in range(0, tokens, step):
+            strip = slice(low, low + step)
+            part = rows[images, strip].float()
+            length = part.norm(dim=-1, keepdim=True).clamp_min_(_NONZERO)
+            block = out[images, strip]
+            for row, direction, cosine in zip(part, directions[images], block, strict=True):
+                torch.mm(row, direction, out=cosine)
+            block /= length
+    return out
+
+
+def cosines_between(rows: Tensor, columns: Tensor) -> Tensor:
+    """Cosines ``(B, n, m)`` float32 of rows ``(B, n, D)`` with columns ``(B, m, D)`` of one dtype.
+
+    Rounded as in :func:`cosines`.
+    """
+    out = torch.empty(*rows.shape[:2], columns.shape[1], dtype=torch.float32, device=rows.device)
+    for row, column, cosine in zip(_directions(rows), _directions(columns), out, strict=True):
+        torch.mm(row, column.T, out=cosine)
+    return out
+
+
+def _directions(features: Tensor) -> Tensor:
+    """Unit vectors ``(B, n, D)`` float32; zero rows stay zero."""
+    tiny = torch.finfo(features.dtype).tiny
+    norm: Tensor = features.norm(dim=-1, keepdim=True)
+    return (features / norm.clamp_min(tiny)).float()
+
+
+def cosines(features: Tensor, norm: Tensor) -> Tensor:
+    """Cosines ``(B, n, n)`` float32 between the rows of features ``(B, n, D)``, norm ``(B, n, 1)``.
+
+    Rows are divided by their norm before the cast to float32, as in the published policies: in half
+    precision the order of the two changes which token is picked. The cosine with a zero row is 0.
+    Besides the result, memory holds the float32 rows of one image, or of a few small ones.
+    """
+    batch, tokens, width = features.shape
+    length = norm.clamp_min(torch.finfo(features.dtype).tiny)
+    out = torch.empty(batch, tokens, tokens, dtype=torch.float32, device=features.device)
+    together = min(batch, max(1, _ROWS // tokens))
+    units = torch.empty(together, tokens, width, dtype=torch.float32, device=features.device)
+    # On a GPU the whole product is faster than strips.
+    strips = min(_STRIPS, tokens // _THIN) if features.device.type == "cpu" else 1
+    for images in _groups(batch, tokens, _ROWS):
+        grams = out[images]
+        rows = units[: len(grams)].copy_(features[images] / length[images])
+        for unit, gram in zip(rows, grams, strict=True):
+            if strips > 1:
+                _gram_by_strips(unit, -(-tokens // strips), gram)
+            else:
+                torch.mm(unit, unit.T, out=gram)
+    return out
+
+
+def _groups(batch: int, tokens: int, rows: int) -> Iterator[slice]:
+    """Slices of images with about ``rows`` rows together, to amortise the cost of a call."""
+    together = max(1, rows // tokens)
+    for low in range(0, batch, together):
+        yield slice(low, min(low + together, batch))
+
+
+def _gram_by_strips(unit: Tensor, step: int, out: Tensor) -> None:
+    """``unit @ unit.T`` of ``(n, D)`` into ``(n, n)``; the upper triangle is copied."""
+    tokens = unit.shape[0]
+    for low in range(0, tokens, step):
+        high = min(low + step, tokens)
+        torch.mm(unit[low:high], unit[:high].T, out=out[low:high, :high])
+        out[:low, low:high] = out[low:high, :low].T
+
+
+def mean_of_largest_others(similarity: Tensor, count: int) -> Tensor:
+    """Mean of each row's ``count`` largest entries off the diagonal, ``(B, n, n) -> (B, n)``.
+
+    Needs 1 <= count < n.
+    """
+    # Of the count + 1 largest entries one is surplus: the diagonal if it is among them, that is if
+    # it is at least the smallest of them, and otherwise that smallest one.
+    values = similarity.topk(count + 1, dim=-1).values
+    own = similarity.diagonal(dim1=1, dim2=2)
+    return (values.sum(dim=-1) - torch.maximum(own, values[..., -1])) / count
+
+
+def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int) -> Tensor:
+    """Mean similarity of each token to the others within ``radius`` on its grid, ``(B, n)``.
+
+    similarity ``(B, n, n)`` between the ``n = height * width`` tokens of one grid in raster order;
+    distance is Chebyshev distance. The mean of a token without neighbours is 0.
+    """
+    window = torch.arange(-radius, radius + 1, device=similarity.device)
+    to_y = torch.arange(height, device=similarity.device)[:, None] + window
+    to_x = torch.arange(width, device=similarity.device)[:, None] + window
+    in_y, in_x = (to_y >= 0) & (to_y < height), (to_x >= 0) & (to_x < width)
+    # Shape (height, width, rows of the window, columns of the window), later one row per token.
+    inside = in_y[:, None, :, None] & in_x[:, None, :]
+    inside[:, :, radius, radius] = False
+    down, right = to_y.clamp(0, height - 1) * width, to_x.clamp(0, width - 1)
+    place = (down[:, None, :, None] + right[:, None, :]).view(1, height * width, -1)
+    inside = inside.view(height * width, -1)
+    near = similarity.gather(2, place.expand(similarity.shape[0], -1, -1))
+    return near.where(inside, 0.0).sum(dim=-1) / inside.sum(dim=-1).clamp_min(1)

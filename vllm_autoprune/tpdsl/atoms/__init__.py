@@ -1,0 +1,1 @@
+"""The atoms of TPDSL by group, each declared in the registry when its module is imported."""

@@ -1,0 +1,303 @@
+"""Selectors (C): exchange tokens of the reference selection for candidates, within bounds.
+
+Whatever the scores, a selector keeps at least r_min reference tokens and makes at most q_e
+exchanges: |T_D| = |T_A| <= q_e and |T_P \\ T_D| >= r_min by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.dpp_torch import capped_greedy_map
+from vllm_autoprune.ops.rowwise import mask_from_indices, rank_descending
+from vllm_autoprune.tpdsl.atoms.kernels import Kernel, conditional_kernel, run_kernel
+from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+class SelectorCall(AtomCall):
+    """A selector; without bounds of its own it may exchange all K tokens."""
+
+    def bounds(self, budget: int) -> tuple[int, int]:
+        """(q_e, r_min) at K = ``budget``."""
+        return budget, 0
+
+    @property
+    def insists_on(self) -> int | None:
+        """r_min if the state sets it; None if it follows from K."""
+        return None
+
+
+class PreservingSelector(SelectorCall):
+    """A selector that exchanges nothing."""
+
+    def bounds(self, budget: int) -> tuple[int, int]:
+        """No exchange at any K."""
+        return 0, budget
+
+
+class BoundedSelector(SelectorCall):
+    """A selector with an exchange quota q_e and a minimum r_min of reference tokens."""
+
+    q_e: int = Field(
+        2, ge=0, le=640, description="exchange quota: largest number of reference tokens replaced"
+    )
+    r_min: int | None = Field(
+        None, ge=0, le=640, description="smallest number of reference tokens kept; null: K - q_e"
+    )
+
+    def bounds(self, budget: int) -> tuple[int, int]:
+        """q_e is cut to K - r_min."""
+        r_min = max(0, budget - self.q_e) if self.r_min is None else min(self.r_min, budget)
+        return min(self.q_e, budget - r_min), r_min
+
+    @property
+    def insists_on(self) -> int | None:
+        """r_min of the state."""
+        return self.r_min
+
+
+class MarginSelector(BoundedSelector):
+    """Parameters of reference_margin_gated_exchange_selector."""
+
+    margin: float = Field(
+        0.05, ge=0.0, le=1.0, description="smallest gain in quality of an exchange"
+    )
+
+
+class StrictSelector(BoundedSelector):
+    """Parameters of reference_strict_margin_exchange_selector."""
+
+    margin: float = Field(
+        0.1, ge=0.0, le=2.0, description="smallest relative gain in quality of an exchange"
+    )
+    max_sim: float = Field(0.95, ge=0.5, le=1.0, description="largest cosine to any kept token")
+
+
+class CappedSelector(BoundedSelector):
+    """Parameters of constrained_pool_dpp_selector."""
+
+    cell_cap: int = Field(
+        4, ge=1, le=64, description="largest number of kept tokens per part of the partition"
+    )
+
+
+class MarginalSelector(BoundedSelector):
+    """Parameters of maximal_marginal_relevance_pool_selector."""
+
+    lam: float = Field(
+        0.7, ge=0.0, le=1.0, description="weight of quality; 1 - lam is the weight of similarity"
+    )
+
+
+def resolve_constraints(call: SelectorCall, budget: int) -> tuple[int, int]:
+    """(q_e, r_min) at this budget."""
+    return call.bounds(budget)
+
+
+@dataclass(frozen=True)
+class SelectorInputs:
+    """Inputs of a selector, for B images.
+
+    tokens in the state's token view; picks ``(B, P)`` in pick order; pool ``(B, N)`` bool, disjoint
+    from the picks; g ``(B, N)`` token quality; quota is q_e at this K. Kernel and labels are
+    computed when a selector first reads them.
+    """
+
+    tokens: VisualTokens
+    picks: Tensor
+    pool: Tensor
+    g: Tensor
+    quota: int
+    kernel_call: AtomCall
+    partition_call: PartitionCall
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """Similarity kernel of the state."""
+        return run_kernel(self.kernel_call, self.tokens, self.g)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Labels ``(B, N)`` of the state's partition."""
+        return run_partition(self.partition_call, self.tokens)
+
+    @cached_property
+    def reference(self) -> Tensor:
+        """Mask ``(B, N)`` of the picks."""
+        return mask_from_indices(self.picks, self.g.shape[1])
+
+    @cached_property
+    def outgoing(self) -> Tensor:
+        """The q reference tokens of lowest quality ``(B, q)``, in ascending order of quality."""
+        lowest = rank_descending(self.g.masked_fill(~self.reference, torch.inf)).flip(1)
+        return lowest[:, : self.quota]
+
+
+def _exchange_pairs(
+    revision: SelectorInputs, accepts: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Exchange pair by pair while ``accepts(g of the candidate, g of the reference token)``."""
+    g, pool, kept, outgoing = revision.g, revision.pool, revision.reference, revision.outgoing
+    incoming = rank_descending(g.masked_fill(~pool, -torch.inf))[:, : revision.quota]
+    # Both sides are sorted, so pair i is the best one after the pairs before it, and once a pair is
+    # refused all later ones are. NaN compares false: no exchange.
+    gain, loss = g.gather(1, incoming), g.gather(1, outgoing)
+    exchanged = (gain > loss) & accepts(gain, loss) & pool.gather(1, incoming)
+    kept = kept.scatter(1, outgoing, kept.gather(1, outgoing) & ~exchanged)
+    return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
+
+
+@atom("selection_constraints", BoundedSelector)
+def reference_residual_exchange_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
+    """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
+    return _exchange_pairs(revision, lambda gain, loss: gain > loss)
+
+
+@atom("selection_constraints", MarginSelector)
+def reference_margin_gated_exchange_selector(
+    call: MarginSelector, revision: SelectorInputs
+) -> Tensor:
+    """Exchange as the residual selector, where quality rises by at least the margin."""
+    return _exchange_pairs(revision, lambda gain, loss: gain - loss >= call.margin)
+
+
+@atom("selection_constraints", PreservingSelector, origin="listed")
+def reference_strict_preservation_selector(
+    call: PreservingSelector, revision: SelectorInputs
+) -> Tensor:
+    """Keep the reference selection unchanged, so that the base policy alone decides."""
+    return revision.reference
+
+
+@atom("selection_constraints", SelectorCall, origin="listed")
+def quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
+    """Keep the K tokens of highest quality, regardless of the reference selection."""
+    best = rank_descending(revision.g)[:, : revision.picks.shape[1]]
+    return mask_from_indices(best, revision.g.shape[1])
+
+
+Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(similarity, g, leaving) -> score ``(B, N)`` of each token as a candidate, and the threshold
+``(B, 1)`` that it has to exceed; similarity ``(B, N)`` is the largest cosine to a kept token."""
+
+
+def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
+    """Make exchanges one after the other, comparing candidates with the tokens kept by then.
+
+    Exchange i removes reference token i of ``outgoing`` or ends the loop, so the reference tokens
+    that remain at step i are known before the loop; only the tokens that entered are not.
+    """
+    cosine, kept, pool = revision.tokens.cosine, revision.reference, revision.pool
+    outgoing, count = revision.outgoing, revision.g.shape[1]
+    staying = kept.scatter(1, outgoing, False)
+    entered = cosine.masked_fill(~staying[:, :, None], -torch.inf).amax(dim=1)
+    leaving_rows = cosine.gather(1, outgoing[:, :, None].expand(-1, -1, count))
+    active = torch.ones_like(kept[:, :1])
+    for step in range(outgoing.shape[1]):
+        leaving = outgoing[:, step : step + 1]
+        waiting = leaving_rows[:, step + 1 :]
+        similarity = torch.cat([waiting, entered[:, None]], dim=1).amax(dim=1)
+        score, threshold = admits(similarity, revision.g, leaving)
+        open_ = pool & ~score.isnan()
+        best, entering = score.masked_fill(~open_, -torch.inf).max(dim=1, keepdim=True)
+        active = active & (best > threshold) & open_.gather(1, entering)
+        kept = kept.scatter(1, leaving, kept.gather(1, leaving) & ~active)
+        kept = kept.scatter(1, entering, kept.gather(1, entering) | active)
+        pool = pool.scatter(1, entering, pool.gather(1, entering) & ~active)
+        row = cosine.gather(1, entering[:, :, None].expand(-1, -1, count))[:, 0]
+        entered = torch.where(active, torch.maximum(entered, row), entered)
+    return kept
+
+
+@atom("selection_constraints", StrictSelector)
+def reference_strict_margin_exchange_selector(
+    call: StrictSelector, revision: SelectorInputs
+) -> Tensor:
+    """Exchange for a relative gain in quality, never for a token too similar to a kept one."""
+
+    def admits(similarity: Tensor, g: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        loss = g.gather(1, leaving)
+        accepted = (similarity <= call.max_sim) & (g >= (1 + call.margin) * loss)
+        return g.masked_fill(~accepted, -torch.inf), loss
+
+    return _exchange_in_sequence(revision, admits)
+
+
+@atom("selection_constraints", MarginalSelector, origin="listed")
+def maximal_marginal_relevance_pool_selector(
+    call: MarginalSelector, revision: SelectorInputs
+) -> Tensor:
+    """Exchange for tokens of higher maximal marginal relevance than the replaced ones."""
+
+    def admits(similarity: Tensor, g: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        # If no other token is kept, similarity is minus infinity.
+        score = call.lam * g - (1 - call.lam) * similarity.clamp_min(-1)
+        return score, score.gather(1, leaving)
+
+    return _exchange_in_sequence(revision, admits)
+
+
+def _anchored_dpp(revision: SelectorInputs, kernel: Kernel) -> Tensor:
+    """Greedy MAP over pool and reference, conditioned on the first P - q picks as anchors."""
+    picks, count = revision.picks, revision.g.shape[1]
+    order = greedy_map(
+        kernel.similarity,
+        kernel.quality,
+        picks.shape[1],
+        anchors=picks[:, : picks.shape[1] - revision.quota],
+        eligible=revision.pool | revision.reference,
+    )
+    return mask_from_indices(order, count)
+
+
+@atom("selection_constraints", BoundedSelector)
+def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
+    """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
+    return _anchored_dpp(revision, revision.kernel)
+
+
+@atom("selection_constraints", BoundedSelector, needs=frozenset({"instruction"}))
+def runtime_reference_anchor_pool_dpp_selector(
+    call: BoundedSelector, revision: SelectorInputs
+) -> Tensor:
+    """Anchored DPP with a kernel conditioned on relevance to the current instruction."""
+    instruction = revision.tokens.require_instruction()
+    r = instruction_relevance(instruction, sign=instruction.sign)
+    return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))
+
+
+@atom("selection_constraints", CappedSelector)
+def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs) -> Tensor:
+    """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
+    picks = revision.picks
+    order = capped_greedy_map(
+        revision.kernel.similarity,
+        revision.kernel.quality,
+        picks.shape[1],
+        anchors=picks[:, : picks.shape[1] - revision.quota],
+        eligible=revision.pool | revision.reference,
+        cells=revision.labels,
+        cap=call.cell_cap,
+    )
+    return mask_from_indices(order, revision.g.shape[1])
+
+
+Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]
+
+
+def run_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
+    """Run the selector of a call: kept tokens as a mask ``(B, N)``, P in each image."""
+    mask = ATOMS.of(call).function(call, revision)
+    assert isinstance(mask, Tensor)
+    return mask

@@ -1,0 +1,86 @@
+"""Similarity kernels (S): how redundant two tokens are to each other.
+
+A kernel L = diag(q) S diag(q) is kept as its factors S and q: greedy selection reads only K rows of
+L, which it computes one at a time, so L is never materialised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import min_max_normalise
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """L = diag(quality) similarity diag(quality): ``(B, N, N)`` and ``(B, N)``, float32."""
+
+    similarity: Tensor
+    quality: Tensor
+
+
+class CosineKernel(AtomCall):
+    """Parameters of pairwise_cosine_kernel."""
+
+    clamp_negative: bool = Field(False, description="count negative cosines as 0")
+
+
+class ConditionalKernel(AtomCall):
+    """Parameters of runtime_conditional_similarity_kernel."""
+
+    theta: float | None = Field(
+        None,
+        ge=0.0,
+        le=0.95,
+        description="strength of the exponential weight of quality; null: quality itself",
+    )
+    eps: float = Field(
+        1e-6,
+        ge=1e-8,
+        le=1e-3,
+        description="added to the normalised quality, so that it is above 0 for every token",
+    )
+
+
+SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
+
+
+def sharpen(quality: Tensor, theta: float | None) -> Tensor:
+    """exp(alpha q) with alpha = theta / (2 (1 - theta)); q itself if theta is None."""
+    return quality if theta is None else torch.exp(theta / (2 * (1 - theta)) * quality)
+
+
+def conditional_kernel(
+    tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
+) -> Kernel:
+    """Kernel diag(r) S diag(r) of cosines S, with r ``(B, N)`` min-max normalised."""
+    return Kernel(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
+
+
+@atom("similarity_kernel", CosineKernel)
+def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+    """Cosine of token features, independent of token quality."""
+    cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
+    return Kernel(cosine, torch.ones_like(g))
+
+
+@atom("similarity_kernel", ConditionalKernel)
+def runtime_conditional_similarity_kernel(
+    call: ConditionalKernel, tokens: VisualTokens, g: Tensor
+) -> Kernel:
+    """Cosine of token features, scaled on both sides by the normalised token quality."""
+    return conditional_kernel(tokens, g, call.eps, call.theta)
+
+
+def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:
+    """Compute the kernel of a call, for token quality g ``(B, N)``."""
+    kernel = ATOMS.of(call).function(call, tokens, g)
+    assert isinstance(kernel, Kernel)
+    return kernel

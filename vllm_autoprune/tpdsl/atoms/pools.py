@@ -1,0 +1,203 @@
+"""Candidate pools (C): tokens outside the reference selection that may be exchanged in.
+
+The builders that a state lists are applied in sequence: the first sees every token outside the
+reference selection, each later one the pool of the one before it. Quality followed by diversity
+means "the best tokens, and of those the ones least similar to the reference selection". To unite
+pools instead, use ``multi_source_pool_builder``, which takes tokens from its sources in turn.
+
+Every builder returns ``(B, N)`` int64: the position of each token in the builder's own order, N for
+a token outside its pool. The largest possible size of a pool is known in advance, so builders that
+compare candidates with each other need no work of size N x N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.rowwise import (
+    gather_rows,
+    indices_from_mask,
+    mask_from_indices,
+    positions_in_order,
+    rank_descending,
+)
+from vllm_autoprune.ops.similarity import cosines, cosines_between
+from vllm_autoprune.tpdsl.atoms.partitions import grid_cells
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, default_call
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that a builder may take: a mask ``(B, N)``, and an upper bound on their number."""
+
+    mask: Tensor
+    most: int
+
+
+class PoolCall(AtomCall):
+    """An atom that builds a pool."""
+
+    def most(self, grid: Grid, picked: int) -> int:
+        """Largest size of the pool, for a reference selection of ``picked`` tokens."""
+        return grid.tokens - picked
+
+
+class SourceCall(PoolCall):
+    """A pool builder that may be a source of ``multi_source_pool_builder``."""
+
+
+class SizedPool(SourceCall):
+    """A pool builder with a pool size relative to K."""
+
+    pool_ratio: float = Field(1.0, ge=0.25, le=8.0, description="pool size as a multiple of K")
+
+    def most(self, grid: Grid, picked: int) -> int:
+        """The pool size, at most the number of tokens outside the reference selection."""
+        return _size(self.pool_ratio, grid, picked)
+
+
+class CoveragePool(SourceCall):
+    """Parameters of spatial_coverage_pool_builder."""
+
+    cells: int = Field(6, ge=2, le=12, description="cells a side, within each tile")
+
+
+def _size(ratio: float, grid: Grid, picked: int) -> int:
+    """Size of a pool: ``ratio`` x K, at most the number of tokens outside the selection."""
+    return min(grid.tokens - picked, max(1, math.ceil(ratio * picked)))
+
+
+@atom("candidate_pool", SizedPool)
+def quality_pool_builder(
+    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+) -> Tensor:
+    """Tokens of highest quality g outside the reference selection."""
+    order = rank_descending(g.masked_fill(~allowed.mask, -torch.inf))
+    return positions_in_order(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
+
+
+@atom("candidate_pool", CoveragePool)
+def spatial_coverage_pool_builder(
+    call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+) -> Tensor:
+    """The token of highest quality in each grid cell without a reference token."""
+    cells, count = grid_cells(tokens.grid, call.cells, g.device)
+    labels = cells.expand(tokens.batch, -1)
+    covered = mask_from_indices(labels.gather(1, reference), count).gather(1, labels)
+    scores = g.masked_fill(covered | ~allowed.mask, -torch.inf)
+    inside = cells[:, None] == torch.arange(count, device=g.device)
+    value, best = scores[:, :, None].masked_fill(~inside, -torch.inf).max(dim=1)
+    # For a cell without a candidate, mark position N, which is cut off.
+    best = best.where(value > -torch.inf, tokens.count)
+    chosen = mask_from_indices(best, tokens.count + 1)[:, : tokens.count]
+    return positions_in_order(rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen)
+
+
+@atom("candidate_pool", SizedPool, origin="listed")
+def diversity_pool_builder(
+    call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+) -> Tensor:
+    """Tokens farthest, in cosine distance, from the reference selection and from each other."""
+    # The candidates, padded to the upper bound with other tokens, which are masked as taken.
+    candidates = indices_from_mask(allowed.mask, allowed.most)
+    taken = ~allowed.mask.gather(1, candidates)
+    among, to_reference = _cosines_of(tokens, candidates, reference)
+    size = min(allowed.most, call.most(tokens.grid, reference.shape[1]))
+    nearest = (1 - to_reference).amin(dim=2)
+    order = farthest_points(1 - among, size, nearest=nearest, taken=taken)
+    return positions_in_order(candidates.gather(1, order), allowed.mask)
+
+
+def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``.
+
+    If tokens are compared within their tile only, the cosine of tokens of two tiles counts as 0.
+    """
+    grid = tokens.grid
+    if grid.tiles > 1 and tokens.tile_scope == "per_tile":
+        # Per-tile cosines are already cached by the base selection or the signals.
+        rows = gather_rows(tokens.by_image(tokens.tile_cosine), some)
+        return _within_tiles(rows, some, some, grid), _within_tiles(rows, some, others, grid)
+    if grid.tiles == 1 or tokens.known_cosine is not None:
+        rows = gather_rows(tokens.cosine, some)
+        count = some.shape[1]
+        return (
+            rows.gather(2, some[:, None].expand(-1, count, -1)),
+            rows.gather(2, others[:, None].expand(-1, count, -1)),
+        )
+    # Cosines over all tiles are not cached, and computing all N x N would dominate the selection.
+    features = gather_rows(tokens.features, some)
+    among = cosines(features, features.norm(dim=-1, keepdim=True))
+    return among, cosines_between(features, gather_rows(tokens.features, others))
+
+
+def _within_tiles(rows: Tensor, some: Tensor, others: Tensor, grid: Grid) -> Tensor:
+    """Cosines ``(B, R, C)`` from per-tile rows ``(B, R, n)``; 0 for tokens of different tiles."""
+    place = (others % grid.per_tile)[:, None].expand(-1, some.shape[1], -1)
+    apart = (some // grid.per_tile)[:, :, None] != (others // grid.per_tile)[:, None]
+    return rows.gather(2, place).masked_fill_(apart, 0.0)
+
+
+Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]
+
+
+class JoinedPool(PoolCall):
+    """Parameters of multi_source_pool_builder."""
+
+    pool_ratio: float = Field(2.0, ge=0.25, le=8.0, description="pool size as a multiple of K")
+    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
+        default_factory=lambda: (
+            default_call(SourceCall, "quality_pool_builder"),
+            default_call(SourceCall, "spatial_coverage_pool_builder"),
+        ),
+        description="builders whose pools are united",
+    )
+
+    def most(self, grid: Grid, picked: int) -> int:
+        """The pool size, at most the number of tokens outside the reference selection."""
+        return _size(self.pool_ratio, grid, picked)
+
+
+@atom("candidate_pool", JoinedPool)
+def multi_source_pool_builder(
+    call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+) -> Tensor:
+    """Union of several pools, filled by taking the best token of each source in turn."""
+    sources = [_places(source, tokens, g, reference, allowed) for source in call.sources]
+    # Turn of a token: its smallest position in any source; ties go to the earlier source.
+    turns = [place * len(sources) + index for index, place in enumerate(sources)]
+    turn = torch.stack(turns).amin(dim=0)
+    order = turn.argsort(dim=1, stable=True)[:, : call.most(tokens.grid, reference.shape[1])]
+    return positions_in_order(order, turn < tokens.count * len(sources))
+
+
+Pool = Annotated[PoolCall, OneOf("candidate_pool", PoolCall)]
+
+
+def build_pool(
+    calls: Sequence[PoolCall], tokens: VisualTokens, g: Tensor, reference: Tensor
+) -> Tensor:
+    """Candidate pool T_S as a mask ``(B, N)``, from g ``(B, N)`` and reference ``(B, P)``."""
+    picked = reference.shape[1]
+    allowed = Candidates(~mask_from_indices(reference, tokens.count), tokens.count - picked)
+    for call in calls:
+        mask = _places(call, tokens, g, reference, allowed) < tokens.count
+        allowed = Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))
+    return allowed.mask
+
+
+def _places(
+    call: PoolCall, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
+) -> Tensor:
+    positions = ATOMS.of(call).function(call, tokens, g, reference, allowed)
+    assert isinstance(positions, Tensor)
+    return positions

@@ -1,0 +1,240 @@
+"""Scoring atoms (S): quality signals per visual token; larger is better.
+
+Every function takes its call, B images and the reference selection ``(B, P)`` in pick order, and
+returns ``(B, N)`` float32. Signals are min-max normalised before fusion, so only their order and
+relative gaps within an image matter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as functional
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import pick_confidence
+from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
+from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
+
+ROUNDS = 5
+"""Iterations of k-means in cluster_centroid_representativeness."""
+
+
+class SignalCall(AtomCall):
+    """A scoring atom with its weight in the fusion."""
+
+    weight: float = Field(1.0, ge=0.0, le=4.0, description="exponent or factor in the fusion")
+
+
+class Relevance(SignalCall):
+    """Parameters of instruction_guided_visual_relevance."""
+
+    sign: Literal["auto", "+", "-"] = Field(
+        "auto",
+        description="sign of the cosine that means relevance; auto: as the backbone defines it",
+    )
+    reduce: Literal["mean", "max"] = Field("mean", description="how text segments are combined")
+
+
+class Attention(SignalCall):
+    """Parameters of attention_proxy_saliency."""
+
+    temperature: float = Field(
+        1.0, ge=0.25, le=4.0, description="above 1 flattens the attention distribution"
+    )
+
+
+class Centrality(SignalCall):
+    """Parameters of spatial_centrality_prior."""
+
+    sigma: float = Field(
+        0.5, ge=0.15, le=2.0, description="width of the Gaussian, in half tile widths"
+    )
+
+
+class Redundancy(SignalCall):
+    """Parameters of redundancy_density_penalty."""
+
+    m: int = Field(8, ge=1, le=64, description="number of most similar tokens in the mean")
+
+
+class Contrast(SignalCall):
+    """Parameters of local_contrast_saliency."""
+
+    radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens (Chebyshev distance)")
+
+
+class Norm(SignalCall):
+    """Parameters of visual_token_norm_saliency."""
+
+    p: int = Field(
+        2, ge=1, le=2, description="order of the norm: 1, sum of absolute values; 2, Euclidean"
+    )
+
+
+class ClusterCentroid(SignalCall):
+    """Parameters of cluster_centroid_representativeness."""
+
+    clusters: int = Field(16, ge=2, le=64, description="number of clusters of the image's features")
+
+
+class GlobalMean(SignalCall):
+    """Parameters of global_mean_representativeness."""
+
+    scope: Literal["image", "tile"] = Field("image", description="tokens in the mean")
+
+
+class ChannelEntropy(SignalCall):
+    """Parameters of channel_entropy_informativeness."""
+
+    temperature: float = Field(
+        1.0, ge=0.25, le=4.0, description="above 1 flattens the distribution over channels"
+    )
+
+
+class Confidence(SignalCall):
+    """Parameters of reference_selection_confidence."""
+
+    floor: float = Field(0.0, ge=0.0, le=0.5, description="value of tokens that were not picked")
+
+
+class Detail(SignalCall):
+    """Parameters of local_detail_energy."""
+
+    radius: int = Field(1, ge=1, le=3, description="the window has 2 radius + 1 tokens per side")
+
+
+Signal = Annotated[SignalCall, OneOf("scoring")]
+
+
+def instruction_relevance(
+    instruction: Instruction, reduce: Literal["mean", "max"] = "mean", sign: int = 1
+) -> Tensor:
+    """Cosine of each token with the instruction, reduced over text segments, times ``sign``.
+
+    Returns ``(B, N)`` float32; zeros for an image whose instruction has no segment.
+    """
+    cosines = sign * instruction.cosines
+    used = instruction.segments[:, None, :]
+    if reduce == "max":
+        best = cosines.masked_fill(~used, -torch.inf).amax(dim=-1)
+        return torch.where(used.any(dim=-1), best, torch.zeros_like(best))
+    total = torch.where(used, cosines, torch.zeros_like(cosines)).sum(dim=-1)
+    return total / used.sum(dim=-1).clamp_min(1)
+
+
+@atom("scoring", Relevance, needs=frozenset({"instruction"}))
+def instruction_guided_visual_relevance(
+    call: Relevance, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
+    """Relevance to the instruction: signed cosine between the token and the instruction."""
+    instruction = tokens.require_instruction()
+    sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
+    return instruction_relevance(instruction, call.reduce, sign)
+
+
+@atom("scoring", Attention, needs=frozenset({"cls_attention"}))
+def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Attention of [CLS] to each token; without [CLS], similarity to the mean token."""
+    if tokens.cls_attention is not None:
+        return tokens.cls_attention.float().clamp_min(0) ** (1.0 / call.temperature)
+    features = tokens.features.float()
+    mean = functional.normalize(features.mean(dim=1, keepdim=True), dim=-1)
+    return ((features * mean).sum(dim=-1) / call.temperature).softmax(dim=-1)
+
+
+@atom("scoring", Centrality)
+def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Gaussian of the token's distance from the centre of its tile."""
+    grid, device = tokens.grid, tokens.features.device
+    y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
+    x = (torch.arange(grid.width, device=device) * 2 + 1) / grid.width - 1
+    squared = y[:, None] ** 2 + x[None, :] ** 2
+    prior = torch.exp(-squared / (2 * call.sigma**2)).flatten()
+    return prior.repeat(grid.tiles).expand(tokens.batch, tokens.count)
+
+
+@atom("scoring", Redundancy)
+def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Negative mean cosine to the m most similar other tokens of the tile or image."""
+    cosine = tokens.scoped_cosine
+    m = min(call.m, cosine.shape[-1] - 1)
+    if m == 0:
+        return torch.zeros(tokens.batch, tokens.count, device=cosine.device)
+    return tokens.by_image(-mean_of_largest_others(cosine, m))
+
+
+@atom("scoring", Contrast)
+def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """One minus the mean cosine to the tokens within the radius on the grid."""
+    # The per-tile cosines are cached, so the features are not read again.
+    grid = tokens.grid
+    mean = mean_of_neighbours(tokens.tile_cosine, grid.height, grid.width, call.radius)
+    return tokens.by_image(1 - mean)
+
+
+@atom("scoring", Norm)
+def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Norm of the token's feature vector: Euclidean or sum of absolute values."""
+    if call.p == 2:
+        return tokens.norm[:, :, 0].float()
+    return tokens.features.float().abs().sum(dim=-1)
+
+
+@atom("scoring", ClusterCentroid)
+def cluster_centroid_representativeness(
+    call: ClusterCentroid, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
+    """Cosine to the centroid of the token's cluster (spherical k-means on features)."""
+    return spherical_kmeans(tokens.cosine, call.clusters, ROUNDS)[1].amax(dim=2)
+
+
+@atom("scoring", GlobalMean, origin="listed")
+def global_mean_representativeness(call: GlobalMean, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Cosine to the mean direction of all tokens of the image, or of the tile."""
+    cosine = tokens.cosine if call.scope == "image" else tokens.tile_cosine
+    along = cosine.sum(dim=-1)
+    length = along.sum(dim=-1, keepdim=True).clamp_min(SETTLED).sqrt()
+    return tokens.by_image(along / length)
+
+
+@atom("scoring", ChannelEntropy, origin="listed")
+def channel_entropy_informativeness(
+    call: ChannelEntropy, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
+    """Entropy of the softmax over absolute channel values, divided by its maximum."""
+    logs = (tokens.features.float().abs() / call.temperature).log_softmax(dim=-1)
+    return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
+
+
+@atom("scoring", Confidence, origin="listed")
+def reference_selection_confidence(call: Confidence, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
+    return call.floor + (1 - call.floor) * pick_confidence(picks, tokens.count)
+
+
+@atom("scoring", Detail, origin="extension")
+def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Variance of feature directions in a window: high on text, edges and texture."""
+    # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
+    # which two average poolings of the cached cosines give.
+    grid = tokens.grid
+    means = tokens.tile_cosine
+    for _ in range(2):
+        maps = means.reshape(-1, 1, grid.height, grid.width)
+        side = 2 * call.radius + 1
+        pooled = functional.avg_pool2d(maps, side, 1, call.radius, count_include_pad=False)
+        means = pooled.reshape(means.shape).transpose(1, 2)
+    return tokens.by_image(1 - means.diagonal(dim1=1, dim2=2))
+
+
+def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Compute the signal of a call, ``(B, N)`` float32."""
+    score = ATOMS.of(call).function(call, tokens, picks)
+    assert isinstance(score, Tensor)
+    return score.float()

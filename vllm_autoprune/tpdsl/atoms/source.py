@@ -1,0 +1,213 @@
+"""Token source: the token view that signals, kernels and pools read, and the priors on quality.
+
+Priors multiply token quality g. The view decides only what is scored: the rows that are returned
+are always those after the projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, declare, default_call
+from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens
+
+
+class ViewCall(AtomCall):
+    """An atom that chooses the features by which tokens are scored and compared."""
+
+
+class ProjectedView(ViewCall):
+    """Parameters of vision_tokens@post_projector."""
+
+    tile_scope: TileScope = Field(
+        "per_tile", description="scope in which the redundancy signal compares tokens"
+    )
+
+
+class EmbeddedView(ViewCall):
+    """Parameters of vision_tokens@pre_llm."""
+
+    tile_scope: TileScope = Field(
+        "global", description="scope in which the redundancy signal compares tokens"
+    )
+
+
+class TowerView(ViewCall):
+    """Parameters of vision_tokens@vision_tower."""
+
+    layer: int = Field(
+        -2,
+        ge=-2,
+        le=-2,
+        description="layer of the vision tower that the projector reads; the only choice",
+    )
+
+
+class PriorCall(AtomCall):
+    """An atom whose value multiplies token quality."""
+
+
+class ReferencePrior(PriorCall):
+    """Parameters of reference_mask_prior."""
+
+    floor: float = Field(0.0, ge=0.0, le=0.9, description="factor of tokens outside the selection")
+
+
+class WeightedPrior(PriorCall):
+    """A prior of 1 for the tokens of a selection and 1 - weight for all others."""
+
+    weight: float = Field(
+        0.5, ge=0.0, le=1.0, description="share of quality that tokens outside the selection lose"
+    )
+
+
+class _RegisteredPolicyName:
+    """Annotation of a string that must be the name of a registered base policy."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.literal_schema(list(BASE_POLICIES))
+
+
+class ExternalPolicy(WeightedPrior):
+    """Parameters of external_policy."""
+
+    policy: Annotated[str, _RegisteredPolicyName()] = Field(
+        "cdpruner", description="a base policy, run with its default parameters"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PriorInputs:
+    """Inputs of a prior: tokens, base policy, K, and picks ``(B, P)`` in pick order."""
+
+    tokens: VisualTokens
+    policy: BasePolicyCall
+    budget: int
+    picks: Tensor
+
+
+def _scoped(call: ProjectedView | EmbeddedView, tokens: VisualTokens) -> VisualTokens:
+    # A copy would lose cached values; with a single tile both scopes are the same.
+    if tokens.grid.tiles == 1 or tokens.tile_scope == call.tile_scope:
+        return tokens
+    return replace(tokens, tile_scope=call.tile_scope, known_cosine=tokens.cosine)
+
+
+def _tower(call: TowerView, tokens: VisualTokens) -> VisualTokens:
+    return replace(tokens, features=tokens.require_tower().patches, known_cosine=None)
+
+
+declare(
+    "vision_tokens@post_projector",
+    "token_source_base_policy",
+    ProjectedView,
+    _scoped,
+    doc="Score tokens by their features after the projector, each tile on its own.",
+)
+declare(
+    "vision_tokens@pre_llm",
+    "token_source_base_policy",
+    EmbeddedView,
+    _scoped,
+    doc="Score tokens by the input rows of the language model, all tiles of an image together.",
+)
+declare(
+    "vision_tokens@vision_tower",
+    "token_source_base_policy",
+    TowerView,
+    _tower,
+    needs=frozenset({"tower"}),
+    origin="listed",
+    doc="Score tokens by the output of the vision tower, before the projector.",
+)
+
+
+def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
+    return BASE_POLICIES[call.policy].needs if call.weight > 0 else frozenset()
+
+
+@atom(
+    "token_source_base_policy",
+    ExternalPolicy,
+    needs=frozenset().union(*(policy.needs for policy in BASE_POLICIES.values())),
+    reads=_external_reads,
+)
+def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
+    """Run a second base policy and reduce the quality of every token that it does not pick."""
+    second = BASE_POLICIES[call.policy]
+    params = second.call.model_validate({"name": call.policy}).params
+    picks = second.select(params, known.tokens, known.budget).picks
+    return _prior(mask_from_indices(picks, known.tokens.count), 1 - call.weight)
+
+
+@atom("token_source_base_policy", WeightedPrior)
+def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor:
+    """Reduce the quality of every token that the base policy's published code would not keep."""
+    teacher = BASE_POLICIES[known.policy.name]
+    native = teacher.native(known.policy.params, known.tokens, known.budget)
+    return _prior(_mask_of_each(native.indices, known.tokens.count), 1 - call.weight)
+
+
+@atom("token_source_base_policy", ReferencePrior)
+def reference_mask_prior(call: ReferencePrior, known: PriorInputs) -> Tensor:
+    """Reduce the quality of every token outside the reference selection."""
+    return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)
+
+
+def _prior(selected: Tensor, floor: float) -> Tensor:
+    return torch.where(selected, 1.0, floor)
+
+
+def _mask_of_each(indices: Sequence[Tensor], count: int) -> Tensor:
+    """Mask ``(B, count)`` of one index list per image; -1 means no token."""
+    # Map -1 to position ``count``, which is cut off.
+    rows = [mask_from_indices(own.where(own >= 0, count)[None], count + 1) for own in indices]
+    return torch.cat(rows)[:, :count]
+
+
+View = Annotated[ViewCall, OneOf("token_source_base_policy", ViewCall)]
+Prior = Annotated[PriorCall, OneOf("token_source_base_policy", PriorCall)]
+
+
+class Source(BaseModel):
+    """Context: the token view, and priors from whole selections."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    tokens: View = Field(
+        default_factory=lambda: default_call(ViewCall, "vision_tokens@post_projector"),
+        description="features that signals, kernels and pools read; default: after the projector",
+    )
+    priors: Annotated[tuple[Prior, ...], Field(max_length=8, strict=False)] = Field(
+        default=(), description="factors on token quality"
+    )
+
+
+def is_idle(call: PriorCall) -> bool:
+    """Whether a prior is 1 everywhere, so that it need not be run."""
+    return isinstance(call, WeightedPrior) and call.weight == 0
+
+
+def apply_view(call: ViewCall, tokens: VisualTokens) -> VisualTokens:
+    """Apply the token view of a call."""
+    view = ATOMS.of(call).function(call, tokens)
+    assert isinstance(view, VisualTokens)
+    return view
+
+
+def run_prior(call: PriorCall, known: PriorInputs) -> Tensor:
+    """Compute the prior of a call, ``(B, N)`` float32 in [0, 1]."""
+    prior = ATOMS.of(call).function(call, known)
+    assert isinstance(prior, Tensor)
+    return prior

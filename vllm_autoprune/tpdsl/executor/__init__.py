@@ -1,0 +1,1 @@
+"""Execution of states: Materialize, Algorithm 1, the safety check, and transfer."""

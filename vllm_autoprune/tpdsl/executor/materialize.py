@@ -1,0 +1,102 @@
+"""Materialize: resolve a state at a budget K into an executable policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_autoprune.errors import BudgetError, Problem
+from vllm_autoprune.tpdsl.atoms.budget import run_budget
+from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
+from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.tokens import Need
+
+MAX_BUDGET = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class PruningPolicy:
+    """pi_alpha^(K): a state with every budget-dependent field resolved (equation 6).
+
+    ``varies`` is true if K depends on the size of an image: ``budget`` is then the largest K of any
+    image, and :meth:`at` gives the policy for one size.
+    """
+
+    state: PruningState
+    budget: int
+    quota: int
+    r_min: int
+    varies: bool = False
+
+    @property
+    def base(self) -> BasePolicy:
+        """Base policy whose selection is refined."""
+        return BASE_POLICIES[self.state.base_policy.name]
+
+    @property
+    def refines(self) -> bool:
+        """Whether tokens can be exchanged; if not, the base policy's tokens are kept."""
+        return self.quota > 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether token quality g is read, by the exchange or by the order of rows."""
+        return self.refines or orders_by_quality(self.state.reassembly)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Optional inputs that this policy reads."""
+        return required_inputs(self.state, exchange=self.refines)
+
+    @property
+    def reads_instruction(self) -> bool:
+        """Whether two questions about one image may keep different tokens."""
+        return not self.needs.isdisjoint({"instruction", "language"})
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the base policy's selection is served if this policy is invalid."""
+        return any(call.atom == "fallback_to_selection" for call in self.state.safety)
+
+    def tokens_kept(self, tokens: int, tiles: int = 1) -> int:
+        """Tokens kept of an image of N tokens in T tiles, min(K, N)."""
+        return min(self.at(tokens, tiles).budget, tokens)
+
+    def at(self, tokens: int, tiles: int = 1) -> PruningPolicy:
+        """Policy for images of N tokens in T tiles; itself if K does not depend on the size."""
+        if not self.varies:
+            return self
+        return materialize(self.state, run_budget(self.state.budget, tokens, tiles))
+
+
+def materialize(state: PruningState, budget: int | None = None) -> PruningPolicy:
+    """Policy of a state at its own budget or at another one.
+
+    Only budget-dependent fields are resolved: K, and r_min = K - q_e if the state's r_min is null.
+    Raises :class:`BudgetError` if the state does not allow the budget.
+    """
+    least, most = state.budget.range() if budget is None else (budget, budget)
+    problems = _budget_problems(state, least, most)
+    if problems:
+        raise BudgetError(f"budget of state {state.name!r}", problems)
+    quota, r_min = resolve_constraints(state.constraints.selector, most)
+    varies = budget is None and least != most
+    return PruningPolicy(state=state, budget=most, quota=quota, r_min=r_min, varies=varies)
+
+
+def _budget_problems(state: PruningState, least: int, most: int) -> list[Problem]:
+    problems = []
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_BUDGET:
+        what = f"K = {most!r} is not a number of tokens"
+        return [Problem("/budget", what, f"give a whole number from 1 to {MAX_BUDGET}")]
+    limit = state.budget.limit
+    if limit is not None and most > limit:
+        what = f"K = {most} is above the limit of the state"
+        problems.append(Problem("/budget/limit", what, f"use {limit} or less"))
+    r_min = state.constraints.selector.insists_on
+    if r_min is not None and r_min > least:
+        what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
+        fix = "set it to null, which means K - q_e, or use a larger K"
+        problems.append(Problem("/constraints/selector/r_min", what, fix))
+    return problems

@@ -1,0 +1,89 @@
+"""Synthetic images with every optional input, on which any policy can be checked."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+
+_BATCH = 2
+_WIDTH = 32
+_TOWER_WIDTH = 24
+_TEXT = 6
+_HEADS, _HEAD_WIDTH = 2, 8
+
+
+def synthetic_probes(budget: int) -> list[VisualTokens]:
+    """Clustered, constant and tiled images with N just above K, which include degenerate cases."""
+    side = max(4, math.ceil(math.sqrt(budget + 1)))
+    tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
+    return [
+        _Probe(Grid(side, side), seed=1, clusters=6, noise=0.5).tokens(),
+        _Probe(Grid(side, side), seed=2, clusters=1, noise=0.0).tokens(),
+        _Probe(Grid(tile, tile, tiles=5), seed=3, clusters=3, noise=0.0).tokens(),
+    ]
+
+
+class _Probe:
+    """Two images whose tokens form clusters, in the feature space and in every other input."""
+
+    def __init__(self, grid: Grid, *, seed: int, clusters: int, noise: float) -> None:
+        self._grid, self._clusters, self._noise = grid, clusters, noise
+        self._source = torch.Generator().manual_seed(seed)
+        self._owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=self._source)
+
+    def tokens(self) -> VisualTokens:
+        """The images, with every optional input present."""
+        features, patches = self._clustered(_WIDTH), self._clustered(16)
+        used = torch.ones(_BATCH, 1, dtype=torch.bool)
+        instruction = Instruction(patches, self._normal(_BATCH, 1, 16), used, sign=1)
+        return VisualTokens(
+            features,
+            self._grid,
+            cls_attention=self._normal(_BATCH, self._grid.tokens).softmax(dim=1),
+            instruction=instruction,
+            tower=self._tower(),
+            language=self._language(features),
+        )
+
+    def _tower(self) -> TowerStates:
+        projector = self._normal(_TOWER_WIDTH, _WIDTH) / _TOWER_WIDTH**0.5
+        # Constant within a cluster, so all tokens of the second probe get equal attention.
+        attention = self._clustered(1)[:, :, 0].softmax(dim=1)
+        return TowerStates(
+            patches=self._clustered(_TOWER_WIDTH),
+            keys=self._clustered(_HEAD_WIDTH),
+            project=lambda rows: rows @ projector,
+            cls=self._normal(_BATCH, self._grid.tiles, _TOWER_WIDTH),
+            next_layer=NextLayer(attention, self._clustered(_TOWER_WIDTH)),
+        )
+
+    def _language(self, features: Tensor) -> RecordedPrefix:
+        """One token before the image and six text tokens, the last two padding in image 2."""
+        text = torch.arange(_TEXT) < torch.tensor([[_TEXT], [_TEXT - 2]])
+        sequence = [self._normal(_BATCH, 1, _WIDTH), features, self._normal(_BATCH, _TEXT, _WIDTH)]
+        entering = torch.cat(sequence, dim=1)
+        length = entering.shape[1]
+        rows = self._normal(_BATCH, _HEADS, _TEXT, length)
+        return RecordedPrefix(
+            start=1,
+            text=text,
+            # More layers than any state may name; the recorded tensors serve for all of them.
+            layers=1024,
+            recorded_embeddings=entering,
+            recorded_states=entering,
+            recorded_normed=entering,
+            recorded_keys=self._normal(_BATCH, _HEADS, length, _HEAD_WIDTH),
+            recorded_attention=rows.softmax(dim=-1),
+        )
+
+    def _clustered(self, width: int) -> Tensor:
+        centres = self._normal(self._clusters, width)
+        return centres[self._owner] + self._noise * self._normal(*self._owner.shape, width)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._source)

@@ -1,0 +1,218 @@
+"""Algorithm 1: TPDSL-guided residual refinement, for a batch of images at once.
+
+base selection -> scores -> pool -> residual exchange | reassembly
+---------------------- choose ----------------------- | assemble -
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import (
+    evenly_spaced,
+    gather_rows,
+    indices_from_mask,
+    mask_from_indices,
+)
+from vllm_autoprune.tpdsl.atoms.constraints import SelectorInputs, run_selector
+from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
+from vllm_autoprune.tpdsl.atoms.pools import build_pool
+from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_signal
+from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, is_idle, run_prior
+from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
+    """Refined tokens T_v* of every image: exactly K finite rows of unique tokens.
+
+    If K >= N all tokens are kept unchanged. If the scores of an image are not finite, its reference
+    selection is kept; if the inputs of the base policy are not finite either, K evenly spaced
+    tokens are kept. :attr:`RefinedTokens.fallback` records this per image, without a host sync.
+    """
+    policy = policy.at(tokens.count, tokens.grid.tiles)
+    if policy.budget >= tokens.count:
+        return keep_all(tokens)
+    return assemble_rows(policy, tokens, select_tokens(policy, tokens))
+
+
+@torch.no_grad()
+def select_tokens(policy: PruningPolicy, tokens: VisualTokens) -> TokenSelection:
+    """Select the tokens to keep of every image, without gradients; needs K < N."""
+    if "instruction" in policy.needs:
+        tokens.require_instruction()
+    selected = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
+    readable = _readable(policy, tokens)
+    reference = _trusted(selected, readable, tokens)
+    picks = reference.picks
+    kept, scored, g = (
+        mask_from_indices(picks, tokens.count),
+        _instruction_finite(policy, tokens),
+        None,
+    )
+    if policy.scores:
+        view = apply_view(policy.state.source.tokens, tokens)
+        g = _quality(policy, tokens, view, picks)
+        scored = scored & g.isfinite().all(dim=1)
+        if view.features is not tokens.features:
+            scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
+        g = torch.where((readable & scored)[:, None], g, torch.zeros_like(g))
+        if policy.refines:
+            refined = _exchange(policy, view, g, picks)
+            kept = torch.where((readable & scored)[:, None], refined, kept)
+    code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
+    return TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
+
+
+def assemble_rows(
+    policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelection
+) -> RefinedTokens:
+    """Compute the finite rows of the kept tokens; unmerged for images with a fallback.
+
+    The value that caused a fallback may belong to a discarded token, so no token may be merged.
+    """
+    rows, indices = run_reassembly(policy.state.reassembly, tokens, chosen)
+    untouched = gather_rows(chosen.reference.rows(tokens), chosen.indices)
+    sound = (chosen.fallback == 0)[:, None]
+    ordered = replace(chosen, indices=torch.where(sound, indices, chosen.indices))
+    return _refined(tokens, ordered, torch.where(sound[:, :, None], rows, untouched))
+
+
+def keep_reference(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
+    """Keep the base policy's selection: pi_P(T_v, X_q; K)."""
+    policy = policy.at(tokens.count, tokens.grid.tiles)
+    if policy.budget >= tokens.count:
+        return keep_all(tokens)
+    reference = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
+    return _keep(tokens, reference, fallback=1)
+
+
+def keep_evenly(budget: int, tokens: VisualTokens) -> RefinedTokens:
+    """Keep K evenly spaced tokens, without reading any input: the last fallback."""
+    if budget >= tokens.count:
+        return keep_all(tokens)
+    spread = evenly_spaced(tokens.batch, tokens.count, budget, tokens.features.device)
+    return keep_indices(tokens, spread, fallback=2)
+
+
+def keep_indices(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> RefinedTokens:
+    """Keep the tokens at indices ``(B, K)``, given in any order, with unmerged finite rows."""
+    return _keep(tokens, ReferenceSelection(picks), fallback)
+
+
+def keep_all(tokens: VisualTokens) -> RefinedTokens:
+    """Keep all N tokens unchanged."""
+    device = tokens.features.device
+    indices = torch.arange(tokens.count, device=device).expand(tokens.batch, -1)
+    none = torch.zeros(tokens.batch, dtype=torch.int64, device=device)
+    return RefinedTokens(
+        tokens.features, indices, indices, none, none.to(torch.uint8), quality=None
+    )
+
+
+def _keep(tokens: VisualTokens, reference: ReferenceSelection, fallback: int) -> RefinedTokens:
+    picks = reference.picks
+    indices = indices_from_mask(mask_from_indices(picks, tokens.count), picks.shape[1])
+    code = torch.full((tokens.batch,), fallback, dtype=torch.uint8, device=picks.device)
+    rows = gather_rows(reference.rows(tokens), indices)
+    return _refined(tokens, TokenSelection(indices, reference, code), rows)
+
+
+def _refined(tokens: VisualTokens, chosen: TokenSelection, rows: Tensor) -> RefinedTokens:
+    extra, picks = chosen.reference.extra, chosen.reference.picks
+    if extra is not None:
+        rows = torch.cat([rows, extra.to(rows.dtype)], dim=1)
+    remaining = mask_from_indices(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    return RefinedTokens(
+        features=rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+        indices=chosen.indices,
+        reference=picks,
+        exchanged=picks.shape[1] - remaining,
+        fallback=chosen.fallback,
+        quality=chosen.quality,
+    )
+
+
+def _trusted(
+    reference: ReferenceSelection, readable: Tensor, tokens: VisualTokens
+) -> ReferenceSelection:
+    """Replace the selection of images with non-finite inputs by evenly spaced tokens."""
+    count = reference.picks.shape[1]
+    spread = evenly_spaced(tokens.batch, tokens.count, count, reference.picks.device)
+    trusted = replace(reference, picks=torch.where(readable[:, None], reference.picks, spread))
+    if reference.merged is None:
+        return trusted
+    plain = gather_rows(tokens.features, trusted.picks).to(reference.merged.dtype)
+    merged = torch.where(readable[:, None, None], reference.merged, plain)
+    return replace(trusted, merged=merged)
+
+
+def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
+    # A norm is finite only if all components are, and the norms are computed anyway.
+    readable = tokens.norm.isfinite().flatten(1).all(dim=1)
+    inputs: list[Tensor] = []
+    needs = policy.base.needs
+    if "instruction" in needs and tokens.instruction is not None:
+        if tokens.instruction.patches is not tokens.features:
+            inputs.append(tokens.instruction.patches)
+        used = tokens.instruction.segments[:, :, None]
+        inputs.append(torch.where(used, tokens.instruction.text, 0.0))
+    if "cls_attention" in needs and tokens.cls_attention is not None:
+        inputs.append(tokens.cls_attention[:, :, None])
+    if "tower" in needs and tokens.tower is not None:
+        inputs += [tokens.tower.patches, tokens.tower.keys]
+    if "next_layer" in needs and tokens.tower is not None:
+        following = tokens.require_next_layer()
+        inputs += [following.attention[:, :, None], following.keys]
+    if "language" in needs and tokens.language is not None:
+        inputs.append(tokens.language.embeddings())
+    for part in inputs:
+        readable &= part.norm(dim=-1).isfinite().all(dim=1)
+    return readable
+
+
+def _quality(
+    policy: PruningPolicy, tokens: VisualTokens, view: VisualTokens, picks: Tensor
+) -> Tensor:
+    """Token quality g ``(B, N)``; constant if no signal has a positive weight."""
+    state = policy.state
+    calls = [call for call in state.scoring.signals if call.weight > 0]
+    g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
+    if calls:
+        signals = [run_signal(call, view, picks) for call in calls]
+        g = run_fusion(state.scoring.fusion, signals, [call.weight for call in calls], picks)
+    inputs = PriorInputs(tokens, state.base_policy, policy.budget, picks)
+    for prior in state.source.priors:
+        if not is_idle(prior):
+            g = g * run_prior(prior, inputs)
+    return g
+
+
+def _exchange(policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor) -> Tensor:
+    """Kept tokens after the exchange, as a mask ``(B, N)``."""
+    scoring, constraints = policy.state.scoring, policy.state.constraints
+    revision = SelectorInputs(
+        tokens=view,
+        picks=picks,
+        pool=build_pool(constraints.pool, view, g, picks),
+        g=g,
+        quota=min(policy.quota, picks.shape[1]),
+        kernel_call=scoring.kernel,
+        partition_call=constraints.partition,
+    )
+    return run_selector(constraints.selector, revision)
+
+
+def _instruction_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
+    """Whether relevance, as read by scores and reassembly, is finite, ``(B,)`` bool."""
+    instruction = tokens.instruction
+    if "instruction" not in policy.needs or instruction is None:
+        return torch.ones(tokens.batch, dtype=torch.bool, device=tokens.features.device)
+    return instruction_relevance(instruction).isfinite().all(dim=1)

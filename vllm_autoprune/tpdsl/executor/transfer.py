@@ -1,0 +1,226 @@
+"""Transfer: adapt a state to another budget or backbone, with a record of every change.
+
+The searched structure stays the same: base policy, signals and weights, pool and quota. Only fields
+that depend on the budget or the backbone change (the paper's cross-budget and cross-backbone
+transfer), together with the name and the provenance.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from pydantic import JsonValue
+
+from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
+from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall
+from vllm_autoprune.tpdsl.atoms.constraints import BoundedSelector
+from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
+from vllm_autoprune.tpdsl.atoms.scoring import Relevance
+from vllm_autoprune.tpdsl.atoms.source import EmbeddedView, ProjectedView, TowerView, ViewCall
+from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET, safety_check
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.registry import ATOMS, default_call
+from vllm_autoprune.tpdsl.states.differences import Change, set_at_pointer
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tiles import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+_R_MIN = "/constraints/selector/r_min"
+_MAX_R_MIN = 640
+"""Largest r_min that the grammar allows; null, which means K - q_e, has no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A field that depends on budget or backbone but is unchanged, with its resolved meaning."""
+
+    where: str
+    value: JsonValue
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The transferred state, its policy at K, and a complete record of the changes.
+
+    Applying the changes to the original state gives the transferred one.
+    """
+
+    state: PruningState
+    policy: PruningPolicy
+    changes: tuple[Change, ...]
+    resolved: tuple[Resolved, ...]
+
+
+def transfer(
+    state: PruningState,
+    budget: int | None = None,
+    backbone: BackboneShape | None = None,
+    name: str | None = None,
+) -> Transfer:
+    """Transfer a state to a budget (default: unchanged) and a backbone (default: any).
+
+    Raises :class:`BudgetError` if the state does not allow K.
+    """
+    candidates: list[Change] = []
+    if budget is not None:
+        if not 1 <= budget <= MAX_BUDGET:
+            materialize(state, budget)  # raises BudgetError
+        candidates += _for_budget(state, budget)
+    if backbone is not None:
+        candidates += _for_backbone(state, backbone)
+    if candidates or backbone is not None or name is not None:
+        candidates += _identity_changes(state, budget, backbone, name)
+    changes = tuple(change for change in candidates if change.before != change.after)
+    data = state_document(state)
+    for change in changes:
+        set_at_pointer(data, change.where, change.after)
+    target = PruningState.model_validate(data)
+    policy = materialize(target, budget)
+    return Transfer(target, policy, changes, _resolved(policy, backbone))
+
+
+def check_transfer(transferred: Transfer, backbone: BackboneShape | None = None) -> SafetyRecord:
+    """Safety check of a transferred policy, on images with the inputs of the backbone."""
+    probes = synthetic_probes(min(transferred.policy.budget, MAX_PROBED_BUDGET))
+    if backbone is None or backbone.has_cls or transferred.policy.budget > MAX_PROBED_BUDGET:
+        return safety_check(transferred.policy)
+    return safety_check(transferred.policy, [_without_cls(probe) for probe in probes])
+
+
+def _without_cls(tokens: VisualTokens) -> VisualTokens:
+    """The same images as from a tower without [CLS], where attention is a mean over queries."""
+    return replace(tokens, tower=replace(tokens.require_tower(), cls=None))
+
+
+def state_document(state: PruningState) -> dict[str, JsonValue]:
+    """The state as a JSON object, with defaults."""
+    data: dict[str, JsonValue] = state.model_dump(mode="json")
+    return data
+
+
+def _for_budget(state: PruningState, budget: int) -> list[Change]:
+    """Changes of budget atom and r_min; none if K is already the state's own."""
+    if state.budget.range() == (budget, budget):
+        return []
+    changed = [_budget(state.budget, budget)]
+    selector = state.constraints.selector
+    if isinstance(selector, BoundedSelector) and selector.r_min is not None:
+        r_min = max(0, budget - selector.q_e)
+        why = f"r_min = K - q_e = {r_min}"
+        changed.append(_change(_R_MIN, selector.r_min, r_min if r_min <= _MAX_R_MIN else None, why))
+    return changed
+
+
+def _budget(call: BudgetCall, budget: int) -> Change:
+    why = f"K = {budget}"
+    if budget in FIXED_BUDGETS and call.atom.startswith("fixed_budget@"):
+        return _change("/budget/atom", call.atom, f"fixed_budget@{budget}", why)
+    after: dict[str, JsonValue] = {"limit": call.limit}
+    if budget in FIXED_BUDGETS:
+        after["atom"] = f"fixed_budget@{budget}"
+    else:
+        why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
+        after |= {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
+    return _change("/budget", call.model_dump(mode="json"), after, why)
+
+
+def _for_backbone(state: PruningState, backbone: BackboneShape) -> list[Change]:
+    """Changes of the token view, and of the sign of relevance if the state fixes one."""
+    changed = []
+    if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
+        before = state.source.tokens.model_dump(mode="json")
+        after = default_call(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
+        why = f"the vision tower of {backbone.name} does not have one row per visual token"
+        changed.append(_change("/source/tokens", before, after, why))
+    for index, call in enumerate(state.scoring.signals):
+        if isinstance(call, Relevance) and call.sign != "auto":
+            why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
+            where = f"/scoring/signals/{index}/sign"
+            changed.append(_change(where, call.sign, backbone.sign, why))
+    return changed
+
+
+_NO_CLS = "without [CLS], the mean attention over queries is used"
+_SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
+
+
+def _identity_changes(
+    state: PruningState, budget: int | None, backbone: BackboneShape | None, name: str | None
+) -> list[Change]:
+    """Changes of name and provenance: earlier scores do not apply to the new state."""
+    k = materialize(state).budget if budget is None else budget
+    target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
+    old = state.provenance
+    origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
+    notes = f"{old.notes} {origin}".strip()
+    stale = f"was measured before the transfer, not for {target}"
+    scores: JsonValue = dict(old.scores)
+    return [
+        _change(
+            "/name",
+            state.name,
+            name or _renamed(state.name, k, backbone),
+            "distinguishes the two states",
+        ),
+        _change("/provenance/evaluated_on", old.evaluated_on, "", stale),
+        _change("/provenance/scores", scores, {}, stale),
+        _change("/provenance/notes", old.notes, notes, "records the origin of the state"),
+    ]
+
+
+def _renamed(name: str, budget: int, backbone: BackboneShape | None) -> str:
+    """``autoprune-k32`` -> ``autoprune-llava-next-7b-k160``, within a name's 128 characters."""
+    known = "|".join(re.escape(known) for known in BACKBONE_SHAPES)
+    match = re.fullmatch(rf"(?P<stem>.+?)(?:-(?P<backbone>{known}))?(?:-k\d+)?", name)
+    assert match is not None
+    on = backbone.name if backbone else match["backbone"]
+    suffix = (f"-{on}" if on else "") + f"-k{budget}"
+    return match["stem"][: 128 - len(suffix)] + suffix
+
+
+def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[Resolved, ...]:
+    """Every field that depends on budget or backbone, with its meaning in the new state."""
+    state = policy.state
+    fields = [
+        Resolved("/budget/atom", state.budget.atom, _describe_budget(policy, backbone)),
+        Resolved(
+            "/constraints/selector/atom",
+            state.constraints.selector.atom,
+            f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay",
+        ),
+    ]
+    view = state.source.tokens
+    if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
+        scope = "within each tile" if view.tile_scope == "per_tile" else "across all tiles"
+        means = f"redundancy is measured {scope}"
+        fields.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
+    no_cls = backbone is not None and not backbone.has_cls
+    if no_cls and "cls_attention" in policy.base.needs:
+        fields.append(Resolved("/base_policy/name", policy.base.name, _NO_CLS))
+    for index, call in enumerate(state.scoring.signals):
+        where = f"/scoring/signals/{index}"
+        if isinstance(call, Relevance):
+            means = "as the backbone defines it" if backbone is None else f"{backbone.sign} here"
+            fields.append(Resolved(f"{where}/sign", call.sign, f"sign of relevance: {means}"))
+        if no_cls and "cls_attention" in ATOMS.of(call).needs_of(call):
+            means = f"{_NO_CLS}, or similarity to the mean token"
+            fields.append(Resolved(f"{where}/atom", call.atom, means))
+    return tuple(fields)
+
+
+def _describe_budget(policy: PruningPolicy, backbone: BackboneShape | None) -> str:
+    """K, and its split over tiles."""
+    if backbone is None:
+        least, most = policy.state.budget.range()
+        return f"K = {least} to {most}, by image" if policy.varies else f"K = {policy.budget}"
+    k = policy.at(backbone.tokens, backbone.tiles).tokens_kept(backbone.tokens, backbone.tiles)
+    shares = split_over_tiles(k, backbone.tiles)
+    over = f", over {backbone.tiles} tiles: {' + '.join(map(str, shares))}"
+    return f"K = {k}" + (over if backbone.tiles > 1 else "")
+
+
+def _change(where: str, before: JsonValue, after: JsonValue, why: str) -> Change:
+    return Change(where, "changed", before, after, why)

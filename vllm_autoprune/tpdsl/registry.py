@@ -1,0 +1,238 @@
+"""Registry of atoms, the typed operations of TPDSL.
+
+An atom is declared once, by decorating its function with its group and parameter model. The
+grammar of a state (which atoms a field takes, with their parameters), its JSON Schema, the
+reference page and the text for an LLM proposer are all generated from this registry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from vllm_autoprune.tpdsl.tokens import Need
+
+Group = Literal[
+    "token_source_base_policy",
+    "budget_control",
+    "scoring",
+    "similarity_kernel",
+    "score_fusion",
+    "candidate_pool",
+    "selection_constraints",
+    "reassembly",
+    "safety_checks",
+]
+
+Role = Literal["context", "B", "S", "C", "R", "validation"]
+
+Origin = Literal["printed", "listed", "extension"]
+"""Where an atom comes from.
+
+``printed``: the paper gives its name. ``listed``: the paper counts it among the 131 atoms without
+naming it, so its name and definition are this project's. ``extension``: added by this project, not
+one of the 131.
+"""
+
+ROLES: dict[Group, Role] = {
+    "token_source_base_policy": "context",
+    "budget_control": "B",
+    "scoring": "S",
+    "similarity_kernel": "S",
+    "score_fusion": "S",
+    "candidate_pool": "C",
+    "selection_constraints": "C",
+    "reassembly": "R",
+    "safety_checks": "validation",
+}
+
+
+class AtomCall(BaseModel):
+    """An atom with its parameters, as written in a state."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    atom: str
+
+    @classmethod
+    def parameters(cls) -> tuple[str, ...]:
+        """Names of the parameters this call takes."""
+        return tuple(name for name in cls.model_fields if name != "atom")
+
+
+Reads = Callable[..., frozenset[Need]]
+"""call -> inputs that this call reads, for atoms whose parameters decide which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One typed operation of TPDSL; ``needs`` holds every input that some call of it reads."""
+
+    name: str
+    group: Group
+    call: type[AtomCall]
+    needs: frozenset[Need]
+    origin: Origin
+    doc: str
+    function: Callable[..., object]
+    reads: Reads | None = None
+
+    @property
+    def paper(self) -> bool:
+        """Whether the paper gives the atom's name."""
+        return self.origin == "printed"
+
+    def needs_of(self, call: AtomCall) -> frozenset[Need]:
+        """Optional inputs that this call reads; empty if its parameters disable it."""
+        return self.needs if self.reads is None else self.reads(call)
+
+    @property
+    def role(self) -> Role:
+        """Component of alpha = (B, S, C, R) that this atom belongs to."""
+        return ROLES[self.group]
+
+
+class Registry:
+    """All declared atoms, in order of declaration."""
+
+    def __init__(self) -> None:
+        self._atoms: dict[str, Atom] = {}
+
+    def add(self, atom: Atom) -> None:
+        """Register an atom; raises ValueError if the name is taken."""
+        if atom.name in self._atoms:
+            raise ValueError(f"atom {atom.name!r} is declared twice")
+        self._atoms[atom.name] = atom
+
+    def __getitem__(self, name: str) -> Atom:
+        return self._atoms[name]
+
+    def __len__(self) -> int:
+        return len(self._atoms)
+
+    def names(self, group: Group | None = None) -> list[str]:
+        """Names of all atoms, or of one group."""
+        return [a.name for a in self._atoms.values() if group is None or a.group == group]
+
+    def of_kind(self, group: Group, kind: type[AtomCall]) -> list[str]:
+        """Names of the atoms of a group whose call model is a subclass of ``kind``."""
+        return [name for name in self.names(group) if issubclass(self[name].call, kind)]
+
+    def of(self, call: AtomCall) -> Atom:
+        """The atom that a call names."""
+        return self._atoms[call.atom]
+
+
+ATOMS = Registry()
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def literal_type(name: str) -> type[str]:
+    """``Literal[name]``, for use in a model created at run time."""
+    single: type[str] = Literal[name]  # type: ignore[assignment]  # not static
+    return single
+
+
+def declare(
+    name: str,
+    group: Group,
+    call: type[AtomCall] | tuple[type[AtomCall], ...],
+    function: Callable[..., object],
+    *,
+    needs: frozenset[Need] = frozenset(),
+    origin: Origin = "printed",
+    doc: str | None = None,
+    reads: Reads | None = None,
+) -> type[AtomCall]:
+    """Register one atom and return its call model, whose ``atom`` field is this name.
+
+    Given several call models, the new one has the parameters of all of them.
+    """
+    text = doc or (function.__doc__ or "").strip().splitlines()[0]
+    bound: type[AtomCall] = create_model(
+        "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", name)),
+        __base__=call,
+        __doc__=text,
+        atom=(literal_type(name), ...),
+    )
+    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads))
+    return bound
+
+
+def atom(
+    group: Group,
+    call: type[AtomCall] = AtomCall,
+    *,
+    needs: frozenset[Need] = frozenset(),
+    origin: Origin = "printed",
+    reads: Reads | None = None,
+) -> Callable[[F], F]:
+    """Decorator: register a function as the atom of the same name.
+
+    The first line of its docstring becomes the atom's doc line.
+    """
+
+    def register(function: F) -> F:
+        declare(function.__name__, group, call, function, needs=needs, origin=origin, reads=reads)
+        return function
+
+    return register
+
+
+C = TypeVar("C", bound=AtomCall)
+
+
+def default_call(kind: type[C], name: str) -> C:
+    """Call of an atom with default parameters."""
+    call = ATOMS[name].call.model_validate({"atom": name})
+    assert isinstance(call, kind)
+    return call
+
+
+class OneOf:
+    """Field annotation: a tagged union of the registered atoms of one group.
+
+    Pydantic builds the union from the registry together with the state model, so a declared atom
+    is part of the grammar and the JSON Schema without further changes.
+    """
+
+    def __init__(
+        self, group: Group, kind: type[AtomCall] = AtomCall, *, bare: bool = False
+    ) -> None:
+        self.group = group
+        self.kind = kind
+        """Base class of the calls that this field takes, in a group with several kinds."""
+        self.bare = bare
+        """Whether a plain string stands for the atom of that name with default parameters."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        choices = {
+            name: handler.generate_schema(ATOMS[name].call)
+            for name in ATOMS.of_kind(self.group, self.kind)
+        }
+        union = core_schema.tagged_union_schema(choices, discriminator="atom")
+        if not self.bare:
+            return union
+        return core_schema.no_info_before_validator_function(_expand_bare_name, union)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        union = handler(schema)
+        if not self.bare:
+            return union
+        return {"anyOf": [{"enum": ATOMS.of_kind(self.group, self.kind)}, union]}
+
+
+def _expand_bare_name(value: object) -> object:
+    return {"atom": value} if isinstance(value, str) else value

@@ -1,0 +1,212 @@
+"""PruningState: a pruning policy as frozen, versioned data.
+
+Loading one runs no code, opens no address and reads no other file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from vllm_autoprune.tpdsl.atoms.budget import Budget
+from vllm_autoprune.tpdsl.atoms.constraints import Selector, SelectorCall
+from vllm_autoprune.tpdsl.atoms.fusion import Fusion
+from vllm_autoprune.tpdsl.atoms.kernels import SimilarityKernel
+from vllm_autoprune.tpdsl.atoms.partitions import Partition, PartitionCall
+from vllm_autoprune.tpdsl.atoms.pools import Pool
+from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
+from vllm_autoprune.tpdsl.atoms.scoring import Signal
+from vllm_autoprune.tpdsl.atoms.source import Source, is_idle
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy
+
+# The grammar below is built from the registry, so these imports have to declare the atoms first.
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
+from vllm_autoprune.tpdsl.tokens import Need
+
+SCHEMA = "autoprune-state/1"
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_ID = "urn:vllm-autoprune:autoprune-state:1"
+
+
+Calls = TypeVar("Calls", bound=tuple[AtomCall, ...])
+
+
+def _each_once(calls: Calls) -> Calls:
+    """Refuse two calls of the same safety check, whose parameters could contradict each other."""
+    names = [call.atom for call in calls]
+    for name in names:
+        if names.count(name) > 1:
+            raise PydanticCustomError("repeated", "list {name} once", {"name": name})
+    return calls
+
+
+def _each_once_in_schema(schema: dict[str, JsonValue]) -> None:
+    schema["allOf"] = [
+        {
+            "contains": {
+                "anyOf": [
+                    {"const": name},
+                    {
+                        "type": "object",
+                        "properties": {"atom": {"const": name}},
+                        "required": ["atom"],
+                    },
+                ]
+            },
+            "minContains": 0,
+            "maxContains": 1,
+        }
+        for name in ATOMS.names("safety_checks")
+    ]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class Scoring(_Part):
+    """S: the signals, their fusion into token quality g, and the similarity kernel."""
+
+    signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)] = (
+        Field(description="quality signals of a token; a signal listed twice counts twice")
+    )
+    kernel: SimilarityKernel = Field(description="how redundant two tokens are to each other")
+    fusion: Fusion = Field(description="how the signals are combined into one quality per token")
+
+
+class Constraints(_Part):
+    """C: the candidate pool, and the selector that exchanges tokens for its candidates."""
+
+    pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
+        description="builders of the candidate pool, applied in sequence"
+    )
+    partition: Partition = Field(
+        default_factory=lambda: default_call(PartitionCall, "spatial_grid_partition"),
+        description="parts of the image, for selectors that cap them; default: a 4 x 4 grid",
+    )
+    selector: Selector = Field(
+        description="which reference tokens are exchanged, and how many at most"
+    )
+
+
+class Provenance(_Part):
+    """Origin of a state and its evaluation scores; not part of the digest."""
+
+    found_by: str = Field(default="", description="author or search that created the state")
+    evaluated_on: str = Field(default="", description="data, model and hardware of the scores")
+    scores: dict[str, JsonValue] = Field(
+        default_factory=dict, description="evaluation results by metric name"
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=-(2**63),
+        lt=2**63,
+        description="seed of the search or evaluation; null: none",
+    )
+    notes: str = Field(default="", description="further remarks")
+
+
+class PruningState(_Part):
+    """(pi_P, alpha) with alpha = (B, S, C, R): equation 4 of the paper."""
+
+    model_config = ConfigDict(
+        serialize_by_alias=True,
+        title="vllm-autoprune pruning state",
+        json_schema_extra={"$schema": _DIALECT, "$id": _ID},
+    )
+
+    schema_uri: str = Field(
+        default="",
+        alias="$schema",
+        max_length=2048,
+        exclude_if=lambda uri: not uri,
+        description="address of this JSON Schema, for editors; never fetched",
+    )
+    schema_version: Literal["autoprune-state/1"] = Field(
+        alias="schema", description="version of the language"
+    )
+    name: str = Field(min_length=1, max_length=128, description="name in logs and tables")
+    base_policy: AnyBasePolicy = Field(
+        description="pi_P, the human-designed policy whose selection is refined"
+    )
+    source: Source = Field(
+        default_factory=Source, description="features that are scored, and priors on quality"
+    )
+    budget: Budget = Field(description="B: number of tokens kept per image")
+    scoring: Scoring
+    constraints: Constraints
+    reassembly: Reassembly = Field(
+        description="R: how discarded tokens are merged into kept ones, and the order of rows"
+    )
+    safety: Annotated[
+        tuple[SafetyCall, ...],
+        Field(min_length=1, max_length=8, strict=False, json_schema_extra=_each_once_in_schema),
+        AfterValidator(_each_once),
+    ] = Field(description="guarantees that are checked before the state is served")
+    provenance: Provenance = Provenance()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As JSON text, because the models of atoms are created at run time and cannot be pickled.
+        return type(self).model_validate_json, (self.dumps(),)
+
+    def __hash__(self) -> int:
+        # The fields cannot be hashed, because provenance contains dictionaries.
+        return hash(self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of every field that affects behaviour: all but name, provenance and $schema.
+
+        Defaults are included, so writing one out does not change the digest.
+        """
+        body = self.model_dump(mode="json", exclude={"schema_uri", "name", "provenance"})
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def model_copy(
+        self, *, update: Mapping[str, object] | None = None, deep: bool = False
+    ) -> PruningState:
+        """Copy with updated fields, as in pydantic; the cached digest is not copied."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("digest", None)
+        return copied
+
+    def without_exchange(self) -> PruningState:
+        """The same state without exchange, merging and reordering: its base policy alone."""
+        selector = default_call(SelectorCall, "reference_strict_preservation_selector")
+        constraints = self.constraints.model_copy(update={"selector": selector})
+        reassembly = default_call(AtomCall, "mean_residual")
+        return self.model_copy(update={"constraints": constraints, "reassembly": reassembly})
+
+    def dumps(self) -> str:
+        """The state as JSON text; loading it gives an equal state."""
+        return self.model_dump_json(indent=2) + "\n"
+
+
+def known_base_policies() -> list[str]:
+    """Names of the registered base policies."""
+    return list(BASE_POLICIES)
+
+
+def required_inputs(state: PruningState, *, exchange: bool) -> frozenset[Need]:
+    """Optional inputs that a state reads, with or without its exchange."""
+    needs = set(BASE_POLICIES[state.base_policy.name].needs)
+    calls: list[AtomCall] = [state.reassembly]
+    if exchange or orders_by_quality(state.reassembly):
+        signals = [call for call in state.scoring.signals if call.weight > 0]
+        priors = [call for call in state.source.priors if not is_idle(call)]
+        calls += [state.source.tokens, *signals, state.scoring.fusion, *priors]
+    if exchange:
+        constraints = state.constraints
+        calls += [state.scoring.kernel, *constraints.pool, constraints.selector]
+    for call in calls:
+        needs |= ATOMS.of(call).needs_of(call)
+    return frozenset(needs)
