@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from offline_search.settings import Frozen
+from offline_search.settings import FrozenModel
 
 MME = "MME"
 """The benchmark whose questions come in pairs of a yes and a no, by category; scored in points."""
@@ -19,7 +19,7 @@ Arm = Literal["full", "random", "base", "autoprune", "found", "component", "quot
 that a search found on this model; and two kinds of ablation of the shipped one."""
 
 
-class Opened(Frozen):
+class Opened(FrozenModel):
     """The first record: what is measured. Two runs with equal ones may share a journal."""
 
     kind: Literal["opened"] = "opened"
@@ -36,7 +36,7 @@ class Opened(Frozen):
         return "opened"
 
 
-class Case(Frozen):
+class Case(FrozenModel):
     """One way to serve the same questions; ``name`` is unique within an evaluation."""
 
     kind: Literal["case"] = "case"
@@ -58,7 +58,7 @@ class Case(Frozen):
         return f"case/{self.name}"
 
 
-class Question(Frozen):
+class Question(FrozenModel):
     """One sample. ``category`` and ``pair`` are MME's: of equal pairs one is a yes, one a no."""
 
     kind: Literal["question"] = "question"
@@ -74,7 +74,7 @@ class Question(Frozen):
         return f"question/{self.id}"
 
 
-class Answer(Frozen):
+class Answer(FrozenModel):
     """One answer of one case; with a failure there is neither score nor text."""
 
     kind: Literal["answer"] = "answer"
@@ -92,7 +92,7 @@ class Answer(Frozen):
         return f"answer/{self.case}/{self.question}"
 
 
-class Total(Frozen):
+class Total(FrozenModel):
     """What a benchmark's own scorer makes of all answers of a case, in the benchmark's unit."""
 
     kind: Literal["total"] = "total"

@@ -7,20 +7,20 @@ natural logarithms for log-probabilities; of differences, more is better for the
 from __future__ import annotations
 
 from benchmarks.accuracy.records import Case, Opened
-from offline_search.records import Measured
-from offline_search.settings import Frozen
+from offline_search.ledger.records import IntervalEstimate
+from offline_search.settings import FrozenModel
 
 
-class Gaps(Frozen):
+class Gaps(FrozenModel):
     """A case less another one, on the same questions, with 95 % intervals."""
 
-    acc: Measured | None
-    accuracy: Measured | None
-    mme: Measured | None
-    logprob: Measured | None
+    acc: IntervalEstimate | None
+    accuracy: IntervalEstimate | None
+    mme: IntervalEstimate | None
+    logprob: IntervalEstimate | None
 
 
-class Aggregates(Frozen):
+class Aggregates(FrozenModel):
     """*Acc.*, and *Rel.* by both definitions; None where it would divide by nothing."""
 
     acc: float
@@ -28,21 +28,21 @@ class Aggregates(Frozen):
     mean_of_ratios: float | None
 
 
-class Row(Frozen):
+class Row(FrozenModel):
     """One case that was measured completely."""
 
     case: Case
     benchmarks: dict[str, float]
     all: Aggregates
     without_mmbench: Aggregates | None
-    accuracy: Measured | None
+    accuracy: IntervalEstimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
     to_full: Gaps | None
     to_base: Gaps | None
 
 
-class Report(Frozen):
+class Report(FrozenModel):
     """An evaluation; ``reasons`` say why it is not valid."""
 
     opened: Opened

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from offline_search.records import Measured
+from offline_search.ledger.records import IntervalEstimate
 
 Floats = NDArray[np.float64]
 
@@ -53,13 +53,13 @@ class Resampling:
         return np.concatenate(found)
 
 
-def measured(figure: Floats, digits: int = 4) -> Measured | None:
+def measured(figure: Floats, digits: int = 4) -> IntervalEstimate | None:
     """Value and interval of a figure; None where it has no value."""
     if not np.isfinite(figure[0]):
         return None
     drawn = figure[1:][np.isfinite(figure[1:])]
     low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
-    return Measured(
+    return IntervalEstimate(
         value=round(float(figure[0]), digits),
         low=round(float(low), digits),
         high=round(float(high), digits),

@@ -25,7 +25,7 @@ from benchmarks.accuracy.report import Aggregates, Gaps, Report, Row
 from benchmarks.accuracy.resampling import Floats, measured
 from benchmarks.accuracy.scoring import Figures, Scoring
 from benchmarks.accuracy.verdict import complete, reasons
-from offline_search.records import Measured
+from offline_search.ledger.records import IntervalEstimate
 
 
 def summarize(contents: Contents, more: Iterable[str] = ()) -> Report:
@@ -113,5 +113,5 @@ def _gaps(own: Figures, other: Figures) -> Gaps:
     )
 
 
-def _gap(own: Floats | None, other: Floats | None) -> Measured | None:
+def _gap(own: Floats | None, other: Floats | None) -> IntervalEstimate | None:
     return None if own is None or other is None else measured(np.subtract(own, other))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.accuracy.records import MME, Arm
 from benchmarks.accuracy.report import Gaps, Report, Row
-from offline_search.records import Measured
+from offline_search.ledger.records import IntervalEstimate
 
 NONE = "-"
 
@@ -20,7 +20,7 @@ class Kind:
     """One kind of difference: how columns name it, where it is, how many decimals it has."""
 
     name: str
-    of: Callable[[Gaps], Measured | None]
+    of: Callable[[Gaps], IntervalEstimate | None]
     digits: int = 1
 
     def cell(self, gaps: Gaps | None) -> str:

@@ -11,16 +11,21 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import torch
 
-from offline_search.answers import Answers
-from offline_search.evaluators.protocol import EvaluationFailed, Job
-from offline_search.examples import Dataset, Example, read_dataset, write_split
-from offline_search.prompt import Messages
-from offline_search.proposal import JsonObject
-from offline_search.proposers.protocol import Reply
-from offline_search.records import Cost
+from offline_search.candidates.components import JsonObject
+from offline_search.dataset import Dataset, Example, read_dataset, write_split
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.records import Cost, Record, WinnerRecord
+from offline_search.proposers.prompt import Messages
+from offline_search.proposers.proposal_client import Reply, SpendingLimits
+from offline_search.search import Search
+from offline_search.settings import Settings
+from tests.offline_search.replies import valid_replies
 from vllm_autoprune.tpdsl.probes import synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -48,7 +53,7 @@ class SyntheticEvaluator:
     def __init__(self, data: Dataset, probes: bool = True, delay: float = 0.0) -> None:
         self.name = f"synthetic {data.digest[:8]}"
         self.dataset = data
-        self.asked: list[Job] = []
+        self.asked: list[EvaluationJob] = []
         self.fails: set[str] = set()
         self._probes = probes
         self._delay = delay
@@ -62,13 +67,13 @@ class SyntheticEvaluator:
     async def close(self) -> None:
         return None
 
-    async def evaluate(self, job: Job) -> Answers:
+    async def evaluate(self, job: EvaluationJob) -> Answers:
         self.asked.append(job)
         if self._delay:
             await asyncio.sleep(self._delay)
         if job.state is not None and job.state.digest in self.fails:
             raise EvaluationFailed("the server answered 500")
-        examples = self.dataset.of(job.split)[job.start : job.stop]
+        examples = self.dataset.examples(job.split)[job.start : job.stop]
         value = 0.0 if job.state is None else worth(job.state)
         drawn = [_noise(job, example) for example in examples]
         logprob = tuple(-1.0 + value + 0.05 * noise for noise in drawn)
@@ -84,7 +89,7 @@ def worth(state: PruningState) -> float:
     return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
 
 
-def _noise(job: Job, example: Example) -> float:
+def _noise(job: EvaluationJob, example: Example) -> float:
     whose = "full" if job.state is None else job.state.digest
     shared = Random(f"{example.image} {example.question}").gauss(0, 1)
     own = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
@@ -121,3 +126,33 @@ def scripted(messages: Messages, seed: int) -> int:
 def quiet_torch() -> None:
     """One thread: two would only wait for each other here."""
     torch.set_num_threads(1)
+
+
+R = TypeVar("R", bound=Record)
+
+VALID_REPLIES = valid_replies(30)
+
+
+async def run_search(
+    path: Path,
+    settings: Settings,
+    evaluator: SyntheticEvaluator,
+    replies: Sequence[str | None] | None = None,
+    limits: SpendingLimits | None = None,
+) -> WinnerRecord:
+    """One search on a ledger, from wherever the ledger is."""
+    proposer = ScriptedProposer(VALID_REPLIES if replies is None else replies)
+    settings = settings.model_copy(update={"evaluator": evaluator.name})
+    with Ledger(path) as ledger:
+        return await Search(settings, ledger, evaluator, proposer, limits or SpendingLimits()).run()
+
+
+def ledger_digest(path: Path) -> str:
+    """What a ledger holds, whatever its order and clocks."""
+    with Ledger(path) as ledger:
+        return ledger.digest()
+
+
+def records_of_kind(path: Path, kind: type[R]) -> list[R]:
+    """The records of one kind, in the order they came."""
+    return [record for record in read_ledger(path) if isinstance(record, kind)]

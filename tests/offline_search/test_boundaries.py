@@ -24,13 +24,8 @@ def test_the_search_is_a_client_and_never_imports_a_server() -> None:
             assert not name.startswith("vllm_autoprune.serving"), path.name
 
 
-def test_every_module_says_what_it_does_not_know() -> None:
-    for path in MODULES:
-        assert "Knows nothing about" in path.read_text(encoding="utf-8")[:900], path.name
-
-
 def test_importing_the_search_loads_no_server_and_no_model_library() -> None:
-    names = [dotted(path) for path in MODULES if path.name != "probing.py"]
+    names = [dotted(path) for path in MODULES]
     code = (
         f"import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from offline_search.examples import Dataset
+from offline_search.dataset import Dataset
 from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
-from tests.offline_search.replies import sound
+from tests.offline_search.replies import valid_replies
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 
-SOUND = sound(12)
+SOUND = valid_replies(12)
 
 
 def model(body: Body, number: int) -> Answer:
@@ -143,7 +143,7 @@ def test_the_ablation_of_the_proposer(
     served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(served, data, tmp_path / "l", "--no-proposer") == 1
-    assert "autoprune asks" in capsys.readouterr().err
+    assert "autoprune needs a proposer" in capsys.readouterr().err
     alone = ("--no-proposer", "--strategy", "autoprune+", "--dry-run", "--json")
     assert call(served, data, tmp_path / "l", *alone) == 0
     assert json.loads(capsys.readouterr().out)["calls"] == 0

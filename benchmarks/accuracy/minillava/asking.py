@@ -14,8 +14,8 @@ import httpx
 from benchmarks.accuracy.errors import EvaluationError
 from benchmarks.accuracy.minillava.model import Asked
 from benchmarks.accuracy.records import Answer, Case
-from offline_search.evaluators.protocol import EvaluationFailed
-from offline_search.evaluators.served import read_reference, reference_body
+from offline_search.evaluation.evaluator import EvaluationFailed
+from offline_search.evaluation.served_evaluator import score_reference_answer, scoring_request
 from vllm_autoprune.errors import ConfigError, Problem
 
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
@@ -84,13 +84,13 @@ class Asker:
         return False
 
     async def _once(self, case: Case, asked: Asked) -> Answer:
-        body = reference_body(self._model, asked.image, asked.text, asked.answer, case.asked)
+        body = scoring_request(self._model, asked.image, asked.text, asked.answer, case.asked)
         answer = await self._client.post(f"{self._url}/v1/chat/completions", json=body)
         if 400 <= answer.status_code < 500:
             raise EvaluationFailed(f"status {answer.status_code}: {answer.text[:300]}")
         answer.raise_for_status()
         said = answer.json()
-        logprob, right = read_reference(said["prompt_logprobs"], asked.answer)
+        logprob, right = score_reference_answer(said["prompt_logprobs"], asked.answer)
         after = str(said["choices"][0]["message"]["content"] or "")
         return Answer(
             case=case.name,

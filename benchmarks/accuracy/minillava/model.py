@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.records import MME, Question
 from benchmarks.minillava.split import CHECKPOINT, png
-from benchmarks.search.data import questions
+from benchmarks.search.scenes import select_questions
 from vllm_autoprune.errors import ConfigError, Problem
 
 EMBEDDED = "embedded"
@@ -86,7 +86,7 @@ class Asked:
 def held_out(scenes: int) -> Sequence[Asked]:
     """The questions about the first scenes of the test split, scene by scene."""
     found, images = [], dict[int, str]()
-    for number, example in enumerate(questions("test", scenes)):
+    for number, example in enumerate(select_questions("test", scenes)):
         if example.image_id not in images:
             content = base64.b64encode(png(example.image)).decode()
             images[example.image_id] = f"data:image/png;base64,{content}"

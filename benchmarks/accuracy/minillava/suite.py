@@ -21,7 +21,7 @@ from benchmarks.accuracy.minillava.model import Asked, MiniLlava, digest, held_o
 from benchmarks.accuracy.progress import Progress
 from benchmarks.accuracy.records import MME, Answer, Case, Opened
 from benchmarks.server import ServerDied, command, serve
-from offline_search.evaluators.served import AT_ONCE
+from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 from vllm_autoprune import __version__
 
 NAME = "minillava"
@@ -43,7 +43,7 @@ class Settings:
 
     url: str | None = None
     served_name: str | None = None
-    at_once: int = AT_ONCE
+    at_once: int = MAX_IN_FLIGHT
     log: Path | None = None
     wait: float = 1.0
     """Seconds before a failed request is sent again."""

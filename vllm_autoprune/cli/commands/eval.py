@@ -111,13 +111,13 @@ def _suite(options: argparse.Namespace) -> tuple[Suite, Path]:
 def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
     from benchmarks.accuracy.minillava.model import find
     from benchmarks.accuracy.minillava.suite import Settings, suite
-    from offline_search.evaluators.served import AT_ONCE
+    from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 
     model = find(options.model)
     settings = Settings(
         url=options.server_url,
         served_name=options.served_name,
-        at_once=options.at_once or AT_ONCE,
+        at_once=options.at_once or MAX_IN_FLIGHT,
         log=folder / "server.log",
     )
     return suite(model, options.budgets, options.cases, options.scenes, settings)
