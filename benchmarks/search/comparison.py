@@ -180,23 +180,27 @@ def _lines(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> Ite
     head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
     yield from table(head, [_result_row(*item) for item in results.items()], "lrrrrr")
     yield ""
-    finished = [strategy for strategy, outcomes in results.items() if outcomes]
     curves = [
         [strategy, *_curve_cells(_read_reports(folder, strategy, seeds).values())]
-        for strategy in finished
+        for strategy in strategies
+        if results[strategy]
     ]
     head = ["search objective after", *(f"{share:.0%}" for share in _CURVE_SHARES)]
     yield from table(head, curves, "lrrrr")
     yield ""
     for first, second in pairwise(strategies):
-        objectives = {one.seed: one.winner.test.objective.value for one in results[second]}
-        differences = [
-            one.winner.test.objective.value - objectives[one.seed]
-            for one in results[first]
-            if one.seed in objectives
-        ]
-        if differences:
+        if differences := _paired_differences(results[first], results[second]):
             yield f"- {first} less {second}, paired by seed: {format_mean(differences)}"
+
+
+def _paired_differences(first: Sequence[Outcome], second: Sequence[Outcome]) -> list[float]:
+    """Differences of the test objectives, for seeds that both strategies have finished."""
+    others = {outcome.seed: outcome.winner.test.objective.value for outcome in second}
+    return [
+        outcome.winner.test.objective.value - others[outcome.seed]
+        for outcome in first
+        if outcome.seed in others
+    ]
 
 
 def _result_row(strategy: str, outcomes: Sequence[Outcome]) -> list[str]:

@@ -7,6 +7,7 @@ forbids scripts as well.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,10 +90,17 @@ def _draw_chart(report: SearchReport) -> _Chart | None:
         )
         for row, value in measured
     )
-    steps = [position(spent, value) for spent, value in report.curve()]
-    path = " ".join(f"H{x:.1f} V{y:.1f}" for x, y in steps[1:])
-    begin = f"M{steps[0][0]:.1f} {steps[0][1]:.1f} {path} H{_LEFT + _WIDTH}" if steps else ""
-    return _Chart(dots, begin, low, high, answers)
+    path = _draw_steps([position(spent, value) for spent, value in report.curve()])
+    return _Chart(dots, path, low, high, answers)
+
+
+def _draw_steps(points: Sequence[tuple[float, float]]) -> str:
+    """SVG path of a step curve through points, prolonged to the right edge."""
+    if not points:
+        return ""
+    x, y = points[0]
+    steps = " ".join(f"H{x:.1f} V{y:.1f}" for x, y in points[1:])
+    return f"M{x:.1f} {y:.1f} {steps} H{_LEFT + _WIDTH}"
 
 
 def _describe_result(row: CandidateRow) -> str:

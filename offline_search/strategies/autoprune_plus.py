@@ -231,32 +231,12 @@ def _drop_signal(state: Components, donor: Components, rng: Random) -> Component
     return state.with_scoring(signals=tuple(signals))
 
 
-def _take_fusion(state: Components, donor: Components, rng: Random) -> Components:
-    return state.with_scoring(fusion=donor.scoring.fusion)
-
-
-def _take_kernel(state: Components, donor: Components, rng: Random) -> Components:
-    return state.with_scoring(kernel=donor.scoring.kernel)
-
-
-def _take_pool(state: Components, donor: Components, rng: Random) -> Components:
-    return state.with_constraints(pool=donor.constraints.pool)
-
-
-def _take_selector(state: Components, donor: Components, rng: Random) -> Components:
-    return state.with_constraints(selector=donor.constraints.selector)
-
-
-def _take_reassembly(state: Components, donor: Components, rng: Random) -> Components:
-    return state.model_copy(update={"reassembly": donor.reassembly})
-
-
 _GRAFTS: tuple[Callable[[Components, Components, Random], Components], ...] = (
     _add_signal,
     _drop_signal,
-    _take_fusion,
-    _take_kernel,
-    _take_pool,
-    _take_selector,
-    _take_reassembly,
+    lambda state, donor, _: state.with_scoring(fusion=donor.scoring.fusion),
+    lambda state, donor, _: state.with_scoring(kernel=donor.scoring.kernel),
+    lambda state, donor, _: state.with_constraints(pool=donor.constraints.pool),
+    lambda state, donor, _: state.with_constraints(selector=donor.constraints.selector),
+    lambda state, donor, _: state.model_copy(update={"reassembly": donor.reassembly}),
 )

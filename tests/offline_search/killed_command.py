@@ -1,8 +1,8 @@
 """Repeatedly killed runs of `vllm-autoprune search`: ``python -m ... URL FOLDER KILLS [BYTES]``.
 
 Forks after all imports, so that kills hit the search and not an import. Every run is the command
-itself, against an endpoint over HTTP. BYTES limits the size of the ledger in one run, as a full disk
-does.
+itself, against an endpoint over HTTP. BYTES limits the size of the ledger in one run, like a full
+disk.
 """
 
 from __future__ import annotations

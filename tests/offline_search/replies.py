@@ -1,7 +1,4 @@
-"""What a proposer may say: mostly sound proposals, and the worst that an endpoint can send.
-
-Knows nothing about endpoints.
-"""
+"""Replies of a proposer for tests: valid proposals and invalid text."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ BUDGET = 8
 
 
 def valid_replies(count: int) -> list[str]:
-    """Valid proposals, drawn at random."""
+    """Random valid proposals."""
     return [
         json.dumps(sample_proposal(RandomSource(Random(seed)), BUDGET)) for seed in range(count)
     ]
@@ -41,4 +38,4 @@ HOSTILE = {
     "unknown atom": valid_replies(1)[0].replace("_fusion", "_confusion"),
     "out of range": valid_replies(1)[0].replace('"weight": ', '"weight": 1e9'),
 }
-"""Replies of which none is a proposal."""
+"""Invalid replies by name."""

@@ -1,7 +1,7 @@
-"""A task with a known answer: states score by what they are made of, and nothing is served.
+"""Synthetic search task with a known optimum, without models or servers.
 
-Knows nothing about models. Relevance is what helps, in the right share; a larger quota helps up to
-four; merging hurts. Every example adds noise of its own that all states share in part.
+The score of a state depends on the weight of its relevance signal, its quota (best: four) and its
+merge strength (best: zero), plus noise of which all states share a part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 def dataset(folder: Path, images: int = 12) -> Dataset:
-    """Two questions on each image, three splits; images are files whose content is their name."""
+    """Data set with two questions per image; the content of an image file is its name."""
     for split in ("search", "validation", "test"):
         examples = []
         for number in range(images):
@@ -48,7 +48,7 @@ def dataset(folder: Path, images: int = 12) -> Dataset:
 
 
 class SyntheticEvaluator:
-    """Counts what it is asked; ``fails`` are digests that cannot be measured."""
+    """Records its jobs; jobs for a digest in ``fails`` fail."""
 
     def __init__(self, data: Dataset, probes: bool = True, delay: float = 0.0) -> None:
         self.name = f"synthetic {data.digest[:8]}"
@@ -75,13 +75,13 @@ class SyntheticEvaluator:
             raise EvaluationFailed("the server answered 500")
         examples = self.dataset.examples(job.split)[job.start : job.stop]
         value = 0.0 if job.state is None else worth(job.state)
-        drawn = [_noise(job, example) for example in examples]
-        logprob = tuple(-1.0 + value + 0.05 * noise for noise in drawn)
+        noises = [_noise(job, example) for example in examples]
+        logprob = tuple(-1.0 + value + 0.05 * noise for noise in noises)
         return Answers(logprob, tuple(value > -1.2 for value in logprob))
 
 
 def worth(state: PruningState) -> float:
-    """At most 0, which is what all tokens are worth."""
+    """Score of a state, at most 0, the score of the unpruned model."""
     weights = {call.atom: call.weight for call in state.scoring.signals}
     share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
     quota = state.constraints.selector.bounds(8)[0]
@@ -97,7 +97,7 @@ def _noise(job: EvaluationJob, example: Example) -> float:
 
 
 class ScriptedProposer:
-    """Replies that follow from the request: the same request gets the same reply, always."""
+    """Proposer that chooses among given replies by a hash of the request."""
 
     def __init__(self, replies: Sequence[str | None]) -> None:
         self.replies = replies
@@ -118,13 +118,13 @@ class ScriptedProposer:
 
 
 def scripted(messages: Messages, seed: int) -> int:
-    """A number that follows from a request."""
+    """Hash of a request."""
     text = f"{seed} {messages[-1]['content']}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def quiet_torch() -> None:
-    """One thread: two would only wait for each other here."""
+    """Use one thread, which is faster for tensors this small."""
     torch.set_num_threads(1)
 
 
@@ -140,7 +140,7 @@ async def run_search(
     replies: Sequence[str | None] | None = None,
     limits: SpendingLimits | None = None,
 ) -> WinnerRecord:
-    """One search on a ledger, from wherever the ledger is."""
+    """Run or resume a search on a ledger."""
     proposer = ScriptedProposer(VALID_REPLIES if replies is None else replies)
     settings = settings.model_copy(update={"evaluator": evaluator.name})
     with Ledger(path) as ledger:
@@ -148,11 +148,11 @@ async def run_search(
 
 
 def ledger_digest(path: Path) -> str:
-    """What a ledger holds, whatever its order and clocks."""
+    """Digest of a ledger file."""
     with Ledger(path) as ledger:
         return ledger.digest()
 
 
 def records_of_kind(path: Path, kind: type[R]) -> list[R]:
-    """The records of one kind, in the order they came."""
+    """Records of one type, in order."""
     return [record for record in read_ledger(path) if isinstance(record, kind)]

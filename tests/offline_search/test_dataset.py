@@ -20,13 +20,13 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     assert few.digest != read.digest == read_dataset(data.folder, seed=1).digest
 
 
-def test_an_image_in_two_splits_is_found_whatever_it_is_called(data: Dataset) -> None:
+def test_an_image_in_two_splits_is_found_under_any_name(data: Dataset) -> None:
     (data.folder / "test-0.png").write_bytes((data.folder / "search-3.png").read_bytes())
     with pytest.raises(ConfigError, match="the same image is in search and in test"):
         read_dataset(data.folder)
 
 
-def test_every_problem_is_told_at_once(data: Dataset) -> None:
+def test_all_problems_are_reported_together(data: Dataset) -> None:
     folder = data.folder
     with (folder / "search.jsonl").open("a") as file:
         file.write('{"image": "x.png", "question": "", "answer": "a"}\n')
@@ -42,7 +42,7 @@ def test_every_problem_is_told_at_once(data: Dataset) -> None:
     assert all(problem.mend for problem in caught.value.problems)
 
 
-def test_an_empty_split_and_a_folder_that_is_none(data: Dataset, tmp_path: Path) -> None:
+def test_an_empty_split_and_a_missing_folder_are_errors(data: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_dataset(tmp_path / "nowhere")
     (data.folder / "test.jsonl").write_text("\n")

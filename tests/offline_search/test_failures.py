@@ -44,7 +44,7 @@ async def test_an_endpoint_that_is_down_all_the_time(
     assert all("the endpoint is down" in trial.reason for trial in trials)
 
 
-async def test_autoprune_plus_needs_no_endpoint_to_go_on(
+async def test_autoprune_plus_continues_without_its_endpoint(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": "autoprune+"})
@@ -52,7 +52,7 @@ async def test_autoprune_plus_needs_no_endpoint_to_go_on(
     assert chosen.test.gain.low > 0
 
 
-async def test_a_candidate_that_cannot_be_measured_is_not_a_wrong_one(
+async def test_a_failed_evaluation_is_not_scored_as_wrong(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"per_round": 1, "rounds": 4})
@@ -67,7 +67,7 @@ async def test_a_candidate_that_cannot_be_measured_is_not_a_wrong_one(
     assert failed and all(r.objective is None and "500" in r.reason for r in failed)
 
 
-async def test_what_could_not_be_measured_is_tried_again_in_another_form(
+async def test_a_duplicate_of_a_failed_candidate_is_evaluated(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     # Two states of one behaviour: signals are idle where nothing is exchanged for quality.

@@ -20,9 +20,9 @@ KILLS = 20
 
 
 @pytest.mark.slow
-def test_kill_9_at_twenty_random_moments_ends_in_the_same_ledger(data: Dataset) -> None:
+def test_a_search_killed_twenty_times_has_the_same_ledger(data: Dataset) -> None:
     folder = data.folder
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.offline_search.killed_search", str(folder), str(KILLS)],
         capture_output=True,
         text=True,
@@ -30,8 +30,8 @@ def test_kill_9_at_twenty_random_moments_ends_in_the_same_ledger(data: Dataset) 
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    hit, whole, killed = ran.stdout.split()
+    assert process.returncode == 0, process.stderr[-2000:]
+    hit, whole, killed = process.stdout.split()
     assert int(hit) >= 3, "kills came too late to tell anything"
     assert killed == whole
     records = read_ledger(folder / "killed.jsonl")
@@ -41,14 +41,14 @@ def test_kill_9_at_twenty_random_moments_ends_in_the_same_ledger(data: Dataset) 
     assert any(isinstance(record, EvaluationRecord) for record in records)
 
 
-SOUND = valid_replies(12)
+VALID_REPLIES = valid_replies(12)
 
 
 def model(body: Body, number: int) -> Answer:
-    """A served model and a proposer in one; both answer the same to the same."""
+    """Served model and proposer in one; equal requests get equal answers."""
     if "mm_processor_kwargs" not in body:
         messages = tuple(body["messages"])
-        return said(SOUND[scripted(messages, body.get("seed", 0)) % len(SOUND)])
+        return said(VALID_REPLIES[scripted(messages, body.get("seed", 0)) % len(VALID_REPLIES)])
     time.sleep(0.002)
     answer = body["messages"][-1]["content"]
     signals = body["mm_processor_kwargs"]["autoprune"].get("policy", {}).get("scoring", {})
@@ -57,12 +57,12 @@ def model(body: Body, number: int) -> Answer:
     return 200, json.dumps({"prompt_logprobs": [None, token]}).encode(), {}
 
 
-def ran(data: Dataset, *more: str) -> list[str]:
+def run_killed_command(data: Dataset, *more: str) -> list[str]:
     """Output of the killed command: hits, exit codes, and both digests."""
-    with endpoint(model) as told:
+    with endpoint(model) as server:
         command = [sys.executable, "-m", "tests.offline_search.killed_command"]
         ended = subprocess.run(
-            [*command, told.url, str(data.folder), *more],
+            [*command, server.url, str(data.folder), *more],
             capture_output=True,
             text=True,
             timeout=600,
@@ -74,8 +74,8 @@ def ran(data: Dataset, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_command_killed_at_twenty_random_moments_loses_nothing(data: Dataset) -> None:
-    hit, *codes, whole, killed = ran(data, "20")
+def test_a_command_killed_twenty_times_has_the_same_ledger(data: Dataset) -> None:
+    hit, *codes, whole, killed = run_killed_command(data, "20")
     assert int(hit) >= 3, "kills came too late to tell anything"
     assert codes == ["0", "0", "0"] and killed == whole
     records = read_ledger(data.folder / "cut.jsonl")
@@ -84,11 +84,11 @@ def test_the_command_killed_at_twenty_random_moments_loses_nothing(data: Dataset
     assert any(isinstance(record, EvaluationRecord) for record in records)
 
 
-def test_a_full_disk_ends_the_command_and_it_goes_on_when_there_is_room(data: Dataset) -> None:
-    _, *codes, whole, filled = ran(data, "0", "20000")
+def test_a_full_disk_stops_the_command_and_it_resumes(data: Dataset) -> None:
+    _, *codes, whole, filled = run_killed_command(data, "0", "20000")
     assert codes == ["0", "1", "0"] and filled == whole
-    told = (data.folder / "errors").read_text()
-    assert "make room and resume" in told and "Traceback" not in told
+    errors = (data.folder / "errors").read_text()
+    assert "make room and resume" in errors and "Traceback" not in errors
     assert any(
         isinstance(record, WinnerRecord) for record in read_ledger(data.folder / "cut.jsonl")
     )

@@ -22,7 +22,7 @@ from vllm_autoprune.errors import SearchError
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_search_that_is_run_again_does_nothing_again(
+async def test_a_finished_search_repeats_no_step(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
@@ -34,7 +34,7 @@ async def test_a_search_that_is_run_again_does_nothing_again(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_from_any_prefix_of_its_ledger_a_search_ends_the_same(
+async def test_a_search_resumes_from_any_prefix_of_its_ledger(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy, "rounds": 2})
@@ -53,7 +53,7 @@ async def test_from_any_prefix_of_its_ledger_a_search_ends_the_same(
             assert (digest_, job.split, job.start) not in known, "measured again"
 
 
-async def test_a_ledger_of_another_search_is_refused_and_says_why(
+async def test_a_ledger_with_other_settings_is_refused(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
@@ -63,7 +63,7 @@ async def test_a_ledger_of_another_search_is_refused_and_says_why(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_recorded_search_replays_without_anybody(
+async def test_a_recorded_search_replays_without_endpoints(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
@@ -74,7 +74,7 @@ async def test_a_recorded_search_replays_without_anybody(
     assert again.digest == chosen.digest and again.test == chosen.test
 
 
-async def test_a_recording_that_is_not_whole_is_told(
+async def test_an_incomplete_recording_is_an_error(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))

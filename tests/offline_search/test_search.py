@@ -69,7 +69,7 @@ async def test_the_same_behaviour_is_measured_once(
     assert len(measured) == 3, "all tokens, the base policy, and the one candidate"
 
 
-async def test_states_that_keep_the_same_tokens_are_the_same_where_probes_tell(
+async def test_probes_detect_states_that_keep_the_same_tokens(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     # No exchange: whatever the signals are, the base policy decides.
@@ -82,19 +82,19 @@ async def test_states_that_keep_the_same_tokens_are_the_same_where_probes_tell(
         path = tmp_path / str(probes)
         evaluator = SyntheticEvaluator(data, probes=probes)
         await run_search(path, settings, evaluator, [json.dumps(other), better])
-        found = {
+        outcomes = {
             trial.same_as or trial.status
-            for trial, made in zip(
+            for trial, proposal in zip(
                 records_of_kind(path, TrialRecord),
                 records_of_kind(path, ProposalRecord),
                 strict=True,
             )
-            if made.state is not None and "local_detail_energy" in json.dumps(made.state)
+            if proposal.state is not None and "local_detail_energy" in json.dumps(proposal.state)
         }
-        assert ("base" in found) == (status == "same"), found
+        assert ("base" in outcomes) == (status == "same"), outcomes
 
 
-async def test_budgets_of_tokens_and_money_end_the_asking(
+async def test_spending_limits_stop_requests(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     for limits in (SpendingLimits(tokens=400), SpendingLimits(money=0.025)):
@@ -103,12 +103,12 @@ async def test_budgets_of_tokens_and_money_end_the_asking(
         replies = records_of_kind(path, ReplyRecord)
         spent = [r for r in replies if "is spent" in r.failure]
         assert spent and sum(r.cost.money for r in spent) == 0
-        # One round is asked at once, so it may go over by what it had in flight.
+        # A round sends its requests together, so it may exceed the limit by those in flight.
         assert len(replies) - len(spent) <= settings.per_round * 2
 
 
 @pytest.mark.parametrize("across", ["mean", "worst"])
-async def test_several_budgets_are_one_objective(
+async def test_several_budgets_are_aggregated(
     across: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"budgets": (8, 4), "across": across})
@@ -121,7 +121,7 @@ async def test_several_budgets_are_one_objective(
     assert all(trial.examples == 2 * len(data.examples("search")) for trial in evaluated)
 
 
-async def test_a_race_spends_less_on_losers_and_no_more_in_all(
+async def test_early_stopping_saves_evaluations(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": "autoprune+", "rounds": 4})
@@ -130,36 +130,36 @@ async def test_a_race_spends_less_on_losers_and_no_more_in_all(
     size = len(data.examples("search"))
     dropped = [trial for trial in trials if trial.status == "dropped"]
     assert dropped and all(trial.examples < size for trial in dropped)
-    # The last round may go over by what it had in flight.
+    # The last round may exceed the budget by the candidates in flight.
     assert (
         sum(t.examples for t in trials) <= (settings.total_candidates + settings.per_round) * size
     )
 
 
-async def test_winners_are_chosen_where_they_were_not_found(
+async def test_the_winner_has_the_best_combined_estimate(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     evaluator = SyntheticEvaluator(data)
     chosen = await run_search(tmp_path / "l", settings, evaluator)
     best = max(chosen.estimates, key=lambda name: chosen.estimates[name])
     assert chosen.winner == best
-    tried = {f"{r.round}.{r.index}": r for r in records_of_kind(tmp_path / "l", TrialRecord)}
-    found, seen = len(data.examples("search")), len(data.examples("validation"))
+    results = {f"{r.round}.{r.index}": r for r in records_of_kind(tmp_path / "l", TrialRecord)}
+    searched, validated = len(data.examples("search")), len(data.examples("validation"))
     for name, validation in chosen.confirmed.items():
-        both = found * (tried[name].objective or 0) + seen * validation.objective.value
-        assert chosen.estimates[name] == pytest.approx(both / (found + seen), abs=1e-5)
+        total = searched * (results[name].objective or 0) + validated * validation.objective.value
+        assert chosen.estimates[name] == pytest.approx(total / (searched + validated), abs=1e-5)
     tested = {job.state.digest for job in evaluator.asked if job.split == "test" and job.state}
     assert tested == {chosen.digest, base_state(settings).digest}
 
 
-async def test_the_worst_budget_counts_where_winners_are_measured_too(
+async def test_the_worst_budget_counts_on_held_out_splits(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     class Starved(SyntheticEvaluator):
         async def evaluate(self, job: EvaluationJob) -> Answers:
-            found = await super().evaluate(job)
+            answers = await super().evaluate(job)
             lost = 0.5 if job.state is not None and job.budget == 4 else 0.0
-            return Answers(tuple(value - lost for value in found.logprob), found.right)
+            return Answers(tuple(value - lost for value in answers.logprob), answers.right)
 
     worst = settings.model_copy(update={"budgets": (8, 4), "across": "worst"})
     chosen = await run_search(tmp_path / "worst", worst, Starved(data))

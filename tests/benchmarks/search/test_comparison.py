@@ -43,9 +43,7 @@ def data(tmp_path: Path) -> Dataset:
     return dataset(folder)
 
 
-async def test_a_comparison_goes_on_and_its_table_is_the_ledgers(
-    data: Dataset, tmp_path: Path
-) -> None:
+async def test_a_comparison_resumes_and_prints_its_ledgers(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(rounds=2, per_round=3, budgets=(8,))
     evaluator = SyntheticEvaluator(data)
     await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
@@ -53,12 +51,12 @@ async def test_a_comparison_goes_on_and_its_table_is_the_ledgers(
     await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
     assert len(evaluator.asked) == asked, "nothing is measured again"
     await run_comparison(tmp_path, STRATEGIES, [0, 1], settings, CachingEvaluator(evaluator), None)
-    found = {name: read_outcomes(tmp_path, name, range(3)) for name in STRATEGIES}
-    assert [len(ended) for ended in found.values()] == [2, 2]
+    results = {name: read_outcomes(tmp_path, name, range(3)) for name in STRATEGIES}
+    assert [len(ended) for ended in results.values()] == [2, 2]
     text = as_markdown(tmp_path, STRATEGIES, range(3))
     gaps = [
         one.winner.test.objective.value - other.winner.test.objective.value
-        for one, other in zip(found["tpe"], found["random"], strict=True)
+        for one, other in zip(results["tpe"], results["random"], strict=True)
     ]
     assert f"tpe less random, paired by seed: {format_mean(gaps)}" in text
     assert "| tpe | 2 |" in text
@@ -100,9 +98,7 @@ class Waiting(ScriptedProposer):
         return replied
 
 
-async def test_searches_ask_together_and_find_what_they_find_alone(
-    data: Dataset, tmp_path: Path
-) -> None:
+async def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
     names, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
     alone, together = (
@@ -120,7 +116,7 @@ async def test_searches_ask_together_and_find_what_they_find_alone(
                 assert one.digest() == other.digest()
 
 
-async def test_what_one_search_has_measured_is_known_to_the_next(data: Dataset) -> None:
+async def test_answers_are_cached_across_searches(data: Dataset) -> None:
     evaluator = SyntheticEvaluator(data)
     remembering = CachingEvaluator(evaluator)
     job = EvaluationJob(None, 0, "search", 0, 4)
@@ -128,14 +124,14 @@ async def test_what_one_search_has_measured_is_known_to_the_next(data: Dataset) 
     assert len(evaluator.asked) == 1
 
 
-def test_an_interval_over_seeds_is_students() -> None:
+def test_mean_has_a_student_t_interval() -> None:
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
     half = 2.776 * statistics.stdev(values) / 5**0.5
     assert format_mean(values) == f"3.0000 ± {half:.4f}"
     assert format_mean([2.0]) == "2.0000"
 
 
-def test_processor_time_is_that_of_a_whole_group() -> None:
+def test_processor_time_includes_child_processes() -> None:
     works = (
         "import subprocess, sys, time\n{}\nwhile time.process_time() < 0.3: pass\ntime.sleep(60)"
     )
@@ -151,7 +147,7 @@ def test_processor_time_is_that_of_a_whole_group() -> None:
         process.wait()
 
 
-def test_speeds_are_told_beside_the_fastest() -> None:
+def test_speeds_are_compared_with_the_first() -> None:
     ways = (Timing("a", 50, 100.0, 50.0), Timing("b", 3, 30.0, 9.0), Timing("c", 1, 50.0, 40.0))
     first, *others = SpeedComparison(ways, 100).as_markdown().splitlines()[2:]
     assert first == "| a | 50 | 2.00 | 1.0 | 10.0 | 1.0 |"

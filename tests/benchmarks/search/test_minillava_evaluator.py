@@ -23,7 +23,7 @@ def evaluator() -> MiniLlavaEvaluator:
     return MiniLlavaEvaluator(CHECKPOINT, scenes)  # type: ignore[arg-type]
 
 
-async def test_full_tokens_know_and_a_selection_that_does_not_look_does_not(
+async def test_scores_follow_the_quality_of_the_selection(
     evaluator: MiniLlavaEvaluator,
 ) -> None:
     count = len(evaluator.dataset.examples("search"))
@@ -34,7 +34,7 @@ async def test_full_tokens_know_and_a_selection_that_does_not_look_does_not(
     assert 0 > relative_logprob(guided, full).mean() > relative_logprob(blind, full).mean() + 0.5
 
 
-async def test_parts_of_a_split_make_up_the_whole(evaluator: MiniLlavaEvaluator) -> None:
+async def test_partial_jobs_add_up_to_the_whole(evaluator: MiniLlavaEvaluator) -> None:
     count = len(evaluator.dataset.examples("search"))
     state = load_state("visionzip")
     cuts: Sequence[int] = (0, 1, 7, count // 2 + 3, count)
@@ -48,7 +48,7 @@ async def test_parts_of_a_split_make_up_the_whole(evaluator: MiniLlavaEvaluator)
     assert torch.equal(joined, torch.tensor(whole.logprob))
 
 
-def test_its_probes_tell_states_apart(evaluator: MiniLlavaEvaluator) -> None:
+def test_probes_distinguish_states(evaluator: MiniLlavaEvaluator) -> None:
     probes = evaluator.probes()
     assert probes
     names = ("cdpruner", "visionzip", "autoprune", "divprune")

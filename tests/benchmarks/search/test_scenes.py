@@ -9,7 +9,7 @@ from offline_search.dataset import SPLITS, Split, read_dataset
 FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
 
 
-def test_the_folder_is_what_a_search_reads(tmp_path: Path) -> None:
+def test_the_data_folder_can_be_read(tmp_path: Path) -> None:
     write_data(tmp_path, FEW)
     dataset = read_dataset(tmp_path)
     for split in SPLITS:
@@ -22,7 +22,7 @@ def test_the_folder_is_what_a_search_reads(tmp_path: Path) -> None:
         assert pairs and all(pairs.count(pair) == 2 for pair in pairs)
 
 
-def test_few_questions_about_a_scene_are_some_of_all_and_pairs_stay_together() -> None:
+def test_sampled_questions_keep_pairs_together() -> None:
     every = [(one.image_id, one.question) for one in select_questions("search", 4)]
     some = select_questions("search", 4, each=5)
     places = [every.index((one.image_id, one.question)) for one in some]
@@ -35,9 +35,9 @@ def test_few_questions_about_a_scene_are_some_of_all_and_pairs_stay_together() -
     assert {one.kind for one in some} > {some[0].kind}
 
 
-def test_the_splits_ask_about_other_scenes_and_every_kind() -> None:
+def test_splits_share_no_scene_and_have_every_kind() -> None:
     asked = {split: select_questions(split, 5) for split in SPLITS}
-    for found in asked.values():
-        assert {one.kind for one in found} == set(KINDS)
-    images = [one.image.numpy().tobytes() for found in asked.values() for one in found]
+    for questions in asked.values():
+        assert {one.kind for one in questions} == set(KINDS)
+    images = [one.image.numpy().tobytes() for questions in asked.values() for one in questions]
     assert len(set(images)) == 5 * len(SPLITS)

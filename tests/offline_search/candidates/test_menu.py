@@ -34,36 +34,34 @@ from vllm_autoprune.tpdsl.atom import ATOMS
 from vllm_autoprune.tpdsl.state import PruningState
 
 DRAWS = 40
-UNCOUNTED = ("reference_strict_preservation_selector", "quality_topk_selector")  # without a q_e
+SELECTORS_WITHOUT_QUOTA = ("reference_strict_preservation_selector", "quality_topk_selector")
 WIDTH = 3
 
 
-def body_of(state: PruningState) -> Any:
+def as_mutable_json(state: PruningState) -> Any:
     return json.loads(json.dumps(compact_json(state)))
 
 
-def likeness(state: PruningState) -> tuple[object, ...]:
-    """What a menu tells apart: atoms and quota."""
+def menu_features(state: PruningState) -> tuple[object, ...]:
+    """What a menu changes: atoms and quota."""
     return (*structure(state), exchange_quota(state))
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
-def test_no_menu_offers_what_was_shown_and_nothing_else_is_valid_on_it(
-    seed: int, settings: Settings
-) -> None:
-    dice = Random(seed)
+def test_the_restricted_schema_accepts_exactly_the_menu(seed: int, settings: Settings) -> None:
+    rng = Random(seed)
     shown = [minimal_state(settings), paper_state(settings)][seed % 2]
-    menu = draw_menu(dice, [shown], WIDTH, BUDGET)
+    menu = draw_menu(rng, [shown], WIDTH, BUDGET)
     narrowed = menu.restrict(proposal_schema(BUDGET))
     checked = jsonschema.Draft202012Validator(narrowed)
     whole = jsonschema.Draft202012Validator(proposal_schema(BUDGET))
     assert menu.changed
-    assert not checked.is_valid(body_of(shown)), "the example itself is on the menu"
+    assert not checked.is_valid(as_mutable_json(shown)), "the menu offers the example itself"
     on = off = 0
     for draw in range(300):
         body: dict[str, Any] = sample_proposal(RandomSource(Random(1000 * seed + draw)), BUDGET)
-        for part in dice.sample(list(PARTS), 4):  # else a random state is hardly ever on it
-            put(body, part, menu, dice)
+        for part in rng.sample(list(PARTS), 4):  # because a random state rarely follows the menu
+            use_menu(body, part, menu, rng)
         if not whole.is_valid(body):
             continue
         state = assemble_state(body, settings)
@@ -77,14 +75,14 @@ def test_no_menu_offers_what_was_shown_and_nothing_else_is_valid_on_it(
         assert checked.is_valid(body) == within
         on, off = on + within, off + (not within)
         if within:
-            assert likeness(state) != likeness(shown)
+            assert menu_features(state) != menu_features(shown)
     assert on and off
 
 
-def put(body: dict[str, Any], part: str, menu: Menu, dice: Random) -> None:
-    """One part of a body as the menu has it, with the least that the schema asks for."""
-    call: dict[str, Any] = {"atom": dice.choice(menu.atoms[part])}
-    if part == "selector" and call["atom"] not in UNCOUNTED:
+def use_menu(body: dict[str, Any], part: str, menu: Menu, rng: Random) -> None:
+    """Fill one part of a proposal with an offered atom and its required parameters."""
+    call: dict[str, Any] = {"atom": rng.choice(menu.atoms[part])}
+    if part == "selector" and call["atom"] not in SELECTORS_WITHOUT_QUOTA:
         call["q_e"] = menu.quotas[0]
     if part == "signals":
         body["scoring"]["signals"] = [{"atom": name} for name in menu.atoms["signals"]]
@@ -96,7 +94,7 @@ def put(body: dict[str, Any], part: str, menu: Menu, dice: Random) -> None:
         body["reassembly"] = call
 
 
-def test_a_menu_is_narrow_and_says_what_it_offers(settings: Settings) -> None:
+def test_a_menu_is_small_and_described(settings: Settings) -> None:
     schema = proposal_schema(BUDGET)
     shown = minimal_state(settings)
     changes = set[str]()
@@ -122,14 +120,14 @@ def test_a_menu_is_narrow_and_says_what_it_offers(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("atom", ATOMS.names("scoring"))
-def test_every_signal_and_every_quota_comes_up(atom: str, settings: Settings) -> None:
+def test_every_signal_and_quota_is_offered_eventually(atom: str, settings: Settings) -> None:
     menus = [draw_menu(Random(seed), [minimal_state(settings)], WIDTH, 8) for seed in range(300)]
     assert sum(atom in menu.atoms["signals"] for menu in menus) > 300 / 20
     assert {value for menu in menus for value in menu.quotas} == {0, 1, 2, 4, 8}
 
 
-def test_a_menu_has_no_more_signals_than_a_proposal_may(settings: Settings) -> None:
-    body = body_of(minimal_state(settings))
+def test_a_menu_respects_the_maximum_of_signals(settings: Settings) -> None:
+    body = as_mutable_json(minimal_state(settings))
     lengths = set()
     for seed in range(DRAWS):
         names = Random(seed).sample(ATOMS.names("scoring"), 5)
@@ -144,16 +142,14 @@ def test_a_menu_has_no_more_signals_than_a_proposal_may(settings: Settings) -> N
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, BUDGET])
-def test_a_quota_is_offered_where_no_other_is_left_and_where_there_was_none(
-    budget: int, settings: Settings
-) -> None:
+def test_quotas_are_offered_when_all_or_none_were_shown(budget: int, settings: Settings) -> None:
     small = settings.model_copy(update={"budgets": (budget,)})
-    body = body_of(minimal_state(small))
+    body = as_mutable_json(minimal_state(small))
     parents = []
     for value in quota_scale(budget):
         body["constraints"]["selector"]["q_e"] = value
         parents.append(assemble_state(body, small))
-    body["constraints"]["selector"] = {"atom": UNCOUNTED[1]}
+    body["constraints"]["selector"] = {"atom": SELECTORS_WITHOUT_QUOTA[1]}
     none = assemble_state(body, small)
     for seed in range(DRAWS):
         assert set(draw_menu(Random(seed), parents, WIDTH, budget).quotas) <= set(
@@ -163,7 +159,7 @@ def test_a_quota_is_offered_where_no_other_is_left_and_where_there_was_none(
         assert len(menu.quotas) == 1 and QUOTA not in menu.changed
 
 
-def test_two_parents_are_both_on_the_menu_of_what_stays(settings: Settings) -> None:
+def test_unchanged_parts_offer_the_atoms_of_both_parents(settings: Settings) -> None:
     parents = [minimal_state(settings), paper_state(settings)]
     for seed in range(DRAWS):
         menu = draw_menu(Random(seed), parents, WIDTH, BUDGET)
@@ -172,20 +168,20 @@ def test_two_parents_are_both_on_the_menu_of_what_stays(settings: Settings) -> N
             assert set(menu.atoms[part]) == used & set(ATOMS.names(PARTS[part]))
 
 
-def test_no_menu_asks_as_before_and_draws_nothing(settings: Settings) -> None:
-    dice = Random(3)
-    before = dice.getstate()
+def test_a_search_without_menus_draws_nothing(settings: Settings) -> None:
+    rng = Random(3)
+    before = rng.getstate()
     shown = minimal_state(settings)
-    assert draw_menu_if_enabled(settings, dice, [shown]) is None
-    assert dice.getstate() == before
-    told = proposal_prompt(settings, "history", shown, 0, 5)[1]["content"]
-    assert "This time" not in told
-    menu = draw_menu(dice, [shown], WIDTH, BUDGET)
+    assert draw_menu_if_enabled(settings, rng, [shown]) is None
+    assert rng.getstate() == before
+    prompt = proposal_prompt(settings, "history", shown, 0, 5)[1]["content"]
+    assert "This time" not in prompt
+    menu = draw_menu(rng, [shown], WIDTH, BUDGET)
     assert menu.describe() in proposal_prompt(settings, "history", shown, 0, 5, menu)[1]["content"]
 
 
 @pytest.mark.parametrize("strategy", ["random", "tpe", "openevolve"])
-def test_who_reads_no_menu_is_given_none(strategy: str) -> None:
+def test_menus_are_refused_for_strategies_that_ignore_them(strategy: str) -> None:
     with pytest.raises(ValidationError, match="leave it out"):
         Settings(strategy=strategy, proposer="model", menu=WIDTH)
     with pytest.raises(ValidationError, match="leave it out"):
@@ -193,22 +189,20 @@ def test_who_reads_no_menu_is_given_none(strategy: str) -> None:
     assert Settings(strategy="autoprune", proposer="model", menu=WIDTH).menu == WIDTH
 
 
-class Reading(ScriptedProposer):
-    """Remembers what each reply was held to."""
+class SchemaRecordingProposer(ScriptedProposer):
+    """Records the schema of each request."""
 
     def __init__(self) -> None:
         super().__init__(valid_replies(40))
-        self.held: list[str] = []
+        self.schemas: list[str] = []
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        self.held.append(json.dumps(schema))
+        self.schemas.append(json.dumps(schema))
         return await super().reply(messages, schema, seed)
 
 
 @pytest.mark.parametrize("strategy", ["autoprune", "autoprune+", "evoprompting"])
-def test_every_request_of_a_search_has_a_menu_of_its_own(
-    strategy: str, data: Dataset, tmp_path: Path
-) -> None:
+def test_every_request_has_its_own_menu(strategy: str, data: Dataset, tmp_path: Path) -> None:
     evaluator = SyntheticEvaluator(data, probes=False)
     settings = Settings(
         strategy=strategy, rounds=6, per_round=4, budgets=(BUDGET,), proposer="scripted",
@@ -216,12 +210,12 @@ def test_every_request_of_a_search_has_a_menu_of_its_own(
     )  # fmt: skip
     digests = []
     for run in ("first", "again"):
-        proposer = Reading()
+        proposer = SchemaRecordingProposer()
         with Ledger(tmp_path / run) as ledger:
             asyncio.run(Search(settings, ledger, evaluator, proposer).run())
             digests.append(ledger.digest())
         whole = len(json.dumps(proposal_schema(BUDGET)))
-        assert proposer.held and all(len(schema) < whole / 2 for schema in proposer.held)
-        assert len(set(proposer.held)) > len(proposer.held) / 2
+        assert proposer.schemas and all(len(schema) < whole / 2 for schema in proposer.schemas)
+        assert len(set(proposer.schemas)) > len(proposer.schemas) / 2
         assert all("This time signals" in asked[-1]["content"] for asked in proposer.asked)
     assert digests[0] == digests[1]

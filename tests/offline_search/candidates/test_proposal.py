@@ -24,7 +24,7 @@ from vllm_autoprune.tpdsl.load import shipped_states
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_whatever_a_reply_holds_it_is_a_state_or_a_reason(name: str, settings: Settings) -> None:
+def test_invalid_replies_give_problems(name: str, settings: Settings) -> None:
     draft = parse_proposal(HOSTILE[name], settings, "llm", ("1.0",))
     assert draft.state is None
     assert draft.problems and all(problem.what and problem.mend for problem in draft.problems)
@@ -33,7 +33,7 @@ def test_whatever_a_reply_holds_it_is_a_state_or_a_reason(name: str, settings: S
 
 
 @pytest.mark.parametrize("around", ["{}", "Here it is:\n```json\n{}\n```\nDone.", "\n\n {} "])
-def test_a_proposal_is_found_in_what_stands_around_it(around: str, settings: Settings) -> None:
+def test_a_proposal_is_found_in_surrounding_text(around: str, settings: Settings) -> None:
     text = valid_replies(1)[0]
     draft = parse_proposal(around.replace("{}", text), settings, "llm", ())
     assert draft.problems == ()
@@ -41,7 +41,7 @@ def test_a_proposal_is_found_in_what_stands_around_it(around: str, settings: Set
     assert draft.state == assemble_state(json.loads(text), settings)
 
 
-def test_base_policy_budget_and_safety_are_the_searchs() -> None:
+def test_settings_decide_base_policy_budget_and_safety() -> None:
     settings = Settings(base_policy="visionzip", budgets=(9, 4))
     proposed = json.loads(valid_replies(1)[0]) | {"base_policy": {"name": "trim"}, "safety": []}
     state = parse_proposal(json.dumps(proposed), settings, "llm", ()).state
@@ -51,7 +51,7 @@ def test_base_policy_budget_and_safety_are_the_searchs() -> None:
     assert {call.atom for call in state.safety} >= {"preserve_budget", "fallback_to_selection"}
 
 
-def test_the_schema_admits_nothing_that_the_loader_refuses(settings: Settings) -> None:
+def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
     schema = proposal_schema(BUDGET)
     checked = jsonschema.Draft202012Validator(schema)
     text = json.dumps(schema)
@@ -69,7 +69,7 @@ def test_the_schema_admits_nothing_that_the_loader_refuses(settings: Settings) -
         assert not checked.is_valid(value)
 
 
-def test_a_proposer_is_held_to_the_budget(settings: Settings) -> None:
+def test_the_schema_limits_the_quota_to_the_budget(settings: Settings) -> None:
     checked = jsonschema.Draft202012Validator(proposal_schema(BUDGET))
     body: dict[str, Any] = json.loads(json.dumps(compact_json(paper_state(settings))))
     body["constraints"]["selector"] = {
@@ -82,7 +82,7 @@ def test_a_proposer_is_held_to_the_budget(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(shipped_states()))
-def test_alpha_is_all_of_a_state_that_is_searched(name: str) -> None:
+def test_compact_json_keeps_all_searched_components(name: str) -> None:
     state = load_state(name)
     settings = Settings(base_policy=state.base_policy.name)
     again = assemble_state(compact_json(state), settings)
@@ -91,33 +91,33 @@ def test_alpha_is_all_of_a_state_that_is_searched(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_candidate_has_what_is_taken_away(seed: int, settings: Settings) -> None:
+def test_ablated_components_are_removed(seed: int, settings: Settings) -> None:
     body = sample_proposal(RandomSource(Random(seed)), BUDGET)
 
-    def made(**changes: object) -> frozenset[str]:
+    def features(**changes: object) -> frozenset[str]:
         changed = settings.model_copy(update=changes)
         return feature_names(assemble_state(body, changed))
 
-    assert "quality_topk_selector" in made(without=("anchoring",))
+    assert "quality_topk_selector" in features(without=("anchoring",))
     signals = assemble_state(body, settings.model_copy(update={"without": ("fusion",)})).scoring
     assert len(signals.signals) == 1
-    assert not {n for n in made(without=("diversity",)) if n.endswith("pool_builder")} - {
+    assert not {n for n in features(without=("diversity",)) if n.endswith("pool_builder")} - {
         "quality_pool_builder"
     }
-    assert "q_e=3" in made(quota=3)
-    everything = made(without=("anchoring", "fusion", "diversity"), quota=3)
+    assert "q_e=3" in features(quota=3)
+    everything = features(without=("anchoring", "fusion", "diversity"), quota=3)
     assert {"quality_topk_selector", "quality_pool_builder"} <= everything
 
 
 @pytest.mark.parametrize(
     "odd", [{}, {"scoring": 3}, {"constraints": []}, {"constraints": {"selector": "x"}}]
 )
-def test_what_is_malformed_is_left_to_the_loader(odd: dict[str, object]) -> None:
+def test_ablation_leaves_malformed_input_to_the_loader(odd: dict[str, object]) -> None:
     settings = Settings(without=("anchoring", "fusion", "diversity"), quota=2)
     assert ablate(odd, settings) is not None  # type: ignore[arg-type]
 
 
-def test_the_base_policy_stays_itself(settings: Settings) -> None:
+def test_ablation_does_not_change_the_base_policy(settings: Settings) -> None:
     for changes in ({"quota": 4}, {"without": ("anchoring",)}, {"without": ("fusion",)}):
         state = base_state(settings.model_copy(update=changes))
         assert materialize(state, BUDGET).quota == 0

@@ -22,8 +22,8 @@ from vllm_autoprune import materialize, safety_check
 from vllm_autoprune.tpdsl.atom import ATOMS
 
 
-class Lowest:
-    """Always the first option and the lower bound."""
+class LowestSource:
+    """Always chooses the first option and the lower bound."""
 
     def option(self, name: str, options: Sequence[str]) -> str:
         return options[0]
@@ -32,8 +32,8 @@ class Lowest:
         return low
 
 
-class Highest:
-    """Always the last option and the upper bound."""
+class HighestSource:
+    """Always chooses the last option and the upper bound."""
 
     def option(self, name: str, options: Sequence[str]) -> str:
         return options[-1]
@@ -43,13 +43,13 @@ class Highest:
 
 
 @pytest.mark.parametrize(
-    "chooser", [Lowest(), Highest(), *(RandomSource(Random(s)) for s in range(30))]
+    "chooser", [LowestSource(), HighestSource(), *(RandomSource(Random(s)) for s in range(30))]
 )
-def test_every_composition_is_a_state(chooser: RandomSource, settings: Settings) -> None:
+def test_every_sampled_proposal_is_a_valid_state(chooser: RandomSource, settings: Settings) -> None:
     assert assemble_state(sample_proposal(chooser, BUDGET), settings).scoring.signals
 
 
-def test_every_atom_of_the_searched_components_is_drawn(settings: Settings) -> None:
+def test_every_searched_atom_is_sampled(settings: Settings) -> None:
     drawn: set[str] = set()
     for seed in range(600):
         drawn |= feature_names(
@@ -62,20 +62,20 @@ def test_every_atom_of_the_searched_components_is_drawn(settings: Settings) -> N
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_turning_the_knobs_keeps_the_structure(seed: int, settings: Settings) -> None:
+def test_resampling_numbers_keeps_the_structure(seed: int, settings: Settings) -> None:
     state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
-    for chooser in (Lowest(), Highest(), RandomSource(Random(seed))):
-        made = assemble_state(resample_numbers(state, chooser, BUDGET), settings)
-        assert structure(made) == structure(state)
+    for chooser in (LowestSource(), HighestSource(), RandomSource(Random(seed))):
+        changed = assemble_state(resample_numbers(state, chooser, BUDGET), settings)
+        assert structure(changed) == structure(state)
 
 
-def test_what_was_read_off_is_what_was_turned(settings: Settings) -> None:
+def test_the_numbers_of_a_state_reproduce_it(settings: Settings) -> None:
     state = paper_state(settings)
     now = numbers_of_state(state, BUDGET)
     assert set(now) >= {"scoring/signals/0/weight", "constraints/selector/q_e"}
     assert now["scoring/signals/0/weight"] == 0.4 and now["constraints/selector/q_e"] == "2"
 
-    class Same(Lowest):
+    class SameSource(LowestSource):
         def option(self, name: str, options: Sequence[str]) -> str:
             return str(now[name])
 
@@ -84,11 +84,14 @@ def test_what_was_read_off_is_what_was_turned(settings: Settings) -> None:
             assert isinstance(value, int | float) and low <= value <= high
             return value
 
-    assert assemble_state(resample_numbers(state, Same(), BUDGET), settings).digest == state.digest
+    assert (
+        assemble_state(resample_numbers(state, SameSource(), BUDGET), settings).digest
+        == state.digest
+    )
 
 
-class Told(Lowest):
-    """The choices that it was given, and no other."""
+class FixedSource(LowestSource):
+    """Returns given choices and fails on any other."""
 
     def __init__(self, choices: dict[str, float | str]) -> None:
         self.choices = choices
@@ -104,28 +107,26 @@ class Told(Lowest):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_composition_is_made_again_from_the_choices_read_off_it(
-    seed: int, settings: Settings
-) -> None:
+def test_the_choices_of_a_sampled_state_reproduce_it(seed: int, settings: Settings) -> None:
     state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
-    again = sample_proposal(Told(choices_of_state(state, BUDGET)), BUDGET)
+    again = sample_proposal(FixedSource(choices_of_state(state, BUDGET)), BUDGET)
     assert assemble_state(again, settings).digest == state.digest
 
 
-def test_a_state_that_was_not_composed_is_read_as_near_as_can_be(settings: Settings) -> None:
+def test_other_states_are_approximated_by_choices(settings: Settings) -> None:
     for state in (*warm_start_states(settings), base_state(settings)):
         near = assemble_state(
-            sample_proposal(Told(choices_of_state(state, BUDGET)), BUDGET), settings
+            sample_proposal(FixedSource(choices_of_state(state, BUDGET)), BUDGET), settings
         )
         assert feature_names(near) == feature_names(state)
 
 
-def test_guards_are_no_knobs(settings: Settings) -> None:
+def test_fixed_parameters_are_not_searched(settings: Settings) -> None:
     names = {str(knob.path[-1]) for knob in numeric_parameters(paper_state(settings))}
     assert names & {"eps", "r_min", "iters"} == set()
 
 
-def test_warm_starts_are_safe_and_of_this_search() -> None:
+def test_warm_starts_are_safe_and_use_the_settings() -> None:
     settings = Settings(base_policy="divprune", budgets=(BUDGET,))
     for state in (base_state(settings), *warm_start_states(settings)):
         assert state.base_policy.name == "divprune"

@@ -24,7 +24,7 @@ def answers(*right: int) -> Answers:
     return Answers(tuple(-1.0 - i for i in range(len(right))), tuple(map(bool, right)))
 
 
-def test_accuracy_plus_wants_both_of_a_pair() -> None:
+def test_accuracy_plus_requires_both_answers_of_a_pair() -> None:
     paired = [example(0, pair=0), example(0, pair=0), example(1, pair=1), example(1, pair=1)]
     assert accuracy(answers(1, 1, 1, 0)) == 0.75
     assert accuracy_plus(paired, answers(1, 1, 1, 0)) == 0.5
@@ -40,7 +40,7 @@ def test_mme_total_is_accuracy_and_accuracy_plus_of_each_category() -> None:
     assert mme_total(rows, answers(1, 1, 1, 1)) == pytest.approx(400)
 
 
-def test_the_objective_is_relative_and_by_category() -> None:
+def test_scores_are_relative_to_the_unpruned_model() -> None:
     full = Answers((-0.5, -0.5, -0.5), (True, True, True))
     pruned = Answers((-1.0, -0.5, -0.25), (True, True, True))
     values = relative_logprob(pruned, full)
@@ -60,7 +60,7 @@ def test_an_interval_resamples_images_not_questions() -> None:
     assert shared.low < shared.value < shared.high
 
 
-def test_a_race_drops_who_is_behind_and_no_one_else() -> None:
+def test_only_clearly_worse_candidates_are_significantly_below() -> None:
     generator = np.random.default_rng(1)
     rows = [example(i // 2) for i in range(80)]
     rival = generator.normal(size=80)
@@ -71,7 +71,7 @@ def test_a_race_drops_who_is_behind_and_no_one_else() -> None:
     assert not significantly_below(rows[:6], rival[:6] - 0.5, rival), "three images tell nothing"
 
 
-def test_a_race_hardly_ever_drops_an_equal() -> None:
+def test_equal_candidates_are_rarely_significantly_below() -> None:
     generator = np.random.default_rng(2)
     rows = [example(i) for i in range(40)]
     dropped = 0

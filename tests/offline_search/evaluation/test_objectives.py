@@ -28,39 +28,39 @@ POINTS = st.lists(
 
 
 @given(POINTS)
-def test_a_front_is_what_no_other_beats_and_the_rest_is_beaten(
+def test_fronts_are_sorted_by_dominance(
     points: list[Mapping[str, float]],
 ) -> None:
-    found = pareto_ranks(points)
-    for one, depth in zip(points, found, strict=True):
-        above = [other for other, at in zip(points, found, strict=True) if at < depth]
-        beside = [other for other, at in zip(points, found, strict=True) if at == depth]
+    ranks = pareto_ranks(points)
+    for one, rank in zip(points, ranks, strict=True):
+        above = [other for other, at in zip(points, ranks, strict=True) if at < rank]
+        beside = [other for other, at in zip(points, ranks, strict=True) if at == rank]
         assert not any(dominates(other, one) for other in beside)
-        nearest = [other for other, at in zip(points, found, strict=True) if at == depth - 1]
-        assert depth == 0 or any(dominates(other, one) for other in nearest)
+        nearest = [other for other, at in zip(points, ranks, strict=True) if at == rank - 1]
+        assert rank == 0 or any(dominates(other, one) for other in nearest)
         assert not any(dominates(one, other) for other in above)
 
 
 def test_equal_points_are_on_one_front() -> None:
     assert pareto_ranks([{"a": 1.0}, {"a": 1.0}, {"a": 0.0}]) == [0, 0, 1]
-    assert pareto_ranks([{}, {}]) == [0, 0], "with one objective nothing is told apart"
+    assert pareto_ranks([{}, {}]) == [0, 0], "one objective has no front"
 
 
 class Torn(SyntheticEvaluator):
     """Digits like a large quota, colours a small one; a smaller budget loses a little."""
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        found = await super().evaluate(job)
+        answers = await super().evaluate(job)
         if job.state is None:
-            return found
+            return answers
         pull = 0.1 * (job.state.constraints.selector.bounds(8)[0] - 4)
         lost = 0.2 if job.budget == 4 else 0.0
         examples = self.dataset.examples(job.split)[job.start : job.stop]
         values = [
             value - lost + (pull if example.category == "digit" else -pull)
-            for value, example in zip(found.logprob, examples, strict=True)
+            for value, example in zip(answers.logprob, examples, strict=True)
         ]
-        return Answers(tuple(values), found.right)
+        return Answers(tuple(values), answers.right)
 
 
 async def searched(path: Path, data: Dataset, **changes: object) -> WinnerRecord:
@@ -73,7 +73,7 @@ async def searched(path: Path, data: Dataset, **changes: object) -> WinnerRecord
         return await Search(settings, ledger, evaluator, ScriptedProposer(valid_replies(20))).run()
 
 
-async def test_tasks_that_pull_apart_have_a_front(data: Dataset, tmp_path: Path) -> None:
+async def test_conflicting_tasks_have_a_pareto_front(data: Dataset, tmp_path: Path) -> None:
     chosen = await searched(tmp_path / "l", data, objectives=("quality", "tasks", "budgets"))
     trials = [
         r
@@ -119,7 +119,9 @@ async def test_latency_is_measured_once_and_replayed(data: Dataset, tmp_path: Pa
     assert "selection ms" in as_markdown(read_report(read_ledger(tmp_path / "l")))
 
 
-async def test_one_objective_is_what_it_was(data: Dataset, tmp_path: Path) -> None:
+async def test_a_single_objective_records_no_objective_vectors(
+    data: Dataset, tmp_path: Path
+) -> None:
     chosen = await searched(tmp_path / "l", data)
     assert chosen.front == {}
     records = read_ledger(tmp_path / "l")
@@ -129,6 +131,6 @@ async def test_one_objective_is_what_it_was(data: Dataset, tmp_path: Path) -> No
     json.dumps(chosen.state)
 
 
-def test_latency_alone_is_no_aim() -> None:
+def test_latency_alone_is_refused() -> None:
     with pytest.raises(ValidationError, match="add quality"):
         Settings(objectives=("latency",))

@@ -29,14 +29,14 @@ def prompt(*answer: dict[str, Any]) -> Answer:
     return 200, json.dumps(body).encode(), {}
 
 
-def reads(body: Body, number: int) -> Answer:
+def echo_answer(body: Body, number: int) -> Answer:
     """Echoes the reference answer as two tokens."""
     answer = body["messages"][-1]["content"]
     return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5))
 
 
-async def answered(told: Told, data: Dataset, job: EvaluationJob, model: str = "m") -> Any:
-    evaluator = ServedEvaluator([told.url], data, model=model, retry_policy=QUICK)
+async def evaluate(server: Told, data: Dataset, job: EvaluationJob, model: str = "m") -> Any:
+    evaluator = ServedEvaluator([server.url], data, model=model, retry_policy=QUICK)
     try:
         return await evaluator.evaluate(job)
     finally:
@@ -46,56 +46,56 @@ async def answered(told: Told, data: Dataset, job: EvaluationJob, model: str = "
 JOB = EvaluationJob(STATE, 8, "search", 0, 4)
 
 
-async def test_the_answer_is_read_from_the_end_of_the_prompt(data: Dataset) -> None:
-    with endpoint(reads) as told:
-        found = await answered(told, data, JOB)
-    assert found.logprob == (-0.75,) * 4 and found.right == (True,) * 4
-    body = told.asked[0]
+async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        answers = await evaluate(server, data, JOB)
+    assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
+    body = server.asked[0]
     assert body["mm_processor_kwargs"]["autoprune"]["budget"] == 8
     assert load_state(json.dumps(body["mm_processor_kwargs"]["autoprune"]["policy"])) == (
         STATE.model_copy(update={"provenance": type(STATE.provenance)()})
     )
     assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
-    questions = {body["messages"][0]["content"][1]["text"] for body in told.asked}
+    questions = {body["messages"][0]["content"][1]["text"] for body in server.asked}
     assert questions == {example.question for example in data.examples("search")[:4]}
 
 
-async def test_all_tokens_are_asked_for_without_a_state(data: Dataset) -> None:
-    with endpoint(reads) as told:
-        await answered(told, data, EvaluationJob(None, 0, "search", 0, 1))
-    assert told.asked[0]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
+async def test_pruning_is_disabled_without_a_state(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        await evaluate(server, data, EvaluationJob(None, 0, "search", 0, 1))
+    assert server.asked[0]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
 
 
-async def test_an_answer_that_greedy_would_not_give_is_not_right(data: Dataset) -> None:
+async def test_an_answer_that_greedy_decoding_would_not_give_is_wrong(data: Dataset) -> None:
     def answer(body: Body, number: int) -> Answer:
         text = body["messages"][-1]["content"]
         return prompt(token(f" {text[0]}", -0.25), token(text[1:], -4.0, rank=2))
 
-    with endpoint(answer) as told:
-        found = await answered(told, data, EvaluationJob(STATE, 8, "search", 0, 1))
-    assert found.right == (False,) and found.logprob == (-4.25,)
+    with endpoint(answer) as server:
+        answers = await evaluate(server, data, EvaluationJob(STATE, 8, "search", 0, 1))
+    assert answers.right == (False,) and answers.logprob == (-4.25,)
 
 
-async def test_a_passing_failure_is_asked_again(data: Dataset) -> None:
+async def test_a_temporary_failure_is_retried(data: Dataset) -> None:
     seen: set[str] = set()
 
     def answer(body: Body, number: int) -> Answer:
         key = json.dumps(body["messages"])
         if key in seen:
-            return reads(body, number)
+            return echo_answer(body, number)
         seen.add(key)
         return error(503)
 
-    with endpoint(answer) as told:
-        found = await answered(told, data, JOB)
-    assert found.right == (True,) * 4 and len(told.asked) == 8
+    with endpoint(answer) as server:
+        answers = await evaluate(server, data, JOB)
+    assert answers.right == (True,) * 4 and len(server.asked) == 8
 
 
 Answering = Callable[[Body, int], Answer]
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (lambda b, n: error(503), "after 3 attempts"),
         (lambda b, n: (200, b"not json", {}), "after 3 attempts"),
@@ -106,14 +106,14 @@ Answering = Callable[[Body, int], Answer]
     ],
     ids=["down", "no JSON", "no logprobs", "refused", "other answer", "no answer"],
 )
-async def test_what_cannot_be_asked_is_no_wrong_answer(
-    answer: Answering, said: str, data: Dataset
+async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(
+    answer: Answering, message: str, data: Dataset
 ) -> None:
-    with endpoint(answer) as told, pytest.raises(EvaluationFailed, match=said):
-        await answered(told, data, EvaluationJob(STATE, 8, "search", 0, 1))
+    with endpoint(answer) as server, pytest.raises(EvaluationFailed, match=message):
+        await evaluate(server, data, EvaluationJob(STATE, 8, "search", 0, 1))
 
 
-async def test_a_server_that_is_gone_ends_the_search_and_blames_no_candidate(
+async def test_an_unreachable_server_stops_the_search(
     data: Dataset,
 ) -> None:
     gone = ServedEvaluator(["http://127.0.0.1:9"], data, model="m", retry_policy=QUICK)
@@ -123,23 +123,23 @@ async def test_a_server_that_is_gone_ends_the_search_and_blames_no_candidate(
     assert not isinstance(caught.value, EvaluationFailed)
 
 
-async def test_servers_share_the_images_and_stand_in_for_each_other(data: Dataset) -> None:
+async def test_servers_share_images_and_replace_a_broken_one(data: Dataset) -> None:
     job = EvaluationJob(STATE, 8, "search", 0, len(data.examples("search")))
-    with endpoint(reads) as one, endpoint(reads) as other:
+    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
         evaluator = ServedEvaluator([one.url, other.url], data, model="m", retry_policy=QUICK)
-        found = await evaluator.evaluate(job)
+        answers = await evaluator.evaluate(job)
         await evaluator.close()
-        assert len(found) == len(one.asked) + len(other.asked) and one.asked and other.asked
-        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in told.asked}
-                  for told in (one, other)]  # fmt: skip
+        assert len(answers) == len(one.asked) + len(other.asked) and one.asked and other.asked
+        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in server.asked}
+                  for server in (one, other)]  # fmt: skip
         assert not images[0] & images[1]
-    with endpoint(reads) as one, endpoint(lambda b, n: error(500)) as broken:
+    with endpoint(echo_answer) as one, endpoint(lambda b, n: error(500)) as broken:
         evaluator = ServedEvaluator([one.url, broken.url], data, model="m", retry_policy=QUICK)
         assert len(await evaluator.evaluate(job)) == len(one.asked)
         await evaluator.close()
 
 
-async def test_jobs_run_at_once_within_the_room_of_a_server(data: Dataset) -> None:
+async def test_concurrent_requests_are_limited(data: Dataset) -> None:
     ended: list[int] = []
     under_way: list[int] = []
 
@@ -147,37 +147,37 @@ async def test_jobs_run_at_once_within_the_room_of_a_server(data: Dataset) -> No
         under_way.append(number + 1 - len(ended))
         time.sleep(0.1)
         ended.append(number)
-        return reads(body, number)
+        return echo_answer(body, number)
 
-    with endpoint(slowly) as told:
+    with endpoint(slowly) as server:
         evaluator = ServedEvaluator(
-            [told.url], data, model="m", max_in_flight=3, retry_policy=QUICK
+            [server.url], data, model="m", max_in_flight=3, retry_policy=QUICK
         )
         jobs = [EvaluationJob(STATE, budget, "search", 0, 6) for budget in (4, 8)]
         first, second = await asyncio.gather(*(evaluator.evaluate(job) for job in jobs))
         await evaluator.close()
     assert len(first) == len(second) == 6
-    assert max(under_way) == 3 and len(told.ports) == 3
+    assert max(under_way) == 3 and len(server.ports) == 3
 
 
-async def test_one_request_after_another_needs_one_connection(data: Dataset) -> None:
-    with endpoint(reads) as told:
-        evaluator = ServedEvaluator([told.url], data, model="m", retry_policy=QUICK)
+async def test_sequential_requests_use_one_connection(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        evaluator = ServedEvaluator([server.url], data, model="m", retry_policy=QUICK)
         for start in range(4):
             await evaluator.evaluate(EvaluationJob(STATE, 8, "search", start, start + 1))
         await evaluator.close()
-    assert len(told.asked) == 4 and len(told.ports) == 1
+    assert len(server.asked) == 4 and len(server.ports) == 1
 
 
-async def test_a_server_that_will_do_is_named_with_its_data(data: Dataset) -> None:
-    with endpoint(reads) as told:
-        evaluator = ServedEvaluator([told.url], data, retry_policy=QUICK)
+async def test_the_name_identifies_model_and_data(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        evaluator = ServedEvaluator([server.url], data, retry_policy=QUICK)
         await evaluator.prepare()
         await evaluator.close()
     assert evaluator.name.startswith("m through vLLM") and data.digest[:12] in evaluator.name
 
 
-async def test_a_server_that_will_not_do_is_one_error_before_the_first_round(
+async def test_an_unusable_server_is_reported_before_the_search(
     data: Dataset,
 ) -> None:
     cases: list[tuple[list[str], str | None, str]] = []
@@ -185,8 +185,8 @@ async def test_a_server_that_will_not_do_is_one_error_before_the_first_round(
         cases.append(([refusing.url], None, "--autoprune-requests states"))
         cases.append(([refusing.url], "another", "serves m, not another"))
         cases.append((["http://127.0.0.1:9"], None, "does not answer"))
-        for urls, model, said in cases:
+        for urls, model, message in cases:
             evaluator = ServedEvaluator(urls, data, model=model, retry_policy=QUICK)
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=message):
                 await evaluator.prepare()
             await evaluator.close()

@@ -22,7 +22,7 @@ def summary(number: int, text: str = "so far") -> SummaryRecord:
     return SummaryRecord(round=number, text=text, clock=Clock(at=number, seconds=1))
 
 
-def test_what_is_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+def test_records_persist(tmp_path: Path) -> None:
     path = tmp_path / "a" / "ledger.jsonl"
     with Ledger(path) as ledger:
         ledger.put(SettingsRecord(settings=Settings()))
@@ -36,7 +36,7 @@ def test_what_is_written_is_there_when_it_is_opened_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("torn", [b'{"kind":"summary","round":2', b'{"kind"', b"\x00\x00\x00", b""])
-def test_a_last_line_that_a_kill_cut_off_is_removed(tmp_path: Path, torn: bytes) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         ledger.put(summary(1))
@@ -62,7 +62,7 @@ def test_every_prefix_of_a_ledger_is_a_ledger(tmp_path: Path) -> None:
             assert len(ledger) == whole[:end].count(b"\n")
 
 
-def test_a_file_that_is_no_ledger_is_refused_by_line(tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"kind": "summary", "round": 1, "text": ""}\n{"kind": "no such"}\n{}\n')
     with pytest.raises(SearchError, match="line 2"):
@@ -70,7 +70,7 @@ def test_a_file_that_is_no_ledger_is_refused_by_line(tmp_path: Path) -> None:
     assert path.read_text().count("\n") == 3
 
 
-def test_a_record_says_the_same_or_is_refused(tmp_path: Path) -> None:
+def test_a_conflicting_record_is_refused(tmp_path: Path) -> None:
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         first = ledger.put(summary(1))
         later = first.model_copy(update={"clock": Clock(at=99, seconds=9)})
@@ -80,7 +80,7 @@ def test_a_record_says_the_same_or_is_refused(tmp_path: Path) -> None:
         assert len(ledger) == 1
 
 
-def test_clocks_and_order_are_no_content(tmp_path: Path) -> None:
+def test_the_digest_ignores_clocks_and_order(tmp_path: Path) -> None:
     with Ledger(tmp_path / "a") as one, Ledger(tmp_path / "b") as other:
         for number in (1, 2):
             one.put(summary(number))
@@ -96,7 +96,7 @@ def test_two_searches_cannot_write_one_file(tmp_path: Path) -> None:
         Ledger(path)
 
 
-def test_a_full_disk_leaves_the_last_whole_record(
+def test_a_full_disk_leaves_complete_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ledger.jsonl"
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_the_last_whole_record(
     assert path.read_bytes().endswith(b"\n")
 
 
-def test_a_replay_takes_effects_from_the_recording_and_nothing_else(tmp_path: Path) -> None:
+def test_a_replay_takes_only_external_records_from_the_recording(tmp_path: Path) -> None:
     effect = EvaluationRecord(
         split="search", digest="d", budget=8, start=0, stop=1, logprob=(-1.0,), right="1",
         clock=Clock(at=5, seconds=2),
@@ -134,6 +134,6 @@ def test_a_replay_takes_effects_from_the_recording_and_nothing_else(tmp_path: Pa
     assert (tmp_path / "replayed").read_bytes() == (tmp_path / "recorded").read_bytes()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SearchError, match="choose a file"):
         Ledger(tmp_path)

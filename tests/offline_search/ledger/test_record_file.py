@@ -20,7 +20,7 @@ class Note(BaseModel):
 
 
 class NotesError(AutopruneError):
-    """What the user of these notes is told."""
+    """Error of the file under test."""
 
 
 NOTE = TypeAdapter(Note)
@@ -36,7 +36,7 @@ ERRORS = FileErrors(
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[RecordFile[Note]]:
+def open_notes(path: Path) -> Iterator[RecordFile[Note]]:
     file = RecordFile(path, NOTE, ERRORS)
     try:
         yield file
@@ -52,13 +52,13 @@ def numbers(path: Path) -> list[int]:
 def path(tmp_path: Path) -> Path:
     """A file of two notes, in a folder that was not there."""
     path = tmp_path / "a" / "b" / "notes.jsonl"
-    with opened(path) as file:
+    with open_notes(path) as file:
         file.append([Note(number=1, text="one"), Note(number=2)])
     return path
 
 
-def test_one_record_a_line_in_the_order_they_came(path: Path) -> None:
-    with opened(path) as file:
+def test_records_are_lines_in_order(path: Path) -> None:
+    with open_notes(path) as file:
         assert file.records == [Note(number=1, text="one"), Note(number=2)]
         file.append([Note(number=3)], exclude_none=True)
         file.append([])
@@ -70,23 +70,23 @@ def test_one_record_a_line_in_the_order_they_came(path: Path) -> None:
     ]
 
 
-def test_wherever_a_kill_cuts_the_whole_lines_before_are_kept(path: Path) -> None:
+def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
     content = path.read_bytes()
     for end in range(len(content)):
         path.write_bytes(content[:end])
         whole = [1, 2][: content[:end].count(b"\n")]
         assert numbers(path) == whole
-        with opened(path) as file:
+        with open_notes(path) as file:
             file.append([Note(number=3)])
         assert numbers(path) == [*whole, 3]
 
 
 @pytest.mark.parametrize("left", [b"\0" * 50, b"\0\n", b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
-def test_what_a_power_cut_may_leave_at_the_end_is_removed(path: Path, left: bytes) -> None:
+def test_remains_of_a_power_failure_are_removed(path: Path, left: bytes) -> None:
     content = path.read_bytes()
     path.write_bytes(content + left)
     assert numbers(path) == [1, 2]
-    with opened(path):
+    with open_notes(path):
         pass
     assert path.read_bytes() == content
 
@@ -103,40 +103,40 @@ def test_what_a_power_cut_may_leave_at_the_end_is_removed(path: Path, left: byte
         (b'{"number":1}\n[]', 2),
     ],
 )
-def test_a_file_of_something_else_is_refused_by_line_and_left_alone(
+def test_foreign_content_is_refused_and_left_unchanged(
     tmp_path: Path, content: bytes, line: int
 ) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
-    told = f"^notes {path}, line {line}: not a record of this version .* -> choose another file$"
-    with pytest.raises(NotesError, match=told):
+    message = f"^notes {path}, line {line}: not a record of this version .* -> choose another file$"
+    with pytest.raises(NotesError, match=message):
         RecordFile(path, NOTE, ERRORS)
-    with pytest.raises(NotesError, match=told):
+    with pytest.raises(NotesError, match=message):
         read_records(path, NOTE, ERRORS)
     assert path.read_bytes() == content
 
 
-def test_what_was_refused_may_be_opened_once_it_is_mended(path: Path) -> None:
+def test_a_repaired_file_can_be_opened(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content + b"milk\n")
     with pytest.raises(NotesError):
         RecordFile(path, NOTE, ERRORS)
     path.write_bytes(content)
-    with opened(path) as file:  # the refusal let go of the lock
+    with open_notes(path) as file:  # the refusal let go of the lock
         assert len(file.records) == 2
 
 
-def test_one_at_a_time_may_write_and_anybody_read(path: Path) -> None:
-    with opened(path):
+def test_one_writer_and_many_readers(path: Path) -> None:
+    with open_notes(path):
         with pytest.raises(NotesError, match=r"notes\.jsonl: another author is writing it -> wait"):
             RecordFile(path, NOTE, ERRORS)
         assert numbers(path) == [1, 2]
-    with opened(path) as file:
+    with open_notes(path) as file:
         file.append([Note(number=3)])
 
 
-def test_half_a_line_that_is_being_written_is_not_read_yet(path: Path) -> None:
-    with opened(path):
+def test_an_incomplete_line_is_not_read(path: Path) -> None:
+    with open_notes(path):
         content = path.read_bytes()
         path.write_bytes(content + b'{"number":')
         assert numbers(path) == [1, 2]
@@ -144,11 +144,11 @@ def test_half_a_line_that_is_being_written_is_not_read_yet(path: Path) -> None:
         assert numbers(path) == [1, 2, 3]
 
 
-def test_where_there_is_no_room_nothing_of_a_batch_is_left(path: Path) -> None:
+def test_a_full_disk_leaves_nothing_of_a_batch(path: Path) -> None:
     content = path.read_bytes()
     batch = [Note(number=number) for number in range(3, 9)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with opened(path) as file:
+    with open_notes(path) as file:
         # Room for one and a half of them: a real write that ends half way, and then an error.
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 40, hard))
         try:
@@ -162,7 +162,7 @@ def test_where_there_is_no_room_nothing_of_a_batch_is_left(path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_tells_only_when_asked_for_the_bytes(
+def test_a_full_disk_reported_by_fsync(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     content = path.read_bytes()
@@ -172,7 +172,7 @@ def test_a_disk_that_tells_only_when_asked_for_the_bytes(
         asked.append(path.read_bytes())
         raise OSError(number, os.strerror(number))
 
-    with opened(path) as file:
+    with open_notes(path) as file:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
             with pytest.raises(NotesError, match=f"{os.strerror(number)} -> make room$"):
@@ -183,20 +183,18 @@ def test_a_disk_that_tells_only_when_asked_for_the_bytes(
     assert numbers(path) == [1, 2, 3]
 
 
-def test_a_disk_that_fails_altogether_is_told_as_what_it_is(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_disk_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with opened(path) as file, monkeypatch.context() as patched:
+    with open_notes(path) as file, monkeypatch.context() as patched:
         patched.setattr(os, "fsync", failing)
         patched.setattr(os, "ftruncate", failing)
         with pytest.raises(NotesError, match=r"Input/output error -> choose another place$"):
             file.append([Note(number=3)])
 
 
-def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:
+def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotesError, match=f"^notes {tmp_path}: Is a directory -> choose another"):
         RecordFile(tmp_path, NOTE, ERRORS)
     (tmp_path / "file").touch()
@@ -206,7 +204,7 @@ def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:
         read_records(tmp_path / "nowhere", NOTE, ERRORS)
 
 
-def test_without_a_noun_the_path_speaks_for_itself(tmp_path: Path) -> None:
+def test_an_empty_label_is_omitted(tmp_path: Path) -> None:
     bare = FileErrors(NotesError, "", "a", "w", "r", "elsewhere", "o")
     with pytest.raises(NotesError, match=f"^{tmp_path}: Is a directory -> elsewhere$"):
         read_records(tmp_path, NOTE, bare)

@@ -20,36 +20,36 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def value(said: Any) -> bytes:
-    if isinstance(said, str):
-        return struct.pack("<I", 8) + text(said)
-    if isinstance(said, float):
-        return struct.pack("<If", 6, said)
-    if isinstance(said, int):
-        return struct.pack("<II", 4, said)
-    kind = 8 if isinstance(said[0], str) else 5
-    items = [text(item) if kind == 8 else struct.pack("<i", item) for item in said]
+def value(item: Any) -> bytes:
+    if isinstance(item, str):
+        return struct.pack("<I", 8) + text(item)
+    if isinstance(item, float):
+        return struct.pack("<If", 6, item)
+    if isinstance(item, int):
+        return struct.pack("<II", 4, item)
+    kind = 8 if isinstance(item[0], str) else 5
+    items = [text(one) if kind == 8 else struct.pack("<i", one) for one in item]
     return struct.pack("<IIQ", 9, kind, len(items)) + b"".join(items)
 
 
 def quantised(weights: np.ndarray[Any, Any]) -> bytes:
     """Q4_1, whose values here are exact: sixteen levels from a minimum."""
-    found = b""
+    packed = b""
     for block in weights.reshape(-1, 32):
         least, scale = block.min(), (block.max() - block.min()) / 15
         levels = np.rint((block - least) / scale).astype(np.uint8)
-        found += np.array([scale, least], np.float16).tobytes()
-        found += (levels[:16] | levels[16:] << 4).tobytes()
-    return found
+        packed += np.array([scale, least], np.float16).tobytes()
+        packed += (levels[:16] | levels[16:] << 4).tobytes()
+    return packed
 
 
 def in_bytes(weights: np.ndarray[Any, Any]) -> bytes:
     """Q8_0."""
-    found = b""
+    packed = b""
     for block in weights.reshape(-1, 32):
         scale = np.abs(block).max() / 127
-        found += np.float16(scale).tobytes() + np.rint(block / scale).astype(np.int8).tobytes()
-    return found
+        packed += np.float16(scale).tobytes() + np.rint(block / scale).astype(np.int8).tobytes()
+    return packed
 
 
 WORD_LIST = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *[chr(97 + i) for i in range(26)]]
@@ -92,18 +92,18 @@ SHAPES = {
 @pytest.fixture
 def weights() -> dict[str, np.ndarray[Any, Any]]:
     generator = np.random.default_rng(0)
-    found = {}
+    weights = {}
     for name, shape in SHAPES.items():
         levels = generator.integers(0, 16, size=shape).astype(np.float32)
         levels.reshape(-1, 32)[:, :2] = 0, 15
-        found[name] = levels / 8 - 1
-    return found
+        weights[name] = levels / 8 - 1
+    return weights
 
 
 @pytest.fixture
 def gguf(tmp_path: Path, weights: dict[str, np.ndarray[Any, Any]]) -> Path:
     head = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(METADATA))
-    head += b"".join(text(name) + value(said) for name, said in METADATA.items())
+    head += b"".join(text(name) + value(item) for name, item in METADATA.items())
     data = b""
     for name, tensor in weights.items():
         kind = 0 if tensor.ndim == 1 else 8 if name.startswith("token") else 3
@@ -129,7 +129,7 @@ def test_metadata_and_tensors_are_read_back(
         np.testing.assert_allclose(file.tensor(name), tensor, atol=within)
 
 
-def test_the_converted_model_runs_and_its_heads_are_in_halves(
+def test_the_converted_model_runs(
     gguf: Path, weights: dict[str, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -157,22 +157,20 @@ def test_the_converted_model_runs_and_its_heads_are_in_halves(
 
 def test_a_model_is_converted_once(gguf: Path, tmp_path: Path) -> None:
     folder = prepare_model(gguf, tmp_path / "cache")
-    made = (folder / "model.safetensors").stat().st_mtime_ns
+    modified = (folder / "model.safetensors").stat().st_mtime_ns
     assert prepare_model(tmp_path / "gone.gguf", tmp_path / "cache") == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert (folder / "model.safetensors").stat().st_mtime_ns == modified
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
 
 
-def test_what_is_no_gguf_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "not.gguf"
     path.write_bytes(b"PK\x03\x04 and more")
     with pytest.raises(ConfigError, match="is not a GGUF file"):
         GgufFile(path)
 
 
-def test_weights_that_are_not_installed_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_weights_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

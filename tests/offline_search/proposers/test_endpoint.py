@@ -17,12 +17,12 @@ HELLO: Messages = ({"role": "user", "content": "hello"},)
 SCHEMA: JsonObject = {"type": "object"}
 
 
-def quick(told: Told, **changes: object) -> EndpointSettings:
+def quick(server: Told, **changes: object) -> EndpointSettings:
     waits = {"retries": 3, "first_wait": 0.01, "longest_wait": 0.05, "timeout": 2.0}
-    return EndpointSettings(told.url, "m", **{**waits, **changes})  # type: ignore[arg-type]
+    return EndpointSettings(server.url, "m", **{**waits, **changes})  # type: ignore[arg-type]
 
 
-async def asked(settings: EndpointSettings) -> Reply:
+async def reply_to(settings: EndpointSettings) -> Reply:
     proposer = EndpointProposer(settings)
     try:
         return await proposer.reply(HELLO, SCHEMA, seed=7)
@@ -30,7 +30,7 @@ async def asked(settings: EndpointSettings) -> Reply:
         await proposer.close()
 
 
-async def prepared(settings: EndpointSettings) -> None:
+async def prepare(settings: EndpointSettings) -> None:
     proposer = EndpointProposer(settings)
     try:
         await proposer.prepare()
@@ -38,68 +38,70 @@ async def prepared(settings: EndpointSettings) -> None:
         await proposer.close()
 
 
-async def test_a_reply_its_cost_and_what_was_asked() -> None:
-    with endpoint(lambda body, n: said("{}")) as told:
-        reply = await asked(quick(told, price=Price(1e6, 2e6), temperature=0.5, reply_tokens=99))
+async def test_a_reply_has_text_and_cost() -> None:
+    with endpoint(lambda body, n: said("{}")) as server:
+        reply = await reply_to(
+            quick(server, price=Price(1e6, 2e6), temperature=0.5, reply_tokens=99)
+        )
     assert reply == Reply("{}", "", reply.cost)
     assert (reply.cost.prompt_tokens, reply.cost.completion_tokens) == (10, 5)
     assert reply.cost.money == 20.0
-    (body,) = told.asked
+    (body,) = server.asked
     assert body["response_format"]["json_schema"]["schema"] == SCHEMA
     assert (body["seed"], body["temperature"], body["max_tokens"]) == (7, 0.5, 99)
 
 
-async def test_an_endpoint_that_does_not_bear_a_seed() -> None:
-    with endpoint(lambda body, n: said("{}")) as told:
-        await asked(quick(told, seeded=False))
-    assert "seed" not in told.asked[0]
+async def test_seeds_can_be_omitted() -> None:
+    with endpoint(lambda body, n: said("{}")) as server:
+        await reply_to(quick(server, seeded=False))
+    assert "seed" not in server.asked[0]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408])
-async def test_a_passing_failure_is_waited_out(status: int) -> None:
-    with endpoint(lambda body, n: said("{}") if n == 2 else error(status)) as told:
-        reply = await asked(quick(told))
-    assert reply.text == "{}" and len(told.asked) == 3
+async def test_temporary_failures_are_retried(status: int) -> None:
+    with endpoint(lambda body, n: said("{}") if n == 2 else error(status)) as server:
+        reply = await reply_to(quick(server))
+    assert reply.text == "{}" and len(server.asked) == 3
 
 
-async def test_retries_are_bounded_and_told() -> None:
-    with endpoint(lambda body, n: error(503, "overloaded")) as told:
-        reply = await asked(quick(told))
-    assert reply.text is None and len(told.asked) == 4
+async def test_retries_are_bounded_and_reported() -> None:
+    with endpoint(lambda body, n: error(503, "overloaded")) as server:
+        reply = await reply_to(quick(server))
+    assert reply.text is None and len(server.asked) == 4
     assert "overloaded" in reply.failure and "after 3 retries" in reply.failure
 
 
-async def test_an_endpoint_says_how_long_to_wait_within_bounds() -> None:
+async def test_retry_after_is_bounded() -> None:
     loop = asyncio.get_running_loop()
-    with endpoint(lambda b, n: said("{}") if n else error(429, retry_after="1000")) as told:
-        began = loop.time()
-        reply = await asked(quick(told))
-        assert reply.text == "{}" and loop.time() - began < 2
+    with endpoint(lambda b, n: said("{}") if n else error(429, retry_after="1000")) as server:
+        start = loop.time()
+        reply = await reply_to(quick(server))
+        assert reply.text == "{}" and loop.time() - start < 2
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-async def test_what_no_retry_mends_is_asked_once(status: int) -> None:
-    with endpoint(lambda body, n: error(status, "never")) as told:
-        reply = await asked(quick(told))
-    assert reply.text is None and "never" in reply.failure and len(told.asked) == 1
+async def test_permanent_errors_are_not_retried(status: int) -> None:
+    with endpoint(lambda body, n: error(status, "never")) as server:
+        reply = await reply_to(quick(server))
+    assert reply.text is None and "never" in reply.failure and len(server.asked) == 1
 
 
-async def test_an_endpoint_without_schemas_is_asked_without() -> None:
+async def test_a_refused_schema_is_omitted_from_then_on() -> None:
     def answer(body: Body, number: int) -> Answer:
         return error(400, "response_format?") if "response_format" in body else said("{}")
 
-    with endpoint(answer) as told:
-        proposer = EndpointProposer(quick(told))
+    with endpoint(answer) as server:
+        proposer = EndpointProposer(quick(server))
         assert (await proposer.reply(HELLO, SCHEMA, 1)).text == "{}"
         assert (await proposer.reply(HELLO, SCHEMA, 2)).text == "{}"
         await proposer.close()
-    assert ["response_format" in body for body in told.asked] == [True, False, False]
+    assert ["response_format" in body for body in server.asked] == [True, False, False]
 
 
-async def test_a_request_that_is_refused_either_way() -> None:
-    with endpoint(lambda body, n: error(400, "too long")) as told:
-        reply = await asked(quick(told))
-    assert reply.text is None and "too long" in reply.failure and len(told.asked) == 2
+async def test_a_request_refused_without_schema_fails() -> None:
+    with endpoint(lambda body, n: error(400, "too long")) as server:
+        reply = await reply_to(quick(server))
+    assert reply.text is None and "too long" in reply.failure and len(server.asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -116,26 +118,26 @@ async def test_a_request_that_is_refused_either_way() -> None:
         ("odd status", (418, b"teapot", {})),
     ],
 )
-async def test_nonsense_is_a_failure_and_no_exception(name: str, answer: Answer) -> None:
-    with endpoint(lambda body, n: answer) as told:
-        reply = await asked(quick(told, retries=1))
+async def test_malformed_responses_are_failures(name: str, answer: Answer) -> None:
+    with endpoint(lambda body, n: answer) as server:
+        reply = await reply_to(quick(server, retries=1))
     assert reply.text in (None, "") and len(reply.failure) < 400
 
 
 async def test_a_refusal_is_a_reply_to_repair() -> None:
-    with endpoint(lambda body, n: said(None, refusal="I will not.")) as told:
-        assert (await asked(quick(told))).text == "I will not."
+    with endpoint(lambda body, n: said(None, refusal="I will not.")) as server:
+        assert (await reply_to(quick(server))).text == "I will not."
 
 
-async def test_nobody_listens() -> None:
+async def test_an_unreachable_endpoint_fails() -> None:
     nowhere = EndpointSettings("http://127.0.0.1:9/v1", "m", retries=1, first_wait=0.01)
-    reply = await asked(nowhere)
+    reply = await reply_to(nowhere)
     assert reply.text is None and "after 1 retries" in reply.failure
     with pytest.raises(ConfigError, match="does not answer"):
-        await prepared(nowhere)
+        await prepare(nowhere)
 
 
-async def test_one_that_never_answers_is_given_up() -> None:
+async def test_a_silent_endpoint_times_out() -> None:
     release = asyncio.Event()
     writers: list[asyncio.StreamWriter] = []
 
@@ -146,7 +148,7 @@ async def test_one_that_never_answers_is_given_up() -> None:
     server = await asyncio.start_server(hold, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     silent = EndpointSettings(f"http://127.0.0.1:{port}/v1", "m", retries=0, timeout=0.2)
-    reply = await asked(silent)
+    reply = await reply_to(silent)
     assert reply.text is None and "imeout" in reply.failure
     release.set()
     for writer in writers:
@@ -163,11 +165,9 @@ async def test_one_that_never_answers_is_given_up() -> None:
         (error(400, "what?"), "--proposer-url"),
     ],
 )
-async def test_a_wrong_key_or_model_is_one_error_before_the_first_round(
-    answer: Answer, where: str
-) -> None:
-    with endpoint(lambda body, n: answer) as told, pytest.raises(ConfigError) as caught:
-        await prepared(quick(told))
+async def test_prepare_reports_a_wrong_key_or_model(answer: Answer, where: str) -> None:
+    with endpoint(lambda body, n: answer) as server, pytest.raises(ConfigError) as caught:
+        await prepare(quick(server))
     (problem,) = caught.value.problems
     assert problem.where == where and problem.what and problem.mend
     if where == "--proposer-model":
@@ -180,12 +180,12 @@ Answering = Callable[[Body, int], Answer]
 @pytest.mark.parametrize(
     "answer", [lambda b, n: said("yes"), lambda b, n: error(429)], ids=["answers", "busy"]
 )
-async def test_an_endpoint_that_answers_or_is_only_busy_will_do(answer: Answering) -> None:
-    with endpoint(answer) as told:
-        await prepared(quick(told))
+async def test_prepare_accepts_a_busy_endpoint(answer: Answering) -> None:
+    with endpoint(answer) as server:
+        await prepare(quick(server))
 
 
-async def test_no_more_requests_at_once_than_allowed() -> None:
+async def test_concurrent_requests_are_limited() -> None:
     running, most = 0, 0
 
     def answer(body: Body, number: int) -> Answer:
@@ -196,8 +196,8 @@ async def test_no_more_requests_at_once_than_allowed() -> None:
         running -= 1
         return said("{}")
 
-    with endpoint(answer) as told:
-        proposer = EndpointProposer(quick(told, max_in_flight=2))
+    with endpoint(answer) as server:
+        proposer = EndpointProposer(quick(server, max_in_flight=2))
         await asyncio.gather(*(proposer.reply(HELLO, SCHEMA, seed) for seed in range(6)))
         await proposer.close()
     assert most == 2

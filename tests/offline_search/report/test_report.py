@@ -50,21 +50,21 @@ async def ledger(data: Dataset, settings: Settings, tmp_path: Path) -> Path:
 
 
 async def test_markdown_has_the_result_and_both_costs(ledger: Path) -> None:
-    found = read_report(read_ledger(ledger))
+    report = read_report(read_ledger(ledger))
     chosen = next(record for record in read_ledger(ledger) if isinstance(record, WinnerRecord))
-    text = as_markdown(found)
+    text = as_markdown(report)
     assert f"Winner: {chosen.winner}" in text
     assert f"{chosen.test.gain.value:+.4g}" in text and f"{chosen.test.gain.low:+.4g}" in text
     assert "Proposer: " in text and "Evaluator: " in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
-    assert sum(found.statuses.values()) == len(found.rows)
-    assert found.cost.proposer.tokens > 0
-    best = [value for _, value in found.curve()]
-    assert best == sorted(best) and best[-1] == found.ranked[0].result.objective
+    assert sum(report.statuses.values()) == len(report.rows)
+    assert report.cost.proposer.tokens > 0
+    best = [value for _, value in report.curve()]
+    assert best == sorted(best) and best[-1] == report.ranked[0].result.objective
 
 
-async def test_the_page_needs_nothing_and_runs_nothing(ledger: Path) -> None:
+async def test_the_page_is_self_contained_and_without_scripts(ledger: Path) -> None:
     page = as_html(read_report(read_ledger(ledger)))
     reader = Reader()
     reader.feed(page)
@@ -79,16 +79,16 @@ async def test_the_page_needs_nothing_and_runs_nothing(ledger: Path) -> None:
     assert re.search(r"Against \d+\.\d+", page), "a candidate's difference to its parent"
 
 
-async def test_a_search_that_still_runs_can_be_read(ledger: Path, tmp_path: Path) -> None:
+async def test_a_running_search_can_be_reported(ledger: Path, tmp_path: Path) -> None:
     lines = ledger.read_bytes().splitlines(keepends=True)
     for end in (1, 5, len(lines) // 2, len(lines) - 1):
         part = tmp_path / "part.jsonl"
         part.write_bytes(b"".join(lines[:end]) + b'{"kind": "pro')
-        found = read_report(read_ledger(part))
-        assert "has not ended" in as_markdown(found) and "has not ended" in as_html(found)
+        report = read_report(read_ledger(part))
+        assert "has not ended" in as_markdown(report) and "has not ended" in as_html(report)
 
 
-def test_a_ledger_without_a_search_is_told(tmp_path: Path) -> None:
+def test_an_empty_ledger_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty"
     path.touch()
     with pytest.raises(SearchError, match="the ledger is empty"):
@@ -97,7 +97,7 @@ def test_a_ledger_without_a_search_is_told(tmp_path: Path) -> None:
         read_ledger(tmp_path / "none")
 
 
-async def test_the_summary_tells_the_best_the_trend_and_the_mistakes(ledger: Path) -> None:
+async def test_the_summary_lists_best_trend_and_failures(ledger: Path) -> None:
     text = next(r.text for r in reversed(read_ledger(ledger)) if r.kind == "summary")
     chosen = next(record for record in read_ledger(ledger) if isinstance(record, WinnerRecord))
     first, best = text.splitlines()[0], text.splitlines()[2]
@@ -108,26 +108,26 @@ async def test_the_summary_tells_the_best_the_trend_and_the_mistakes(ledger: Pat
     assert chosen.winner
 
 
-def test_an_empty_history_is_the_base_policy() -> None:
+def test_the_summary_of_an_empty_history_is_the_base_policy() -> None:
     import numpy as np
 
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.25)
     assert summarize(History(base, np.zeros(3))) == "Base policy alone: -250."
 
 
-def test_mistakes_are_told_once_with_their_number() -> None:
+def test_repeated_failures_are_counted() -> None:
     import numpy as np
 
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.25)
     history = History(base, np.zeros(3))
     for index in range(3):
-        made = ProposalRecord(round=1, index=index, origin="llm", problems=("no such atom",))
-        tried = TrialRecord(round=1, index=index, status="invalid", reason="no such atom")
-        history.trials.append(Trial(made, tried))
+        proposal = ProposalRecord(round=1, index=index, origin="llm", problems=("no such atom",))
+        result = TrialRecord(round=1, index=index, status="invalid", reason="no such atom")
+        history.trials.append(Trial(proposal, result))
     assert "- no such atom (3 times)" in summarize(history)
 
 
-def test_progress_says_how_far_how_good_and_how_long() -> None:
+def test_progress_shows_share_best_and_remaining_time() -> None:
     import numpy as np
 
     lines: list[str] = []

@@ -21,8 +21,8 @@ from vllm_autoprune.tpdsl.load import load_state
 SEEDS = range(3)
 
 
-def found(strategy: str, data: Dataset, folder: Path, rounds: int = 6) -> list[float]:
-    """The test objective of each seed, at equal evaluations."""
+def search_all_seeds(strategy: str, data: Dataset, folder: Path, rounds: int = 6) -> list[float]:
+    """Test objective of each seed, with the same number of evaluations."""
     values = []
     for seed in SEEDS:
         evaluator = SyntheticEvaluator(data, probes=False)
@@ -38,18 +38,16 @@ def found(strategy: str, data: Dataset, folder: Path, rounds: int = 6) -> list[f
 
 
 @pytest.mark.slow
-def test_what_learns_beats_what_does_not_at_equal_evaluations(
-    data: Dataset, tmp_path: Path
-) -> None:
-    random = found("random", data, tmp_path)
-    tpe = found("tpe", data, tmp_path)
-    plus = found("autoprune+", data, tmp_path)
+def test_learning_strategies_beat_random_search(data: Dataset, tmp_path: Path) -> None:
+    random = search_all_seeds("random", data, tmp_path)
+    tpe = search_all_seeds("tpe", data, tmp_path)
+    plus = search_all_seeds("autoprune+", data, tmp_path)
     assert statistics.mean(plus) > statistics.mean(tpe) > statistics.mean(random)
     assert min(plus) > max(random)
 
 
-def test_every_origin_of_autoprune_plus_gets_its_turn(data: Dataset, tmp_path: Path) -> None:
-    found("autoprune+", data, tmp_path, rounds=4)
+def test_autoprune_plus_uses_every_origin(data: Dataset, tmp_path: Path) -> None:
+    search_all_seeds("autoprune+", data, tmp_path, rounds=4)
     origins: set[str] = set()
     for seed in SEEDS:
         records = read_ledger(tmp_path / f"autoprune+-{seed}")
@@ -62,8 +60,8 @@ def test_every_origin_of_autoprune_plus_gets_its_turn(data: Dataset, tmp_path: P
     assert origins == {"warm start", "llm", "wide", "tune", "near", "graft"}
 
 
-def test_autoprune_plus_looks_for_whole_states_first(data: Dataset, tmp_path: Path) -> None:
-    found("autoprune+", data, tmp_path, rounds=6)
+def test_autoprune_plus_explores_whole_states_first(data: Dataset, tmp_path: Path) -> None:
+    search_all_seeds("autoprune+", data, tmp_path, rounds=6)
     later: set[str] = set()
     for seed in SEEDS:
         for record in read_ledger(tmp_path / f"autoprune+-{seed}"):
@@ -74,32 +72,32 @@ def test_autoprune_plus_looks_for_whole_states_first(data: Dataset, tmp_path: Pa
     assert {"tune", "near", "graft"} & later
 
 
-def test_its_sampler_of_whole_states_is_not_told_of_small_steps(
+def test_whole_state_tpe_ignores_small_changes(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, Choice]] = []
+    replayed: list[dict[str, Choice]] = []
     enqueue = TpeStudy.replay
 
-    def listening(study: TpeStudy, choices: dict[str, Choice]) -> Suggestion:
-        told.append(choices)
+    def record_choices(study: TpeStudy, choices: dict[str, Choice]) -> Suggestion:
+        replayed.append(choices)
         return enqueue(study, choices)
 
-    monkeypatch.setattr(TpeStudy, "replay", listening)
-    found("autoprune+", data, tmp_path, rounds=4)
+    monkeypatch.setattr(TpeStudy, "replay", record_choices)
+    search_all_seeds("autoprune+", data, tmp_path, rounds=4)
     known: dict[str, set[str]] = {"whole": set(), "steps": set()}
     for seed in SEEDS:
         for record in read_ledger(tmp_path / f"autoprune+-{seed}"):
             if isinstance(record, ProposalRecord) and record.state is not None:
                 kind = "steps" if record.origin in {"tune", "near", "graft"} else "whole"
                 state = load_state(json.dumps(record.state))
-                known[kind].add(_told(choices_of_state(state, 8)))
-    # TPE within a structure is told of its numbers alone; who names a kernel speaks of a whole one.
-    whole = {_told(choices) for choices in told if "similarity_kernel" in choices}
+                known[kind].add(as_key(choices_of_state(state, 8)))
+    # Only choices of whole states name a kernel; TPE within a structure has numbers alone.
+    whole = {as_key(choices) for choices in replayed if "similarity_kernel" in choices}
     assert whole & known["whole"]
     assert not whole & (known["steps"] - known["whole"])
 
 
-def _told(choices: dict[str, Choice]) -> str:
+def as_key(choices: dict[str, Choice]) -> str:
     return json.dumps(choices, sort_keys=True)
 
 
@@ -109,7 +107,7 @@ def test_seeds_search_differently_and_repeatably(
 ) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        found(strategy, data, tmp_path / folder, rounds=2)
+        search_all_seeds(strategy, data, tmp_path / folder, rounds=2)
     digests = []
     for seed in SEEDS:
         with (
@@ -121,15 +119,15 @@ def test_seeds_search_differently_and_repeatably(
     assert len(set(digests)) == len(digests)
 
 
-def test_equal_evaluations_are_equal(data: Dataset, tmp_path: Path) -> None:
-    found("random", data, tmp_path, rounds=2)
+def test_equal_evaluations_spend_the_same_budget(data: Dataset, tmp_path: Path) -> None:
+    search_all_seeds("random", data, tmp_path, rounds=2)
     for seed in SEEDS:
         trials = [r for r in read_ledger(tmp_path / f"random-{seed}") if isinstance(r, TrialRecord)]
         spent = sum(trial.examples for trial in trials)
         assert 10 * 24 <= spent < 15 * 24
 
 
-def test_without_a_proposer_autoprune_plus_asks_nobody(data: Dataset, tmp_path: Path) -> None:
+def test_autoprune_plus_runs_without_a_proposer(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(strategy="autoprune+", rounds=4, per_round=5, budgets=(8,))
     evaluator, nobody = SyntheticEvaluator(data), ScriptedProposer([])
     settings = settings.model_copy(update={"evaluator": evaluator.name})
