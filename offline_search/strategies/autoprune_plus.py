@@ -96,16 +96,12 @@ class AutoPrunePlus:
         """The origin of every slot of a round, drawn by success rates."""
         if not can_refine:
             return ["llm" if self.uses_proposer else "random"] * this.count
-        rates = _success_rates(this.history)
         exploring = 2 * this.number <= self._settings.rounds
-        weights = {
-            origin: rate
-            for origin, rate in rates.items()
-            if (self.uses_proposer or origin != "llm")
-            and (not exploring or origin in _EXPLORING_ORIGINS)
-        }
-        origins, rates_ = list(weights), list(weights.values())
-        return [this.rng.choices(origins, rates_)[0] for _ in range(this.count)]
+        allowed = _EXPLORING_ORIGINS if exploring else _ORIGINS
+        origins = [name for name in allowed if self.uses_proposer or name != "llm"]
+        rates = _success_rates(this.history)
+        weights = [rates[origin] for origin in origins]
+        return [this.rng.choices(origins, weights)[0] for _ in range(this.count)]
 
     def _whole_state_study(self, this: Round) -> TpeStudy:
         """TPE over all measured whole states, whatever their origin.

@@ -59,7 +59,7 @@ class _Server(ThreadingHTTPServer):
 @contextlib.contextmanager
 def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
     """Serve until the block ends; ``answer`` maps a request body and its number to a response."""
-    told = Told(answer)
+    fake = Told(answer)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -67,12 +67,12 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
-            told.asked.append(body)
-            told.ports.add(self.client_address[1])
-            self._send(*told.answer(body, len(told.asked) - 1))
+            fake.asked.append(body)
+            fake.ports.add(self.client_address[1])
+            self._send(*fake.answer(body, len(fake.asked) - 1))
 
         def do_GET(self) -> None:
-            if told.down:
+            if fake.down:
                 self._send(*error(503, "down"))
                 return
             self._send(200, json.dumps({"object": "list", "data": [{"id": "m"}]}).encode(), {})
@@ -92,9 +92,9 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
     server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    told.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     try:
-        yield told
+        yield fake
     finally:
         server.shutdown()
         server.server_close()

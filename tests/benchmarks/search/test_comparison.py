@@ -84,7 +84,7 @@ async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) ->
 
 
 class Waiting(ScriptedProposer):
-    """Answers nobody before so many have asked, for the first time."""
+    """Delays its first replies until a number of requests are pending."""
 
     def __init__(self, replies: Sequence[str], together: int) -> None:
         super().__init__(replies)

@@ -129,8 +129,8 @@ def test_equal_evaluations_spend_the_same_budget(data: Dataset, tmp_path: Path) 
 
 def test_autoprune_plus_runs_without_a_proposer(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(strategy="autoprune+", rounds=4, per_round=5, budgets=(8,))
-    evaluator, nobody = SyntheticEvaluator(data), ScriptedProposer([])
+    evaluator, proposer = SyntheticEvaluator(data), ScriptedProposer([])
     settings = settings.model_copy(update={"evaluator": evaluator.name})
     with Ledger(tmp_path / "l") as ledger:
-        chosen = asyncio.run(Search(settings, ledger, evaluator, nobody).run())
-    assert not nobody.asked and chosen.test.gain.low > 0
+        chosen = asyncio.run(Search(settings, ledger, evaluator, proposer).run())
+    assert not proposer.asked and chosen.test.gain.low > 0
