@@ -1,4 +1,1 @@
-"""Offline search: a language model designs pruning states, measured on a served model.
-
-Knows nothing about how a server prunes: it is a client of one, and of a language model.
-"""
+"""Offline search for pruning states, proposed by a language model, measured on a served model."""

@@ -1,46 +1,42 @@
-"""A recorded search run again without any endpoint: every effect comes from the recording.
-
-Knows nothing about what is recorded. The loop is the one of any search; who proposes and who
-measures are only missing.
-"""
+"""Replay of a recorded search: every reply, verdict and evaluation comes from its ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from offline_search.answers import Answers
-from offline_search.evaluators.protocol import Job
-from offline_search.examples import Dataset
+from offline_search.candidates.components import JsonObject
+from offline_search.dataset import Dataset
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.ledger import Ledger
-from offline_search.prompt import Messages
-from offline_search.proposal import JsonObject
-from offline_search.proposers.protocol import Reply
-from offline_search.records import Chosen, Opened
+from offline_search.ledger.records import SettingsRecord, WinnerRecord
+from offline_search.proposers.prompt import Messages
+from offline_search.proposers.proposal_client import Reply
 from offline_search.search import Search
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-class Absent:
-    """Evaluator and proposer of a replay: asked for anything, something was not recorded."""
+class UnavailableBackend:
+    """Evaluator and proposer that fail every request, because a replay needs none of them."""
 
     def __init__(self, name: str, dataset: Dataset) -> None:
         self.name = name
         self.dataset = dataset
 
     def probes(self) -> Sequence[VisualTokens]:
-        """None: verdicts are recorded, behaviours with them."""
+        """No probes, because fingerprints of selections are recorded."""
         return ()
 
     async def prepare(self) -> None:
-        """Nothing to look for."""
+        """Always succeeds."""
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing."""
 
-    async def evaluate(self, job: Job) -> Answers:
+    async def evaluate(self, job: EvaluationJob) -> Answers:
         """Raises :class:`SearchError`."""
         raise SearchError(
             f"the recording has no evaluation of examples {job.start} to {job.stop} of the "
@@ -54,22 +50,22 @@ class Absent:
         )
 
 
-async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[Chosen, str, str]:
-    """The winner, and the digests of the recording and of the ledger that the replay wrote.
+async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[WinnerRecord, str, str]:
+    """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
 
-    Raises :class:`SearchError` where a step does not follow from what is recorded.
+    Raises :class:`SearchError` if a step needs a request that was not recorded.
     """
     with Ledger(recording) as recorded:
-        absent = Absent(settings_of(recorded).evaluator, dataset)
+        settings = recorded_settings(recorded)
+        backend = UnavailableBackend(settings.evaluator, dataset)
         with Ledger(into, recorded) as ledger:
-            search = Search(settings_of(recorded), ledger, absent, absent)
-            chosen = await search.run()
-            return chosen, recorded.digest(), ledger.digest()
+            winner = await Search(settings, ledger, backend, backend).run()
+            return winner, recorded.digest(), ledger.digest()
 
 
-def settings_of(ledger: Ledger) -> Settings:
-    """What a ledger's search was asked to do."""
-    opened = ledger.find(Opened, "opened")
-    if opened is None:
+def recorded_settings(ledger: Ledger) -> Settings:
+    """The settings of a ledger's search."""
+    record = ledger.find(SettingsRecord, "opened")
+    if record is None:
         raise SearchError(f"ledger {ledger.path}: holds no search -> give one that has begun")
-    return opened.settings
+    return record.settings

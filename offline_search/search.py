@@ -1,101 +1,107 @@
-"""A search from its first round to its winner: Algorithm 2 of the paper, on a ledger.
+"""Search loop: Algorithm 2 of the paper, with every step recorded in a ledger.
 
-Knows nothing about endpoints, servers or terminals.
+    strategy ─ proposer ─> drafts ─> load ─> safety check ─> duplicates ─> evaluator ─> trials
+        ^                                                                                 │
+        └─────────────────────────── summary H_t <── history <────────────────────────────┘
 
-    strategy ─ proposer ─> drafts ─> load ─> safety ─> behaviour ─> evaluator ─> trials
-        ^                                                                          │
-        └────────────────────── summary H_t <── history <──────────────────────────┘
-
-Every step is a record. A search that is run again on its ledger takes the same steps, and finds
-those it has done: that is all there is to resuming and to replaying.
+Resuming and replaying need no code of their own: the loop runs again from its start and takes
+completed steps from the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
-from offline_search.choosing import Choosing
-from offline_search.evaluators.protocol import Evaluator
-from offline_search.history import History
+from offline_search.evaluation.evaluation_round import RoundEvaluator
+from offline_search.evaluation.evaluator import Evaluator, RecordedEvaluator
+from offline_search.evaluation.history import History, Trial
+from offline_search.evaluation.winner_selection import WinnerSelector
 from offline_search.ledger import Ledger
-from offline_search.measuring import Measuring
-from offline_search.menu import Menu
-from offline_search.prompt import Messages
-from offline_search.proposal import Draft
-from offline_search.proposers.asking import Asking, Limits
-from offline_search.proposers.protocol import Proposer
-from offline_search.records import Chosen, Opened, Summarized
+from offline_search.ledger.records import Cost, SettingsRecord, SummaryRecord, WinnerRecord
+from offline_search.proposers.prompt import summarize
+from offline_search.proposers.proposal_client import ProposalClient, Proposer, SpendingLimits
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.protocol import Ask, Round
-from offline_search.strategies.starts import base_state
-from offline_search.summary import summarize
-from offline_search.trying import Trying
-from offline_search.watch import Silent, Watch
+from offline_search.strategies.start_states import base_state
+from offline_search.strategies.strategy import Round
 from vllm_autoprune.errors import SearchError
 
-_LONGEST = 4
-"""A search that goes on until its evaluations are spent has at most so many times T rounds."""
+_MAX_ROUNDS_FACTOR = 4
+"""A search with a fixed number of evaluations runs at most this many times T rounds."""
+
+
+class SearchObserver(Protocol):
+    """Receives the progress of a search; cannot influence it."""
+
+    def on_start(self, history: History, examples: int) -> None:
+        """The base policy is measured on this number of search examples."""
+
+    def on_round(
+        self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
+    ) -> None:
+        """A round is over; ``share`` of the search is done."""
+
+    def on_finish(self, winner: WinnerRecord) -> None:
+        """The search is over."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Everything that a search needs; ``limits`` bound what its proposer may cost."""
+    """One search; ``limits`` bound the cost of its proposer."""
 
     settings: Settings
     ledger: Ledger
     evaluator: Evaluator
     proposer: Proposer
-    limits: Limits = field(default_factory=Limits)
-    watch: Watch = field(default_factory=Silent)
+    limits: SpendingLimits = field(default_factory=SpendingLimits)
+    observer: SearchObserver | None = None
 
-    async def run(self) -> Chosen:
-        """Run, or go on with, the search; raises :class:`SearchError` where it cannot."""
+    async def run(self) -> WinnerRecord:
+        """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
         settings, ledger = self.settings, self.ledger
-        require_same(ledger, settings)
-        ledger.put(Opened(settings=settings))
+        require_same_settings(ledger, settings)
+        ledger.put(SettingsRecord(settings=settings))
         strategy = STRATEGIES[settings.strategy](settings)
-        measuring = Measuring(ledger, self.evaluator)
-        examples = self.evaluator.dataset.of("search")
-        trying = Trying(settings, ledger, measuring, examples, self.evaluator.probes())
-        asking = Asking(settings, ledger, self.proposer, self.limits)
+        evaluator = RecordedEvaluator(ledger, self.evaluator)
+        dataset = self.evaluator.dataset
+        examples = dataset.examples("search")
+        rounds = RoundEvaluator(settings, ledger, evaluator, examples, self.evaluator.probes())
+        client = ProposalClient(settings, ledger, self.proposer, self.limits)
         base = base_state(settings)
-        history = await trying.begin(base)
-        self.watch.began(history, len(examples))
-        whole = settings.candidates * len(examples) * len(settings.budgets)
-        until_spent = settings.equal_evaluations or strategy.races
+        history = await rounds.evaluate_baselines(base)
+        if self.observer is not None:
+            self.observer.on_start(history, len(examples))
+        budget = settings.total_candidates * len(examples) * len(settings.budgets)
+        fixed_evaluations = settings.equal_evaluations or strategy.stops_early
         summary = summarize(history)
-        for number in range(1, settings.rounds * (_LONGEST if until_spent else 1) + 1):
-            spent = _spent(history)
-            if until_spent and spent >= whole:
+        max_rounds = settings.rounds * (_MAX_ROUNDS_FACTOR if fixed_evaluations else 1)
+        for number in range(1, max_rounds + 1):
+            if fixed_evaluations and _count_answers(history) >= budget:
                 break
-            this = Round(
-                number,
-                settings.per_round,
-                history,
-                summary,
-                Random(f"{settings.seed} {number}"),
-                _ask(asking, number),
-            )
+            rng = Random(f"{settings.seed} {number}")
+            this = Round(number, settings.per_round, history, summary, rng, client)
             drafts = await strategy.propose(this)
-            trials = await trying.round(drafts, number, history, strategy.races)
+            trials = await rounds.evaluate_round(drafts, number, history, strategy.stops_early)
             history.trials += trials
             summary = summarize(history)
-            ledger.put(Summarized(round=number, text=summary))
-            rounds = number / settings.rounds
-            share = _spent(history) / whole if until_spent else rounds
-            self.watch.round(number, trials, history, min(1.0, share), asking.spent())
-        choosing = Choosing(settings, measuring, self.evaluator.dataset)
-        chosen = ledger.put(await choosing.choose(history, base))
-        self.watch.chosen(chosen)
-        return chosen
+            ledger.put(SummaryRecord(round=number, text=summary))
+            if self.observer is not None:
+                done = _count_answers(history) / budget
+                share = min(1.0, done if fixed_evaluations else number / settings.rounds)
+                self.observer.on_round(number, trials, history, share, client.total_cost())
+        selector = WinnerSelector(settings, evaluator, dataset, base)
+        winner = ledger.put(await selector.select(history))
+        if self.observer is not None:
+            self.observer.on_finish(winner)
+        return winner
 
 
-def require_same(ledger: Ledger, settings: Settings) -> None:
-    """Refuse to go on with a ledger of another search, and say what differs."""
-    known = ledger.find(Opened, "opened")
+def require_same_settings(ledger: Ledger, settings: Settings) -> None:
+    """Raise :class:`SearchError` if a ledger belongs to a search with other settings."""
+    known = ledger.find(SettingsRecord, "opened")
     if known is None or known.settings == settings:
         return
     before, now = known.settings.model_dump(), settings.model_dump()
@@ -110,19 +116,5 @@ def require_same(ledger: Ledger, settings: Settings) -> None:
     )
 
 
-def _spent(history: History) -> int:
-    return sum(trial.tried.examples for trial in history.trials)
-
-
-def _ask(asking: Asking, number: int) -> Ask:
-    async def ask(
-        index: int,
-        messages: Messages,
-        origin: str,
-        parents: tuple[str, ...],
-        code_in: Callable[[str], str] | None = None,
-        menu: Menu | None = None,
-    ) -> Draft:
-        return await asking.draft((number, index), messages, origin, parents, code_in, menu)
-
-    return ask
+def _count_answers(history: History) -> int:
+    return sum(trial.result.examples for trial in history.trials)

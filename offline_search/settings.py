@@ -1,7 +1,4 @@
-"""What a search is asked to do: written first into its ledger, and never changed after.
-
-Knows nothing about how any of it is done.
-"""
+"""Settings of one search: the first record of its ledger, fixed for the whole search."""
 
 from __future__ import annotations
 
@@ -9,95 +6,102 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from offline_search.ablation import Component
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
 from vllm_autoprune.tpdsl.registry import default_call
 
 Across = Literal["mean", "worst"]
-"""How the objectives of several budgets become one: their mean, or the least of them."""
-
+"""How the objectives of several budgets are aggregated: their mean or their minimum."""
 
 Objective = Literal["quality", "budgets", "tasks", "latency"]
-"""What is aimed at: the one figure, each budget's, each category's, the time of a selection."""
+"""Optimization targets: overall quality, quality per budget, quality per category, latency."""
 
+Component = Literal["anchoring", "fusion", "diversity"]
+"""Components of the paper's ablation table: keeping the base policy's tokens, combining several
+signals, and candidate pools that reward dissimilar tokens."""
 
-UNLISTED = ("openevolve", "random", "tpe")
-"""Strategies whose proposals are held to no menu: programs, and states that no model writes."""
+STRATEGIES_WITHOUT_MENU = ("openevolve", "random", "tpe")
+"""Strategies that ignore menus: their candidates are programs or come from no language model."""
 
-SMALL_MENU = 1
-"""Atoms offered for what a proposal changes, where a small model would repeat what it is shown.
+DEFAULT_MENU = 1
+"""Menu width for the embedded model, which would otherwise repeat the example it is shown.
 
-One: between three it chooses by their names, and takes the same few throughout.
+One, because between three atoms it chooses by their names and always takes the same few.
 """
 
 
-class Frozen(BaseModel):
-    """Base of everything that a ledger holds: frozen, and nothing unknown in it."""
+class FrozenModel(BaseModel):
+    """Base of all ledger content: immutable, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Settings(Frozen):
-    """One search. Two runs with equal settings, replies and evaluations make equal ledgers."""
+class Settings(FrozenModel):
+    """Settings of one search; equal settings, replies and evaluations give equal ledgers."""
 
-    strategy: str = Field(default="autoprune+", description="who proposes states")
+    strategy: str = Field(default="autoprune+", description="name of the search strategy")
     rounds: int = Field(default=10, ge=1, le=10_000, description="T, rounds of proposals")
     per_round: int = Field(default=5, ge=1, le=1000, description="m, candidates a round")
-    base_policy: str = Field(default="cdpruner", description="pi_P, which every candidate modifies")
+    base_policy: str = Field(
+        default="cdpruner", description="pi_P, the base policy of every candidate"
+    )
     budgets: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
         default=(32,),
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
-    across: Across = Field(default="mean", description="how several budgets become one objective")
+    across: Across = Field(default="mean", description="how several budgets are aggregated")
     objectives: Annotated[tuple[Objective, ...], Field(min_length=1)] = Field(
-        default=("quality",), description="with several, candidates are held against a Pareto front"
+        default=("quality",), description="with several, candidates are ranked by Pareto fronts"
     )
     without: tuple[Component, ...] = Field(
-        default=(), description="components that no candidate has: an ablation"
+        default=(), description="ablation: components removed from every candidate"
     )
-    quota: int | None = Field(default=None, ge=0, le=640, description="q_e of every candidate")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="of everything that is drawn")
+    quota: int | None = Field(
+        default=None, ge=0, le=640, description="ablation: q_e of every candidate"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
     equal_evaluations: bool = Field(
         default=False, description="go on past T rounds until T x m full evaluations are spent"
     )
-    confirmed: int = Field(default=5, ge=1, le=50, description="candidates that are measured again")
+    confirmed: int = Field(
+        default=5, ge=1, le=50, description="best candidates to measure on validation"
+    )
     proposer: str = Field(default="", description="model that proposes; empty: none")
     menu: int = Field(
-        default=0, ge=0, le=100, description="atoms offered for what a proposal changes; 0: all"
+        default=0, ge=0, le=100, description="atoms offered per changed part; 0: no menu"
     )
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0, description="of the proposer")
+    temperature: float = Field(
+        default=1.0, ge=0.0, le=2.0, description="sampling temperature of the proposer"
+    )
     reply_tokens: int = Field(
-        default=1024, ge=64, le=32768, description="longest reply of the proposer"
+        default=1024, ge=64, le=32768, description="maximum tokens of a reply"
     )
-    evaluator: str = Field(
-        default="", description="what candidates are measured on: model and data"
-    )
+    evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
     @model_validator(mode="after")
-    def _aims_at_answers(self) -> Settings:
+    def _require_quality(self) -> Settings:
         if set(self.objectives) == {"latency"}:
-            raise ValueError("latency alone is best with no policy at all: add quality")
+            raise ValueError("latency alone would favour doing no selection at all: add quality")
         return self
 
     @model_validator(mode="after")
-    def _menu_is_read(self) -> Settings:
-        if self.menu and (not self.proposer or self.strategy in UNLISTED):
-            raise ValueError("a menu is for a language model that writes states: leave it out")
+    def _require_menu_reader(self) -> Settings:
+        if self.menu and (not self.proposer or self.strategy in STRATEGIES_WITHOUT_MENU):
+            raise ValueError("only a language model that writes states reads a menu: leave it out")
         return self
 
     @property
-    def several(self) -> bool:
-        """Whether there is more than the one figure to aim at."""
+    def is_multi_objective(self) -> bool:
+        """Whether candidates are ranked by more than overall quality."""
         return set(self.objectives) != {"quality"}
 
     @property
     def source_budget(self) -> int:
-        """K_0, the budget that a candidate's own state names."""
+        """K_0: the first budget, which is written into the candidates' states."""
         return self.budgets[0]
 
     @property
-    def candidates(self) -> int:
-        """T x m: what the search may spend, in evaluations of the whole search split."""
+    def total_candidates(self) -> int:
+        """T x m: the evaluation budget, in evaluations of the whole search split."""
         return self.rounds * self.per_round
 
 
@@ -105,7 +109,7 @@ def budget_call(budget: int) -> BudgetCall:
     """The budget atom that keeps exactly K tokens."""
     if budget in FIXED_BUDGETS:
         return default_call(BudgetCall, f"fixed_budget@{budget}")
-    # No fixed budget of the language: floor and ceiling in one, as `transfer` writes it.
+    # No fixed-budget atom has this K: equal floor and ceiling, as `transfer` writes it.
     return RatioBudget.model_validate(
         {"atom": "ratio_budget", "ratio": 1.0, "floor": budget, "ceiling": budget}
     )

@@ -20,19 +20,18 @@ from benchmarks.accuracy.records import (
     Setup,
     Total,
 )
-from offline_search import appended
-from offline_search.appended import Appended, Wording
+from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
 
 JOURNAL = "samples.jsonl"
 
-_WORDING = Wording(
-    error=EvaluationError,
-    noun="",
+_ERRORS = FileErrors(
+    error_type=EvaluationError,
+    file_label="",
     writer="another evaluation",
-    wait="wait for it, or name another --out",
-    room="make room and add --resume: everything up to here is kept",
-    place="name a folder that can be written with --out",
-    other="name another folder with --out, or use the version that wrote it",
+    fix_locked="wait for it, or name another --out",
+    fix_disk_full="make room and add --resume: everything up to here is kept",
+    fix_inaccessible="name a folder that can be written with --out",
+    fix_invalid_line="name another folder with --out, or use the version that wrote it",
 )
 
 
@@ -92,8 +91,8 @@ class Journal:
         written.
         """
         self.path = path
-        self._file = Appended(path, RECORD, _WORDING)
-        self.contents = Contents(self._file.found)
+        self._file = RecordFile(path, RECORD, _ERRORS)
+        self.contents = Contents(self._file.records)
 
     def __enter__(self) -> Journal:
         return self
@@ -145,7 +144,7 @@ class Journal:
 
 def read_journal(path: Path) -> Contents:
     """Read a journal without opening it for writing; raises :class:`EvaluationError`."""
-    return Contents(appended.read(path, RECORD, _WORDING))
+    return Contents(read_records(path, RECORD, _ERRORS))
 
 
 def unanswered(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from offline_search.settings import Frozen
+from offline_search.settings import FrozenModel
 from vllm_autoprune.errors import AutopruneError
 
 MME = "MME"
@@ -27,7 +27,7 @@ class EvaluationError(AutopruneError):
     """
 
 
-class Setup(Frozen):
+class Setup(FrozenModel):
     """The first record: what is measured. Only runs with the same set-up may share a journal."""
 
     kind: Literal["setup"] = "setup"
@@ -44,7 +44,7 @@ class Setup(Frozen):
         return "setup"
 
 
-class Case(Frozen):
+class Case(FrozenModel):
     """One way to serve the questions; ``name`` is unique within an evaluation."""
 
     kind: Literal["case"] = "case"
@@ -66,7 +66,7 @@ class Case(Frozen):
         return f"case/{self.name}"
 
 
-class Question(Frozen):
+class Question(FrozenModel):
     """One question; ``category`` and ``pair`` are MME's, a pair has one "yes" and one "no"."""
 
     kind: Literal["question"] = "question"
@@ -82,7 +82,7 @@ class Question(Frozen):
         return f"question/{self.id}"
 
 
-class Answer(Frozen):
+class Answer(FrozenModel):
     """The answer to one question in one case; a failed request has neither score nor text."""
 
     kind: Literal["answer"] = "answer"
@@ -100,7 +100,7 @@ class Answer(Frozen):
         return f"answer/{self.case}/{self.question}"
 
 
-class Total(Frozen):
+class Total(FrozenModel):
     """The score that a benchmark's own scorer gives to a case, in the benchmark's unit."""
 
     kind: Literal["total"] = "total"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from benchmarks.accuracy.records import Case, Setup
 from benchmarks.common.statistics import Estimate
-from offline_search.settings import Frozen
+from offline_search.settings import FrozenModel
 
 
-class Differences(Frozen):
+class Differences(FrozenModel):
     """A case minus another one on the same questions, with 95 % intervals."""
 
     acc: Estimate | None
@@ -20,7 +20,7 @@ class Differences(Frozen):
     logprob: Estimate | None
 
 
-class Aggregates(Frozen):
+class Aggregates(FrozenModel):
     """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
 
     acc: float
@@ -28,7 +28,7 @@ class Aggregates(Frozen):
     mean_of_ratios: float | None
 
 
-class Row(Frozen):
+class Row(FrozenModel):
     """One case that was measured completely."""
 
     case: Case
@@ -42,7 +42,7 @@ class Row(Frozen):
     to_base: Differences | None
 
 
-class Report(Frozen):
+class Report(FrozenModel):
     """An evaluation; it is valid if there are no ``reasons`` against it."""
 
     setup: Setup

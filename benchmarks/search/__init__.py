@@ -1,4 +1,1 @@
-"""The offline search on mini-LLaVA: its data, a fast evaluator, strategies compared, its speed.
-
-Knows nothing about searching: that is `offline_search`.
-"""
+"""Benchmarks of the offline search on mini-LLaVA: comparison of strategies, evaluation speed."""

@@ -1,7 +1,4 @@
-"""``python -m benchmarks.search data | compare | table | speed``: the offline search on mini-LLaVA.
-
-Knows nothing about searching.
-"""
+"""Command ``python -m benchmarks.search data | compare | table | speed``."""
 
 from __future__ import annotations
 
@@ -12,32 +9,59 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.minillava.split import CHECKPOINT
-from benchmarks.search.compare import as_markdown
-from benchmarks.search.data import write
-from offline_search.records import Split
-from offline_search.settings import SMALL_MENU
+from benchmarks.search.comparison import as_markdown
+from benchmarks.search.scenes import write_data
+from offline_search.dataset import Split
+from offline_search.settings import DEFAULT_MENU
 
-ORDER = ("autoprune+", "autoprune", "random")
+_DEFAULT_STRATEGIES = ("autoprune+", "autoprune", "random")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write data, run a comparison, print its table, or measure speed."""
+    options = _parser().parse_args(arguments)
+    if options.command == "speed":
+        _measure_speed(options)
+    if options.command == "data":
+        write_data(options.out, _scenes(options), each=options.each)
+    elif options.command == "compare":
+        _run_comparison(options)
+    if options.command in ("compare", "table"):
+        print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    data = commands.add_parser("data", help="write the held-out splits as a data folder")
-    data.add_argument("--out", type=Path, required=True)
-    compare = commands.add_parser("compare", help="run strategies over seeds; goes on if stopped")
+    data = commands.add_parser("data", help="write held-out scenes as a data folder")
+    data.add_argument("--out", type=Path, required=True, help="data folder")
+    compare = commands.add_parser("compare", help="run, or resume, strategies over several seeds")
     table = commands.add_parser("table", help="print the table of a comparison")
     for command in (compare, table):
         command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
-        command.add_argument("--strategies", nargs="+", default=list(ORDER))
-        command.add_argument("--seeds", type=int, default=5, help="how many")
+        command.add_argument("--strategies", nargs="+", default=list(_DEFAULT_STRATEGIES))
+        command.add_argument("--seeds", type=int, default=5, help="number of seeds")
     for command in (data, compare):
         command.add_argument("--scenes", type=int, nargs=3, default=[20, 20, 40],
                              metavar=("SEARCH", "VALIDATION", "TEST"))  # fmt: skip
         command.add_argument(
-            "--each", type=int, metavar="N", help="questions about a scene, at most"
+            "--each", type=int, metavar="N", help="maximum number of questions about a scene"
         )
+    _add_compare_arguments(compare)
+    speed = commands.add_parser("speed", help="time three methods of evaluation with vLLM")
+    speed.add_argument("--data", type=Path, required=True, help="folder written by `data`")
+    speed.add_argument("--candidates", type=int, default=50, help="candidates of the fast method")
+    speed.add_argument("--few", type=int, default=3, help="candidates of the slow methods")
+    speed.add_argument(
+        "--layers", type=int, metavar="N",
+        help="instead of mini-LLaVA: LLaVA-1.5-7B's widths with N language layers and no weights",
+    )  # fmt: skip
+    speed.add_argument("--images", type=int, help="maximum number of images")
+    return parser
+
+
+def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--checkpoint", type=Path, default=CHECKPOINT, help="folder with llava and clip"
     )
@@ -45,44 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_argument("--budget", type=int, nargs="+", default=[8])
     compare.add_argument("--rounds", type=int, default=10)
     compare.add_argument("--per-round", type=int, default=5)
-    compare.add_argument("--proposer-url", help="endpoint; none: the embedded one is started")
+    compare.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     compare.add_argument("--proposer-model")
     compare.add_argument(
         "--replies", type=Path, nargs="+", metavar="LEDGER",
-        help="as proposer: the replies that these searches have recorded",
+        help="use the replies recorded in these ledgers as proposer",
     )  # fmt: skip
     compare.add_argument(
-        "--at-once", type=int, default=1, metavar="N",
-        help="searches that wait for the proposer together",
-    )  # fmt: skip
+        "--at-once", type=int, default=1, metavar="N", help="searches that run concurrently"
+    )
     compare.add_argument(
         "--menu", type=int, metavar="N",
-        help=f"atoms offered for what a proposal changes; 0: all, as is the default with "
-        f"--proposer-url; else {SMALL_MENU}",
+        help="atoms offered per changed part of a proposal; 0: no restriction, the default with "
+        f"--proposer-url; else {DEFAULT_MENU}",
     )  # fmt: skip
     compare.add_argument(
-        "--no-seeds", action="store_true", help="for endpoints that do not bear a seed"
+        "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
     )
-    compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without one")
-    speed = commands.add_parser("speed", help="time three ways to measure candidates with vLLM")
-    speed.add_argument("--data", type=Path, required=True, help="as `data` writes it")
-    speed.add_argument("--candidates", type=int, default=50)
-    speed.add_argument("--few", type=int, default=3, help="candidates of the slow ways")
-    speed.add_argument(
-        "--layers", type=int, metavar="N",
-        help="LLaVA-1.5-7B's widths with so many language layers and no weights, not mini-LLaVA",
-    )  # fmt: skip
-    speed.add_argument("--images", type=int, help="use only so many")
-    options = parser.parse_args(arguments)
-    if options.command == "speed":
-        _speed(options)
-    if options.command == "data":
-        write(options.out, _scenes(options), each=options.each)
-    elif options.command == "compare":
-        _compare(options)
-    if options.command in ("compare", "table"):
-        print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
-    return 0
+    compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without a proposer")
 
 
 def _scenes(options: argparse.Namespace) -> dict[Split, int]:
@@ -90,58 +94,59 @@ def _scenes(options: argparse.Namespace) -> dict[Split, int]:
     return {"search": search, "validation": validation, "test": test}
 
 
-def _speed(options: argparse.Namespace) -> None:
-    from benchmarks.search.speed import measure, mini_llava, true_widths
-    from offline_search.examples import read_dataset
+def _measure_speed(options: argparse.Namespace) -> None:
+    from benchmarks.search.speed import llava_7b_widths, measure_speed, mini_llava
+    from offline_search.dataset import read_dataset
 
     dataset = read_dataset(options.data, limit=options.images)
     with tempfile.TemporaryDirectory() as folder:
-        on = mini_llava(dataset)
+        served = mini_llava(dataset)
         if options.layers is not None:
-            on = true_widths(dataset, options.layers, Path(folder))
-        print(measure(on, options.candidates, options.few, budget=8).as_markdown(), end="")
+            served = llava_7b_widths(dataset, options.layers, Path(folder))
+        print(
+            measure_speed(served, options.candidates, options.few, budget=8).as_markdown(), end=""
+        )
 
 
-def _menu(options: argparse.Namespace) -> int:
+def _menu_width(options: argparse.Namespace) -> int:
     if options.no_proposer:
         return 0
-    small = 0 if options.proposer_url else SMALL_MENU
-    return small if options.menu is None else int(options.menu)
+    default = 0 if options.proposer_url else DEFAULT_MENU
+    return default if options.menu is None else int(options.menu)
 
 
-def _compare(options: argparse.Namespace) -> None:
-    from benchmarks.search.compare import Remembering, compare
-    from benchmarks.search.minillava import MiniLlavaEvaluator
-    from benchmarks.search.recorded import RecordedProposer
-    from offline_search.proposers.embedded.convert import NAME, model_folder
-    from offline_search.proposers.embedded.serve import served
-    from offline_search.proposers.endpoint import Endpoint, EndpointProposer
-    from offline_search.proposers.protocol import Proposer
+def _run_comparison(options: argparse.Namespace) -> None:
+    from benchmarks.search.comparison import CachingEvaluator, run_comparison
+    from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
+    from benchmarks.search.recorded_proposer import RecordedProposer
+    from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
+    from offline_search.proposers.embedded_server import serve_model
+    from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
+    from offline_search.proposers.proposal_client import Proposer
     from offline_search.settings import Settings
     from offline_search.strategies import STRATEGIES
 
-    measured = MiniLlavaEvaluator(options.checkpoint, _scenes(options), each=options.each)
-    evaluator = Remembering(measured)
+    minillava = MiniLlavaEvaluator(options.checkpoint, _scenes(options), each=options.each)
+    evaluator = CachingEvaluator(minillava)
     recorded = RecordedProposer(options.replies) if options.replies else None
-    named = options.proposer_model or NAME
+    proposer_name = options.proposer_model or EMBEDDED_MODEL
     if recorded is not None:
-        named = f"{len(recorded)} recorded replies"
+        proposer_name = f"{len(recorded)} recorded replies"
     settings = Settings(
         rounds=options.rounds,
         per_round=options.per_round,
         base_policy=options.base_policy,
         budgets=tuple(options.budget),
-        proposer="" if options.no_proposer else named,
-        menu=_menu(options),
+        proposer="" if options.no_proposer else proposer_name,
+        menu=_menu_width(options),
     )
 
     async def run(proposer: Proposer | None) -> None:
-        seeds = range(options.seeds)
         try:
-            await compare(
+            await run_comparison(
                 options.out,
                 options.strategies,
-                seeds,
+                range(options.seeds),
                 settings,
                 evaluator,
                 proposer,
@@ -151,20 +156,20 @@ def _compare(options: argparse.Namespace) -> None:
             if proposer is not None:
                 await proposer.close()
 
-    asks = any(STRATEGIES[strategy](settings).asks for strategy in options.strategies)
-    requests = options.per_round * options.at_once
-    if recorded is not None or not asks:
+    def endpoint(url: str, seeded: bool) -> EndpointProposer:
+        requests = options.per_round * options.at_once
+        return EndpointProposer(
+            EndpointSettings(url, settings.proposer, max_in_flight=requests, seeded=seeded)
+        )
+
+    needed = any(STRATEGIES[name](settings).uses_proposer for name in options.strategies)
+    if recorded is not None or not needed:
         asyncio.run(run(recorded))
     elif options.proposer_url:
-        seeded = not options.no_seeds
-        endpoint = Endpoint(
-            options.proposer_url, settings.proposer, at_once=requests, seeded=seeded
-        )
-        asyncio.run(run(EndpointProposer(endpoint)))
+        asyncio.run(run(endpoint(options.proposer_url, not options.no_seeds)))
     else:
-        with served(model_folder()) as url:
-            unseeded = Endpoint(url, settings.proposer, at_once=requests, seeded=False)
-            asyncio.run(run(EndpointProposer(unseeded)))
+        with serve_model(prepare_model()) as url:
+            asyncio.run(run(endpoint(url, seeded=False)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,1 @@
-"""Who writes proposals: any OpenAI-compatible endpoint, with its cost kept and its failures borne.
-
-Knows nothing about what becomes of a proposal.
-"""
+"""Proposers: prompts, the client that requests proposals, endpoints, and the embedded model."""

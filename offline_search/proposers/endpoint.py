@@ -1,7 +1,7 @@
-"""A proposer behind any OpenAI-compatible endpoint: Qwen, DeepSeek, or a model vLLM serves.
+"""Proposer behind any OpenAI-compatible endpoint: Qwen, DeepSeek, or a model served by vLLM.
 
-Knows nothing about states. Retries are ours and bounded, so that how long an endpoint is waited for
-is known; whatever is left after them is a failure with a reason, never an exception.
+Retries are bounded in number and duration; a failure that remains is a reply with its reason, not
+an exception.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import Any
 import openai
 from openai import AsyncOpenAI
 
-from offline_search.prompt import Messages
-from offline_search.proposal import JsonObject
-from offline_search.proposers.protocol import Reply
-from offline_search.records import Cost
+from offline_search.candidates.components import JsonObject
+from offline_search.ledger.records import Cost
+from offline_search.proposers.prompt import Messages
+from offline_search.proposers.proposal_client import Reply
 from vllm_autoprune.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Money for a million tokens, read and written."""
+    """Money for a million prompt and completion tokens."""
 
     prompt: float = 0.0
     completion: float = 0.0
 
-    def of(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Money for so many tokens."""
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """Cost of a number of tokens."""
         return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where to ask, and how patiently."""
+class EndpointSettings:
+    """Address, model, sampling and retry settings of an endpoint."""
 
     url: str
     model: str
@@ -49,31 +49,31 @@ class Endpoint:
     first_wait: float = 1.0
     longest_wait: float = 60.0
     timeout: float = 300.0
-    at_once: int = 8
+    max_in_flight: int = 8
     seeded: bool = True
-    """False for vLLM on a CPU, up to 0.32 at least: a request with a seed whose prompt is computed
-    in chunks ends its engine ("CPU Generator does not use offset")."""
+    """False for vLLM on a CPU, at least up to 0.32: a request with a seed whose prompt is prefilled
+    in chunks crashes its engine ("CPU Generator does not use offset")."""
 
 
-_HOPELESS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
-"""What no retry fixes."""
+_PERMANENT_ERRORS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
+"""Errors that a retry cannot change."""
 
 
 class EndpointProposer:
-    """Asks one endpoint. Where it lacks JSON Schemas, it is asked without from then on."""
+    """Proposer at one endpoint; stops sending JSON Schemas once the endpoint refuses them."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: EndpointSettings) -> None:
         self._endpoint = endpoint
         self._client = AsyncOpenAI(
             base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=endpoint.timeout
         )
-        self._room = asyncio.Semaphore(endpoint.at_once)
-        self._constrains = True
-        # Waits alone: what it draws reaches no record.
-        self._dice = Random()
+        self._slots = asyncio.Semaphore(endpoint.max_in_flight)
+        self._supports_schema = True
+        # For the jitter of waits only, so it needs no seed.
+        self._rng = Random()
 
     async def prepare(self) -> None:
-        """One short chat; raises :class:`ConfigError` for a wrong key, model or address."""
+        """Send one short chat; raises :class:`ConfigError` for a wrong key, model or address."""
         where = "--proposer-url"
         try:
             await self._client.chat.completions.create(
@@ -85,89 +85,89 @@ class EndpointProposer:
             if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
                 where, fix = "--proposer-key-env", "name a variable that holds a valid key"
             elif isinstance(error, openai.NotFoundError):
-                where, fix = "--proposer-model", await self._served()
+                where, fix = "--proposer-model", await self._list_models()
             elif error.status_code == 429 or error.status_code >= 500:
-                return  # busy now; the search itself is patient
+                return  # temporarily overloaded; requests of the search are retried
             else:
                 fix = "look at what the endpoint says"
-            what = f"refused with status {error.status_code} ({_said(error)})"
+            what = f"refused with status {error.status_code} ({_error_text(error)})"
             raise ConfigError("proposer", [Problem(where, what, fix)]) from None
         except openai.OpenAIError as error:
-            what = f"{self._endpoint.url} does not answer ({_said(error)})"
+            what = f"{self._endpoint.url} does not answer ({_error_text(error)})"
             raise ConfigError(
                 "proposer", [Problem(where, what, "start the endpoint, or correct its address")]
             ) from None
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        """One reply, within the retries and waits of the endpoint."""
-        async with self._room:
+        """Reply to a chat, with retries."""
+        async with self._slots:
             wait = self._endpoint.first_wait
             for attempt in range(self._endpoint.retries + 1):
                 try:
-                    return await self._once(messages, schema, seed)
-                except _HOPELESS as error:
-                    return Reply(None, f"{type(error).__name__}: {_said(error)}")
+                    return await self._send(messages, schema, seed)
+                except _PERMANENT_ERRORS as error:
+                    return Reply(None, f"{type(error).__name__}: {_error_text(error)}")
                 except openai.BadRequestError as error:
-                    if not self._constrains or schema is None:
-                        return Reply(None, f"{type(error).__name__}: {_said(error)}")
-                    self._constrains = False
+                    if not self._supports_schema or schema is None:
+                        return Reply(None, f"{type(error).__name__}: {_error_text(error)}")
+                    self._supports_schema = False
                     continue
                 except openai.OpenAIError as error:
-                    failure = f"{type(error).__name__}: {_said(error)}"
+                    failure = f"{type(error).__name__}: {_error_text(error)}"
                     if attempt == self._endpoint.retries:
                         return Reply(None, f"{failure}, after {attempt} retries")
-                    await asyncio.sleep(self._patience(error, wait))
+                    await asyncio.sleep(self._retry_delay(error, wait))
                     wait = min(2 * wait, self._endpoint.longest_wait)
                 except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-                    # Not the JSON of a chat completion: the client trusts what it is sent.
-                    return Reply(None, f"an answer that is no chat completion: {_short(error)}")
+                    # The client does not validate responses, so any of these can come from one.
+                    return Reply(None, f"the response is no chat completion: {_shorten(error)}")
             return Reply(None, "the endpoint refuses the request with and without a JSON Schema")
 
     async def close(self) -> None:
         """Close the client's connections."""
         await self._client.close()
 
-    async def _once(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+    async def _send(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         endpoint = self._endpoint
         extra: dict[str, Any] = {"seed": seed} if endpoint.seeded else {}
-        if self._constrains and schema is not None:
+        if self._supports_schema and schema is not None:
             named = {"name": "proposal", "schema": schema}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
         create: Callable[..., Awaitable[Any]] = self._client.chat.completions.create
-        answer = await create(
+        completion = await create(
             model=endpoint.model,
             messages=list(messages),
             temperature=endpoint.temperature,
             max_tokens=endpoint.reply_tokens,
             **extra,
         )
-        usage = answer.usage
-        asked = int(usage.prompt_tokens) if usage else 0
-        written = int(usage.completion_tokens) if usage else 0
+        usage = completion.usage
+        prompt_tokens = int(usage.prompt_tokens) if usage else 0
+        completion_tokens = int(usage.completion_tokens) if usage else 0
         cost = Cost(
-            prompt_tokens=asked,
-            completion_tokens=written,
-            money=round(endpoint.price.of(asked, written), 9),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            money=round(endpoint.price.cost(prompt_tokens, completion_tokens), 9),
         )
-        message = answer.choices[0].message
+        message = completion.choices[0].message
         text = message.content or message.refusal
         return Reply(text if isinstance(text, str) else "", "", cost)
 
-    def _patience(self, error: openai.OpenAIError, wait: float) -> float:
-        """Seconds to the next attempt: what the endpoint asks for, within bounds, and some chance.
+    def _retry_delay(self, error: openai.OpenAIError, wait: float) -> float:
+        """Seconds before the next attempt: ``Retry-After`` within bounds, or a wait with jitter.
 
-        Chance keeps requests that were refused together from coming back together.
+        Jitter spreads out retries of requests that were refused at the same time.
         """
-        asked = ""
+        retry_after = ""
         if isinstance(error, openai.APIStatusError):
-            asked = error.response.headers.get("retry-after", "")
+            retry_after = error.response.headers.get("retry-after", "")
         try:
-            wait = float(asked)
+            wait = float(retry_after)
         except ValueError:
-            wait *= 1 + self._dice.random()
+            wait *= 1 + self._rng.random()
         return min(max(wait, 0.0), self._endpoint.longest_wait)
 
-    async def _served(self) -> str:
+    async def _list_models(self) -> str:
         try:
             models = [model.id async for model in self._client.models.list()]
         except openai.OpenAIError:
@@ -175,11 +175,11 @@ class EndpointProposer:
         return f"name a model that the endpoint has: {', '.join(models[:8])}"
 
 
-def _said(error: openai.OpenAIError) -> str:
+def _error_text(error: openai.OpenAIError) -> str:
     if isinstance(error, openai.APIStatusError) and isinstance(error.body, dict):
-        return _short(error.body.get("message") or json.dumps(error.body))
-    return _short(error)
+        return _shorten(error.body.get("message") or json.dumps(error.body))
+    return _shorten(error)
 
 
-def _short(said: object) -> str:
-    return " ".join(str(said).split())[:200]
+def _shorten(text: object) -> str:
+    return " ".join(str(text).split())[:200]

@@ -1,10 +1,7 @@
-"""What a ledger tells: as Markdown for a terminal or a commit, as one HTML page for a browser.
-
-Knows nothing about running a search.
-"""
+"""Reports on a ledger: Markdown for a terminal, an HTML page for a browser, progress as it runs."""
 
 from offline_search.report.html import as_html
 from offline_search.report.markdown import as_markdown
-from offline_search.report.reading import Reading, reading
+from offline_search.report.search_report import SearchReport, read_report
 
-__all__ = ["Reading", "as_html", "as_markdown", "reading"]
+__all__ = ["SearchReport", "as_html", "as_markdown", "read_report"]

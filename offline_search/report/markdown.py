@@ -1,149 +1,155 @@
-"""A reading as Markdown.
-
-Knows nothing about ledgers.
-"""
+"""Markdown report, and the tables and sentences that the HTML report has in common with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from offline_search.records import Chosen, Comparison, Measured
-from offline_search.report.reading import Reading, Row
+from offline_search.ledger.records import Comparison, IntervalEstimate, WinnerRecord
+from offline_search.report.search_report import CandidateRow, SearchReport
 
-_SHOWN = 10
+_MAX_ROWS = 10
+
+RESULT_HEAD = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
+CANDIDATE_HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
+FRONT_CAPTION = (
+    "Pareto front: no other candidate is better on every axis. Figures of the test split:"
+)
 
 
-def as_markdown(found: Reading) -> str:
-    """Result, best candidates, causes, what the best share, and both costs."""
-    return "\n".join(_lines(found)) + "\n"
+def as_markdown(report: SearchReport) -> str:
+    """Result, best candidates, causes of failures, common atoms, and costs."""
+    return "\n".join(_lines(report)) + "\n"
 
 
-def _lines(found: Reading) -> Iterator[str]:
-    settings = found.settings
+def _lines(report: SearchReport) -> Iterator[str]:
+    settings, winner = report.settings, report.winner
     budgets = ", ".join(map(str, settings.budgets))
     yield (
         f"Strategy {settings.strategy}, base policy {settings.base_policy}, K = {budgets}, "
         f"seed {settings.seed}; {settings.evaluator}; proposer {settings.proposer or 'none'}."
     )
     yield ""
-    if found.chosen is not None:
-        yield f"Winner: {found.chosen.winner}, digest {found.chosen.digest[:12]}, on the test split"
-        yield from _result(found.chosen.test, found.chosen.base)
-    else:
+    if winner is None:
         yield "No winner yet: the search has not ended."
-    yield ""
-    if found.chosen is not None and found.chosen.front:
-        yield FRONT
+    else:
+        yield f"Winner: {winner.winner}, digest {winner.digest[:12]}, on the test split"
+        yield f"({winner.test.examples} held-out examples; 95 % intervals over images):"
         yield ""
-        head, rows = front(found.chosen)
+        yield from table(RESULT_HEAD, result_rows(winner.test, winner.base), "lrrrr")
+    yield ""
+    if winner is not None and winner.front:
+        yield FRONT_CAPTION
+        yield ""
+        head, rows = front_table(winner)
         yield from table(head, rows, "l" + "r" * (len(head) - 1))
         yield ""
-    yield from table(HEAD, [cells(row) for row in found.ranked[:_SHOWN]], "lrrrrl")
+    candidates = [_candidate_cells(row) for row in report.ranked[:_MAX_ROWS]]
+    yield from table(CANDIDATE_HEAD, candidates, "lrrrrl")
     yield ""
-    yield counted(found)
+    yield count_candidates(report)
     yield ""
-    if found.causes:
-        yield from table(["cause", "times"], [[c, str(n)] for c, n in found.causes.items()], "lr")
+    if report.causes:
+        yield from table(["cause", "times"], cause_rows(report), "lr")
         yield ""
-    if found.shared:
-        rows = [[f"`{n}`", percent(a), percent(b)] for n, (a, b) in found.shared.items()]
+    if report.common_atoms:
+        rows = [[f"`{name}`", *shares] for name, *shares in common_atom_rows(report)]
         yield from table(["atom", "of the best five", "of all"], rows, "lrr")
         yield ""
-    yield from spending(found)
-
-
-RESULT_HEAD = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
+    yield from describe_cost(report)
 
 
 def result_rows(test: Comparison, base: Comparison) -> list[list[str]]:
-    """Winner, base policy and the gain between them, as rows of :data:`RESULT_HEAD`."""
-    shown = [
-        [name, measured(one.objective), percent(one.accuracy), percent(one.accuracy_plus),
-         f"{one.mme_total:.1f}"]
+    """Rows for :data:`RESULT_HEAD`: the winner, the base policy, and the difference."""
+    rows = [
+        [name, format_interval(one.objective), format_percent(one.accuracy),
+         format_percent(one.accuracy_plus), f"{one.mme_total:.1f}"]
         for name, one in (("winner", test), ("base policy", base))
     ]  # fmt: skip
-    gain = f"{test.mme_total - base.mme_total:+.1f}"
+    gain, accuracy_gain = format_interval(test.gain), format_interval(test.accuracy_gain, 100)
     return [
-        *shown,
-        ["gain, paired", measured(test.gain), measured(test.accuracy_gain, 100), "", gain],
+        *rows,
+        ["gain, paired", gain, accuracy_gain, "", f"{test.mme_total - base.mme_total:+.1f}"],
     ]
 
 
-FRONT = "Pareto front: no other candidate is better on every axis. Figures of the test split:"
-
-
-def front(chosen: Chosen) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table of the Pareto front; latency in milliseconds, as measured."""
-    names = list(next(iter(chosen.front.values())).test)
+def front_table(winner: WinnerRecord) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of the Pareto front; latency in milliseconds."""
+    names = list(next(iter(winner.front.values())).test)
     head = ["candidate", *("selection ms" if name == "latency" else name for name in names)]
     rows = [
-        [who, *(f"{-member.test[name]:.2g}" if name == "latency" else f"{member.test[name]:+.4f}"
-                for name in names)]
-        for who, member in chosen.front.items()
+        [candidate, *(f"{-member.test[name]:.2g}" if name == "latency"
+                      else f"{member.test[name]:+.4f}" for name in names)]
+        for candidate, member in winner.front.items()
     ]  # fmt: skip
     return head, rows
 
 
-HEAD = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
+def cause_rows(report: SearchReport) -> list[list[str]]:
+    """Reasons for which candidates were not evaluated, with their numbers."""
+    return [[cause, str(count)] for cause, count in report.causes.items()]
 
 
-def cells(row: Row) -> list[str]:
-    """One candidate as a row of :data:`HEAD`."""
-    tried = row.tried
+def common_atom_rows(report: SearchReport) -> list[list[str]]:
+    """Atoms that the best candidates have in common, with their shares in per cent."""
     return [
-        row.name,
-        "" if tried.objective is None else f"{tried.objective:+.4f}",
-        percent(tried.accuracy),
-        percent(tried.accuracy_plus),
-        str(tried.examples),
-        row.proposed.origin,
+        [name, format_percent(best), format_percent(every)]
+        for name, (best, every) in report.common_atoms.items()
     ]
 
 
-def _result(test: Comparison, base: Comparison) -> Iterator[str]:
-    yield f"({test.examples} examples nobody has chosen by; 95 % intervals over images):"
-    yield ""
-    yield from table(RESULT_HEAD, result_rows(test, base), "lrrrr")
+def _candidate_cells(row: CandidateRow) -> list[str]:
+    result = row.result
+    return [
+        row.name,
+        "" if result.objective is None else f"{result.objective:+.4f}",
+        format_percent(result.accuracy),
+        format_percent(result.accuracy_plus),
+        str(result.examples),
+        row.proposal.origin,
+    ]
 
 
-def counted(found: Reading) -> str:
-    """How many candidates there were, and what became of them."""
-    became = ", ".join(f"{number} {status}" for status, number in found.statuses.items())
-    made = ", ".join(f"{origin} {led} of {tried}" for origin, (tried, led) in found.origins.items())
-    return f"{len(found.rows)} candidates: {became}. Led the search when they came: {made}."
+def count_candidates(report: SearchReport) -> str:
+    """Sentence on the number of candidates, their statuses, and the success of each origin."""
+    statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
+    origins = ", ".join(
+        f"{origin} {improvements} of {count}"
+        for origin, (count, improvements) in report.origins.items()
+    )
+    return f"{len(report.rows)} candidates: {statuses}. Best so far when proposed: {origins}."
 
 
-def spending(found: Reading) -> Iterator[str]:
-    """Both costs."""
-    spent, cost = found.spending, found.spending.proposer
+def describe_cost(report: SearchReport) -> Iterator[str]:
+    """One sentence on the cost of the proposer, and one on the cost of the evaluator."""
+    cost, proposer = report.cost, report.cost.proposer
     yield (
-        f"Proposer: {spent.replies} replies ({spent.failed_replies} failed, {spent.repairs} "
-        f"repairs), {cost.prompt_tokens} + {cost.completion_tokens} tokens, money "
-        f"{cost.money:.4f}, {spent.proposer_seconds:.0f} s."
+        f"Proposer: {cost.replies} replies ({cost.failed_replies} failed, {cost.repairs} "
+        f"repairs), {proposer.prompt_tokens} + {proposer.completion_tokens} tokens, money "
+        f"{proposer.money:.4f}, {cost.proposer_seconds:.0f} s."
     )
     yield (
-        f"Evaluator: {spent.answers} answers ({spent.failed_evaluations} failed evaluations), "
-        f"{spent.evaluator_seconds:.0f} s. From first to last record: {found.span:.0f} s."
+        f"Evaluator: {cost.answers} answers ({cost.failed_evaluations} failed evaluations), "
+        f"{cost.evaluator_seconds:.0f} s. From first to last record: {report.duration:.0f} s."
     )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """A Markdown table; ``align`` has ``l`` or ``r`` for each column."""
-    yield _row(head)
-    yield _row(["--:" if side == "r" else ":--" for side in align])
-    yield from (_row([cell.replace("|", "\\|") for cell in row]) for row in rows)
+    """Lines of a Markdown table; ``align`` has ``l`` or ``r`` for each column."""
+    yield _format_row(head)
+    yield _format_row(["--:" if side == "r" else ":--" for side in align])
+    yield from (_format_row([cell.replace("|", "\\|") for cell in row]) for row in rows)
 
 
-def _row(cells_: Sequence[str]) -> str:
-    return f"| {' | '.join(cells_)} |"
+def _format_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def measured(value: Measured, scale: float = 1.0) -> str:
-    """A figure with its interval."""
-    low, high = scale * value.low, scale * value.high
-    return f"{scale * value.value:+.4g} ({low:+.4g} to {high:+.4g})"
+def format_interval(estimate: IntervalEstimate, scale: float = 1.0) -> str:
+    """A mean with its 95 % interval."""
+    low, high = scale * estimate.low, scale * estimate.high
+    return f"{scale * estimate.value:+.4g} ({low:+.4g} to {high:+.4g})"
 
 
-def percent(share: float | None) -> str:
-    """A share in per cent."""
+def format_percent(share: float | None) -> str:
+    """A share in per cent, or an empty string."""
     return "" if share is None else f"{100 * share:.1f}"

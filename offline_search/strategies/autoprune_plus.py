@@ -1,18 +1,18 @@
-"""`autoprune+`: a language model proposes structure, a sampler turns its numbers, races save both.
+"""`autoprune+`: structure from a language model, numbers from TPE, with early stopping.
 
-Knows nothing about endpoints or servers. The first round is warm starts. After it the first half of
-a search looks for structures, and the second half works on the best of them as well; each slot of a
-round goes to one of its origins, drawn by how often each has improved on the best so far:
+The first round is warm starts. After it, the first half of a search explores whole states, and the
+second half refines the best of them as well. Every slot of a round goes to one origin, drawn with a
+weight that is the origin's success rate:
 
     llm     a structure from the language model, which is poor at numbers
     wide    a whole state, structure and numbers, by TPE over all whole states measured so far
     tune    the numbers of one of the best structures, by TPE within it
-    near    one of the best with a few numbers moved a little, where TPE has too little to go by
+    near    small random changes to the numbers of one of the best, if TPE has too few trials
     graft   one of the best with one component of another of them, or of a random state
 
-"The best" are of different structures: variants of one would crowd out what it has to learn from.
+The best are taken from different structures, because variants of one would crowd out the others.
 
-Without a proposer the first origin falls away: the ablation that tells what a model is worth.
+Without a proposer there is no `llm`: the ablation that shows what the language model contributes.
 """
 
 from __future__ import annotations
@@ -21,253 +21,218 @@ import asyncio
 from collections.abc import Callable, Sequence
 from random import Random
 
-from pydantic import JsonValue
-
-from offline_search.history import History, Trial, structure
-from offline_search.menu import offered
-from offline_search.prompt import propose
-from offline_search.proposal import COMPONENTS, Draft, JsonObject, assembled
+from offline_search.candidates.components import Components, JsonObject, structure
+from offline_search.candidates.proposal import Draft, assemble_state
+from offline_search.candidates.search_space import (
+    RandomSource,
+    choices_of_state,
+    numbers_of_state,
+    resample_numbers,
+    sample_proposal,
+)
+from offline_search.evaluation.history import History, Trial
 from offline_search.settings import Settings
-from offline_search.space import Chooser, Dice, composed, read_choices, read_knobs, turned
-from offline_search.strategies.protocol import Round
-from offline_search.strategies.sampler import Study
-from offline_search.strategies.starts import paper_state, warm_starts
+from offline_search.strategies.sampling import TpeStudy, sample_draft
+from offline_search.strategies.start_states import paper_state, warm_start_states
+from offline_search.strategies.strategy import Round, request_improvement
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-_BEST = 5
-"""Structures that further candidates are made from, each by its best trial."""
+_BEST_STRUCTURES = 5
+"""Structures that further candidates are derived from, each represented by its best trial."""
 
-_ENOUGH = 4
-"""Measured settings of a structure before TPE is asked about it."""
+_MIN_TPE_TRIALS = 4
+"""Measured settings of a structure before TPE suggests its numbers."""
 
-_STEP = 0.15
-"""Width of a small move, as a share of a number's range."""
+_STEP_WIDTH = 0.15
+"""Standard deviation of a small change, as a share of the parameter's range."""
 
-_RANDOM = 5
-"""Candidates whose whole structure is random, before TPE is asked about structures."""
+_RANDOM_STRUCTURES = 5
+"""Random whole states before TPE suggests structures."""
 
-_ORIGINS = ("llm", "wide", "tune", "graft")
-_LOOKING = ("llm", "wide")
-"""Origins of whole states; the others work on what these found, and would soon be all of it."""
-
-_WHOLE = (*_LOOKING, "warm start", "random")
-"""Origins that TPE is told of."""
+_EXPLORING_ORIGINS = ("llm", "wide")
+_ORIGINS = (*_EXPLORING_ORIGINS, "tune", "graft")
+_WHOLE_STATE_ORIGINS = (*_EXPLORING_ORIGINS, "warm start", "random")
 
 
 class AutoPrunePlus:
-    """Structure from the language model and from grafts, numbers from TPE."""
+    """Combines a language model, TPE and grafts by their success rates."""
 
-    races = True
+    stops_early = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.asks = bool(settings.proposer)
+        self.uses_proposer = bool(settings.proposer)
 
     async def propose(self, this: Round) -> list[Draft]:
-        """Warm starts first; then every slot by the success of its origin."""
+        """Warm starts in the first round; after it, candidates of the drawn origins."""
         if this.number == 1:
-            starts = warm_starts(self._settings)[: this.count]
-            return [Draft("warm start", state) for state in starts]
-        ranked = _different(this.history.ranked())
-        if not ranked and self.asks:
-            return list(await asyncio.gather(*(self._asked(this, i) for i in range(this.count))))
-        if not ranked:
-            return [self._composed("random", Dice(this.dice)) for _ in range(this.count)]
-        credit = _credit(this.history)
-        if not self.asks:
-            del credit["llm"]
-        if 2 * this.number <= self._settings.rounds:
-            credit = {origin: credit[origin] for origin in _LOOKING if origin in credit}
-        origins = [_drawn(credit, this.dice) for _ in range(this.count)]
+            states = warm_start_states(self._settings)[: this.count]
+            return [Draft("warm start", state) for state in states]
+        best = _best_of_each_structure(this.history.ranked())
+        origins = self._draw_origins(this, can_refine=bool(best))
+        study = self._whole_state_study(this) if "wide" in origins else None
         drafts: dict[int, Draft] = {}
-        wide = self._told(this) if "wide" in origins else None
         for index, origin in enumerate(origins):
             if origin == "tune":
-                drafts[index] = self._tuned(ranked, this.history, this.dice)
+                drafts[index] = self._tune(best, this.history, this.rng)
             elif origin == "graft":
-                drafts[index] = self._grafted(ranked, this.dice)
-            elif origin == "wide":
-                assert wide is not None
-                drafts[index] = self._composed("wide", wide.suggest())
-        waiting = [index for index in range(this.count) if index not in drafts]
-        replies = await asyncio.gather(*(self._asked(this, index) for index in waiting))
-        drafts |= dict(zip(waiting, replies, strict=True))
+                drafts[index] = self._graft(best, this.rng)
+            elif study is not None and origin == "wide":
+                drafts[index] = sample_draft("wide", study.suggest(), self._settings)
+            elif origin == "random":
+                drafts[index] = sample_draft("random", RandomSource(this.rng), self._settings)
+        return await self._add_requested(drafts, this)
+
+    async def _add_requested(self, drafts: dict[int, Draft], this: Round) -> list[Draft]:
+        """Request proposals for all indices without a draft."""
+        missing = [index for index in range(this.count) if index not in drafts]
+        default = paper_state(self._settings)
+        requests = [request_improvement(this, self._settings, index, default) for index in missing]
+        replies = await asyncio.gather(*requests)
+        drafts |= dict(zip(missing, replies, strict=True))
         return [drafts[index] for index in range(this.count)]
 
-    async def _asked(self, this: Round, index: int) -> Draft:
-        best = this.history.best()
-        shown = paper_state(self._settings) if best is None or best.state is None else best.state
-        menu = offered(self._settings, this.dice, [shown])
-        messages = propose(self._settings, this.summary, shown, index, this.count, menu)
-        parents = () if best is None else (best.name,)
-        return await this.ask(index, messages, "llm", parents, menu=menu)
+    def _draw_origins(self, this: Round, *, can_refine: bool) -> list[str]:
+        """The origin of every slot of a round, drawn by success rates."""
+        if not can_refine:
+            return ["llm" if self.uses_proposer else "random"] * this.count
+        exploring = 2 * this.number <= self._settings.rounds
+        allowed = _EXPLORING_ORIGINS if exploring else _ORIGINS
+        origins = [name for name in allowed if self.uses_proposer or name != "llm"]
+        rates = _success_rates(this.history)
+        weights = [rates[origin] for origin in origins]
+        return [this.rng.choices(origins, weights)[0] for _ in range(this.count)]
 
-    def _composed(self, origin: str, choose: Chooser) -> Draft:
-        body = composed(choose, self._settings.source_budget)
-        return Draft(origin, assembled(body, self._settings, "candidate"))
+    def _whole_state_study(self, this: Round) -> TpeStudy:
+        """TPE over all measured whole states, whatever their origin.
 
-    def _told(self, this: Round) -> Study:
-        """TPE over the whole space, told of every whole state that was measured, whoever made it.
-
-        It is not told of small steps: variants of one state would be all that it takes for good.
+        Small changes to a state are left out: TPE would take its many variants for the best region.
         """
         budget = self._settings.source_budget
-        made = sum(trial.proposed.origin == "wide" for trial in this.history.trials)
         measured = [
-            (trial.state, trial.tried.objective)
+            (trial.require_state(), trial.result.objective)
             for trial in this.history.trials
-            if trial.state is not None
-            and trial.tried.objective is not None
-            and trial.proposed.origin in _WHOLE
+            if trial.result.objective is not None and trial.proposal.origin in _WHOLE_STATE_ORIGINS
         ]
-        startup = len(measured) + _RANDOM - made
-        study = Study(this.dice.randrange(2**31), startup)
+        suggested = sum(trial.proposal.origin == "wide" for trial in this.history.trials)
+        startup = len(measured) + _RANDOM_STRUCTURES - suggested
+        study = TpeStudy(this.rng.randrange(2**31), startup)
         for state, objective in measured:
-            told = study.enqueue(read_choices(state, budget))
-            composed(told, budget)
-            study.tell(told, objective)
+            suggestion = study.replay(choices_of_state(state, budget))
+            sample_proposal(suggestion, budget)
+            study.report(suggestion, objective)
         return study
 
-    def _tuned(self, ranked: Sequence[Trial], history: History, dice: Random) -> Draft:
-        parent, state = _parent(ranked, dice)
-        alike = [
-            trial
+    def _tune(self, best: Sequence[Trial], history: History, rng: Random) -> Draft:
+        """New numbers for one of the best structures."""
+        parent = _draw_parent(best, rng)
+        state, budget = parent.require_state(), self._settings.source_budget
+        measured = [
+            (trial.require_state(), trial.result.objective)
             for trial in history.trials
-            if trial.state is not None
-            and trial.tried.objective is not None
-            and structure(trial.state) == structure(state)
+            if trial.result.objective is not None
+            and structure(trial.require_state()) == structure(state)
         ]
-        budget = self._settings.source_budget
-        if len(alike) < _ENOUGH:
-            return self._draft("near", turned(state, _Near(state, budget, dice), budget), parent)
-        study = Study(dice.randrange(2**31), startup=0)
-        for trial in alike:
-            assert trial.state is not None
-            told = study.enqueue(read_knobs(trial.state, budget))
-            turned(trial.state, told, budget)
-            study.tell(told, trial.tried.objective)
-        return self._draft("tune", turned(state, study.suggest(), budget), parent)
+        if len(measured) < _MIN_TPE_TRIALS:
+            source = _NeighbourSource(state, budget, rng)
+            return self._derive("near", resample_numbers(state, source, budget), parent)
+        study = TpeStudy(rng.randrange(2**31), startup=0)
+        for other, objective in measured:
+            suggestion = study.replay(numbers_of_state(other, budget))
+            resample_numbers(other, suggestion, budget)
+            study.report(suggestion, objective)
+        return self._derive("tune", resample_numbers(state, study.suggest(), budget), parent)
 
-    def _grafted(self, ranked: Sequence[Trial], dice: Random) -> Draft:
-        parent, state = _parent(ranked, dice)
-        others = [trial.state for trial in ranked[:_BEST] if trial.state not in (None, state)]
-        lent = dice.choice(others) if others and dice.random() < 0.5 else None
-        other = composed(Dice(dice), self._settings.source_budget) if lent is None else _alpha(lent)
-        body = _alpha(state)
-        dice.choice(_GRAFTS)(body, other, dice)
-        return self._draft("graft", body, parent)
+    def _graft(self, best: Sequence[Trial], rng: Random) -> Draft:
+        """One of the best states with a component of another one, or of a random state."""
+        parent = _draw_parent(best, rng)
+        state = parent.require_state()
+        others = [
+            trial.require_state() for trial in best[:_BEST_STRUCTURES] if trial.state != state
+        ]
+        if others and rng.random() < 0.5:
+            donor = Components.from_state(rng.choice(others))
+        else:
+            proposal = sample_proposal(RandomSource(rng), self._settings.source_budget)
+            donor = Components.model_validate(proposal)
+        grafted = rng.choice(_GRAFTS)(Components.from_state(state), donor, rng)
+        return self._derive("graft", grafted.to_json(), parent)
 
-    def _draft(self, origin: str, body: JsonObject, parent: Trial) -> Draft:
-        state = assembled(body, self._settings, "candidate")
-        return Draft(origin, state, (), (parent.name,))
+    def _derive(self, origin: str, components: JsonObject, parent: Trial) -> Draft:
+        return Draft(origin, assemble_state(components, self._settings), (), (parent.name,))
 
 
-class _Near:
-    """Choices close to those of a state; half of them stay."""
+class _NeighbourSource:
+    """Choices close to those of a state; each stays as it is with probability one half."""
 
-    def __init__(self, state: PruningState, budget: int, dice: Random) -> None:
-        self._now = read_knobs(state, budget)
-        self._dice = dice
+    def __init__(self, state: PruningState, budget: int, rng: Random) -> None:
+        self._current = numbers_of_state(state, budget)
+        self._rng = rng
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The same, or its neighbour."""
-        place = list(options).index(str(self._now[name]))
-        place += self._dice.choice((-1, 0, 0, 1))
-        return options[min(max(place, 0), len(options) - 1)]
+        """The current option or one next to it."""
+        index = list(options).index(str(self._current[name]))
+        index += self._rng.choice((-1, 0, 0, 1))
+        return options[min(max(index, 0), len(options) - 1)]
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The same, or one a small step away within the range."""
-        now = float(self._now[name])
-        if self._dice.random() < 0.5:
-            return now
-        moved = min(high, max(low, self._dice.gauss(now, _STEP * (high - low))))
-        return round(moved) if integer else round(moved, 4)
+        """The current number, or a normally distributed step from it within the range."""
+        current = float(self._current[name])
+        if self._rng.random() < 0.5:
+            return current
+        changed = min(high, max(low, self._rng.gauss(current, _STEP_WIDTH * (high - low))))
+        return round(changed) if integer else round(changed, 4)
 
 
-def _alpha(state: PruningState) -> JsonObject:
-    body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS))
-    return body
-
-
-def _different(ranked: Sequence[Trial]) -> list[Trial]:
-    """The best trial of each structure, in their order."""
-    found: dict[object, Trial] = {}
+def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
+    """The best trial of each structure, in order of rank."""
+    best: dict[tuple[str, ...], Trial] = {}
     for trial in ranked:
-        assert trial.state is not None
-        found.setdefault(structure(trial.state), trial)
-    return list(found.values())
+        best.setdefault(structure(trial.require_state()), trial)
+    return list(best.values())
 
 
-def _credit(history: History) -> dict[str, float]:
-    """How often each origin has improved on the best so far; a success and a failure are lent."""
-    wins, tries = dict.fromkeys(_ORIGINS, 1.0), dict.fromkeys(_ORIGINS, 2.0)
+def _success_rates(history: History) -> dict[str, float]:
+    """Laplace-smoothed success rate of each origin; a success improves on the best so far."""
+    successes, trials = dict.fromkeys(_ORIGINS, 1.0), dict.fromkeys(_ORIGINS, 2.0)
     best = history.base.objective or 0.0
     for trial in history.trials:
-        origin = "tune" if trial.proposed.origin == "near" else trial.proposed.origin
+        origin = "tune" if trial.proposal.origin == "near" else trial.proposal.origin
         improves = trial.objective is not None and trial.objective > best
         best = max(best, trial.objective) if trial.objective is not None else best
-        if origin in tries:
-            tries[origin] += 1
-            wins[origin] += improves
-    return {origin: wins[origin] / tries[origin] for origin in _ORIGINS}
+        if origin in trials:
+            trials[origin] += 1
+            successes[origin] += improves
+    return {origin: successes[origin] / trials[origin] for origin in _ORIGINS}
 
 
-def _drawn(weights: dict[str, float], dice: Random) -> str:
-    return dice.choices(list(weights), list(weights.values()))[0]
+def _draw_parent(best: Sequence[Trial], rng: Random) -> Trial:
+    """One of the best structures, with a probability inverse to its rank."""
+    candidates = best[:_BEST_STRUCTURES]
+    return rng.choices(candidates, [1 / (1 + rank) for rank in range(len(candidates))])[0]
 
 
-def _parent(ranked: Sequence[Trial], dice: Random) -> tuple[Trial, PruningState]:
-    """One of the best, a better one likelier by its rank."""
-    best = ranked[:_BEST]
-    parent = dice.choices(best, [1 / (1 + rank) for rank in range(len(best))])[0]
-    assert parent.state is not None
-    return parent, parent.state
+def _add_signal(state: Components, donor: Components, rng: Random) -> Components:
+    present = {signal.atom for signal in state.scoring.signals}
+    new = [signal for signal in donor.scoring.signals if signal.atom not in present]
+    if not new:
+        return state
+    return state.with_scoring(signals=(*state.scoring.signals, rng.choice(new)))
 
 
-def _take(component: str, field: str | None = None) -> Callable[..., None]:
-    """Graft a whole component, or one field of it."""
-
-    def graft(body: JsonObject, other: JsonObject, dice: Random) -> None:
-        if field is None:
-            body[component] = other[component]
-            return
-        here, there = _object(body[component]), _object(other[component])
-        here[field] = there[field]
-
-    return graft
+def _drop_signal(state: Components, donor: Components, rng: Random) -> Components:
+    signals = list(state.scoring.signals)
+    if len(signals) > 1:
+        signals.pop(rng.randrange(len(signals)))
+    return state.with_scoring(signals=tuple(signals))
 
 
-def _add_signal(body: JsonObject, other: JsonObject, dice: Random) -> None:
-    here, there = _signals(body), _signals(other)
-    has = {_object(signal)["atom"] for signal in here}
-    fresh = [signal for signal in there if _object(signal)["atom"] not in has]
-    if fresh:
-        here.append(dice.choice(fresh))
-
-
-def _drop_signal(body: JsonObject, other: JsonObject, dice: Random) -> None:
-    here = _signals(body)
-    if len(here) > 1:
-        here.pop(dice.randrange(len(here)))
-
-
-_GRAFTS: tuple[Callable[[JsonObject, JsonObject, Random], None], ...] = (
+_GRAFTS: tuple[Callable[[Components, Components, Random], Components], ...] = (
     _add_signal,
     _drop_signal,
-    _take("scoring", "fusion"),
-    _take("scoring", "kernel"),
-    _take("constraints", "pool"),
-    _take("constraints", "selector"),
-    _take("reassembly"),
+    lambda state, donor, _: state.with_scoring(fusion=donor.scoring.fusion),
+    lambda state, donor, _: state.with_scoring(kernel=donor.scoring.kernel),
+    lambda state, donor, _: state.with_constraints(pool=donor.constraints.pool),
+    lambda state, donor, _: state.with_constraints(selector=donor.constraints.selector),
+    lambda state, donor, _: state.model_copy(update={"reassembly": donor.reassembly}),
 )
-
-
-def _signals(body: JsonObject) -> list[JsonValue]:
-    signals = _object(body["scoring"])["signals"]
-    assert isinstance(signals, list)
-    return signals
-
-
-def _object(value: JsonValue) -> JsonObject:
-    assert isinstance(value, dict)
-    return value

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.examples import Dataset
+from offline_search.dataset import Dataset
 from offline_search.settings import Settings
 from tests.offline_search.replies import BUDGET
 from tests.offline_search.synthetic import dataset

@@ -1,7 +1,4 @@
-"""An OpenAI-compatible endpoint that does as it is told, over real HTTP.
-
-Knows nothing about proposals.
-"""
+"""Fake OpenAI-compatible endpoint over HTTP, whose responses the test defines."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Answer = tuple[int, bytes, dict[str, str]]
 
 
 def said(text: str | None, **message: object) -> Answer:
-    """A chat completion with this text."""
+    """Response with a chat completion of this text."""
     choice = {"index": 0, "finish_reason": "stop",
               "message": {"role": "assistant", "content": text, **message}}  # fmt: skip
     body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m",
@@ -30,39 +27,39 @@ def said(text: str | None, **message: object) -> Answer:
 
 
 def error(status: int, message: str = "no", **headers: str) -> Answer:
-    """An error as OpenAI words it."""
+    """Error response in OpenAI's format."""
     body = {"error": {"message": message, "type": "x", "code": status}}
     return status, json.dumps(body).encode(), headers
 
 
 @dataclass
 class Told:
-    """What the endpoint answers, and what it was asked."""
+    """A running fake endpoint: its answer function and the requests that it received."""
 
     answer: Callable[[Body, int], Answer]
     asked: list[Body] = field(default_factory=list)
     url: str = ""
     down: bool = False
-    """Whether it does not even say what it serves."""
+    """Whether the list of models fails as well."""
     ports: set[int] = field(default_factory=set)
-    """Of the connections on which something was asked."""
+    """Client ports of all requests, to count connections."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # The default of five would turn away clients that come all at once.
+    # The default backlog of five would refuse clients that connect at the same time.
     request_queue_size = 128
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that are killed leave half a request behind; anything else is told."""
+        """Ignore incomplete requests of killed clients; print any other error."""
         if not isinstance(sys.exception(), ConnectionError | json.JSONDecodeError):
             traceback.print_exc()
 
 
 @contextlib.contextmanager
 def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
-    """Serve until the block ends; ``answer`` gets a request's body and its number."""
-    told = Told(answer)
+    """Serve until the block ends; ``answer`` maps a request body and its number to a response."""
+    fake = Told(answer)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -70,12 +67,12 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
-            told.asked.append(body)
-            told.ports.add(self.client_address[1])
-            self._send(*told.answer(body, len(told.asked) - 1))
+            fake.asked.append(body)
+            fake.ports.add(self.client_address[1])
+            self._send(*fake.answer(body, len(fake.asked) - 1))
 
         def do_GET(self) -> None:
-            if told.down:
+            if fake.down:
                 self._send(*error(503, "down"))
                 return
             self._send(200, json.dumps({"object": "list", "data": [{"id": "m"}]}).encode(), {})
@@ -95,9 +92,9 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
     server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    told.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     try:
-        yield told
+        yield fake
     finally:
         server.shutdown()
         server.server_close()

@@ -1,21 +1,20 @@
-"""What a proposer may say: mostly sound proposals, and the worst that an endpoint can send.
-
-Knows nothing about endpoints.
-"""
+"""Replies of a proposer for tests: valid proposals and invalid text."""
 
 from __future__ import annotations
 
 import json
 from random import Random
 
-from offline_search.space import Dice, composed
+from offline_search.candidates.search_space import RandomSource, sample_proposal
 
 BUDGET = 8
 
 
-def sound(count: int) -> list[str]:
-    """Valid proposals, drawn at random."""
-    return [json.dumps(composed(Dice(Random(seed)), BUDGET)) for seed in range(count)]
+def valid_replies(count: int) -> list[str]:
+    """Random valid proposals."""
+    return [
+        json.dumps(sample_proposal(RandomSource(Random(seed)), BUDGET)) for seed in range(count)
+    ]
 
 
 HOSTILE = {
@@ -23,7 +22,7 @@ HOSTILE = {
     "blank": " \n\t ",
     "refusal": "I'm sorry, but I cannot help with that.",
     "prose": "First, let us think about relevance. " * 40,
-    "cut": sound(1)[0][:-20],
+    "cut": valid_replies(1)[0][:-20],
     "a list": "[1, 2, 3]",
     "a number": "42",
     "long": "x" * 100_000,
@@ -36,7 +35,7 @@ HOSTILE = {
     "nul": '{"scoring": "\\u0000"}',
     "other keys": '{"__class__": "os.system", "state": "rm -rf /"}',
     "script": '{"scoring": "<script>alert(1)</script>"}',
-    "unknown atom": sound(1)[0].replace("_fusion", "_confusion"),
-    "out of range": sound(1)[0].replace('"weight": ', '"weight": 1e9'),
+    "unknown atom": valid_replies(1)[0].replace("_fusion", "_confusion"),
+    "out of range": valid_replies(1)[0].replace('"weight": ', '"weight": 1e9'),
 }
-"""Replies of which none is a proposal."""
+"""Invalid replies by name."""

@@ -1,7 +1,7 @@
-"""A task with a known answer: states score by what they are made of, and nothing is served.
+"""Synthetic search task with a known optimum, without models or servers.
 
-Knows nothing about models. Relevance is what helps, in the right share; a larger quota helps up to
-four; merging hurts. Every example adds noise of its own that all states share in part.
+The score of a state depends on the weight of its relevance signal, its quota (best: four) and its
+merge strength (best: zero), plus noise of which all states share a part.
 """
 
 from __future__ import annotations
@@ -11,23 +11,28 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import torch
 
-from offline_search.answers import Answers
-from offline_search.evaluators.protocol import EvaluationFailed, Job
-from offline_search.examples import Dataset, Example, read_dataset, write_split
-from offline_search.prompt import Messages
-from offline_search.proposal import JsonObject
-from offline_search.proposers.protocol import Reply
-from offline_search.records import Cost
+from offline_search.candidates.components import JsonObject
+from offline_search.dataset import Dataset, Example, read_dataset, write_split
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.records import Cost, Record, WinnerRecord
+from offline_search.proposers.prompt import Messages
+from offline_search.proposers.proposal_client import Reply, SpendingLimits
+from offline_search.search import Search
+from offline_search.settings import Settings
+from tests.offline_search.replies import valid_replies
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 def dataset(folder: Path, images: int = 12) -> Dataset:
-    """Two questions on each image, three splits; images are files whose content is their name."""
+    """Data set with two questions per image; the content of an image file is its name."""
     for split in ("search", "validation", "test"):
         examples = []
         for number in range(images):
@@ -43,12 +48,12 @@ def dataset(folder: Path, images: int = 12) -> Dataset:
 
 
 class SyntheticEvaluator:
-    """Counts what it is asked; ``fails`` are digests that cannot be measured."""
+    """Records its jobs; jobs for a digest in ``fails`` fail."""
 
     def __init__(self, data: Dataset, probes: bool = True, delay: float = 0.0) -> None:
         self.name = f"synthetic {data.digest[:8]}"
         self.dataset = data
-        self.asked: list[Job] = []
+        self.asked: list[EvaluationJob] = []
         self.fails: set[str] = set()
         self._probes = probes
         self._delay = delay
@@ -62,21 +67,21 @@ class SyntheticEvaluator:
     async def close(self) -> None:
         return None
 
-    async def evaluate(self, job: Job) -> Answers:
+    async def evaluate(self, job: EvaluationJob) -> Answers:
         self.asked.append(job)
         if self._delay:
             await asyncio.sleep(self._delay)
         if job.state is not None and job.state.digest in self.fails:
             raise EvaluationFailed("the server answered 500")
-        examples = self.dataset.of(job.split)[job.start : job.stop]
+        examples = self.dataset.examples(job.split)[job.start : job.stop]
         value = 0.0 if job.state is None else worth(job.state)
-        drawn = [_noise(job, example) for example in examples]
-        logprob = tuple(-1.0 + value + 0.05 * noise for noise in drawn)
+        noises = [_noise(job, example) for example in examples]
+        logprob = tuple(-1.0 + value + 0.05 * noise for noise in noises)
         return Answers(logprob, tuple(value > -1.2 for value in logprob))
 
 
 def worth(state: PruningState) -> float:
-    """At most 0, which is what all tokens are worth."""
+    """Score of a state, at most 0, the score of the unpruned model."""
     weights = {call.atom: call.weight for call in state.scoring.signals}
     share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
     quota = state.constraints.selector.bounds(8)[0]
@@ -84,7 +89,7 @@ def worth(state: PruningState) -> float:
     return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
 
 
-def _noise(job: Job, example: Example) -> float:
+def _noise(job: EvaluationJob, example: Example) -> float:
     whose = "full" if job.state is None else job.state.digest
     shared = Random(f"{example.image} {example.question}").gauss(0, 1)
     own = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
@@ -92,7 +97,7 @@ def _noise(job: Job, example: Example) -> float:
 
 
 class ScriptedProposer:
-    """Replies that follow from the request: the same request gets the same reply, always."""
+    """Proposer that chooses among given replies by a hash of the request."""
 
     def __init__(self, replies: Sequence[str | None]) -> None:
         self.replies = replies
@@ -113,11 +118,41 @@ class ScriptedProposer:
 
 
 def scripted(messages: Messages, seed: int) -> int:
-    """A number that follows from a request."""
+    """Hash of a request."""
     text = f"{seed} {messages[-1]['content']}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def quiet_torch() -> None:
-    """One thread: two would only wait for each other here."""
+    """Use one thread, which is faster for tensors this small."""
     torch.set_num_threads(1)
+
+
+R = TypeVar("R", bound=Record)
+
+VALID_REPLIES = valid_replies(30)
+
+
+async def run_search(
+    path: Path,
+    settings: Settings,
+    evaluator: SyntheticEvaluator,
+    replies: Sequence[str | None] | None = None,
+    limits: SpendingLimits | None = None,
+) -> WinnerRecord:
+    """Run or resume a search on a ledger."""
+    proposer = ScriptedProposer(VALID_REPLIES if replies is None else replies)
+    settings = settings.model_copy(update={"evaluator": evaluator.name})
+    with Ledger(path) as ledger:
+        return await Search(settings, ledger, evaluator, proposer, limits or SpendingLimits()).run()
+
+
+def ledger_digest(path: Path) -> str:
+    """Digest of a ledger file."""
+    with Ledger(path) as ledger:
+        return ledger.digest()
+
+
+def records_of_kind(path: Path, kind: type[R]) -> list[R]:
+    """Records of one type, in order."""
+    return [record for record in read_ledger(path) if isinstance(record, kind)]

@@ -16,7 +16,7 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_the_search_is_a_client_and_never_imports_a_server() -> None:
+def test_the_search_imports_no_server() -> None:
     assert len(MODULES) > 30
     for path in MODULES:
         for name in imported_by(path):
@@ -24,25 +24,20 @@ def test_the_search_is_a_client_and_never_imports_a_server() -> None:
             assert not name.startswith("vllm_autoprune.serving"), path.name
 
 
-def test_every_module_says_what_it_does_not_know() -> None:
-    for path in MODULES:
-        assert "Knows nothing about" in path.read_text(encoding="utf-8")[:900], path.name
-
-
 def test_importing_the_search_loads_no_server_and_no_model_library() -> None:
-    names = [dotted(path) for path in MODULES if path.name != "probing.py"]
+    names = [dotted(path) for path in MODULES]
     code = (
         f"import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
         f"print(sorted({{'vllm', 'transformers', 'optuna'}} & set(sys.modules)))"
     )
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert ran.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
 
 
-def test_the_core_does_not_know_the_search() -> None:
+def test_the_core_does_not_import_the_search() -> None:
     package = ROOM.parent / "vllm_autoprune"
     for path in package.rglob("*.py"):
         if "cli" in path.relative_to(package).parts:

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from offline_search.examples import Dataset
+from offline_search.dataset import Dataset
 from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
-from tests.offline_search.replies import sound
+from tests.offline_search.replies import valid_replies
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 
-SOUND = sound(12)
+VALID_REPLIES = valid_replies(12)
 
 
 def model(body: Body, number: int) -> Answer:
-    """A served model and a proposer in one: the more relevance a state has, the surer it is."""
+    """Served model and proposer in one; the score depends on the state's signals."""
     if "mm_processor_kwargs" not in body:
-        return said(SOUND[number % len(SOUND)])
+        return said(VALID_REPLIES[number % len(VALID_REPLIES)])
     answer = body["messages"][-1]["content"]
     signals = body["mm_processor_kwargs"]["autoprune"].get("policy", {}).get("scoring", {})
     names = json.dumps(signals)
@@ -30,14 +30,14 @@ def model(body: Body, number: int) -> Answer:
 
 @pytest.fixture
 def served() -> Iterator[Told]:
-    with endpoint(model) as told:
-        yield told
+    with endpoint(model) as server:
+        yield server
 
 
-def call(told: Told, data: Dataset, ledger: Path, *more: str) -> int:
+def call(server: Told, data: Dataset, ledger: Path, *more: str) -> int:
     return main([
-        "search", "--data", str(data.folder), "--ledger", str(ledger), "--server-url", told.url,
-        "--proposer-url", told.url, "--proposer-model", "m", "--budget", "8", "--rounds", "2",
+        "search", "--data", str(data.folder), "--ledger", str(ledger), "--server-url", server.url,
+        "--proposer-url", server.url, "--proposer-model", "m", "--budget", "8", "--rounds", "2",
         "--per-round", "2", "--strategy", "autoprune", *more,
     ])  # fmt: skip
 
@@ -47,10 +47,10 @@ def test_from_a_folder_of_questions_to_a_state_that_loads(
 ) -> None:
     state, page, ledger = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "l.jsonl"
     assert call(served, data, ledger, "-o", str(state)) == 0
-    told = capsys.readouterr()
-    assert "| winner |" in told.out and "round 2" in told.err and "left" in told.err
-    found = load_state(state)
-    assert found.provenance.scores and "autoprune" in found.provenance.found_by
+    output = capsys.readouterr()
+    assert "| winner |" in output.out and "round 2" in output.err and "left" in output.err
+    winner = load_state(state)
+    assert winner.provenance.scores and "autoprune" in winner.provenance.found_by
     assert main(["validate", str(state)]) == 0
 
     assert main(["search", "report", "--ledger", str(ledger), "-o", str(page)]) == 0
@@ -61,13 +61,13 @@ def test_from_a_folder_of_questions_to_a_state_that_loads(
     again = tmp_path / "again.jsonl"
     replayed = ["search", "--replay", str(ledger), "--ledger", str(again), "--json"]
     assert main([*replayed, "--data", str(data.folder)]) == 0
-    told = capsys.readouterr()
-    before, after = (line.split()[1] for line in told.err.splitlines())
-    assert before == after and len(served.asked) == asked, "a replay asks nobody"
-    assert json.loads(told.out)["digest"] == found.digest
+    output = capsys.readouterr()
+    before, after = (line.split()[1] for line in output.err.splitlines())
+    assert before == after and len(served.asked) == asked, "a replay sends no request"
+    assert json.loads(output.out)["digest"] == winner.digest
 
 
-def test_a_ledger_is_not_gone_on_with_by_accident(
+def test_an_existing_ledger_needs_resume(
     served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = tmp_path / "l.jsonl"
@@ -76,27 +76,27 @@ def test_a_ledger_is_not_gone_on_with_by_accident(
     assert call(served, data, ledger) == 1
     assert "--resume" in capsys.readouterr().err
     assert call(served, data, ledger, "--resume") == 0
-    # Both sides are looked at before anything is gone on with; nothing else is asked again.
+    # Server and proposer are checked before a search resumes; nothing else is sent again.
     assert len(served.asked) - asked <= 3
     assert call(served, data, ledger, "--resume", "--seed", "5") == 1
     assert "belongs to another search" in capsys.readouterr().err
 
 
-def test_a_dry_run_asks_nobody_and_says_what_it_would(
+def test_a_dry_run_prints_the_estimate_without_requests(
     served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(served, data, tmp_path / "l", "--dry-run", "--price", "1", "2", "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["calls"] == 4 and found["money"] > 0 and found["prompt_tokens"] > 1000
-    assert found["answers"]["search"] == 24 * (1 + 1 + 4)
-    assert "quality_topk_selector" in found["messages"][0]["content"]
+    estimate: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert estimate["calls"] == 4 and estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
+    assert estimate["answers"]["search"] == 24 * (1 + 1 + 4)
+    assert "quality_topk_selector" in estimate["messages"][0]["content"]
     assert not served.asked and not (tmp_path / "l").exists()
     assert call(served, data, tmp_path / "l", "--dry-run") == 0
     assert "--- system" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("more", "said_"),
+    ("more", "message"),
     [
         (["--strategy", "magic"], "--strategy: 'magic' is not known"),
         (["--base-policy", "none"], "--base-policy: 'none' is not known"),
@@ -105,36 +105,38 @@ def test_a_dry_run_asks_nobody_and_says_what_it_would(
         (["--seed", "-1"], "seed"),
     ],
 )
-def test_a_wrong_call_is_one_error_with_the_way_out(
-    more: list[str], said_: str, served: Told, data: Dataset, tmp_path: Path,
+def test_wrong_options_give_one_error_with_a_fix(
+    more: list[str], message: str, served: Told, data: Dataset, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert call(served, data, tmp_path / "l", *more) == 1
-    told = capsys.readouterr().err
-    assert said_ in told and "->" in told and "Traceback" not in told
+    errors = capsys.readouterr().err
+    assert message in errors and "->" in errors and "Traceback" not in errors
     assert not served.asked
 
 
-def test_a_server_that_takes_no_states_ends_it_before_the_first_round(
+def test_a_server_without_request_states_is_an_error(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with endpoint(lambda b, n: error(400, "requests may not bring a state")) as told:
-        assert call(told, data, tmp_path / "l") == 1
+    with endpoint(lambda b, n: error(400, "requests may not bring a state")) as server:
+        assert call(server, data, tmp_path / "l") == 1
     assert "--autoprune-requests states" in capsys.readouterr().err
 
 
-def test_a_wrong_key_ends_it_before_the_first_round(
+def test_a_wrong_key_is_an_error(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(body: Body, number: int) -> Answer:
         return model(body, number) if "mm_processor_kwargs" in body else error(401, "bad key")
 
-    with endpoint(answer) as told:
-        assert call(told, data, tmp_path / "l") == 1
+    with endpoint(answer) as server:
+        assert call(server, data, tmp_path / "l") == 1
     assert "--proposer-key-env" in capsys.readouterr().err
 
 
-def test_a_report_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_on_a_missing_ledger_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["search", "report", "--ledger", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
 
@@ -143,7 +145,7 @@ def test_the_ablation_of_the_proposer(
     served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(served, data, tmp_path / "l", "--no-proposer") == 1
-    assert "autoprune asks" in capsys.readouterr().err
+    assert "autoprune needs a proposer" in capsys.readouterr().err
     alone = ("--no-proposer", "--strategy", "autoprune+", "--dry-run", "--json")
     assert call(served, data, tmp_path / "l", *alone) == 0
     assert json.loads(capsys.readouterr().out)["calls"] == 0

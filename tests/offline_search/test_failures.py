@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.examples import Dataset
-from offline_search.proposal import alpha
-from offline_search.records import Chosen, Proposed, Tried
+from offline_search.candidates.components import compact_json
+from offline_search.dataset import Dataset
+from offline_search.ledger.records import ProposalRecord, TrialRecord, WinnerRecord
 from offline_search.settings import Settings
-from offline_search.strategies.starts import paper_state
+from offline_search.strategies.start_states import paper_state
 from tests.offline_search.replies import HOSTILE
-from tests.offline_search.searching import SOUND, of_kind, searched
-from tests.offline_search.synthetic import SyntheticEvaluator
+from tests.offline_search.synthetic import (
+    VALID_REPLIES,
+    SyntheticEvaluator,
+    records_of_kind,
+    run_search,
+)
 from vllm_autoprune.errors import SearchError
 
 
@@ -21,9 +25,9 @@ async def test_hostile_replies_are_invalid_proposals_and_the_search_goes_on(
     name: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"rounds": 2, "per_round": 4})
-    replies = [HOSTILE[name], SOUND[0], HOSTILE[name], SOUND[1], SOUND[2]]
-    await searched(tmp_path / "l", settings, SyntheticEvaluator(data), replies)
-    trials = of_kind(tmp_path / "l", Tried)
+    replies = [HOSTILE[name], VALID_REPLIES[0], HOSTILE[name], VALID_REPLIES[1], VALID_REPLIES[2]]
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), replies)
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert len(trials) == 8 and "evaluated" in {trial.status for trial in trials}
     for trial in trials:
         assert trial.status != "invalid" or trial.reason
@@ -34,48 +38,48 @@ async def test_an_endpoint_that_is_down_all_the_time(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     with pytest.raises(SearchError, match="no candidate was evaluated"):
-        await searched(tmp_path / "l", settings, SyntheticEvaluator(data), [None])
-    trials = of_kind(tmp_path / "l", Tried)
+        await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), [None])
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert {trial.status for trial in trials} == {"invalid"}
     assert all("the endpoint is down" in trial.reason for trial in trials)
 
 
-async def test_autoprune_plus_needs_no_endpoint_to_go_on(
+async def test_autoprune_plus_continues_without_its_endpoint(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": "autoprune+"})
-    chosen = await searched(tmp_path / "l", settings, SyntheticEvaluator(data), [None])
+    chosen = await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), [None])
     assert chosen.test.gain.low > 0
 
 
-async def test_a_candidate_that_cannot_be_measured_is_not_a_wrong_one(
+async def test_a_failed_evaluation_is_not_scored_as_wrong(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"per_round": 1, "rounds": 4})
     evaluator = SyntheticEvaluator(data)
-    await searched(tmp_path / "free", settings, evaluator)
-    (best,) = of_kind(tmp_path / "free", Chosen)
+    await run_search(tmp_path / "free", settings, evaluator)
+    (best,) = records_of_kind(tmp_path / "free", WinnerRecord)
     evaluator = SyntheticEvaluator(data)
     evaluator.fails = {best.digest}
-    other = await searched(tmp_path / "l", settings, evaluator)
+    other = await run_search(tmp_path / "l", settings, evaluator)
     assert other.digest != best.digest
-    failed = [r for r in of_kind(tmp_path / "l", Tried) if r.status == "unevaluated"]
+    failed = [r for r in records_of_kind(tmp_path / "l", TrialRecord) if r.status == "unevaluated"]
     assert failed and all(r.objective is None and "500" in r.reason for r in failed)
 
 
-async def test_what_could_not_be_measured_is_tried_again_in_another_form(
+async def test_a_duplicate_of_a_failed_candidate_is_evaluated(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     # Two states of one behaviour: signals are idle where nothing is exchanged for quality.
-    one = alpha(paper_state(settings))
+    one = compact_json(paper_state(settings))
     other = json.loads(json.dumps(one))
     other["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
     settings = settings.model_copy(update={"per_round": 1, "rounds": 8})
     replies = [json.dumps(one), json.dumps(other)]
-    await searched(tmp_path / "free", settings, SyntheticEvaluator(data), replies)
-    first = of_kind(tmp_path / "free", Proposed)[0]
+    await run_search(tmp_path / "free", settings, SyntheticEvaluator(data), replies)
+    first = records_of_kind(tmp_path / "free", ProposalRecord)[0]
     evaluator = SyntheticEvaluator(data)
     evaluator.fails = {first.digest}
-    await searched(tmp_path / "l", settings, evaluator, replies)
-    trials = of_kind(tmp_path / "l", Tried)
+    await run_search(tmp_path / "l", settings, evaluator, replies)
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert {"unevaluated", "evaluated"} <= {trial.status for trial in trials}

@@ -5,42 +5,47 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.examples import Dataset
-from offline_search.records import Replied
+from offline_search.dataset import Dataset
+from offline_search.ledger.records import ReplyRecord
 from offline_search.replay import replay
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from tests.offline_search.replies import HOSTILE, sound
-from tests.offline_search.searching import SOUND, digest, of_kind, searched
-from tests.offline_search.synthetic import SyntheticEvaluator
+from tests.offline_search.replies import HOSTILE, valid_replies
+from tests.offline_search.synthetic import (
+    VALID_REPLIES,
+    SyntheticEvaluator,
+    ledger_digest,
+    records_of_kind,
+    run_search,
+)
 from vllm_autoprune.errors import SearchError
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_search_that_is_run_again_does_nothing_again(
+async def test_a_finished_search_repeats_no_step(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
     evaluator = SyntheticEvaluator(data)
-    first = await searched(tmp_path / "l", settings, evaluator)
+    first = await run_search(tmp_path / "l", settings, evaluator)
     before, asked = (tmp_path / "l").read_bytes(), len(evaluator.asked)
-    assert await searched(tmp_path / "l", settings, evaluator, []) == first
+    assert await run_search(tmp_path / "l", settings, evaluator, []) == first
     assert (tmp_path / "l").read_bytes() == before and len(evaluator.asked) == asked
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_from_any_prefix_of_its_ledger_a_search_ends_the_same(
+async def test_a_search_resumes_from_any_prefix_of_its_ledger(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy, "rounds": 2})
-    await searched(tmp_path / "whole", settings, SyntheticEvaluator(data))
+    await run_search(tmp_path / "whole", settings, SyntheticEvaluator(data))
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     for end in range(0, len(lines), max(1, len(lines) // 6)):
         part = tmp_path / f"part-{end}"
         part.write_bytes(b"".join(lines[:end]) + lines[end][: len(lines[end]) // 2])
         evaluator = SyntheticEvaluator(data)
-        await searched(part, settings, evaluator)
-        assert digest(part) == digest(tmp_path / "whole")
+        await run_search(part, settings, evaluator)
+        assert ledger_digest(part) == ledger_digest(tmp_path / "whole")
         kept = [json.loads(line) for line in lines[:end]]
         known = {(r["digest"], r["split"], r["start"]) for r in kept if r["kind"] == "evaluation"}
         for job in evaluator.asked:
@@ -48,31 +53,31 @@ async def test_from_any_prefix_of_its_ledger_a_search_ends_the_same(
             assert (digest_, job.split, job.start) not in known, "measured again"
 
 
-async def test_a_ledger_of_another_search_is_refused_and_says_why(
+async def test_a_ledger_with_other_settings_is_refused(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    await searched(tmp_path / "l", settings, SyntheticEvaluator(data))
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
     other = settings.model_copy(update={"rounds": 7, "seed": 3})
     with pytest.raises(SearchError, match=r"rounds is 7, was 3.*seed is 3, was 0"):
-        await searched(tmp_path / "l", other, SyntheticEvaluator(data))
+        await run_search(tmp_path / "l", other, SyntheticEvaluator(data))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_recorded_search_replays_without_anybody(
+async def test_a_recorded_search_replays_without_endpoints(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
-    replies = [*SOUND[:5], HOSTILE["prose"], None]
-    chosen = await searched(tmp_path / "l", settings, SyntheticEvaluator(data), replies)
+    replies = [*VALID_REPLIES[:5], HOSTILE["prose"], None]
+    chosen = await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), replies)
     again, before, after = await replay(tmp_path / "l", tmp_path / "replayed", data)
     assert before == after
     assert again.digest == chosen.digest and again.test == chosen.test
 
 
-async def test_a_recording_that_is_not_whole_is_told(
+async def test_an_incomplete_recording_is_an_error(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    await searched(tmp_path / "l", settings, SyntheticEvaluator(data))
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
     lines = (tmp_path / "l").read_bytes().splitlines(keepends=True)
     (tmp_path / "l").write_bytes(b"".join(lines[: len(lines) // 2]))
     with pytest.raises(SearchError, match="resume the recorded search"):
@@ -82,9 +87,9 @@ async def test_a_recording_that_is_not_whole_is_told(
 async def test_a_changed_recording_does_not_replay(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    await searched(tmp_path / "l", settings, SyntheticEvaluator(data))
-    first = next(r for r in of_kind(tmp_path / "l", Replied) if r.text)
-    changed = sound(31)[-1]
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
+    first = next(r for r in records_of_kind(tmp_path / "l", ReplyRecord) if r.text)
+    changed = valid_replies(31)[-1]
     assert first.text
     old, new = json.dumps(first.text)[1:-1], json.dumps(changed)[1:-1]
     text = (tmp_path / "l").read_text().replace(old, new)

@@ -5,17 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.answers import Answers
-from offline_search.evaluators.protocol import Job
-from offline_search.examples import Dataset
-from offline_search.proposal import alpha
-from offline_search.proposers.asking import Limits
-from offline_search.records import Chosen, Judged, Proposed, Replied, Summarized, Tried
+from offline_search.candidates.components import compact_json
+from offline_search.dataset import Dataset
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationJob
+from offline_search.ledger.records import (
+    ProposalRecord,
+    ReplyRecord,
+    SummaryRecord,
+    TrialRecord,
+    VerdictRecord,
+    WinnerRecord,
+)
+from offline_search.proposers.proposal_client import SpendingLimits
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.starts import base_state, paper_state
-from tests.offline_search.searching import of_kind, searched
-from tests.offline_search.synthetic import SyntheticEvaluator
+from offline_search.strategies.start_states import base_state, paper_state
+from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
 from vllm_autoprune import load_state
 
 
@@ -24,7 +30,7 @@ async def test_every_strategy_finds_a_state_that_loads(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": strategy})
-    chosen = await searched(tmp_path / "l", settings, SyntheticEvaluator(data))
+    chosen = await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
     state = load_state(json.dumps(chosen.state))
     assert state.digest == chosen.digest
     assert state.base_policy.name == settings.base_policy
@@ -36,118 +42,128 @@ async def test_every_strategy_finds_a_state_that_loads(
 async def test_every_step_of_the_algorithm_is_a_record(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    await searched(tmp_path / "l", settings, SyntheticEvaluator(data))
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
     rounds, each = settings.rounds, settings.per_round
-    for kind, number in ((Proposed, rounds * each), (Tried, rounds * each), (Summarized, rounds)):
-        assert len(of_kind(tmp_path / "l", kind)) == number
-    assert len(of_kind(tmp_path / "l", Replied)) >= rounds * each
-    assert of_kind(tmp_path / "l", Judged)
-    assert of_kind(tmp_path / "l", Chosen)
+    for kind, number in (
+        (ProposalRecord, rounds * each),
+        (TrialRecord, rounds * each),
+        (SummaryRecord, rounds),
+    ):
+        assert len(records_of_kind(tmp_path / "l", kind)) == number
+    assert len(records_of_kind(tmp_path / "l", ReplyRecord)) >= rounds * each
+    assert records_of_kind(tmp_path / "l", VerdictRecord)
+    assert records_of_kind(tmp_path / "l", WinnerRecord)
 
 
 async def test_the_same_behaviour_is_measured_once(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    paper = json.dumps(alpha(paper_state(settings)))
+    paper = json.dumps(compact_json(paper_state(settings)))
     spaced = json.dumps(json.loads(paper), indent=3)
     evaluator = SyntheticEvaluator(data)
-    await searched(tmp_path / "l", settings, evaluator, [paper, spaced])
-    trials = of_kind(tmp_path / "l", Tried)
+    await run_search(tmp_path / "l", settings, evaluator, [paper, spaced])
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert [trial.status for trial in trials].count("evaluated") == 1
     assert {trial.same_as for trial in trials if trial.status == "same"} == {"1.0"}
     measured = [job for job in evaluator.asked if job.split == "search"]
     assert len(measured) == 3, "all tokens, the base policy, and the one candidate"
 
 
-async def test_states_that_keep_the_same_tokens_are_the_same_where_probes_tell(
+async def test_probes_detect_states_that_keep_the_same_tokens(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     # No exchange: whatever the signals are, the base policy decides.
-    other = alpha(base_state(settings))
+    other = compact_json(base_state(settings))
     scoring = other["scoring"]
     assert isinstance(scoring, dict)
     scoring["signals"] = [{"atom": "local_detail_energy", "weight": 2.0}]
-    better = json.dumps(alpha(paper_state(settings, quota=4)))
+    better = json.dumps(compact_json(paper_state(settings, quota=4)))
     for probes, status in ((True, "same"), (False, "evaluated")):
         path = tmp_path / str(probes)
         evaluator = SyntheticEvaluator(data, probes=probes)
-        await searched(path, settings, evaluator, [json.dumps(other), better])
-        found = {
+        await run_search(path, settings, evaluator, [json.dumps(other), better])
+        outcomes = {
             trial.same_as or trial.status
-            for trial, made in zip(of_kind(path, Tried), of_kind(path, Proposed), strict=True)
-            if made.state is not None and "local_detail_energy" in json.dumps(made.state)
+            for trial, proposal in zip(
+                records_of_kind(path, TrialRecord),
+                records_of_kind(path, ProposalRecord),
+                strict=True,
+            )
+            if proposal.state is not None and "local_detail_energy" in json.dumps(proposal.state)
         }
-        assert ("base" in found) == (status == "same"), found
+        assert ("base" in outcomes) == (status == "same"), outcomes
 
 
-async def test_budgets_of_tokens_and_money_end_the_asking(
+async def test_spending_limits_stop_requests(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    for limits in (Limits(tokens=400), Limits(money=0.025)):
+    for limits in (SpendingLimits(tokens=400), SpendingLimits(money=0.025)):
         path = tmp_path / str(limits.tokens)
-        await searched(path, settings, SyntheticEvaluator(data), limits=limits)
-        replies = of_kind(path, Replied)
+        await run_search(path, settings, SyntheticEvaluator(data), limits=limits)
+        replies = records_of_kind(path, ReplyRecord)
         spent = [r for r in replies if "is spent" in r.failure]
         assert spent and sum(r.cost.money for r in spent) == 0
-        # One round is asked at once, so it may go over by what it had in flight.
+        # A round sends its requests together, so it may exceed the limit by those in flight.
         assert len(replies) - len(spent) <= settings.per_round * 2
 
 
 @pytest.mark.parametrize("across", ["mean", "worst"])
-async def test_several_budgets_are_one_objective(
+async def test_several_budgets_are_aggregated(
     across: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"budgets": (8, 4), "across": across})
     evaluator = SyntheticEvaluator(data)
-    await searched(tmp_path / "l", settings, evaluator)
+    await run_search(tmp_path / "l", settings, evaluator)
     asked = {(job.state.digest, job.budget) for job in evaluator.asked if job.state is not None}
     assert {budget for _, budget in asked} == {8, 4}
-    trials = of_kind(tmp_path / "l", Tried)
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
     evaluated = [trial for trial in trials if trial.status == "evaluated"]
-    assert all(trial.examples == 2 * len(data.of("search")) for trial in evaluated)
+    assert all(trial.examples == 2 * len(data.examples("search")) for trial in evaluated)
 
 
-async def test_a_race_spends_less_on_losers_and_no_more_in_all(
+async def test_early_stopping_saves_evaluations(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"strategy": "autoprune+", "rounds": 4})
-    await searched(tmp_path / "l", settings, SyntheticEvaluator(data))
-    trials = of_kind(tmp_path / "l", Tried)
-    size = len(data.of("search"))
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
+    size = len(data.examples("search"))
     dropped = [trial for trial in trials if trial.status == "dropped"]
     assert dropped and all(trial.examples < size for trial in dropped)
-    # The last round may go over by what it had in flight.
-    assert sum(t.examples for t in trials) <= (settings.candidates + settings.per_round) * size
+    # The last round may exceed the budget by the candidates in flight.
+    assert (
+        sum(t.examples for t in trials) <= (settings.total_candidates + settings.per_round) * size
+    )
 
 
-async def test_winners_are_chosen_where_they_were_not_found(
+async def test_the_winner_has_the_best_combined_estimate(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     evaluator = SyntheticEvaluator(data)
-    chosen = await searched(tmp_path / "l", settings, evaluator)
+    chosen = await run_search(tmp_path / "l", settings, evaluator)
     best = max(chosen.estimates, key=lambda name: chosen.estimates[name])
     assert chosen.winner == best
-    tried = {f"{r.round}.{r.index}": r for r in of_kind(tmp_path / "l", Tried)}
-    found, seen = len(data.of("search")), len(data.of("validation"))
+    results = {f"{r.round}.{r.index}": r for r in records_of_kind(tmp_path / "l", TrialRecord)}
+    searched, validated = len(data.examples("search")), len(data.examples("validation"))
     for name, validation in chosen.confirmed.items():
-        both = found * (tried[name].objective or 0) + seen * validation.objective.value
-        assert chosen.estimates[name] == pytest.approx(both / (found + seen), abs=1e-5)
+        total = searched * (results[name].objective or 0) + validated * validation.objective.value
+        assert chosen.estimates[name] == pytest.approx(total / (searched + validated), abs=1e-5)
     tested = {job.state.digest for job in evaluator.asked if job.split == "test" and job.state}
     assert tested == {chosen.digest, base_state(settings).digest}
 
 
-async def test_the_worst_budget_counts_where_winners_are_measured_too(
+async def test_the_worst_budget_counts_on_held_out_splits(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     class Starved(SyntheticEvaluator):
-        async def evaluate(self, job: Job) -> Answers:
-            found = await super().evaluate(job)
+        async def evaluate(self, job: EvaluationJob) -> Answers:
+            answers = await super().evaluate(job)
             lost = 0.5 if job.state is not None and job.budget == 4 else 0.0
-            return Answers(tuple(value - lost for value in found.logprob), found.right)
+            return Answers(tuple(value - lost for value in answers.logprob), answers.right)
 
     worst = settings.model_copy(update={"budgets": (8, 4), "across": "worst"})
-    chosen = await searched(tmp_path / "worst", worst, Starved(data))
-    mean = await searched(
+    chosen = await run_search(tmp_path / "worst", worst, Starved(data))
+    mean = await run_search(
         tmp_path / "mean", worst.model_copy(update={"across": "mean"}), Starved(data)
     )
     lost = mean.base.objective.value - chosen.base.objective.value

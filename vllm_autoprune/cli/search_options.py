@@ -1,7 +1,4 @@
-"""Options of `search`, and what they put together: settings, data, evaluator, proposer.
-
-Knows nothing about what is done with them.
-"""
+"""Options of `search`, and the settings, data, evaluator and proposer that they describe."""
 
 from __future__ import annotations
 
@@ -16,101 +13,121 @@ from typing import TYPE_CHECKING
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from offline_search.evaluators.served import ServedEvaluator
-    from offline_search.examples import Dataset
-    from offline_search.proposers.protocol import Proposer
+    from offline_search.dataset import Dataset
+    from offline_search.evaluation.served_evaluator import ServedEvaluator
+    from offline_search.proposers.proposal_client import Proposer
     from offline_search.settings import Settings
     from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-def search_arguments(group: argparse._ArgumentGroup) -> None:
-    """What is searched for, and how long."""
+def add_search_arguments(group: argparse._ArgumentGroup) -> None:
+    """Options on the search itself: strategy, budgets, objectives, ablations."""
     group.add_argument(
         "--strategy",
         default="autoprune+",
         help="autoprune+ (default), autoprune, evoprompting, openevolve, random or tpe",
     )
-    group.add_argument("--rounds", type=int, default=10)
-    group.add_argument("--per-round", type=int, default=5, help="candidates a round")
-    group.add_argument("--base-policy", default="cdpruner")
-    group.add_argument("--budget", type=int, nargs="+", default=[32], metavar="K")
+    group.add_argument("--rounds", type=int, default=10, help="rounds of proposals (default 10)")
+    group.add_argument("--per-round", type=int, default=5, help="candidates per round")
+    group.add_argument("--base-policy", default="cdpruner", help="base policy of every candidate")
     group.add_argument(
-        "--across", choices=("mean", "worst"), default="mean", help="of several budgets"
+        "--budget", type=int, nargs="+", default=[32], metavar="K", help="tokens kept of an image"
+    )
+    group.add_argument(
+        "--across",
+        choices=("mean", "worst"),
+        default="mean",
+        help="how the objectives of several budgets are aggregated",
     )
     group.add_argument(
         "--objective",
         nargs="+",
         default=["quality"],
         choices=("quality", "budgets", "tasks", "latency"),
-        help="with several, or with each budget's or category's, a Pareto front is found",
+        help="objectives; a search with anything but `quality` finds a Pareto front",
     )
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     group.add_argument(
         "--without",
         nargs="+",
         default=[],
         choices=("anchoring", "fusion", "diversity"),
-        help="ablation: no candidate has these",
+        help="ablation: components removed from every candidate",
     )
     group.add_argument("--quota", type=int, metavar="Q", help="ablation: q_e of every candidate")
 
 
-def measuring_arguments(group: argparse._ArgumentGroup) -> None:
-    """What candidates are measured on."""
+def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
+    """Options on data and servers."""
     group.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="search.jsonl, validation.jsonl, test.jsonl"
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with search.jsonl, validation.jsonl and test.jsonl",
     )
-    group.add_argument("--images", type=int, help="use only so many images of each split")
+    group.add_argument("--images", type=int, help="maximum number of images of each split")
     group.add_argument(
         "--server-url",
         action="append",
         metavar="URL",
-        help="vllm serve with --autoprune-requests states; several share the work",
+        help="vllm serve with --autoprune-requests states; repeat it for several servers",
     )
-    group.add_argument("--server-model", metavar="NAME", help="where a server has several")
-    group.add_argument("--at-once", type=int, default=128, help="requests in flight a server")
+    group.add_argument(
+        "--server-model", metavar="NAME", help="model to evaluate, if a server has several"
+    )
+    group.add_argument(
+        "--at-once", type=int, default=128, help="concurrent requests per server (default 128)"
+    )
     group.add_argument(
         "--checkpoint",
         type=Path,
-        help="the served model's folder: candidates that keep the same tokens count as one",
+        help="the served model's folder, to detect candidates that keep the same tokens",
     )
-    group.add_argument("--text-tower", type=Path, help="as the server has it, with --checkpoint")
-
-
-def proposer_arguments(group: argparse._ArgumentGroup) -> None:
-    """Who proposes, and what that may cost."""
     group.add_argument(
-        "--proposer-url", metavar="URL", help="OpenAI-compatible, ends in /v1; none: a small local"
+        "--text-tower", type=Path, help="with --checkpoint: the text tower that the server uses"
     )
-    group.add_argument("--proposer-model", metavar="NAME")
+
+
+def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
+    """Options on the language model that proposes, and limits on its cost."""
+    group.add_argument(
+        "--proposer-url",
+        metavar="URL",
+        help="OpenAI-compatible endpoint, ends in /v1; default: a small local model",
+    )
+    group.add_argument("--proposer-model", metavar="NAME", help="model at --proposer-url")
     group.add_argument(
         "--no-proposer", action="store_true", help="ablation: autoprune+ without a language model"
     )
     group.add_argument(
-        "--proposer-key-env", default="OPENAI_API_KEY", help="variable that holds the key"
+        "--proposer-key-env",
+        default="OPENAI_API_KEY",
+        help="environment variable that holds the API key",
     )
-    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature of the proposer"
+    )
     group.add_argument(
         "--menu", type=int, metavar="N",
-        help="atoms offered for what a proposal changes, drawn anew for each; 0: all, which is the "
-        "default with --proposer-url, while the small local model is offered a few",
+        help="restrict each proposal to N random atoms per changed part; 0: no restriction, "
+        "the default with --proposer-url; default of the small local model: 1",
     )  # fmt: skip
     group.add_argument(
         "--price", type=float, nargs=2, default=[0.0, 0.0], metavar=("IN", "OUT"),
-        help="money for a million tokens, read and written",
+        help="price of a million prompt and completion tokens",
     )  # fmt: skip
-    group.add_argument("--most-tokens", type=int, help="stop asking after so many")
-    group.add_argument("--most-money", type=float, help="stop asking after so much")
+    group.add_argument("--most-tokens", type=int, help="maximum tokens of the proposer")
+    group.add_argument("--most-money", type=float, help="maximum cost of the proposer")
     group.add_argument(
-        "--no-seeds", action="store_true", help="for endpoints that do not bear a seed"
+        "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
     )
 
 
-def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
-    """The search that is asked for; raises :class:`ConfigError` with every problem."""
+def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
+    """Settings and data set of the search; raises :class:`ConfigError` with every problem."""
     from pydantic import ValidationError
 
-    from offline_search.examples import read_dataset
+    from offline_search.dataset import read_dataset
     from offline_search.settings import Settings
     from offline_search.strategies import STRATEGIES
     from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -124,11 +141,11 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             problems.append(Problem(flag, f"{value!r} is not known", f"give {', '.join(known)}"))
     if problems:
         raise ConfigError("search", problems)
-    named = "" if options.no_proposer else _proposer_name(options)
-    asks = STRATEGIES[options.strategy](Settings(proposer=named)).asks
-    if options.no_proposer and asks:
-        fix = "give autoprune+, tpe or random, which can do without"
-        raise ConfigError("search", [Problem("--no-proposer", f"{options.strategy} asks", fix)])
+    proposer_name = "" if options.no_proposer else _proposer_name(options)
+    strategy = STRATEGIES[options.strategy](Settings(proposer=proposer_name))
+    if options.no_proposer and strategy.uses_proposer:
+        what, fix = f"{options.strategy} needs a proposer", "give autoprune+, tpe or random"
+        raise ConfigError("search", [Problem("--no-proposer", what, fix)])
     try:
         settings = Settings(
             strategy=options.strategy,
@@ -141,96 +158,96 @@ def settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
             seed=options.seed,
             without=tuple(options.without),
             quota=options.quota,
-            proposer=named if asks else "",
-            menu=_menu(options, asks),
+            proposer=proposer_name if strategy.uses_proposer else "",
+            menu=_menu_width(options, strategy.uses_proposer),
             temperature=options.temperature,
         )
     except ValidationError as error:
-        found = [
+        problems = [
             Problem("--" + "/".join(map(str, detail["loc"])), detail["msg"], "give another value")
             for detail in error.errors(include_url=False)
         ]
-        raise ConfigError("search", found) from None
+        raise ConfigError("search", problems) from None
     return settings, read_dataset(options.data, options.seed, options.images)
 
 
-def _menu(options: argparse.Namespace, asks: bool) -> int:
-    from offline_search.settings import SMALL_MENU, UNLISTED
+def _menu_width(options: argparse.Namespace, uses_proposer: bool) -> int:
+    from offline_search.settings import DEFAULT_MENU, STRATEGIES_WITHOUT_MENU
 
     if options.menu is not None:
         return int(options.menu)
-    small = asks and options.proposer_url is None and options.strategy not in UNLISTED
-    return SMALL_MENU if small else 0
+    embedded = uses_proposer and options.proposer_url is None
+    return DEFAULT_MENU if embedded and options.strategy not in STRATEGIES_WITHOUT_MENU else 0
 
 
 def _proposer_name(options: argparse.Namespace) -> str:
-    from offline_search.proposers.embedded.convert import NAME
+    from offline_search.proposers.embedded_model import EMBEDDED_MODEL
 
     if options.proposer_url is None:
-        return NAME
+        return EMBEDDED_MODEL
     if not options.proposer_model:
-        fix = "name the model to ask at --proposer-url"
+        fix = "name a model at --proposer-url"
         raise ConfigError("search", [Problem("--proposer-model", "is missing", fix)])
     return str(options.proposer_model)
 
 
-def evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEvaluator:
-    """The servers that measure."""
-    from offline_search.evaluators.served import ServedEvaluator
+def build_evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEvaluator:
+    """Evaluator on the given servers."""
+    from offline_search.evaluation.served_evaluator import ServedEvaluator
 
     probes: Sequence[VisualTokens] = ()
     if options.checkpoint is not None:
-        from offline_search.evaluators.probing import local_probes
+        from offline_search.evaluation.candidate_check import probes_from_checkpoint
 
-        probes = local_probes(options.checkpoint, options.text_tower, dataset)
+        probes = probes_from_checkpoint(options.checkpoint, options.text_tower, dataset)
     return ServedEvaluator(
         options.server_url,
         dataset,
         model=options.server_model,
-        at_once=options.at_once,
+        max_in_flight=options.at_once,
         probes=probes,
     )
 
 
 @contextlib.asynccontextmanager
-async def proposer(
+async def open_proposer(
     options: argparse.Namespace, settings: Settings, dataset: Dataset
 ) -> AsyncIterator[Proposer]:
-    """Who proposes: an endpoint, the embedded model started for it, or nobody."""
-    from offline_search.proposers.endpoint import Endpoint, EndpointProposer, Price
-    from offline_search.replay import Absent
+    """Proposer of the search: an endpoint, or the embedded model on a server started for it."""
+    from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings, Price
+    from offline_search.replay import UnavailableBackend
 
     if not settings.proposer:
-        yield Absent(settings.evaluator, dataset)
+        yield UnavailableBackend(settings.evaluator, dataset)
         return
-    with _address(options) as url:
-        endpoint = Endpoint(
+    with _endpoint_url(options) as url:
+        endpoint = EndpointSettings(
             url,
             settings.proposer,
             os.environ.get(options.proposer_key_env) or "none",
             settings.temperature,
             settings.reply_tokens,
             Price(*options.price),
-            # The embedded model runs on vLLM, which on a CPU does not bear a request's seed.
+            # No seed for the embedded model: vLLM on a CPU crashes on one.
             seeded=options.proposer_url is not None and not options.no_seeds,
         )
-        found = EndpointProposer(endpoint)
+        proposer = EndpointProposer(endpoint)
         try:
-            await found.prepare()
-            yield found
+            await proposer.prepare()
+            yield proposer
         finally:
-            await found.close()
+            await proposer.close()
 
 
 @contextlib.contextmanager
-def _address(options: argparse.Namespace) -> Iterator[str]:
-    """Where the proposer is asked."""
+def _endpoint_url(options: argparse.Namespace) -> Iterator[str]:
+    """Address of the proposer, which is started if none is given."""
     if options.proposer_url is not None:
         yield options.proposer_url
         return
-    from offline_search.proposers.embedded.convert import model_folder
-    from offline_search.proposers.embedded.serve import served
+    from offline_search.proposers.embedded_model import prepare_model
+    from offline_search.proposers.embedded_server import serve_model
 
     print("starting the embedded proposer ...", file=sys.stderr, flush=True)
-    with served(model_folder()) as url:
+    with serve_model(prepare_model()) as url:
         yield url

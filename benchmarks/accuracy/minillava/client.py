@@ -13,8 +13,8 @@ import httpx
 
 from benchmarks.accuracy.minillava.model import PreparedQuestion
 from benchmarks.accuracy.records import Answer, Case, EvaluationError
-from offline_search.evaluators.protocol import EvaluationFailed
-from offline_search.evaluators.served import read_reference, reference_body
+from offline_search.evaluation.evaluator import EvaluationFailed
+from offline_search.evaluation.served_evaluator import score_reference_answer, scoring_request
 from vllm_autoprune.errors import ConfigError, Problem
 
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
@@ -83,7 +83,7 @@ class AnswerClient:
         return False
 
     async def _request(self, case: Case, question: PreparedQuestion) -> Answer:
-        body = reference_body(
+        body = scoring_request(
             self._model, question.image, question.text, question.answer, case.pruning
         )
         response = await self._client.post(f"{self._url}/v1/chat/completions", json=body)
@@ -91,7 +91,7 @@ class AnswerClient:
             raise EvaluationFailed(f"status {response.status_code}: {response.text[:300]}")
         response.raise_for_status()
         content = response.json()
-        logprob, right = read_reference(content["prompt_logprobs"], question.answer)
+        logprob, right = score_reference_answer(content["prompt_logprobs"], question.answer)
         following = str(content["choices"][0]["message"]["content"] or "")
         return Answer(
             case=case.name,

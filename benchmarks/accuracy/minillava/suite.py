@@ -26,7 +26,7 @@ from benchmarks.accuracy.minillava.model import (
 from benchmarks.accuracy.records import MME, Answer, Case, EvaluationError, Setup
 from benchmarks.accuracy.run import Progress
 from benchmarks.server import ServerDied, command, serve
-from offline_search.evaluators.served import AT_ONCE
+from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 from vllm_autoprune import __version__
 
 NAME = "minillava"
@@ -48,7 +48,7 @@ class Settings:
 
     url: str | None = None
     served_name: str | None = None
-    at_once: int = AT_ONCE
+    at_once: int = MAX_IN_FLIGHT
     log: Path | None = None
     wait: float = 1.0
     """Seconds before a failed request is sent again."""

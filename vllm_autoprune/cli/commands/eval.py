@@ -110,13 +110,13 @@ def _suite(options: argparse.Namespace) -> tuple[Suite, Path]:
 def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
     from benchmarks.accuracy.minillava.model import find_model
     from benchmarks.accuracy.minillava.suite import Settings, build_suite
-    from offline_search.evaluators.served import AT_ONCE
+    from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 
     model = find_model(options.model)
     settings = Settings(
         url=options.server_url,
         served_name=options.served_name,
-        at_once=options.at_once or AT_ONCE,
+        at_once=options.at_once or MAX_IN_FLIGHT,
         log=folder / "server.log",
     )
     return build_suite(model, options.budgets, options.cases, options.scenes, settings)

@@ -1,7 +1,4 @@
-"""`search`: find a state offline, with a language model, on a served model; and report on it.
-
-Knows nothing about searching: it puts together what the options name.
-"""
+"""`search`: run, resume or replay an offline search for a state, and report on its ledger."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.files import write
 from vllm_autoprune.cli.render import as_json, paragraph
 from vllm_autoprune.cli.search_options import (
-    evaluator,
-    measuring_arguments,
-    proposer,
-    proposer_arguments,
-    search_arguments,
-    settings_and_data,
+    add_evaluator_arguments,
+    add_proposer_arguments,
+    add_search_arguments,
+    build_evaluator,
+    open_proposer,
+    read_settings_and_data,
 )
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
-    from offline_search.examples import Dataset
-    from offline_search.records import Chosen
+    from offline_search.dataset import Dataset
+    from offline_search.ledger.records import WinnerRecord
     from offline_search.settings import Settings
 
 
@@ -42,17 +39,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ledger", type=Path, default=Path("search.jsonl"), help="file that holds the search"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the ledger's search")
+    parser.add_argument("--resume", action="store_true", help="resume the ledger's search")
     parser.add_argument(
-        "--replay", type=Path, metavar="LEDGER", help="run a recorded search again, without network"
+        "--replay", type=Path, metavar="LEDGER", help="replay a recorded search without network"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the prompt and what it will cost, and stop"
+        "--dry-run", action="store_true", help="print the prompt and the estimated cost, and stop"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="state, or report page")
-    search_arguments(parser.add_argument_group("search"))
-    measuring_arguments(parser.add_argument_group("measuring"))
-    proposer_arguments(parser.add_argument_group("proposer"))
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the state, or the report as HTML"
+    )
+    add_search_arguments(parser.add_argument_group("search"))
+    add_evaluator_arguments(parser.add_argument_group("evaluation"))
+    add_proposer_arguments(parser.add_argument_group("proposer"))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -63,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("search", [Problem("--data", "is missing", fix)])
     if options.replay is not None:
         return _replay(options)
-    settings, dataset = settings_and_data(options)
+    settings, dataset = read_settings_and_data(options)
     if options.dry_run:
         return _dry_run(options, settings, dataset)
     if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
@@ -72,97 +71,101 @@ def _run(options: argparse.Namespace) -> int:
     if not options.server_url:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("search", [Problem("--server-url", "is missing", fix)])
-    return _told(options, asyncio.run(_searched(options, settings, dataset)))
+    winner = asyncio.run(_run_search(options, settings, dataset))
+    return _print_winner(options, winner)
 
 
-async def _searched(options: argparse.Namespace, settings: Settings, dataset: Dataset) -> Chosen:
+async def _run_search(
+    options: argparse.Namespace, settings: Settings, dataset: Dataset
+) -> WinnerRecord:
     from offline_search.ledger import Ledger
-    from offline_search.progress import Progress
-    from offline_search.proposers.asking import Limits
+    from offline_search.proposers.proposal_client import SpendingLimits
+    from offline_search.report.progress import ProgressLog
     from offline_search.search import Search
 
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(options.ledger))
-        measures = evaluator(options, dataset)
-        stack.push_async_callback(measures.close)
-        await measures.prepare()
-        settings = settings.model_copy(update={"evaluator": measures.name})
-        proposes = await stack.enter_async_context(proposer(options, settings, dataset))
-        limits = Limits(options.most_tokens, options.most_money)
-        watch = Progress(lambda line: print(line, file=sys.stderr, flush=True))
-        return await Search(settings, ledger, measures, proposes, limits, watch).run()
+        evaluator = build_evaluator(options, dataset)
+        stack.push_async_callback(evaluator.close)
+        await evaluator.prepare()
+        settings = settings.model_copy(update={"evaluator": evaluator.name})
+        proposer = await stack.enter_async_context(open_proposer(options, settings, dataset))
+        limits = SpendingLimits(options.most_tokens, options.most_money)
+        progress = ProgressLog(lambda line: print(line, file=sys.stderr, flush=True))
+        return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
 
 
-def _told(options: argparse.Namespace, chosen: Chosen) -> int:
-    from offline_search.ledger import read
-    from offline_search.report import as_markdown, reading
+def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
+    from offline_search.ledger import read_ledger
+    from offline_search.report import as_markdown, read_report
     from vllm_autoprune.tpdsl.states.load import load_state
 
     if options.output is not None:
-        state = load_state(chosen.state)
+        state = load_state(as_json(winner.state))
         write(options.output, state.dumps().encode())
     if options.json:
-        print(as_json(chosen.model_dump(mode="json", exclude={"clock"})))
+        print(as_json(winner.model_dump(mode="json", exclude={"clock"})))
     else:
-        print(as_markdown(reading(read(options.ledger))), end="")
+        print(as_markdown(read_report(read_ledger(options.ledger))), end="")
     return 0
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from offline_search.examples import read_dataset
+    from offline_search.dataset import read_dataset
     from offline_search.ledger import Ledger
-    from offline_search.replay import replay, settings_of
+    from offline_search.replay import recorded_settings, replay
 
     if options.ledger.exists() and options.ledger.stat().st_size:
         what, fix = "is where the replay would be written", "name a new file with --ledger"
         raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
     with Ledger(options.replay) as recorded:
-        seed = settings_of(recorded).seed
+        seed = recorded_settings(recorded).seed
     dataset = read_dataset(options.data, seed, options.images)
-    chosen, before, after = asyncio.run(replay(options.replay, options.ledger, dataset))
+    winner, before, after = asyncio.run(replay(options.replay, options.ledger, dataset))
     print(f"recording {before}\nreplay    {after}", file=sys.stderr)
     if before != after:
         raise SearchError(
             f"{options.replay}: its replay differs -> it holds records that its own search would "
             "not make; begin a new ledger"
         )
-    return _told(options, chosen)
+    return _print_winner(options, winner)
 
 
 def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) -> int:
-    from offline_search.estimate import estimate
+    from offline_search.cost_estimate import estimate_cost
     from offline_search.proposers.endpoint import Price
 
-    found = estimate(settings, dataset, Price(*options.price))
+    estimate = estimate_cost(settings, dataset, Price(*options.price))
     if options.json:
-        counted = {"calls": found.calls, "prompt_tokens": found.prompt_tokens,
-                   "completion_tokens": found.completion_tokens, "money": found.money,
-                   "answers": dict(found.answers)}  # fmt: skip
-        print(as_json({"messages": list(found.messages), **counted}))
+        figures = {"calls": estimate.calls, "prompt_tokens": estimate.prompt_tokens,
+                   "completion_tokens": estimate.completion_tokens, "money": estimate.money,
+                   "answers": dict(estimate.answers)}  # fmt: skip
+        print(as_json({"messages": list(estimate.messages), **figures}))
         return 0
-    for message in found.messages:
+    for message in estimate.messages:
         print(f"--- {message['role']}\n{message['content']}\n")
-    answers = ", ".join(f"{count} of {split}" for split, count in found.answers.items())
+    answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
     print(paragraph(
-        f"At most {found.calls} proposals, about {found.prompt_tokens} tokens read and "
-        f"{found.completion_tokens} written, money {found.money:.4f}; repairs come on top. "
+        f"At most {estimate.calls} proposals, about {estimate.prompt_tokens} prompt tokens and "
+        f"{estimate.completion_tokens} completion tokens, money {estimate.money:.4f}; "
+        "repairs are extra. "
         f"Answers of the served model: {answers}."
     ))  # fmt: skip
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from offline_search.ledger import read
-    from offline_search.report import as_html, as_markdown, reading
+    from offline_search.ledger import read_ledger
+    from offline_search.report import as_html, as_markdown, read_report
 
-    found = reading(read(options.ledger))
+    report = read_report(read_ledger(options.ledger))
     if options.output is not None:
-        write(options.output, as_html(found).encode())
+        write(options.output, as_html(report).encode())
     if options.json:
-        chosen = None if found.chosen is None else found.chosen.model_dump(mode="json")
-        print(as_json({"chosen": chosen, "statuses": found.statuses, "causes": found.causes}))
+        chosen = None if report.winner is None else report.winner.model_dump(mode="json")
+        print(as_json({"chosen": chosen, "statuses": report.statuses, "causes": report.causes}))
     else:
-        print(as_markdown(found), end="")
+        print(as_markdown(report), end="")
     return 0
 
 
@@ -170,5 +173,5 @@ COMMAND = Command(
     "find a state offline, with a language model, on a served model",
     _arguments,
     _run,
-    epilog="How to, and how the data folder looks: docs/search.md.",
+    epilog="Guide and format of the data folder: docs/search.md.",
 )

@@ -1,0 +1,1 @@
+"""Candidate states: components, JSON Schema, parsing of proposals, and sampling of new ones."""

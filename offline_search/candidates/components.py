@@ -1,0 +1,90 @@
+"""Searched components of a state, alpha = (S, C, R), as typed models and as JSON."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly
+from vllm_autoprune.tpdsl.registry import AtomCall
+from vllm_autoprune.tpdsl.states.state import Constraints, PruningState, Scoring
+
+JsonObject = dict[str, JsonValue]
+
+COMPONENTS = ("scoring", "constraints", "reassembly")
+"""Fields of a state that are searched; base policy, budget and safety checks are settings."""
+
+
+class Components(BaseModel):
+    """The searched components, validated one by one; editing a copy keeps the types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scoring: Scoring
+    constraints: Constraints
+    reassembly: Reassembly
+
+    @classmethod
+    def from_state(cls, state: PruningState) -> Components:
+        """The components of a state."""
+        return cls(
+            scoring=state.scoring, constraints=state.constraints, reassembly=state.reassembly
+        )
+
+    def to_json(self) -> JsonObject:
+        """All fields, defaults included."""
+        return self.model_dump(mode="json")
+
+    def with_scoring(self, **changes: object) -> Components:
+        """A copy with some fields of the scoring replaced."""
+        return self.model_copy(update={"scoring": self.scoring.model_copy(update=changes)})
+
+    def with_constraints(self, **changes: object) -> Components:
+        """A copy with some fields of the constraints replaced."""
+        return self.model_copy(update={"constraints": self.constraints.model_copy(update=changes)})
+
+
+def compact_json(state: PruningState) -> JsonObject:
+    """The components of a state as a prompt shows them, without defaults that add little."""
+    body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS), exclude_defaults=True)
+    constraints = state.constraints
+    compact: JsonObject = {
+        "pool": [call.model_dump(mode="json", exclude_defaults=True) for call in constraints.pool],
+        "selector": constraints.selector.model_dump(mode="json", exclude={"r_min"}),
+    }
+    if constraints.partition != Constraints.model_fields["partition"].get_default(
+        call_default_factory=True
+    ):
+        compact["partition"] = constraints.partition.model_dump(mode="json", exclude_defaults=True)
+    return {**body, "constraints": compact, "reassembly": state.reassembly.model_dump(mode="json")}
+
+
+def atom_calls(state: PruningState) -> list[AtomCall]:
+    """All atom calls of the searched components, in the order of the state."""
+    scoring, constraints = state.scoring, state.constraints
+    return [
+        *scoring.signals,
+        scoring.kernel,
+        scoring.fusion,
+        *constraints.pool,
+        constraints.partition,
+        constraints.selector,
+        state.reassembly,
+    ]
+
+
+def structure(state: PruningState) -> tuple[str, ...]:
+    """Names of all atoms in order: two states of one structure differ in numbers only."""
+    return tuple(call.atom for call in atom_calls(state))
+
+
+def feature_names(state: PruningState) -> frozenset[str]:
+    """Set of atom names and ``q_e=VALUE``, for comparing states that share features."""
+    quota = exchange_quota(state)
+    names = set(structure(state))
+    return frozenset(names if quota is None else names | {f"q_e={quota}"})
+
+
+def exchange_quota(state: PruningState) -> int | None:
+    """q_e of the selector, or None for a selector without one."""
+    quota = state.constraints.selector.model_dump().get("q_e")
+    return quota if isinstance(quota, int) else None

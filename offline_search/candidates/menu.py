@@ -1,0 +1,177 @@
+"""Menu: a random restriction of the atoms that one proposal may use.
+
+A small model tends to copy the example that it is shown, to repeat one signal and to choose the
+smallest quota. A menu keeps the example's atoms in some parts, offers a few other atoms in the
+rest, and prescribes signals and quota, so that every proposal differs from the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
+
+from pydantic import JsonValue
+
+from offline_search.candidates.components import JsonObject, atom_calls, exchange_quota
+from offline_search.candidates.schema import (
+    MAX_SIGNALS,
+    definitions,
+    reference_name,
+    referenced_definitions,
+)
+from offline_search.candidates.search_space import quota_scale
+from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+PARTS: Mapping[str, Group] = {
+    "signals": "scoring",
+    "kernel": "similarity_kernel",
+    "fusion": "score_fusion",
+    "selector": "selection_constraints",
+    "reassembly": "reassembly",
+}
+"""Parts of a proposal that a menu restricts, with the atom group of each. Pools stay open, because
+there are few of them."""
+
+QUOTA = "q_e"
+"""The numeric part of a menu: the objective depends too much on it to leave it to a small model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """Offered atoms by part, in registry order, and offered values of q_e.
+
+    A proposal uses all of the signals, each once and in this order, and one atom of each other
+    part. ``changed`` names the parts that offer other atoms than the example has.
+    """
+
+    atoms: Mapping[str, tuple[str, ...]]
+    quotas: tuple[int, ...]
+    changed: tuple[str, ...]
+
+    def describe(self) -> str:
+        """The menu as one sentence of a prompt."""
+        offers = [
+            f"{part} {'are all of' if part == 'signals' else _verb(names)} {', '.join(names)}"
+            for part, names in self.atoms.items()
+        ]
+        offers.append(f"{QUOTA} {_verb(self.quotas)} {', '.join(map(str, self.quotas))}")
+        return f"This time {'; '.join(offers)}."
+
+    def restrict(self, schema: JsonObject) -> JsonObject:
+        """The schema of a proposal without atoms that are not offered."""
+        known = definitions(schema)
+        by_atom = {atom: name for name, body in known.items() if (atom := _called_atom(body))}
+        removed = {by_atom[atom] for atom in by_atom if self._excludes(atom)}
+        signals = [by_atom[name] for name in self.atoms["signals"]]
+        quota: JsonObject = {"type": "integer", "enum": list(self.quotas)}
+        fixed = {"signals": _fixed_list_schema(signals), QUOTA: quota}
+        kept = {name: body for name, body in known.items() if name not in removed}
+        restricted = _restrict_object({**schema, "$defs": kept}, removed, fixed)
+        remaining = definitions(restricted)
+        del restricted["$defs"]
+        needed = referenced_definitions(restricted, remaining)
+        used = {name: body for name, body in remaining.items() if name in needed}
+        return {**restricted, "$defs": used}
+
+    def _excludes(self, atom: str) -> bool:
+        offered = set(chain.from_iterable(self.atoms.values()))
+        return ATOMS[atom].group in set(PARTS.values()) and atom not in offered
+
+
+def draw_menu_if_enabled(
+    settings: Settings, rng: Random, shown: Sequence[PruningState]
+) -> Menu | None:
+    """A menu around the shown states, or None (without using ``rng``) in a search without menus."""
+    if not settings.menu:
+        return None
+    return draw_menu(rng, shown, settings.menu, settings.source_budget)
+
+
+def draw_menu(rng: Random, shown: Sequence[PruningState], width: int, budget: int) -> Menu:
+    """A random menu around the states that a proposer is shown.
+
+    Each part changes with probability one half, and at least one part changes. A changed part
+    offers up to ``width`` atoms that no shown state has there, and a changed quota one value that
+    none of them has. Changed signals keep a random subset and gain up to ``width`` new ones.
+    """
+    quotas = sorted({q for state in shown if (q := exchange_quota(state)) is not None})
+    used = {call.atom for state in shown for call in atom_calls(state)}
+    parts = [*PARTS, *([QUOTA] if quotas else [])]
+    changed = [part for part in parts if rng.random() < 0.5] or [rng.choice(parts)]
+    atoms = {part: _draw_atoms(rng, part, used, width * (part in changed)) for part in PARTS}
+    return Menu(atoms, _draw_quotas(rng, quotas, budget, QUOTA in changed), tuple(changed))
+
+
+def _draw_atoms(rng: Random, part: str, used: Set[str], width: int) -> tuple[str, ...]:
+    """Atoms of one part; a part of width 0 keeps those that are used."""
+    names = ATOMS.names(PARTS[part])
+    present = [name for name in names if name in used]
+    others = [name for name in names if name not in used]
+    if part == "signals":
+        offered = _draw_signals(rng, present, others, width)
+    else:
+        offered = rng.sample(others, min(width, len(others))) if width else []
+    return tuple(name for name in names if name in (offered or present))
+
+
+def _draw_signals(
+    rng: Random, present: Sequence[str], others: Sequence[str], width: int
+) -> list[str]:
+    """All present signals up to the maximum; with a width, some of them and some others."""
+    if not width or not others:
+        return rng.sample(present, min(len(present), MAX_SIGNALS))
+    new = rng.sample(others, rng.randint(1, min(width, len(others), MAX_SIGNALS)))
+    kept = [name for name in present if rng.random() < 0.5]
+    return [*new, *rng.sample(kept, min(len(kept), MAX_SIGNALS - len(new)))]
+
+
+def _draw_quotas(
+    rng: Random, present: Sequence[int], budget: int, changed: bool
+) -> tuple[int, ...]:
+    if present and not changed:
+        return tuple(present)
+    return (rng.choice([q for q in quota_scale(budget) if q not in present] or present),)
+
+
+def _verb(offers: Sequence[object]) -> str:
+    return "is" if len(offers) == 1 else "is one of"
+
+
+def _fixed_list_schema(names: Sequence[str]) -> JsonObject:
+    """Schema of a list that has one item of each definition, in this order."""
+    items: list[JsonValue] = [{"$ref": f"#/$defs/{name}"} for name in names]
+    return {
+        "type": "array", "prefixItems": items, "items": False,
+        "minItems": len(names), "maxItems": len(names),
+    }  # fmt: skip
+
+
+def _called_atom(definition: JsonValue) -> str:
+    """The atom whose call a definition describes, or an empty string."""
+    properties = definition.get("properties") if isinstance(definition, dict) else None
+    atom = properties.get("atom") if isinstance(properties, dict) else None
+    name = atom.get("const") if isinstance(atom, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _restrict_object(
+    schema: JsonObject, removed: Set[str], fixed: Mapping[str, JsonObject]
+) -> JsonObject:
+    """Drop references to removed definitions, and replace the schemas of fixed fields."""
+    return {
+        name: fixed[name]
+        if name in fixed and isinstance(item, dict)
+        else _restrict(item, removed, fixed)
+        for name, item in schema.items()
+    }
+
+
+def _restrict(value: JsonValue, removed: Set[str], fixed: Mapping[str, JsonObject]) -> JsonValue:
+    if isinstance(value, list):
+        kept = [item for item in value if reference_name(item) not in removed]
+        return [_restrict(item, removed, fixed) for item in kept]
+    return _restrict_object(value, removed, fixed) if isinstance(value, dict) else value

@@ -1,0 +1,120 @@
+"""Parsing of proposals and their assembly into states under the settings of a search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from offline_search.candidates.components import COMPONENTS, JsonObject
+from offline_search.settings import Settings, budget_call
+from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.tpdsl.states.json_text import parse_json
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import SCHEMA, PruningState
+
+SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_selection")
+
+MAX_REPLY_CHARACTERS = 20_000
+"""Longer replies are invalid; a proposal has about a thousand characters."""
+
+_SELECTORS_WITHOUT_QUOTA = ("reference_strict_preservation_selector", "quality_topk_selector")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A proposed candidate: its state, or the problems that make it invalid.
+
+    ``origin`` names the source of the proposal, ``parents`` the earlier candidates that it was
+    derived from, ``program`` the code that returned it if the proposal was a program.
+    """
+
+    origin: str
+    state: PruningState | None
+    problems: tuple[Problem, ...] = ()
+    parents: tuple[str, ...] = ()
+    program: str = ""
+
+
+def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> PruningState:
+    """The state with these components and the search's base policy, budget and safety checks.
+
+    Raises :class:`StateError` with every problem.
+    """
+    parts = {name: components[name] for name in COMPONENTS if name in components}
+    if settings.without or settings.quota is not None:
+        parts = ablate(parts, settings)
+    document: JsonObject = {
+        "schema": SCHEMA,
+        "name": "candidate",
+        "base_policy": {"name": settings.base_policy},
+        "budget": budget_call(settings.source_budget).model_dump(mode="json"),
+        **parts,
+        "safety": list(SAFETY_CHECKS),
+        "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
+    }
+    return load_state(json.dumps(document))
+
+
+def ablate(components: JsonObject, settings: Settings) -> JsonObject:
+    """Remove the components that the settings exclude, and set the quota that they fix.
+
+    Applied to every candidate of every strategy, so that an ablation searches a smaller space
+    instead of producing more invalid proposals. Malformed input is left for the loader to report.
+    """
+    scoring, constraints = components.get("scoring"), components.get("constraints")
+    if isinstance(scoring, dict) and "fusion" in settings.without:
+        signals = scoring.get("signals")
+        if isinstance(signals, list):
+            scoring = {**scoring, "signals": signals[:1]}
+    if isinstance(constraints, dict):
+        if "diversity" in settings.without:
+            constraints = {**constraints, "pool": [{"atom": "quality_pool_builder"}]}
+        selector = _ablate_selector(constraints.get("selector"), settings)
+        constraints = {**constraints, "selector": selector}
+    return {**components, "scoring": scoring, "constraints": constraints}
+
+
+def _ablate_selector(selector: JsonValue, settings: Settings) -> JsonValue:
+    if "anchoring" in settings.without:
+        return {"atom": "quality_topk_selector"}
+    if settings.quota is None or not isinstance(selector, dict):
+        return selector
+    if "q_e" not in selector and selector.get("atom") in _SELECTORS_WITHOUT_QUOTA:
+        return {"atom": "reference_residual_exchange_selector", "q_e": settings.quota}
+    return {**selector, "q_e": settings.quota}
+
+
+def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:
+    """The draft in a reply: its JSON object, whatever text surrounds it.
+
+    Never raises: an invalid reply gives a draft with problems.
+    """
+    try:
+        return Draft(origin, assemble_state(_parse_object(text), settings), (), parents)
+    except StateError as error:
+        return Draft(origin, None, error.problems, parents)
+
+
+def _parse_object(text: str) -> JsonObject:
+    """The outermost JSON object of a text, without unknown keys; raises :class:`StateError`."""
+    if not text.strip():
+        raise _unreadable("the reply is empty", "reply.empty")
+    if len(text) > MAX_REPLY_CHARACTERS:
+        raise _unreadable(f"the reply has {len(text)} characters", "reply.long")
+    begin, end = text.find("{"), text.rfind("}")
+    if begin < 0:
+        raise _unreadable("the reply holds no JSON object", "reply.no_object")
+    if end < begin:
+        raise _unreadable("the reply ends within its JSON object", "reply.cut")
+    data, problems = parse_json(text[begin : end + 1], "proposal")
+    if problems or not isinstance(data, dict):
+        raise StateError("proposal", problems)
+    return {name: part for name, part in data.items() if name in COMPONENTS}
+
+
+def _unreadable(what: str, kind: str) -> StateError:
+    fix = f"write one JSON object with {', '.join(COMPONENTS)}"
+    return StateError("proposal", [Problem("", what, fix, kind)])

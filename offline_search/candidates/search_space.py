@@ -1,0 +1,263 @@
+"""Search space of proposals as a sequence of named choices, made at random or by a sampler.
+
+Options and ranges come from the atom registry, so new atoms are searched without changes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Protocol
+
+from pydantic import JsonValue
+
+from offline_search.candidates.components import Components, JsonObject
+from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+# Not searched: guards against division by zero, and a bound that follows from q_e.
+_FIXED_PARAMETERS = ("eps", "r_min", "iters")
+
+Choice = float | str
+
+
+class ChoiceSource(Protocol):
+    """Makes named choices; one name always has the same options or range."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        """One of several options."""
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        """A number between two inclusive bounds."""
+
+
+class RandomSource:
+    """Choices drawn uniformly at random."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        """An option, all equally likely."""
+        return self._rng.choice(options)
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        """A number, uniform over its range."""
+        if integer:
+            return self._rng.randint(round(low), round(high))
+        return round(self._rng.uniform(low, high), 4)
+
+
+@dataclass(frozen=True, slots=True)
+class NumericParameter:
+    """A bounded numeric parameter at a path within the components of a state."""
+
+    path: tuple[str | int, ...]
+    low: float
+    high: float
+    integer: bool
+
+    @property
+    def name(self) -> str:
+        """The path, separated by slashes."""
+        return "/".join(map(str, self.path))
+
+    @property
+    def is_quota(self) -> bool:
+        """Whether this is q_e, which is chosen on a logarithmic scale."""
+        return self.path[-1] == "q_e"
+
+
+def sample_proposal(source: ChoiceSource, budget: int) -> JsonObject:
+    """A complete proposal: every atom and parameter chosen, q_e among powers of two."""
+    signals = [
+        _sample_call(source, name, budget)
+        for name in ATOMS.names("scoring")
+        if source.option(f"with {name}", ("no", "yes")) == "yes"
+    ]
+    pools = _flat_pools()
+    chosen = [name for name in pools if source.option(f"with {name}", ("no", "yes")) == "yes"]
+    return {
+        "scoring": {
+            "signals": [*signals] or [_sample_call(source, ATOMS.names("scoring")[0], budget)],
+            "kernel": _sample_group(source, "similarity_kernel", budget),
+            "fusion": _sample_group(source, "score_fusion", budget),
+        },
+        "constraints": {
+            "pool": [_sample_call(source, name, budget) for name in chosen or pools[:1]],
+            "selector": _sample_group(source, "selection_constraints", budget),
+        },
+        "reassembly": _sample_group(source, "reassembly", budget),
+    }
+
+
+def _sample_group(source: ChoiceSource, group: Group, budget: int) -> JsonObject:
+    return _sample_call(source, source.option(group, ATOMS.names(group)), budget)
+
+
+def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
+    call: JsonObject = {"atom": atom}
+    for name, schema in _parameter_schemas(atom).items():
+        if name in _FIXED_PARAMETERS:
+            continue
+        choice = f"{atom}.{name}"
+        if name == "q_e":
+            call[name] = int(source.option(choice, _quota_options(budget)))
+        elif isinstance(words := schema.get("enum"), list) and name != "sign":
+            call[name] = source.option(choice, [str(word) for word in words])
+        elif schema.get("type") == "boolean":
+            call[name] = source.option(choice, ("false", "true")) == "true"
+        elif (bounds := _bounds(schema)) is not None:
+            low, high, integer = bounds
+            value = source.number(choice, low, high, integer)
+            call[name] = int(value) if integer else value
+    return call
+
+
+def choices_of_state(state: PruningState, budget: int) -> dict[str, Choice]:
+    """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
+
+    Nested pools, partitions and repeated signals have no choice and are ignored.
+    """
+    choices: dict[str, Choice] = {}
+    calls: Sequence[tuple[list[str], Sequence[AtomCall]]] = (
+        (ATOMS.names("scoring"), state.scoring.signals),
+        (_flat_pools(), state.constraints.pool),
+    )
+    for names, listed in calls:
+        by_atom = {call.atom: call for call in listed}
+        choices |= {f"with {name}": "yes" if name in by_atom else "no" for name in names}
+        for name in names:
+            choices |= _choices_of_call(by_atom[name], budget) if name in by_atom else {}
+    groups: dict[Group, AtomCall] = {
+        "similarity_kernel": state.scoring.kernel,
+        "score_fusion": state.scoring.fusion,
+        "selection_constraints": state.constraints.selector,
+        "reassembly": state.reassembly,
+    }
+    for group, call in groups.items():
+        choices[group] = call.atom
+        choices |= _choices_of_call(call, budget)
+    return choices
+
+
+def _choices_of_call(call: AtomCall, budget: int) -> dict[str, Choice]:
+    """The inverse of :func:`_sample_call`."""
+    values = call.model_dump(mode="json")
+    choices: dict[str, Choice] = {}
+    for name, schema in _parameter_schemas(call.atom).items():
+        choice = _choice_of_value(name, schema, values.get(name), budget)
+        if choice is not None:
+            choices[f"{call.atom}.{name}"] = choice
+    return choices
+
+
+def _choice_of_value(name: str, schema: JsonObject, value: JsonValue, budget: int) -> Choice | None:
+    if name in _FIXED_PARAMETERS or name == "sign":
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if name == "q_e" and isinstance(value, int):
+        return _nearest_quota(value, budget)
+    searched = "enum" in schema or _bounds(schema) is not None
+    return value if isinstance(value, int | float | str) and searched else None
+
+
+def quota_scale(budget: int) -> list[int]:
+    """Searched values of q_e at a budget: zero, powers of two, and the whole budget."""
+    return [0, *(2**power for power in range(10) if 2**power < budget), budget]
+
+
+def _quota_options(budget: int) -> list[str]:
+    return [str(quota) for quota in quota_scale(budget)]
+
+
+def _nearest_quota(value: float, budget: int) -> str:
+    return min(_quota_options(budget), key=lambda quota: abs(int(quota) - value))
+
+
+def numeric_parameters(state: PruningState) -> dict[NumericParameter, float]:
+    """The numbers of a state that can change without changing its structure."""
+    numbers: dict[NumericParameter, float] = {}
+
+    def collect(parameter: NumericParameter, value: float) -> float:
+        numbers[parameter] = value
+        return value
+
+    _map_numbers(Components.from_state(state).to_json(), (), collect)
+    return numbers
+
+
+def resample_numbers(state: PruningState, source: ChoiceSource, budget: int) -> JsonObject:
+    """The components of a state with all numeric parameters chosen anew."""
+
+    def choose(parameter: NumericParameter, _: float) -> float:
+        if parameter.is_quota:
+            return int(source.option(parameter.name, _quota_options(budget)))
+        value = source.number(parameter.name, parameter.low, parameter.high, parameter.integer)
+        return int(value) if parameter.integer else value
+
+    components = Components.from_state(state).to_json()
+    return {name: _map_numbers(part, (name,), choose) for name, part in components.items()}
+
+
+def numbers_of_state(state: PruningState, budget: int) -> dict[str, Choice]:
+    """The choices for which :func:`resample_numbers` gives the state itself."""
+    return {
+        parameter.name: _nearest_quota(value, budget) if parameter.is_quota else value
+        for parameter, value in numeric_parameters(state).items()
+    }
+
+
+def _map_numbers(
+    value: JsonValue,
+    path: tuple[str | int, ...],
+    change: Callable[[NumericParameter, float], float],
+) -> JsonValue:
+    """Replace every numeric parameter below ``path``, in document order."""
+    if isinstance(value, list):
+        return [_map_numbers(item, (*path, index), change) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    atom = value.get("atom")
+    schemas = _parameter_schemas(atom) if isinstance(atom, str) else {}
+    mapped: JsonObject = {}
+    for name, item in value.items():
+        bounds = _bounds(schemas[name]) if name in schemas else None
+        if bounds is None:
+            mapped[name] = _map_numbers(item, (*path, name), change)
+        elif name in _FIXED_PARAMETERS or not isinstance(item, int | float):
+            mapped[name] = item
+        else:
+            mapped[name] = change(NumericParameter((*path, name), *bounds), item)
+    return mapped
+
+
+def _flat_pools() -> list[str]:
+    """Pool builders that take no other pool and no partition; they are combined in a list."""
+    names = ATOMS.names("candidate_pool")
+    return [name for name in names if not (_is_partition(name) or _takes_pools(name))]
+
+
+def _is_partition(atom: str) -> bool:
+    return issubclass(ATOMS[atom].call, PartitionCall)
+
+
+def _takes_pools(atom: str) -> bool:
+    return any(schema.get("type") == "array" for schema in _parameter_schemas(atom).values())
+
+
+@cache
+def _parameter_schemas(atom: str) -> dict[str, JsonObject]:
+    properties = ATOMS[atom].call.model_json_schema()["properties"]
+    return {name: schema for name, schema in properties.items() if name != "atom"}
+
+
+def _bounds(schema: JsonObject) -> tuple[float, float, bool] | None:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return None
+    return low, high, schema.get("type") == "integer"

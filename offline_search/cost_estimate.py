@@ -1,0 +1,60 @@
+"""Cost estimate of a search before it starts: prompt, calls, tokens, money, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offline_search.dataset import SPLITS, Dataset, Split
+from offline_search.evaluation.winner_selection import MAX_FRONT_MEMBERS
+from offline_search.proposers.endpoint import Price
+from offline_search.proposers.prompt import Messages, proposal_prompt
+from offline_search.settings import Settings
+from offline_search.strategies import STRATEGIES
+from offline_search.strategies.start_states import minimal_state
+
+_CHARACTERS_PER_TOKEN = 3.5
+"""Approximate, for English and JSON."""
+
+_REPLY_TOKENS = 300
+"""Approximate tokens of a proposal; the history adds about four times as many to a prompt."""
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Upper bounds, except that an invalid proposal costs a second call."""
+
+    messages: Messages
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    money: float
+    answers: Mapping[Split, int]
+
+
+def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEstimate:
+    """Cost of a search at a price on a data set."""
+    strategy = STRATEGIES[settings.strategy](settings)
+    messages = proposal_prompt(
+        settings, "(the history comes here)", minimal_state(settings), 0, settings.per_round
+    )
+    calls = settings.total_candidates if strategy.uses_proposer else 0
+    length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
+    prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
+    completion_tokens = calls * _REPLY_TOKENS
+    size = {split: len(dataset.examples(split)) for split in SPLITS}
+    front = MAX_FRONT_MEMBERS if settings.is_multi_objective else 0
+    budgets = len(settings.budgets)
+    return CostEstimate(
+        messages=messages,
+        calls=calls,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        money=price.cost(prompt_tokens, completion_tokens),
+        answers={
+            # The unpruned model and the base policy are measured as well as the candidates.
+            "search": size["search"] * (1 + budgets * (settings.total_candidates + 1)),
+            "validation": size["validation"] * (1 + budgets * (settings.confirmed + 1)),
+            "test": size["test"] * (1 + budgets * (2 + front)),
+        },
+    )

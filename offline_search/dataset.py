@@ -1,0 +1,132 @@
+"""Data set of questions with reference answers, in three splits that share no image.
+
+A data folder has ``search.jsonl``, ``validation.jsonl`` and ``test.jsonl``;
+a line is ``{"image": "images/7.png", "question": ..., "answer": ..., "category": ...}``, and may
+have ``"pair": 3``, shared by the two yes/no questions that MME scores together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import Field, ValidationError
+
+from offline_search.settings import FrozenModel
+from vllm_autoprune.errors import ConfigError, Problem
+
+Split = Literal["search", "validation", "test"]
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+class Example(FrozenModel):
+    """One question about one image; ``image`` is a path relative to the data folder."""
+
+    image: str = Field(min_length=1)
+    question: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+    category: str = "all"
+    pair: int | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The three splits of a data folder, each in evaluation order."""
+
+    folder: Path
+    splits: Mapping[Split, Sequence[Example]]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all questions and answers."""
+        lines = [e.model_dump_json() for split in SPLITS for e in self.splits[split]]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """The examples of one split."""
+        return self.splits[split]
+
+    def image_bytes(self, example: Example) -> bytes:
+        """Content of an example's image file."""
+        return (self.folder / example.image).read_bytes()
+
+
+def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Dataset:
+    """Read and validate the splits, shuffle each by image, and keep at most ``limit`` images.
+
+    Shuffled, because early stopping looks at the first examples only; whole images, because a
+    server computes an image's features once. Raises :class:`ConfigError` that lists every problem:
+    unreadable files, invalid lines, images that are missing or in two splits.
+    """
+    problems: list[Problem] = []
+    splits: dict[Split, Sequence[Example]] = {}
+    for split in SPLITS:
+        examples = _read_split(folder / f"{split}.jsonl", problems)
+        splits[split] = _shuffle_images(examples, seed, limit)
+        if not examples and not problems:
+            fix = "give it at least one example"
+            problems.append(Problem(f"{split}.jsonl", "holds no example", fix))
+    problems += _check_images(folder, splits)
+    if problems:
+        raise ConfigError(f"data {folder}", problems[:20])
+    return Dataset(folder, splits)
+
+
+def _read_split(path: Path, problems: list[Problem]) -> list[Example]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
+        problems.append(Problem(path.name, f"cannot be read ({reason})", fix))
+        return []
+    examples = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(Example.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "line"
+            fix = 'a line is {"image": ..., "question": ..., "answer": ...}'
+            problems.append(Problem(f"{path.name}:{number}", f"{where}: {first['msg']}", fix))
+    return examples
+
+
+def _shuffle_images(examples: Sequence[Example], seed: int, limit: int | None) -> list[Example]:
+    groups = [list(group) for _, group in groupby(examples, key=lambda example: example.image)]
+    random.Random(seed).shuffle(groups)
+    return [example for group in groups[:limit] for example in group]
+
+
+def _check_images(folder: Path, splits: Mapping[Split, Sequence[Example]]) -> list[Problem]:
+    """Images that are missing, or whose content is in two splits under any file name."""
+    problems, split_by_content = [], dict[str, Split]()
+    for split, examples in splits.items():
+        for name in dict.fromkeys(example.image for example in examples):
+            try:
+                content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            except OSError as error:
+                fix = "paths are relative to the data folder"
+                problems.append(Problem(name, f"cannot be read ({error.strerror})", fix))
+                continue
+            other = split_by_content.setdefault(content, split)
+            if other != split:
+                what = f"the same image is in {other} and in {split}"
+                problems.append(Problem(name, what, "splits must share no image"))
+    return problems
+
+
+def write_split(path: Path, examples: Sequence[Example]) -> None:
+    """Write one split file of a data folder."""
+    lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Evaluation of candidates: safety check, measurement on served models, comparison, history."""

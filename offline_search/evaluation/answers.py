@@ -1,0 +1,113 @@
+"""Answers of one policy to a sequence of examples, and the scores computed from them.
+
+The objective is the mean log-probability of the reference answer minus that of the unpruned model
+on the same examples. Accuracy and accuracy+ (as MME defines them) are reported only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offline_search.dataset import Example
+from offline_search.ledger.records import IntervalEstimate
+
+Floats = NDArray[np.float64]
+
+BOOTSTRAP_SAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Log-probability of each reference answer, and whether greedy decoding gives it."""
+
+    logprob: tuple[float, ...]
+    right: tuple[bool, ...]
+
+    def __add__(self, other: Answers) -> Answers:
+        return Answers(self.logprob + other.logprob, self.right + other.right)
+
+    def __len__(self) -> int:
+        return len(self.logprob)
+
+
+NO_ANSWERS = Answers((), ())
+
+
+def relative_logprob(answers: Answers, full: Answers) -> Floats:
+    """Log-probability of each reference answer minus the unpruned model's, ``(M,)``."""
+    count = len(answers)
+    gaps: Floats = np.asarray(answers.logprob) - np.asarray(full.logprob[:count])
+    return gaps
+
+
+def accuracy(answers: Answers) -> float:
+    """Share of examples answered correctly by greedy decoding."""
+    return sum(answers.right) / len(answers.right)
+
+
+def accuracy_plus(examples: Sequence[Example], answers: Answers) -> float:
+    """MME's accuracy+: share of pairs with both answers right, or of images without pairs."""
+    groups: dict[tuple[str, int | str], bool] = {}
+    paired = any(example.pair is not None for example in examples)
+    for example, right in zip(examples, answers.right, strict=False):
+        if paired and example.pair is None:
+            continue
+        key = (example.image, example.pair if example.pair is not None else "")
+        groups[key] = groups.get(key, True) and right
+    return sum(groups.values()) / len(groups) if groups else 0.0
+
+
+def mme_total(examples: Sequence[Example], answers: Answers) -> float:
+    """MME's total score: accuracy and accuracy+ of each category in per cent, summed."""
+    total = 0.0
+    for category in dict.fromkeys(example.category for example in examples):
+        rows = [i for i, example in enumerate(examples) if example.category == category]
+        part = Answers(
+            tuple(answers.logprob[i] for i in rows), tuple(answers.right[i] for i in rows)
+        )
+        total += 100 * (accuracy(part) + accuracy_plus([examples[i] for i in rows], part))
+    return total
+
+
+def category_means(examples: Sequence[Example], values: Floats) -> dict[str, float]:
+    """Mean value of each category."""
+    groups: dict[str, list[float]] = {}
+    for example, value in zip(examples, values.tolist(), strict=False):
+        groups.setdefault(example.category, []).append(value)
+    return {name: round(float(np.mean(groups[name])), 6) for name in sorted(groups)}
+
+
+def bootstrap_mean(examples: Sequence[Example], values: Floats) -> IntervalEstimate:
+    """Mean with its 95 % bootstrap interval, clustered by image.
+
+    Whole images are resampled, because scores of questions about one image are correlated.
+    """
+    count = len(values)
+    _, places = np.unique([example.image for example in examples[:count]], return_inverse=True)
+    sums = np.bincount(places, values)
+    counts = np.bincount(places)
+    picks = np.random.default_rng(0).integers(len(sums), size=(BOOTSTRAP_SAMPLES, len(sums)))
+    means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
+    low, high = np.percentile(means, (2.5, 97.5))
+    return IntervalEstimate(
+        value=round(float(values.mean()), 6), low=round(float(low), 6), high=round(float(high), 6)
+    )
+
+
+def significantly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:
+    """Whether the paired mean difference to a reference is more than three standard errors below 0.
+
+    Standard errors are clustered by image. Three instead of two, because early stopping tests every
+    candidate several times.
+    """
+    gaps = values - reference[: len(values)]
+    _, places = np.unique([example.image for example in examples[: len(gaps)]], return_inverse=True)
+    sums = np.bincount(places, gaps)
+    if len(sums) < 4:
+        return False
+    error = float(sums.std(ddof=1)) * len(sums) ** 0.5 / len(gaps)
+    return bool(gaps.mean() + 3 * error < 0)

@@ -1,0 +1,126 @@
+"""Safety check of a candidate, fingerprint of its selections, and latency of one selection."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from offline_search.dataset import Dataset
+from offline_search.ledger.records import VerdictRecord
+from offline_search.settings import Settings
+from vllm_autoprune.errors import AutopruneError, ProblemsError
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+Probes = Sequence[VisualTokens]
+"""Visual tokens of a few images, as the served model computes them."""
+
+PROBE_IMAGES = 16
+"""Images of the probe set, each with one question."""
+
+_TIMED_PROBES, _TIMING_REPEATS = 2, 5
+
+
+def check_candidate(state: PruningState, settings: Settings, probes: Probes) -> VerdictRecord:
+    """Verdict on a state at every budget of the search; problems are recorded, not raised."""
+    problems: list[str] = []
+    for budget in settings.budgets:
+        try:
+            policy = materialize(state, budget)
+        except AutopruneError as error:
+            problems += _messages(error)
+            continue
+        failed = [verdict for verdict in safety_check(policy).verdicts if not verdict.ok]
+        problems += [f"{verdict.name} at K = {budget}: {verdict.detail}" for verdict in failed]
+    if problems:
+        return VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
+    policy = materialize(state, settings.source_budget)
+    timed = "latency" in settings.objectives
+    return VerdictRecord(
+        digest=state.digest,
+        valid=True,
+        quota=policy.quota,
+        r_min=policy.r_min,
+        behaviour=selection_fingerprint(state, settings.budgets, probes),
+        latency=measure_latency(state, settings, probes) if timed else None,
+    )
+
+
+@torch.no_grad()
+def selection_fingerprint(state: PruningState, budgets: Sequence[int], probes: Probes) -> str:
+    """SHA-256 of the token rows selected for every probe; empty without probes.
+
+    Includes features as well as indices, because two states may keep the same tokens and merge the
+    discarded ones differently.
+    """
+    if not probes:
+        return ""
+    digest = hashlib.sha256()
+    for budget in budgets:
+        policy = materialize(state, budget)
+        for tokens in probes:
+            refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
+            digest.update(refined.indices.numpy().tobytes())
+            digest.update(refined.features.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def measure_latency(state: PruningState, settings: Settings, probes: Probes) -> float:
+    """Milliseconds of one selection: median of repeats, mean over budgets and probes.
+
+    Rounded to two digits, so that noise does not add candidates to the Pareto front. Synthetic
+    images are used if there are no probes.
+    """
+    timed = (probes or synthetic_probes(settings.source_budget))[:_TIMED_PROBES]
+    medians = []
+    for budget in settings.budgets:
+        policy = materialize(state, budget)
+        for tokens in timed:
+            sized = policy.at(tokens.count, tokens.grid.tiles)
+            times = [_time_selection(sized, tokens) for _ in range(_TIMING_REPEATS)]
+            medians.append(1000 * statistics.median(times) / len(tokens.features))
+    return float(f"{statistics.mean(medians):.2g}")
+
+
+def _time_selection(policy: PruningPolicy, tokens: VisualTokens) -> float:
+    start = time.perf_counter()
+    refine(policy, tokens)
+    return time.perf_counter() - start
+
+
+def _messages(error: AutopruneError) -> list[str]:
+    if isinstance(error, ProblemsError):
+        return [str(problem) for problem in error.problems]
+    return [str(error)]
+
+
+def probes_from_checkpoint(
+    checkpoint: Path, text_tower: Path | None, dataset: Dataset
+) -> Sequence[VisualTokens]:
+    """Probes from a local checkpoint: the first search images, each with its first question.
+
+    Raises :class:`ConfigError` or :class:`UnsupportedModelError` as `explain` does.
+    """
+    # Imported here, because it loads transformers.
+    from PIL import Image
+
+    from vllm_autoprune.offline import open_vision
+
+    vision = open_vision(checkpoint, text_tower)
+    by_image = {example.image: example for example in reversed(dataset.examples("search"))}
+    probes = []
+    for example in islice(reversed(by_image.values()), PROBE_IMAGES):
+        with Image.open(dataset.folder / example.image) as image:
+            probes.append(vision.look(image, example.question).tokens)
+    return probes

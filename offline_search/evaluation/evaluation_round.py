@@ -1,0 +1,295 @@
+"""Evaluation of one round of candidates: safety check, duplicate detection, early stopping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from offline_search.candidates.proposal import Draft
+from offline_search.dataset import Example
+from offline_search.evaluation.answers import (
+    NO_ANSWERS,
+    Answers,
+    Floats,
+    accuracy,
+    accuracy_plus,
+    category_means,
+    relative_logprob,
+    significantly_below,
+)
+from offline_search.evaluation.candidate_check import Probes, check_candidate
+from offline_search.evaluation.evaluator import (
+    EvaluationFailed,
+    EvaluationJob,
+    RecordedEvaluator,
+)
+from offline_search.evaluation.history import History, Trial
+from offline_search.evaluation.objectives import objective_vector
+from offline_search.ledger import Ledger
+from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
+from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+EARLY_STOPPING_SHARES = (0.125, 0.5, 1.0)
+"""Shares of the search split after which early stopping drops candidates."""
+
+
+@dataclass
+class ScoreAccumulator:
+    """Answers of one state so far, by budget, and the scores computed from them."""
+
+    budgets: Sequence[int]
+    full: Answers
+    answers: dict[int, Answers] = field(default_factory=dict)
+
+    def add(self, budget: int, answers: Answers) -> None:
+        """Append answers to the examples that follow those already answered."""
+        self.answers[budget] = self.answers.get(budget, NO_ANSWERS) + answers
+
+    def values(self, budget: int) -> Floats:
+        """Relative log-probabilities at one budget."""
+        return relative_logprob(self.answers[budget], self.full)
+
+    def mean(self) -> Floats:
+        """Relative log-probabilities, mean over the budgets."""
+        mean: Floats = np.mean([self.values(budget) for budget in self.budgets], axis=0)
+        return mean
+
+    def objective(self, across: str) -> float:
+        """Mean or worst objective over the budgets."""
+        each = [float(self.values(budget).mean()) for budget in self.budgets]
+        return round(min(each) if across == "worst" else sum(each) / len(each), 6)
+
+    def answer_count(self) -> int:
+        """Number of answers, over all budgets."""
+        return sum(map(len, self.answers.values()))
+
+
+@dataclass
+class _Candidate:
+    """A candidate during its round; it is finished once it has a result."""
+
+    draft: Draft
+    proposal: ProposalRecord
+    scores: ScoreAccumulator
+    result: TrialRecord | None = None
+
+
+class RoundEvaluator:
+    """Turns the drafts of a round into trials, and records every step in the ledger."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        evaluator: RecordedEvaluator,
+        examples: Sequence[Example],
+        probes: Probes,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._evaluator = evaluator
+        self._examples = examples
+        self._probes = probes
+        self._full = NO_ANSWERS
+        self._known: dict[str, str] = {}
+        """Digest or selection fingerprint -> name of the candidate that has it."""
+
+    async def evaluate_baselines(self, base: PruningState) -> History:
+        """Measure the unpruned model and the base policy; gives the initial history."""
+        count = len(self._examples)
+        self._full = await self._evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
+        scores = self._new_scores()
+        await self._measure_state(base, scores, 0, count)
+        verdict = self._check(base)
+        self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
+        proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
+        return History(self._trial_record(proposal, "evaluated", scores), scores.mean())
+
+    async def evaluate_round(
+        self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
+    ) -> list[Trial]:
+        """The trials of one round in the order of its drafts; states are measured concurrently."""
+        proposals = [
+            self._ledger.put(_proposal_record(draft, number, index))
+            for index, draft in enumerate(drafts)
+        ]
+        candidates = [
+            _Candidate(draft, proposal, self._new_scores())
+            for draft, proposal in zip(drafts, proposals, strict=True)
+        ]
+        for candidate in candidates:
+            candidate.result = self._screen(candidate)
+        await self._measure_all(candidates, history, early_stopping)
+        trials = [self._finish(candidate) for candidate in candidates]
+        self._remember(trials)
+        return trials
+
+    def _new_scores(self) -> ScoreAccumulator:
+        return ScoreAccumulator(self._settings.budgets, self._full)
+
+    def _screen(self, candidate: _Candidate) -> TrialRecord | None:
+        """The result of a candidate that needs no measurement, or None."""
+        proposal, state = candidate.proposal, candidate.draft.state
+        if state is None:
+            reason = proposal.problems[0] if proposal.problems else "no state"
+            return self._trial_record(proposal, "invalid", reason=reason)
+        if state.digest in self._known:
+            return self._trial_record(proposal, "same", same_as=self._known[state.digest])
+        verdict = self._check(state)
+        if not verdict.valid:
+            return self._trial_record(proposal, "unsafe", reason=verdict.problems[0])
+        duplicate = verdict.behaviour and self._known.get(verdict.behaviour)
+        if duplicate:
+            self._known[state.digest] = duplicate
+            return self._trial_record(proposal, "same", same_as=duplicate)
+        # Remembered before it is measured, because a later draft of this round may be a duplicate.
+        for key in self._identity_keys(state):
+            self._known[key] = proposal.name
+        return None
+
+    async def _measure_all(
+        self, candidates: Sequence[_Candidate], history: History, early_stopping: bool
+    ) -> None:
+        """Measure all unfinished candidates on the search split, in steps with early stopping."""
+        # No early stopping with several objectives: a candidate may be poor in one only.
+        stopping = early_stopping and not self._settings.is_multi_objective
+        start = 0
+        for share in EARLY_STOPPING_SHARES if stopping else (1.0,):
+            stop = max(1, round(share * len(self._examples)))
+            await self._measure_step(list(_unfinished(candidates)), start, stop)
+            if stop < len(self._examples):
+                self._drop_losers(_unfinished(candidates), history.best_values(), stop)
+            start = stop
+
+    async def _measure_step(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
+        """Measure examples ``start`` to ``stop``; candidates that fail get their result."""
+        jobs = [
+            self._measure_state(state, candidate.scores, start, stop)
+            for candidate in candidates
+            if (state := candidate.draft.state) is not None
+        ]
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        for candidate, outcome in zip(candidates, outcomes, strict=True):
+            if isinstance(outcome, EvaluationFailed):
+                self._forget(candidate)
+                candidate.result = self._trial_record(
+                    candidate.proposal, "unevaluated", candidate.scores, reason=str(outcome)
+                )
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _measure_state(
+        self, state: PruningState, scores: ScoreAccumulator, start: int, stop: int
+    ) -> None:
+        budgets = self._settings.budgets
+        jobs = [EvaluationJob(state, budget, "search", start, stop) for budget in budgets]
+        answers = await asyncio.gather(*(self._evaluator.evaluate(job) for job in jobs))
+        for budget, each in zip(budgets, answers, strict=True):
+            scores.add(budget, each)
+
+    def _drop_losers(self, candidates: Iterator[_Candidate], reference: Floats, stop: int) -> None:
+        for candidate in candidates:
+            if significantly_below(self._examples, candidate.scores.mean(), reference):
+                reason = f"behind after {stop} of {len(self._examples)} examples"
+                candidate.result = self._trial_record(
+                    candidate.proposal, "dropped", candidate.scores, reason=reason
+                )
+
+    def _finish(self, candidate: _Candidate) -> Trial:
+        scores = candidate.scores
+        result = candidate.result or self._trial_record(candidate.proposal, "evaluated", scores)
+        result = self._ledger.put(result)
+        values = scores.mean() if scores.answer_count() else None
+        return Trial(candidate.proposal, result, candidate.draft.state, values)
+
+    def _remember(self, trials: Sequence[Trial]) -> None:
+        """Remember measured states, so that later duplicates are not measured again."""
+        for trial in trials:
+            if trial.state is not None and trial.result.status in ("evaluated", "dropped"):
+                for key in self._identity_keys(trial.state):
+                    self._known.setdefault(key, trial.name)
+
+    def _forget(self, candidate: _Candidate) -> None:
+        """Forget a candidate whose evaluation failed, so that later duplicates are evaluated."""
+        if candidate.draft.state is not None:
+            for key in self._identity_keys(candidate.draft.state):
+                if self._known.get(key) == candidate.proposal.name:
+                    del self._known[key]
+
+    def _identity_keys(self, state: PruningState) -> list[str]:
+        return [key for key in (state.digest, self._check(state).behaviour) if key]
+
+    def _check(self, state: PruningState) -> VerdictRecord:
+        known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")
+        return known or self._ledger.put(check_candidate(state, self._settings, self._probes))
+
+    def _trial_record(
+        self,
+        proposal: ProposalRecord,
+        status: Status,
+        scores: ScoreAccumulator | None = None,
+        *,
+        same_as: str = "",
+        reason: str = "",
+    ) -> TrialRecord:
+        figures: dict[str, Any] = {}
+        if scores is not None and scores.answers and status != "unevaluated":
+            figures = self._summary_scores(scores)
+        if scores is not None and status == "evaluated":
+            figures["axes"] = self._objective_vector(proposal.digest, scores)
+        return TrialRecord(
+            round=proposal.round,
+            index=proposal.index,
+            status=status,
+            same_as=same_as,
+            reason=reason[:500],
+            examples=0 if scores is None else scores.answer_count(),
+            **figures,
+        )
+
+    def _summary_scores(self, scores: ScoreAccumulator) -> dict[str, Any]:
+        answers = [scores.answers[budget] for budget in self._settings.budgets]
+        return {
+            "objective": scores.objective(self._settings.across),
+            "accuracy": _mean([accuracy(each) for each in answers]),
+            "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
+            "by_category": category_means(self._examples, scores.mean()),
+        }
+
+    def _objective_vector(self, digest: str, scores: ScoreAccumulator) -> dict[str, float]:
+        verdict = self._ledger.find(VerdictRecord, f"verdict/{digest}")
+        settings = self._settings
+        return objective_vector(
+            settings,
+            self._examples,
+            {budget: scores.values(budget) for budget in settings.budgets},
+            scores.objective(settings.across),
+            None if verdict is None else verdict.latency,
+        )
+
+
+def _unfinished(candidates: Sequence[_Candidate]) -> Iterator[_Candidate]:
+    return (candidate for candidate in candidates if candidate.result is None)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(sum(values) / len(values), 6)
+
+
+def _proposal_record(draft: Draft, number: int, index: int) -> ProposalRecord:
+    state = draft.state
+    return ProposalRecord(
+        round=number,
+        index=index,
+        origin=draft.origin,
+        parents=draft.parents,
+        state=None if state is None else state.model_dump(mode="json", exclude={"provenance"}),
+        digest="" if state is None else state.digest,
+        problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
+        program=draft.program,
+    )

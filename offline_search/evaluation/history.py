@@ -1,0 +1,138 @@
+"""History of a search: all trials so far, and the statistics that strategies and prompts use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offline_search.candidates.components import feature_names
+from offline_search.evaluation.answers import Floats
+from offline_search.evaluation.objectives import pareto_ranks
+from offline_search.ledger.records import ProposalRecord, TrialRecord
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate with its result; ``values`` are its relative log-probabilities ``(M,)``."""
+
+    proposal: ProposalRecord
+    result: TrialRecord
+    state: PruningState | None = None
+    values: Floats | None = None
+
+    @property
+    def name(self) -> str:
+        """``round.index``."""
+        return self.proposal.name
+
+    @property
+    def objective(self) -> float | None:
+        """The objective, if the whole search split was evaluated."""
+        return self.result.objective if self.result.status == "evaluated" else None
+
+    @property
+    def score(self) -> float:
+        """The objective as a sort key; 0 for a trial that was not fully evaluated."""
+        return self.objective or 0.0
+
+    def require_state(self) -> PruningState:
+        """The state; every trial that was measured has one."""
+        if self.state is None:
+            raise ValueError(f"candidate {self.name} is invalid and has no state")
+        return self.state
+
+
+@dataclass
+class History:
+    """Trials in order of proposal, with the result of the base policy alone."""
+
+    base: TrialRecord
+    base_values: Floats
+    trials: list[Trial] = field(default_factory=list)
+
+    def evaluated(self) -> list[Trial]:
+        """Trials that were evaluated on the whole search split, in order of proposal."""
+        return [trial for trial in self.trials if trial.objective is not None]
+
+    def ranked(self) -> list[Trial]:
+        """Evaluated trials by Pareto rank, then by objective; earlier trials first among equals."""
+        evaluated = self.evaluated()
+        ranks = pareto_ranks([trial.result.axes for trial in evaluated])
+        order = sorted(zip(ranks, evaluated, strict=True), key=lambda r: (r[0], -r[1].score))
+        return [trial for _, trial in order]
+
+    def pareto_front(self) -> list[Trial]:
+        """Non-dominated trials, best objective first; all of them with one objective."""
+        ranked = self.ranked()
+        ranks = pareto_ranks([trial.result.axes for trial in ranked])
+        return [trial for trial, rank in zip(ranked, ranks, strict=True) if rank == 0]
+
+    def best(self) -> Trial | None:
+        """The trial with the highest objective so far."""
+        return max(self.evaluated(), key=lambda trial: trial.score, default=None)
+
+    def objective_of(self, name: str) -> float | None:
+        """The objective of a trial, or of the trial that it duplicates."""
+        if name == "base":
+            return self.base.objective
+        trial = next((trial for trial in self.trials if trial.name == name), None)
+        if trial is None:
+            return None
+        if trial.result.status == "same":
+            return self.objective_of(trial.result.same_as)
+        return trial.result.objective
+
+    def best_values(self) -> Floats:
+        """Values of the best trial, or of the base policy if that is at least as good."""
+        best, base = self.best(), self.base.objective or 0.0
+        if best is None or best.values is None or best.score <= base:
+            return self.base_values
+        return best.values
+
+    def count_failures(self) -> Counter[str]:
+        """Number of candidates per reason for which they were not evaluated."""
+        reasons: Counter[str] = Counter()
+        for trial in self.trials:
+            if trial.result.status in ("invalid", "unsafe", "unevaluated"):
+                reasons.update(trial.proposal.problems or (trial.result.reason,))
+        return reasons
+
+    def best_by_round(self) -> list[float]:
+        """Best objective of each round in which a trial was evaluated."""
+        rounds: dict[int, float] = {}
+        for trial in self.evaluated():
+            number = trial.proposal.round
+            rounds[number] = max(rounds.get(number, trial.score), trial.score)
+        return [best for _, best in sorted(rounds.items())]
+
+    def feature_effects(self) -> list[tuple[str, float]]:
+        """Difference of mean objectives with and without each atom or quota, largest first.
+
+        Only of features that some evaluated trials have and others lack.
+        """
+        scored = [
+            (feature_names(trial.state), trial.score)
+            for trial in self.evaluated()
+            if trial.state and trial.score
+        ]
+        effects = [(name, _effect(name, scored)) for name in _varying_features(scored)]
+        return sorted(effects, key=lambda effect: -effect[1])
+
+
+Scored = Sequence[tuple[frozenset[str], float]]
+
+
+def _varying_features(scored: Scored) -> list[str]:
+    """Features that are neither absent from all trials nor present in all, sorted."""
+    if not scored:
+        return []
+    names = [names for names, _ in scored]
+    return sorted(frozenset[str]().union(*names) - names[0].intersection(*names))
+
+
+def _effect(name: str, scored: Scored) -> float:
+    present = [value for names, value in scored if name in names]
+    absent = [value for names, value in scored if name not in names]
+    return sum(present) / len(present) - sum(absent) / len(absent)

@@ -1,0 +1,64 @@
+"""Objective vectors and Pareto ranks of a multi-objective search.
+
+All objectives are maximized; latency therefore counts as negative milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offline_search.dataset import Example
+from offline_search.evaluation.answers import Floats, category_means
+from offline_search.settings import Settings
+
+ObjectiveVector = Mapping[str, float]
+"""Value of each objective."""
+
+
+def objective_vector(
+    settings: Settings,
+    examples: Sequence[Example],
+    values: Mapping[int, Floats],
+    objective: float,
+    latency: float | None,
+) -> dict[str, float]:
+    """Objective vector of a candidate; empty in a single-objective search.
+
+    ``values`` are relative log-probabilities ``(M,)`` by budget, ``latency`` the milliseconds of
+    one selection.
+    """
+    vector: dict[str, float] = {}
+    if not settings.is_multi_objective:
+        return vector
+    if "quality" in settings.objectives:
+        vector["quality"] = objective
+    if "budgets" in settings.objectives:
+        vector |= {f"K={budget}": round(float(each.mean()), 6) for budget, each in values.items()}
+    if "tasks" in settings.objectives:
+        mean: Floats = sum(values.values()) / len(values)  # type: ignore[assignment]
+        vector |= category_means(examples, mean)
+    if latency is not None:
+        vector["latency"] = -latency
+    return vector
+
+
+def dominates(one: ObjectiveVector, other: ObjectiveVector) -> bool:
+    """Pareto dominance: at least as good in every objective, and better in one."""
+    return all(one[name] >= other[name] for name in other) and any(
+        one[name] > other[name] for name in other
+    )
+
+
+def pareto_ranks(vectors: Sequence[ObjectiveVector]) -> list[int]:
+    """Non-dominated sorting: 0 for the Pareto front, 1 for the front of the rest, and so on."""
+    ranks = [-1] * len(vectors)
+    unranked = list(range(len(vectors)))
+    rank = 0
+    while unranked:
+        for index in [
+            i for i in unranked if not any(dominates(vectors[j], vectors[i]) for j in unranked)
+        ]:
+            ranks[index] = rank
+        unranked = [index for index in unranked if ranks[index] < 0]
+        rank += 1
+    return ranks

@@ -1,0 +1,274 @@
+"""Evaluator on running servers: every request carries its state, so no server restarts.
+
+Needs `vllm serve` with this plugin and ``--autoprune-requests states``. The reference answer is
+part of the prompt and is scored by prompt log-probabilities: an example costs one prefill of K
+tokens and no decoding.
+
+Requests of all jobs are in flight together, up to ``max_in_flight`` a server, and form one
+continuous batch there. Requests about one image are consecutive, so that its vision features are
+computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from offline_search.dataset import Dataset, Example
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from vllm_autoprune.errors import ConfigError, Problem, SearchError
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+REQUIRED_FLAG = "--autoprune-requests states"
+
+MAX_IN_FLIGHT = 128
+"""Concurrent requests a server. On two cores an answer took 16 ms of processor time with 128, 23 ms
+with 32 and 45 ms with one, because requests share the cost of an engine step."""
+
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+"""Long, because a request may wait for all others that are in flight."""
+
+_PERMANENT_FAILURES = (400, 401, 403, 404, 422)
+"""HTTP status codes that a retry cannot change."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Attempts at one request, and seconds before the second; every further wait doubles."""
+
+    attempts: int = 4
+    first_wait: float = 1.0
+
+
+class _ClientPool:
+    """HTTP clients for one server, with one connection each.
+
+    A single httpx client scans all of its connections for every request; with 128 connections that
+    took longer than the model.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free: asyncio.LifoQueue[httpx.AsyncClient] = asyncio.LifoQueue()
+        ssl_context = httpx.create_ssl_context()
+        for _ in range(size):
+            self._free.put_nowait(httpx.AsyncClient(timeout=_TIMEOUT, verify=ssl_context))
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A free client for exclusive use; waits in order of arrival until there is one."""
+        client = await self._free.get()
+        try:
+            yield client
+        finally:
+            self._free.put_nowait(client)
+
+    async def close(self) -> None:
+        """Close all free clients."""
+        while not self._free.empty():
+            await self._free.get_nowait().aclose()
+
+
+class ServedEvaluator:
+    """Evaluator on one or several servers of the same model, which share the images."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dataset: Dataset,
+        *,
+        model: str | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        retry_policy: RetryPolicy | None = None,
+        probes: Sequence[VisualTokens] = (),
+    ) -> None:
+        """``urls`` with or without ``/v1``; ``probes`` from the served model's checkpoint."""
+        self.dataset = dataset
+        self.name = ""
+        self._urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._model = model or ""
+        self._retry_policy = retry_policy or RetryPolicy()
+        self._probes = probes
+        self._pools = [_ClientPool(max_in_flight) for _ in urls]
+        self._image_urls: dict[str, str] = {}
+
+    def probes(self) -> Sequence[VisualTokens]:
+        """The probes given at construction; they cannot be read over HTTP."""
+        return self._probes
+
+    async def prepare(self) -> None:
+        """Send one request with a state to every server; raises :class:`ConfigError` on failure."""
+        problems: list[Problem] = []
+        names: set[str] = set()
+        for server, url in enumerate(self._urls):
+            try:
+                self._model = await self._find_model(server)
+                names.add(self._model)
+                await self._try_state(server)
+            except httpx.HTTPError as error:
+                what = f"does not answer ({type(error).__name__})"
+                problems.append(Problem(url, what, "start the server, or correct its address"))
+            except EvaluationFailed as error:
+                fix = f"serve the model with {REQUIRED_FLAG} --autoprune-state {{NAME}}"
+                problems.append(Problem(url, str(error), fix))
+        if len(names) > 1:
+            what = f"serve different models: {', '.join(sorted(names))}"
+            problems.append(Problem("--server-url", what, "give servers of one model"))
+        if problems:
+            raise ConfigError("servers", problems)
+        self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
+
+    async def evaluate(self, job: EvaluationJob) -> Answers:
+        """Answers to a job; every example goes to the server that its image is assigned to."""
+        examples = self.dataset.examples(job.split)[job.start : job.stop]
+        pruning = _pruning_options(job.state, job.budget)
+        scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
+        return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for pool in self._pools:
+            await pool.close()
+
+    async def _find_model(self, server: int) -> str:
+        async with self._pools[server].client() as client:
+            response = await client.get(f"{self._urls[server]}/v1/models")
+        response.raise_for_status()
+        models = response.json()["data"]
+        names = [str(model["id"]) for model in models]
+        if self._model and self._model not in names:
+            raise EvaluationFailed(f"serves {', '.join(names)}, not {self._model}")
+        return self._model or names[0]
+
+    async def _try_state(self, server: int) -> None:
+        example = self.dataset.examples("search")[0]
+        await self._send(server, example, _pruning_options(load_state("cdpruner"), 1))
+
+    async def _score(self, example: Example, pruning: Mapping[str, object]) -> tuple[float, bool]:
+        """Score one example, with retries."""
+        policy = self._retry_policy
+        assigned = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
+        wait, failure = policy.first_wait, ""
+        for attempt in range(policy.attempts):
+            # All requests about an image go to one server, which caches its features; a retry goes
+            # to the next server.
+            server = (assigned + attempt) % len(self._urls)
+            try:
+                return await self._send(server, example, pruning)
+            except EvaluationFailed as error:
+                # The server refused the request; a retry would be refused as well.
+                raise EvaluationFailed(f"{self._urls[server]}: {error}") from None
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
+                failure = f"{type(error).__name__}: {error}"[:300]
+            if attempt + 1 < policy.attempts:
+                await asyncio.sleep(wait)
+                wait *= 2
+        if not await self._any_server_responds():
+            # Not the candidate's fault: every further candidate would fail as well.
+            raise SearchError(
+                f"no server answers any more ({failure}) -> start it and resume: nothing is lost"
+            )
+        raise EvaluationFailed(f"{failure}, after {policy.attempts} attempts")
+
+    async def _any_server_responds(self) -> bool:
+        for url, pool in zip(self._urls, self._pools, strict=True):
+            with contextlib.suppress(httpx.HTTPError):
+                async with pool.client() as client:
+                    if (await client.get(f"{url}/v1/models")).is_success:
+                        return True
+        return False
+
+    async def _send(
+        self, server: int, example: Example, pruning: Mapping[str, object]
+    ) -> tuple[float, bool]:
+        async with self._pools[server].client() as client:
+            image = self._image_url(example)
+            body = scoring_request(self._model, image, example.question, example.answer, pruning)
+            url = f"{self._urls[server]}/v1/chat/completions"
+            response = await client.post(url, json=body)
+        if response.status_code in _PERMANENT_FAILURES:
+            raise EvaluationFailed(
+                f"status {response.status_code}: {_error_message(response.text)}"
+            )
+        response.raise_for_status()
+        return score_reference_answer(response.json()["prompt_logprobs"], example.answer)
+
+    def _image_url(self, example: Example) -> str:
+        if example.image not in self._image_urls:
+            content = base64.b64encode(self.dataset.image_bytes(example)).decode()
+            self._image_urls[example.image] = f"data:image/png;base64,{content}"
+        return self._image_urls[example.image]
+
+
+def _pruning_options(state: PruningState | None, budget: int) -> Mapping[str, object]:
+    if state is None:
+        return {"enabled": False}
+    policy = state.model_dump(mode="json", exclude={"provenance"})
+    return {"policy": policy, "budget": budget}
+
+
+def scoring_request(
+    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
+) -> dict[str, object]:
+    """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
+
+    ``image`` is a URL; ``pruning`` are the request's options for the plugin.
+    """
+    parts = [
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": question},
+    ]
+    return {
+        "model": model,
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": answer},
+        ],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "mm_processor_kwargs": {"autoprune": pruning},
+    }
+
+
+def score_reference_answer(
+    prompt: Sequence[Mapping[str, Any] | None], answer: str
+) -> tuple[float, bool]:
+    """Log-probability of the answer at the end of a prompt, and whether greedy decoding gives it.
+
+    The tokens of the answer are found by decoding the prompt backwards from its end.
+    """
+    total, right, text = 0.0, True, ""
+    for position in reversed(prompt):
+        if not position:
+            break
+        # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
+        (token,) = position.values()
+        text = str(token["decoded_token"]) + text
+        total += float(token["logprob"])
+        right = right and token["rank"] == 1
+        if text.strip() == answer.strip():
+            return total, right
+        if len(text.strip()) > len(answer.strip()):
+            break
+    raise EvaluationFailed(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")
+
+
+def _error_message(text: str) -> str:
+    try:
+        data = json.loads(text)
+        return str(data["error"]["message"])[:400]
+    except (ValueError, KeyError, TypeError):
+        return text[:400]

@@ -1,0 +1,194 @@
+"""Selection of the winner: the best candidates are measured again on held-out examples.
+
+The winner is the best candidate by search and validation examples together: the search split alone
+overestimates candidates that were lucky on it, and the validation split alone is a smaller sample.
+The winner is reported on the test split, beside the base policy on the same examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from offline_search.dataset import Dataset, Example, Split
+from offline_search.evaluation.answers import (
+    Answers,
+    Floats,
+    accuracy,
+    accuracy_plus,
+    bootstrap_mean,
+    mme_total,
+    relative_logprob,
+)
+from offline_search.evaluation.evaluator import (
+    EvaluationFailed,
+    EvaluationJob,
+    RecordedEvaluator,
+)
+from offline_search.evaluation.history import History, Trial
+from offline_search.evaluation.objectives import objective_vector
+from offline_search.ledger.records import Comparison, FrontMember, TrialRecord, WinnerRecord
+from offline_search.settings import Settings
+from vllm_autoprune.errors import SearchError
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+MAX_FRONT_MEMBERS = 12
+"""Members of the Pareto front that are measured on the test split, best objective first."""
+
+
+class WinnerSelector:
+    """Measures the best candidates on the validation and test splits."""
+
+    def __init__(
+        self, settings: Settings, evaluator: RecordedEvaluator, dataset: Dataset, base: PruningState
+    ) -> None:
+        self._settings = settings
+        self._evaluator = evaluator
+        self._dataset = dataset
+        self._base = base
+
+    async def select(self, history: History) -> WinnerRecord:
+        """The winner; raises :class:`SearchError` if no candidate was fully evaluated."""
+        candidates = {trial.name: trial for trial in history.ranked()[: self._settings.confirmed]}
+        if not candidates:
+            raise SearchError(
+                "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
+                "reasons; fix them and begin a new ledger"
+            )
+        confirmed = await self._confirm(candidates.values())
+        if not confirmed:
+            raise SearchError(
+                "none of the best candidates could be measured on the validation split -> "
+                "look at the server's log and begin a new ledger"
+            )
+        estimates = {
+            name: self._estimate_objective(candidates[name], validation)
+            for name, validation in confirmed.items()
+        }
+        name = max(estimates, key=lambda candidate: estimates[candidate])
+        winner = candidates[name]
+        test = await self._compare(winner.require_state(), "test")
+        base = await self._compare(self._base, "test")
+        state = self._document(winner, confirmed[name], test, base)
+        return WinnerRecord(
+            winner=name,
+            digest=state.digest,
+            state=state.model_dump(mode="json"),
+            confirmed=confirmed,
+            estimates=estimates,
+            test=test,
+            base=base,
+            front=await self._measure_front(history),
+        )
+
+    async def _confirm(self, candidates: Iterable[Trial]) -> dict[str, Comparison]:
+        """Scores on the validation split, without candidates whose evaluation failed."""
+        confirmed: dict[str, Comparison] = {}
+        for trial in candidates:
+            try:
+                confirmed[trial.name] = await self._compare(trial.require_state(), "validation")
+            except EvaluationFailed:
+                continue
+        return confirmed
+
+    async def _measure_front(self, history: History) -> dict[str, FrontMember]:
+        """Pareto front and base policy on the test split; empty in a single-objective search."""
+        if not self._settings.is_multi_objective:
+            return {}
+        candidates = [("base", self._base, history.base)]
+        for trial in history.pareto_front()[:MAX_FRONT_MEMBERS]:
+            candidates.append((trial.name, trial.require_state(), trial.result))
+        front: dict[str, FrontMember] = {}
+        for name, state, result in candidates:
+            try:
+                test = await self._test_objectives(state, result)
+            except EvaluationFailed:
+                continue
+            front[name] = FrontMember(digest=state.digest, search=result.axes, test=test)
+        return front
+
+    async def _test_objectives(self, state: PruningState, result: TrialRecord) -> dict[str, float]:
+        full = await self._measure(None, 0, "test")
+        values = {
+            budget: relative_logprob(await self._measure(state, budget, "test"), full)
+            for budget in self._settings.budgets
+        }
+        objective = round(float(self._aggregate(list(values.values())).mean()), 6)
+        latency = -result.axes["latency"] if "latency" in result.axes else None
+        examples = self._dataset.examples("test")
+        return objective_vector(self._settings, examples, values, objective, latency)
+
+    def _estimate_objective(self, trial: Trial, validation: Comparison) -> float:
+        """Objective over search and validation examples together.
+
+        No shrinkage towards the mean: all candidates have the same examples, so it would not
+        change their order.
+        """
+        search_count = len(self._dataset.examples("search"))
+        total = search_count * trial.score + validation.examples * validation.objective.value
+        return round(total / (search_count + validation.examples), 6)
+
+    async def _compare(self, state: PruningState, split: Split) -> Comparison:
+        """Scores of a state on a split, and paired differences to the base policy."""
+        budgets, examples = self._settings.budgets, self._dataset.examples(split)
+        full = await self._measure(None, 0, split)
+        ours = [await self._measure(state, budget, split) for budget in budgets]
+        theirs = [await self._measure(self._base, budget, split) for budget in budgets]
+        values = self._aggregate([relative_logprob(answers, full) for answers in ours])
+        base_values = self._aggregate([relative_logprob(answers, full) for answers in theirs])
+
+        def mean(score: Callable[[Sequence[Example], Answers], float]) -> float:
+            return round(sum(score(examples, answers) for answers in ours) / len(ours), 6)
+
+        return Comparison(
+            split=split,
+            examples=len(examples),
+            accuracy=mean(lambda _, answers: accuracy(answers)),
+            accuracy_plus=mean(accuracy_plus),
+            mme_total=mean(mme_total),
+            objective=bootstrap_mean(examples, values),
+            gain=bootstrap_mean(examples, values - base_values),
+            accuracy_gain=bootstrap_mean(examples, _mean_correct(ours) - _mean_correct(theirs)),
+        )
+
+    def _aggregate(self, values: Sequence[Floats]) -> Floats:
+        """Values over several budgets: their mean, or those of the worst budget."""
+        if self._settings.across == "worst":
+            return min(values, key=lambda each: float(each.mean()))
+        mean: Floats = np.mean(values, axis=0)
+        return mean
+
+    async def _measure(self, state: PruningState | None, budget: int, split: Split) -> Answers:
+        count = len(self._dataset.examples(split))
+        return await self._evaluator.evaluate(EvaluationJob(state, budget, split, 0, count))
+
+    def _document(
+        self, winner: Trial, validation: Comparison, test: Comparison, base: Comparison
+    ) -> PruningState:
+        """The winning state with its name and provenance, which are outside its digest."""
+        state, settings = winner.require_state(), self._settings
+        provenance = state.provenance.model_copy(
+            update={
+                "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
+                f"proposer {settings.proposer or 'none'}",
+                "evaluated_on": settings.evaluator,
+                "seed": settings.seed,
+                "scores": {
+                    "search_objective": winner.objective,
+                    "validation": validation.model_dump(mode="json"),
+                    "test": test.model_dump(mode="json"),
+                    "test_base_policy": base.model_dump(mode="json"),
+                },
+                "notes": f"Candidate {winner.name} by {winner.proposal.origin}. Objective: mean "
+                "log-probability of the reference answer less the full-token model's, in nats.",
+            }
+        )
+        name = f"{settings.base_policy}-searched-k{settings.source_budget}"
+        return state.model_copy(update={"name": name, "provenance": provenance})
+
+
+def _mean_correct(answers: Sequence[Answers]) -> Floats:
+    """Share of budgets at which each example is answered correctly, ``(M,)``."""
+    mean: Floats = np.mean([np.asarray(each.right, float) for each in answers], axis=0)
+    return mean

@@ -1,0 +1,285 @@
+"""Ledger records: one immutable model for every step of Algorithm 2.
+
+``clock`` holds what differs between two runs of the same search (start and duration); all other
+fields are compared on replay.
+
+Replies, program outputs, verdicts and evaluations are *external records*: they depend on a server,
+a process or the machine, and are never recomputed. All other records follow from the settings and
+the external records.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, TypeAdapter
+
+from offline_search.dataset import Split
+from offline_search.settings import FrozenModel, Settings
+
+ALL_TOKENS = "full"
+"""Digest that stands for the unpruned model."""
+
+
+class Clock(FrozenModel):
+    """Start (seconds since 1970) and duration of a step."""
+
+    at: float = 0.0
+    seconds: float = 0.0
+
+
+class Cost(FrozenModel):
+    """Cost of proposer replies: tokens counted by the endpoint, money in the price's currency."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    money: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            money=round(self.money + other.money, 9),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion tokens together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class _Record(FrozenModel):
+    clock: Clock = Clock()
+
+
+class SettingsRecord(_Record):
+    """First record of a ledger: the settings of its search."""
+
+    kind: Literal["opened"] = "opened"
+    settings: Settings
+
+    @property
+    def key(self) -> str:
+        """There is one in a ledger."""
+        return "opened"
+
+
+class ReplyRecord(_Record):
+    """The proposer's reply to one request; ``text`` is None if all attempts failed."""
+
+    kind: Literal["reply"] = "reply"
+    round: int
+    index: int
+    attempt: Literal["first", "repair"] = "first"
+    request: str = Field(description="SHA-256 of the messages")
+    text: str | None = None
+    failure: str = ""
+    cost: Cost = Cost()
+
+    @property
+    def key(self) -> str:
+        """Round and index."""
+        return f"reply/{self.round}/{self.index}/{self.attempt}"
+
+
+class ProgramRecord(_Record):
+    """Output of a program that the proposer wrote, or the reason why it failed."""
+
+    kind: Literal["program"] = "program"
+    round: int
+    index: int
+    code: str
+    output: str = ""
+    failure: str = ""
+
+    @property
+    def key(self) -> str:
+        """Round and index."""
+        return f"program/{self.round}/{self.index}"
+
+
+class ProposalRecord(_Record):
+    """A proposed candidate, or the problems that make it invalid."""
+
+    kind: Literal["proposal"] = "proposal"
+    round: int
+    index: int
+    origin: str = Field(description="source of the proposal: llm, tpe, warm start, ...")
+    parents: tuple[str, ...] = ()
+    state: dict[str, JsonValue] | None = None
+    digest: str = ""
+    problems: tuple[str, ...] = ()
+    program: str = Field(default="", description="the program that returned the candidate, if any")
+
+    @property
+    def name(self) -> str:
+        """``round.index``, the candidate's name in reports."""
+        return f"{self.round}.{self.index}"
+
+    @property
+    def key(self) -> str:
+        """Round and index."""
+        return f"proposal/{self.round}/{self.index}"
+
+
+class VerdictRecord(_Record):
+    """Safety check of one state; ``behaviour`` is the fingerprint of its selections on probes."""
+
+    kind: Literal["verdict"] = "verdict"
+    digest: str
+    valid: bool
+    quota: int = 0
+    r_min: int = 0
+    problems: tuple[str, ...] = ()
+    behaviour: str = ""
+    latency: float | None = Field(
+        default=None, description="milliseconds of one selection, if latency is an objective"
+    )
+
+    @property
+    def key(self) -> str:
+        """Digest of the state."""
+        return f"verdict/{self.digest}"
+
+
+class EvaluationRecord(_Record):
+    """Answers of one state at one budget to examples ``start`` to ``stop`` of a split.
+
+    ``logprob`` has the log-probability of each reference answer; ``right`` has a ``1`` for each
+    example whose reference answer is what greedy decoding gives. Both are empty after a failure.
+    """
+
+    kind: Literal["evaluation"] = "evaluation"
+    split: Split
+    digest: str
+    budget: int
+    start: int
+    stop: int
+    logprob: tuple[float, ...] = ()
+    right: str = ""
+    failure: str = ""
+
+    @property
+    def key(self) -> str:
+        """State, budget and range of examples."""
+        return f"evaluation/{self.split}/{self.digest}/{self.budget}/{self.start}-{self.stop}"
+
+
+Status = Literal["evaluated", "dropped", "same", "invalid", "unsafe", "unevaluated"]
+"""Outcome of a candidate; ``dropped``: stopped early, ``same``: duplicate of an earlier one."""
+
+
+class TrialRecord(_Record):
+    """Result of one candidate: its status, and its scores relative to the unpruned model."""
+
+    kind: Literal["trial"] = "trial"
+    round: int
+    index: int
+    status: Status
+    same_as: str = ""
+    reason: str = ""
+    examples: int = Field(default=0, description="number of answers evaluated, over all budgets")
+    objective: float | None = None
+    accuracy: float | None = None
+    accuracy_plus: float | None = None
+    by_category: dict[str, float] = Field(default_factory=dict)
+    axes: dict[str, float] = Field(
+        default_factory=dict, description="objective vector, in a multi-objective search"
+    )
+
+    @property
+    def key(self) -> str:
+        """Round and index."""
+        return f"trial/{self.round}/{self.index}"
+
+
+class SummaryRecord(_Record):
+    """H_t: the summary of all rounds so far, as it appears in prompts."""
+
+    kind: Literal["summary"] = "summary"
+    round: int
+    text: str
+
+    @property
+    def key(self) -> str:
+        """Round."""
+        return f"summary/{self.round}"
+
+
+class IntervalEstimate(FrozenModel):
+    """A mean over examples with its 95 % bootstrap interval over images."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Comparison(FrozenModel):
+    """Scores of one state on a held-out split, and paired differences to the base policy."""
+
+    split: Split
+    examples: int
+    accuracy: float
+    accuracy_plus: float
+    mme_total: float = Field(description="accuracy and accuracy+ of each category, summed")
+    objective: IntervalEstimate
+    gain: IntervalEstimate = Field(
+        description="objective less the base policy's, on the same examples"
+    )
+    accuracy_gain: IntervalEstimate
+
+
+class FrontMember(FrozenModel):
+    """A Pareto-optimal candidate: its objective vectors on the search and on the test split."""
+
+    digest: str
+    search: dict[str, float]
+    test: dict[str, float]
+
+
+class WinnerRecord(_Record):
+    """The winner among the confirmed candidates, with its scores on the test split."""
+
+    kind: Literal["chosen"] = "chosen"
+    winner: str
+    digest: str
+    state: dict[str, JsonValue]
+    confirmed: dict[str, Comparison] = Field(
+        description="by proposal: scores on the validation split"
+    )
+    estimates: dict[str, float] = Field(
+        default_factory=dict, description="by proposal: objective on search and validation examples"
+    )
+    test: Comparison
+    base: Comparison
+    front: dict[str, FrontMember] = Field(
+        default_factory=dict, description="by proposal, with the base policy: the Pareto front"
+    )
+
+    @property
+    def key(self) -> str:
+        """There is one in a ledger."""
+        return "chosen"
+
+
+Record = Annotated[
+    SettingsRecord
+    | ReplyRecord
+    | ProgramRecord
+    | ProposalRecord
+    | VerdictRecord
+    | EvaluationRecord
+    | TrialRecord
+    | SummaryRecord
+    | WinnerRecord,
+    Field(discriminator="kind"),
+]
+
+EXTERNAL_RECORDS = (ReplyRecord, ProgramRecord, VerdictRecord, EvaluationRecord)
+
+RECORD_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def canonical_json(record: Record) -> str:
+    """Canonical JSON of a record without its clock."""
+    return RECORD_ADAPTER.dump_json(record, exclude={"clock"}).decode()

@@ -1,0 +1,175 @@
+"""Client that requests proposals, repairs invalid replies once, and records every reply."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from offline_search.candidates.components import JsonObject
+from offline_search.candidates.menu import Menu
+from offline_search.candidates.proposal import MAX_REPLY_CHARACTERS, Draft, parse_proposal
+from offline_search.candidates.schema import proposal_schema
+from offline_search.ledger import Ledger
+from offline_search.ledger.records import Clock, Cost, ProgramRecord, ReplyRecord
+from offline_search.proposers.program_runner import run_program
+from offline_search.proposers.prompt import Messages, repair_prompt
+from offline_search.settings import Settings
+from vllm_autoprune.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Text of a reply, or the failure that remains after all retries."""
+
+    text: str | None
+    failure: str = ""
+    cost: Cost = field(default_factory=Cost)
+
+
+class Proposer(Protocol):
+    """A language model; failures of its endpoint are replies, not exceptions."""
+
+    async def prepare(self) -> None:
+        """Check that the endpoint is usable; raises :class:`ConfigError` if not."""
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        """Reply to a chat, constrained by a JSON Schema if the endpoint supports that."""
+
+    async def close(self) -> None:
+        """Close connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpendingLimits:
+    """Maximum cost of a search's proposer; None is unlimited."""
+
+    tokens: int | None = None
+    money: float | None = None
+
+    def exceeded(self, cost: Cost) -> str:
+        """The limit that is reached, as a message, or an empty string."""
+        if self.tokens is not None and cost.tokens >= self.tokens:
+            return f"the proposer's budget of {self.tokens} tokens is spent"
+        if self.money is not None and cost.money >= self.money:
+            return f"the proposer's budget of {self.money} in money is spent"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalRequest:
+    """One request to the proposer: its place in the search, its prompt, and its provenance."""
+
+    round: int
+    index: int
+    messages: Messages
+    origin: str
+    parents: tuple[str, ...] = ()
+    menu: Menu | None = None
+
+
+class ProposalClient:
+    """Requests proposals by their place in the search; recorded replies are not requested again."""
+
+    def __init__(
+        self, settings: Settings, ledger: Ledger, proposer: Proposer, limits: SpendingLimits
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._proposer = proposer
+        self._limits = limits
+
+    async def request_proposal(self, request: ProposalRequest) -> Draft:
+        """The draft in a reply, after one attempt to repair an invalid reply."""
+        schema = proposal_schema(self._settings.source_budget)
+        if request.menu is not None:
+            schema = request.menu.restrict(schema)
+        reply = await self._recorded_reply(request, "first", request.messages, schema)
+        draft = self._parse(reply, request)
+        if draft.state is not None or reply.text is None:
+            return draft
+        problems = [str(problem) for problem in draft.problems]
+        messages = repair_prompt(request.messages, reply.text, problems)
+        repaired = await self._recorded_reply(request, "repair", messages, schema)
+        return draft if repaired.text is None else self._parse(repaired, request)
+
+    async def request_program(
+        self, request: ProposalRequest, extract_code: Callable[[str], str]
+    ) -> Draft:
+        """The draft that a program in a reply returns.
+
+        Failed programs are not repaired: later prompts show their errors.
+        """
+        reply = await self._recorded_reply(request, "first", request.messages, None)
+        if reply.text is None:
+            return self._parse(reply, request)
+        program = self._ledger.find(ProgramRecord, f"program/{request.round}/{request.index}")
+        if program is None:
+            program = await self._run(extract_code(reply.text), request)
+        if program.failure:
+            fix = "write a program that defines policy(budget)"
+            problem = Problem("", program.failure, fix, "reply.program")
+            return Draft(request.origin, None, (problem,), request.parents, program.code)
+        draft = parse_proposal(program.output, self._settings, request.origin, request.parents)
+        return replace(draft, program=program.code)
+
+    def total_cost(self) -> Cost:
+        """Cost of all replies of this search, including those before it was resumed."""
+        total = Cost()
+        for record in self._ledger:
+            if isinstance(record, ReplyRecord):
+                total += record.cost
+        return total
+
+    async def _run(self, code: str, request: ProposalRequest) -> ProgramRecord:
+        output = await run_program(code, self._settings.source_budget)
+        return self._ledger.put(
+            ProgramRecord(
+                round=request.round,
+                index=request.index,
+                code=code[:MAX_REPLY_CHARACTERS],
+                output=output.text,
+                failure=output.failure,
+            )
+        )
+
+    def _parse(self, reply: ReplyRecord, request: ProposalRequest) -> Draft:
+        if reply.text is None:
+            problem = Problem("", reply.failure, "look at the endpoint", "reply.failure")
+            return Draft(request.origin, None, (problem,), request.parents)
+        return parse_proposal(reply.text, self._settings, request.origin, request.parents)
+
+    async def _recorded_reply(
+        self,
+        request: ProposalRequest,
+        attempt: Literal["first", "repair"],
+        messages: Messages,
+        schema: JsonObject | None,
+    ) -> ReplyRecord:
+        """The recorded reply to a request, or a new one."""
+        number, index = request.round, request.index
+        known = self._ledger.find(ReplyRecord, f"reply/{number}/{index}/{attempt}")
+        if known is not None:
+            return known
+        start, started_at = time.monotonic(), time.time()
+        if exceeded := self._limits.exceeded(self.total_cost()):
+            reply = Reply(None, exceeded)
+        else:
+            seed = (self._settings.seed * 1_000_003 + number * 1009 + index) % 2**31
+            reply = await self._proposer.reply(messages, schema, seed)
+        return self._ledger.put(
+            ReplyRecord(
+                round=number,
+                index=index,
+                attempt=attempt,
+                request=hashlib.sha256(json.dumps(messages).encode()).hexdigest(),
+                # One character more than is valid, so that a recorded reply is too long as well.
+                text=None if reply.text is None else reply.text[: MAX_REPLY_CHARACTERS + 1],
+                failure=reply.failure,
+                cost=reply.cost,
+                clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
+            )
+        )

@@ -1,0 +1,65 @@
+"""Progress of a running search as lines of text: results of each round and remaining time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from offline_search.evaluation.history import History, Trial
+from offline_search.ledger.records import Cost, WinnerRecord
+from offline_search.report.markdown import format_interval
+
+
+class ProgressLog:
+    """Writes one line a round, and one line for each candidate that was not evaluated."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+        self._write = write
+        self._clock = clock
+        self._created = clock()
+        self._rounds_started = self._created
+
+    def on_start(self, history: History, examples: int) -> None:
+        """Write the base policy's objective."""
+        base = history.base.objective or 0.0
+        elapsed = self._clock() - self._created
+        self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
+        self._rounds_started = self._clock()
+
+    def on_round(
+        self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
+    ) -> None:
+        """Write the results of a round, the best so far, and the remaining time."""
+        counts = Counter(trial.result.status for trial in trials)
+        statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+        tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
+        self._write(
+            f"{share:4.0%} round {number}: {statuses}; best {_describe_best(history)}{tokens}, "
+            f"{self._remaining_time(share)}"
+        )
+        for trial in trials:
+            if trial.result.status in ("invalid", "unsafe", "unevaluated"):
+                self._write(
+                    f"       {trial.name} {trial.result.status}: {trial.result.reason[:120]}"
+                )
+
+    def on_finish(self, winner: WinnerRecord) -> None:
+        """Write the winner's scores on the test split."""
+        test = winner.test
+        self._write(
+            f"winner {winner.winner}: test objective {format_interval(test.objective)}, gain over "
+            f"the base policy {format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
+        )
+
+    def _remaining_time(self, share: float) -> str:
+        elapsed = self._clock() - self._rounds_started
+        if share <= 0:
+            return "time left unknown"
+        seconds = elapsed * (1 - share) / share
+        return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
+
+
+def _describe_best(history: History) -> str:
+    best = history.best()
+    return "none" if best is None else f"{best.score:+.4f} ({best.name} by {best.proposal.origin})"

@@ -1,0 +1,81 @@
+"""Strategies that leave every decision to a language model: `autoprune` and `evoprompting`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from random import Random
+
+from offline_search.candidates.menu import draw_menu_if_enabled
+from offline_search.candidates.proposal import Draft
+from offline_search.evaluation.history import Trial
+from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
+from offline_search.proposers.proposal_client import ProposalRequest
+from offline_search.settings import Settings
+from offline_search.strategies.start_states import minimal_state
+from offline_search.strategies.strategy import Round, parent_names, request_improvement
+
+_PARENTS = 2
+_POPULATION_SIZE = 10
+
+
+class AutoPrune:
+    """`autoprune`: Algorithm 2 of the paper; the model sees the best candidate and the summary."""
+
+    uses_proposer = True
+    stops_early = False
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    async def propose(self, this: Round) -> list[Draft]:
+        """Concurrent requests, which share their prompt and are batched by the endpoint."""
+        default = minimal_state(self._settings)
+        requests = [
+            request_improvement(this, self._settings, index, default) for index in range(this.count)
+        ]
+        return list(await asyncio.gather(*requests))
+
+
+class EvoPrompting:
+    """`evoprompting`: the model crosses two parents, drawn by rank from the best trials.
+
+    The first generation is proposed without history, until there are enough parents.
+    """
+
+    uses_proposer = True
+    stops_early = False
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    async def propose(self, this: Round) -> list[Draft]:
+        """Concurrent requests, each with its own pair of parents."""
+        population = this.history.ranked()[:_POPULATION_SIZE]
+        request = self._cross if len(population) >= _PARENTS else self._initialize
+        return list(
+            await asyncio.gather(*[request(this, index, population) for index in range(this.count)])
+        )
+
+    def _initialize(self, this: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
+        example = minimal_state(self._settings)
+        menu = draw_menu_if_enabled(self._settings, this.rng, [example])
+        messages = proposal_prompt(self._settings, "", example, index, this.count, menu)
+        request = ProposalRequest(this.number, index, messages, "llm", (), menu)
+        return this.client.request_proposal(request)
+
+    def _cross(self, this: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
+        parents = _draw_parents(population, this.rng)
+        states = [parent.require_state() for parent in parents]
+        menu = draw_menu_if_enabled(self._settings, this.rng, states)
+        messages = crossover_prompt(self._settings, parents, menu)
+        names = parent_names(*parents)
+        request = ProposalRequest(this.number, index, messages, "crossover", names, menu)
+        return this.client.request_proposal(request)
+
+
+def _draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
+    """Two different parents, the first with a probability inverse to its rank."""
+    first = rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
+    others = [trial for trial in population if trial is not first]
+    return [first, rng.choice(others)]

@@ -1,0 +1,63 @@
+"""Start states of a search: the base policy alone, the paper's state, and a minimal example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offline_search.candidates.components import Components, JsonObject
+from offline_search.candidates.proposal import assemble_state
+from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+WARM_START_QUOTAS = (2, 4, 1)
+"""q_e of warm starts, the paper's value first; q_e = 0 is the base policy, which is a baseline."""
+
+
+def base_state(settings: Settings) -> PruningState:
+    """The base policy alone, as a state of this search."""
+    return paper_state(settings).without_exchange()
+
+
+def paper_state(settings: Settings, quota: int = 2) -> PruningState:
+    """The paper's selected structure on this search's base policy and budget."""
+    return _with_quota(Components.from_state(load_state("autoprune")), quota, settings)
+
+
+def minimal_state(settings: Settings) -> PruningState:
+    """The simplest state that exchanges tokens: an example that does not suggest a solution."""
+    components: JsonObject = {
+        "scoring": {
+            "signals": [{"atom": "visual_token_norm_saliency", "weight": 1.0}],
+            "kernel": {"atom": "pairwise_cosine_kernel"},
+            "fusion": {"atom": "weighted_sum_fusion"},
+        },
+        "constraints": {
+            "pool": [{"atom": "quality_pool_builder"}],
+            "selector": {"atom": "reference_residual_exchange_selector", "q_e": 1},
+        },
+        "reassembly": {"atom": "mean_residual"},
+    }
+    return assemble_state(components, settings)
+
+
+def warm_start_states(settings: Settings) -> Sequence[PruningState]:
+    """The paper's structure at several quotas up to K, and with its first signal alone.
+
+    q_e = K is included because with a weak base policy a full exchange may be best.
+    """
+    source = Components.from_state(paper_state(settings))
+    budget = settings.source_budget
+    quotas = dict.fromkeys(min(quota, budget) for quota in (*WARM_START_QUOTAS, budget))
+    first = source.scoring.signals[0].model_copy(update={"weight": 1.0})
+    alone = source.with_scoring(signals=(first,))
+    return [
+        *(_with_quota(source, quota, settings) for quota in quotas),
+        assemble_state(alone.to_json(), settings),
+    ]
+
+
+def _with_quota(components: Components, quota: int, settings: Settings) -> PruningState:
+    update = {"q_e": min(quota, settings.source_budget), "r_min": None}
+    selector = components.constraints.selector.model_copy(update=update)
+    return assemble_state(components.with_constraints(selector=selector).to_json(), settings)

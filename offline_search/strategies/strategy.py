@@ -1,0 +1,68 @@
+"""Strategy protocol, and what a strategy is given in each round."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from offline_search.candidates.menu import draw_menu_if_enabled
+from offline_search.candidates.proposal import Draft
+from offline_search.evaluation.history import History, Trial
+from offline_search.proposers.prompt import proposal_prompt
+from offline_search.proposers.proposal_client import ProposalClient, ProposalRequest
+from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+@dataclass(frozen=True)
+class Round:
+    """Input of one round: history H_(t-1), its summary, a random generator, and the proposer."""
+
+    number: int
+    count: int
+    history: History
+    summary: str
+    rng: Random
+    client: ProposalClient
+
+
+class Strategy(Protocol):
+    """Proposes the candidates of a search, round by round.
+
+    Proposals must follow from settings, history and random generator alone, so that a search that
+    is run again on its ledger makes the same ones.
+    """
+
+    @property
+    def uses_proposer(self) -> bool:
+        """Whether the strategy sends requests to a language model."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether candidates that are significantly behind are dropped before the last example."""
+
+    async def propose(self, this: Round) -> list[Draft]:
+        """The drafts of a round, at most ``this.count``."""
+
+
+def request_improvement(
+    this: Round, settings: Settings, index: int, default: PruningState
+) -> Awaitable[Draft]:
+    """Request a proposal that improves on the best trial, or on a default state without trials.
+
+    The menu is drawn before this function returns, so that the random generator is used in the
+    order of the calls.
+    """
+    best = this.history.best()
+    example = default if best is None else best.state or default
+    menu = draw_menu_if_enabled(settings, this.rng, [example])
+    messages = proposal_prompt(settings, this.summary, example, index, this.count, menu)
+    request = ProposalRequest(this.number, index, messages, "llm", parent_names(best), menu)
+    return this.client.request_proposal(request)
+
+
+def parent_names(*parents: Trial | None) -> tuple[str, ...]:
+    """Names of the trials that a candidate is derived from."""
+    return tuple(parent.name for parent in parents if parent is not None)

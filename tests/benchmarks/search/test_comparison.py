@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search.comparison import (
+    CachingEvaluator,
+    as_markdown,
+    format_mean,
+    read_outcomes,
+    run_comparison,
+)
+from benchmarks.search.recorded_proposer import RecordedProposer
+from benchmarks.search.speed import SpeedComparison, Timing, processor_seconds, random_states
+from offline_search.candidates.components import JsonObject
+from offline_search.dataset import Dataset
+from offline_search.evaluation.evaluator import EvaluationJob
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.records import ReplyRecord
+from offline_search.proposers.prompt import Messages
+from offline_search.proposers.proposal_client import Reply
+from offline_search.settings import Settings
+from tests.offline_search.replies import valid_replies
+from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, dataset
+from vllm_autoprune.errors import SearchError
+
+STRATEGIES = ("tpe", "random")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return dataset(folder)
+
+
+async def test_a_comparison_resumes_and_prints_its_ledgers(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,))
+    evaluator = SyntheticEvaluator(data)
+    await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
+    asked = len(evaluator.asked)
+    await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
+    assert len(evaluator.asked) == asked, "nothing is measured again"
+    await run_comparison(tmp_path, STRATEGIES, [0, 1], settings, CachingEvaluator(evaluator), None)
+    results = {name: read_outcomes(tmp_path, name, range(3)) for name in STRATEGIES}
+    assert [len(ended) for ended in results.values()] == [2, 2]
+    text = as_markdown(tmp_path, STRATEGIES, range(3))
+    gaps = [
+        one.winner.test.objective.value - other.winner.test.objective.value
+        for one, other in zip(results["tpe"], results["random"], strict=True)
+    ]
+    assert f"tpe less random, paired by seed: {format_mean(gaps)}" in text
+    assert "| tpe | 2 |" in text
+
+
+async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
+    evaluator, scripted = SyntheticEvaluator(data), ScriptedProposer(valid_replies(20))
+    await run_comparison(tmp_path / "a", ["autoprune"], [0], settings, evaluator, scripted)
+    ledger = tmp_path / "a" / "autoprune-0.jsonl"
+    for folder in ("b", "c"):
+        recorded = RecordedProposer([ledger])
+        assert len(recorded) == len({str(asked) for asked in scripted.asked}) > 0
+        await run_comparison(tmp_path / folder, ["autoprune+"], [0], settings, evaluator, recorded)
+    with Ledger(tmp_path / "b" / "autoprune+-0.jsonl") as one:
+        with Ledger(tmp_path / "c" / "autoprune+-0.jsonl") as other:
+            assert one.digest() == other.digest()
+        given = {reply.text for reply in one if isinstance(reply, ReplyRecord)}
+    assert given and given <= {
+        reply.text for reply in read_ledger(ledger) if isinstance(reply, ReplyRecord)
+    }
+    await run_comparison(tmp_path / "d", ["random"], [0], settings, evaluator, None)
+    with pytest.raises(SearchError, match="no reply is recorded"):
+        RecordedProposer([tmp_path / "d" / "random-0.jsonl"])
+
+
+class Waiting(ScriptedProposer):
+    """Delays its first replies until a number of requests are pending."""
+
+    def __init__(self, replies: Sequence[str], together: int) -> None:
+        super().__init__(replies)
+        self._together, self._enough = together, asyncio.Event()
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        if len(self.asked) + 1 >= self._together:
+            self._enough.set()
+        replied = await super().reply(messages, schema, seed)
+        await asyncio.wait_for(self._enough.wait(), 30)
+        return replied
+
+
+async def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
+    names, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
+    alone, together = (
+        ScriptedProposer(valid_replies(20)),
+        Waiting(valid_replies(20), 2 * settings.per_round),
+    )
+    await run_comparison(tmp_path / "a", names, seeds, settings, evaluator, alone)
+    await run_comparison(tmp_path / "b", names, seeds, settings, evaluator, together, concurrency=4)
+    for name in names:
+        for seed in seeds:
+            with (
+                Ledger(tmp_path / "a" / f"{name}-{seed}.jsonl") as one,
+                Ledger(tmp_path / "b" / f"{name}-{seed}.jsonl") as other,
+            ):
+                assert one.digest() == other.digest()
+
+
+async def test_answers_are_cached_across_searches(data: Dataset) -> None:
+    evaluator = SyntheticEvaluator(data)
+    remembering = CachingEvaluator(evaluator)
+    job = EvaluationJob(None, 0, "search", 0, 4)
+    assert await remembering.evaluate(job) == await remembering.evaluate(job)
+    assert len(evaluator.asked) == 1
+
+
+def test_mean_has_a_student_t_interval() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    half = 2.776 * statistics.stdev(values) / 5**0.5
+    assert format_mean(values) == f"3.0000 ± {half:.4f}"
+    assert format_mean([2.0]) == "2.0000"
+
+
+def test_processor_time_includes_child_processes() -> None:
+    works = (
+        "import subprocess, sys, time\n{}\nwhile time.process_time() < 0.3: pass\ntime.sleep(60)"
+    )
+    child = f"subprocess.Popen([sys.executable, '-c', {works.format('')!r}])"
+    process = subprocess.Popen([sys.executable, "-c", works.format(child)], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while processor_seconds(process.pid) < 0.5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert 0.5 <= processor_seconds(process.pid) < 2, "one alone would have 0.3"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_speeds_are_compared_with_the_first() -> None:
+    ways = (Timing("a", 50, 100.0, 50.0), Timing("b", 3, 30.0, 9.0), Timing("c", 1, 50.0, 40.0))
+    first, *others = SpeedComparison(ways, 100).as_markdown().splitlines()[2:]
+    assert first == "| a | 50 | 2.00 | 1.0 | 10.0 | 1.0 |"
+    assert others == [
+        "| b | 3 | 10.00 | 5.0 | 30.0 | 3.0 |",
+        "| c | 1 | 50.00 | 25.0 | 400.0 | 40.0 |",
+    ]
+    assert len({state.digest for state in random_states(10, 8)}) == 10

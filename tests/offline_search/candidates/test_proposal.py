@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from offline_search.candidates.components import compact_json, feature_names
+from offline_search.candidates.proposal import ablate, assemble_state, parse_proposal
+from offline_search.candidates.schema import proposal_schema
+from offline_search.candidates.search_space import RandomSource, sample_proposal
+from offline_search.settings import Settings
+from offline_search.strategies.start_states import (
+    base_state,
+    minimal_state,
+    paper_state,
+    warm_start_states,
+)
+from tests.offline_search.replies import BUDGET, HOSTILE, valid_replies
+from vllm_autoprune import load_state, materialize
+from vllm_autoprune.tpdsl.states.load import shipped_states
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_invalid_replies_give_problems(name: str, settings: Settings) -> None:
+    draft = parse_proposal(HOSTILE[name], settings, "llm", ("1.0",))
+    assert draft.state is None
+    assert draft.problems and all(problem.what and problem.fix for problem in draft.problems)
+    assert sum(len(str(problem)) for problem in draft.problems) < 20_000
+    assert (draft.origin, draft.parents) == ("llm", ("1.0",))
+
+
+@pytest.mark.parametrize("around", ["{}", "Here it is:\n```json\n{}\n```\nDone.", "\n\n {} "])
+def test_a_proposal_is_found_in_surrounding_text(around: str, settings: Settings) -> None:
+    text = valid_replies(1)[0]
+    draft = parse_proposal(around.replace("{}", text), settings, "llm", ())
+    assert draft.problems == ()
+    assert draft.state is not None
+    assert draft.state == assemble_state(json.loads(text), settings)
+
+
+def test_settings_decide_base_policy_budget_and_safety() -> None:
+    settings = Settings(base_policy="visionzip", budgets=(9, 4))
+    proposed = json.loads(valid_replies(1)[0]) | {"base_policy": {"name": "trim"}, "safety": []}
+    state = parse_proposal(json.dumps(proposed), settings, "llm", ()).state
+    assert state is not None
+    assert state.base_policy.name == "visionzip"
+    assert materialize(state).budget == 9
+    assert {call.atom for call in state.safety} >= {"preserve_budget", "fallback_to_selection"}
+
+
+def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
+    schema = proposal_schema(BUDGET)
+    checked = jsonschema.Draft202012Validator(schema)
+    text = json.dumps(schema)
+    assert "oneOf" not in text and "discriminator" not in text and "r_min" not in text
+    for seed in range(60):
+        body: dict[str, Any] = sample_proposal(RandomSource(Random(seed)), BUDGET)
+        body["scoring"]["signals"] = body["scoring"]["signals"][:6]
+        checked.validate(body)
+        assert assemble_state(body, settings).scoring.signals
+    for name in HOSTILE:
+        try:
+            value = json.loads(HOSTILE[name])
+        except (ValueError, RecursionError):
+            continue
+        assert not checked.is_valid(value)
+
+
+def test_the_schema_limits_the_quota_to_the_budget(settings: Settings) -> None:
+    checked = jsonschema.Draft202012Validator(proposal_schema(BUDGET))
+    body: dict[str, Any] = json.loads(json.dumps(compact_json(paper_state(settings))))
+    body["constraints"]["selector"] = {
+        "atom": "reference_residual_exchange_selector",
+        "q_e": BUDGET,
+    }
+    assert checked.is_valid(body)
+    body["constraints"]["selector"]["q_e"] = BUDGET + 1
+    assert not checked.is_valid(body)
+
+
+@pytest.mark.parametrize("name", sorted(shipped_states()))
+def test_compact_json_keeps_all_searched_components(name: str) -> None:
+    state = load_state(name)
+    settings = Settings(base_policy=state.base_policy.name)
+    again = assemble_state(compact_json(state), settings)
+    assert (again.scoring, again.reassembly) == (state.scoring, state.reassembly)
+    assert again.constraints == state.constraints
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ablated_components_are_removed(seed: int, settings: Settings) -> None:
+    body = sample_proposal(RandomSource(Random(seed)), BUDGET)
+
+    def features(**changes: object) -> frozenset[str]:
+        changed = settings.model_copy(update=changes)
+        return feature_names(assemble_state(body, changed))
+
+    assert "quality_topk_selector" in features(without=("anchoring",))
+    signals = assemble_state(body, settings.model_copy(update={"without": ("fusion",)})).scoring
+    assert len(signals.signals) == 1
+    assert not {n for n in features(without=("diversity",)) if n.endswith("pool_builder")} - {
+        "quality_pool_builder"
+    }
+    assert "q_e=3" in features(quota=3)
+    everything = features(without=("anchoring", "fusion", "diversity"), quota=3)
+    assert {"quality_topk_selector", "quality_pool_builder"} <= everything
+
+
+@pytest.mark.parametrize(
+    "odd", [{}, {"scoring": 3}, {"constraints": []}, {"constraints": {"selector": "x"}}]
+)
+def test_ablation_leaves_malformed_input_to_the_loader(odd: dict[str, object]) -> None:
+    settings = Settings(without=("anchoring", "fusion", "diversity"), quota=2)
+    assert ablate(odd, settings) is not None  # type: ignore[arg-type]
+
+
+def test_ablation_does_not_change_the_base_policy(settings: Settings) -> None:
+    for changes in ({"quota": 4}, {"without": ("anchoring",)}, {"without": ("fusion",)}):
+        state = base_state(settings.model_copy(update=changes))
+        assert materialize(state, BUDGET).quota == 0
+
+
+def test_without_ablation_nothing_changes(settings: Settings) -> None:
+    assert settings.without == () and settings.quota is None
+    digests = {state.digest for state in (minimal_state(settings), *warm_start_states(settings))}
+    assert len(digests) == 1 + len(warm_start_states(settings))

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from offline_search.candidates.components import feature_names, structure
+from offline_search.candidates.proposal import assemble_state
+from offline_search.candidates.search_space import (
+    RandomSource,
+    choices_of_state,
+    numbers_of_state,
+    numeric_parameters,
+    resample_numbers,
+    sample_proposal,
+)
+from offline_search.settings import Settings
+from offline_search.strategies.start_states import base_state, paper_state, warm_start_states
+from tests.offline_search.replies import BUDGET
+from vllm_autoprune import materialize, safety_check
+from vllm_autoprune.tpdsl.registry import ATOMS
+
+
+class LowestSource:
+    """Always chooses the first option and the lower bound."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        return options[0]
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        return low
+
+
+class HighestSource:
+    """Always chooses the last option and the upper bound."""
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        return options[-1]
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        return high
+
+
+@pytest.mark.parametrize(
+    "chooser", [LowestSource(), HighestSource(), *(RandomSource(Random(s)) for s in range(30))]
+)
+def test_every_sampled_proposal_is_a_valid_state(chooser: RandomSource, settings: Settings) -> None:
+    assert assemble_state(sample_proposal(chooser, BUDGET), settings).scoring.signals
+
+
+def test_every_searched_atom_is_sampled(settings: Settings) -> None:
+    drawn: set[str] = set()
+    for seed in range(600):
+        drawn |= feature_names(
+            assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
+        )
+    for group in ("scoring", "score_fusion", "similarity_kernel", "selection_constraints"):
+        assert set(ATOMS.names(group)) <= drawn
+    assert set(ATOMS.names("reassembly")) <= drawn
+    assert {f"q_e={quota}" for quota in (0, 1, 2, 4, 8)} <= drawn
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_resampling_numbers_keeps_the_structure(seed: int, settings: Settings) -> None:
+    state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
+    for chooser in (LowestSource(), HighestSource(), RandomSource(Random(seed))):
+        changed = assemble_state(resample_numbers(state, chooser, BUDGET), settings)
+        assert structure(changed) == structure(state)
+
+
+def test_the_numbers_of_a_state_reproduce_it(settings: Settings) -> None:
+    state = paper_state(settings)
+    now = numbers_of_state(state, BUDGET)
+    assert set(now) >= {"scoring/signals/0/weight", "constraints/selector/q_e"}
+    assert now["scoring/signals/0/weight"] == 0.4 and now["constraints/selector/q_e"] == "2"
+
+    class SameSource(LowestSource):
+        def option(self, name: str, options: Sequence[str]) -> str:
+            return str(now[name])
+
+        def number(self, name: str, low: float, high: float, integer: bool) -> float:
+            value = now[name]
+            assert isinstance(value, int | float) and low <= value <= high
+            return value
+
+    assert (
+        assemble_state(resample_numbers(state, SameSource(), BUDGET), settings).digest
+        == state.digest
+    )
+
+
+class FixedSource(LowestSource):
+    """Returns given choices and fails on any other."""
+
+    def __init__(self, choices: dict[str, float | str]) -> None:
+        self.choices = choices
+
+    def option(self, name: str, options: Sequence[str]) -> str:
+        assert self.choices[name] in options, name
+        return str(self.choices[name])
+
+    def number(self, name: str, low: float, high: float, integer: bool) -> float:
+        value = self.choices[name]
+        assert isinstance(value, int | float) and low <= value <= high, name
+        return value
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_choices_of_a_sampled_state_reproduce_it(seed: int, settings: Settings) -> None:
+    state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
+    again = sample_proposal(FixedSource(choices_of_state(state, BUDGET)), BUDGET)
+    assert assemble_state(again, settings).digest == state.digest
+
+
+def test_other_states_are_approximated_by_choices(settings: Settings) -> None:
+    for state in (*warm_start_states(settings), base_state(settings)):
+        near = assemble_state(
+            sample_proposal(FixedSource(choices_of_state(state, BUDGET)), BUDGET), settings
+        )
+        assert feature_names(near) == feature_names(state)
+
+
+def test_fixed_parameters_are_not_searched(settings: Settings) -> None:
+    names = {str(knob.path[-1]) for knob in numeric_parameters(paper_state(settings))}
+    assert names & {"eps", "r_min", "iters"} == set()
+
+
+def test_warm_starts_are_safe_and_use_the_settings() -> None:
+    settings = Settings(base_policy="divprune", budgets=(BUDGET,))
+    for state in (base_state(settings), *warm_start_states(settings)):
+        assert state.base_policy.name == "divprune"
+        assert safety_check(materialize(state, BUDGET)).valid
+    assert not materialize(base_state(settings), BUDGET).refines
+    assert len({state.digest for state in warm_start_states(settings)}) == len(
+        warm_start_states(settings)
+    )

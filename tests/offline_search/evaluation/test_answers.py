@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offline_search.dataset import Example
+from offline_search.evaluation.answers import (
+    Answers,
+    accuracy,
+    accuracy_plus,
+    bootstrap_mean,
+    category_means,
+    mme_total,
+    relative_logprob,
+    significantly_below,
+)
+
+
+def example(image: int, category: str = "digit", pair: int | None = None) -> Example:
+    return Example(image=f"{image}", question="q", answer="a", category=category, pair=pair)
+
+
+def answers(*right: int) -> Answers:
+    return Answers(tuple(-1.0 - i for i in range(len(right))), tuple(map(bool, right)))
+
+
+def test_accuracy_plus_requires_both_answers_of_a_pair() -> None:
+    paired = [example(0, pair=0), example(0, pair=0), example(1, pair=1), example(1, pair=1)]
+    assert accuracy(answers(1, 1, 1, 0)) == 0.75
+    assert accuracy_plus(paired, answers(1, 1, 1, 0)) == 0.5
+    mixed = [*paired, example(2)]
+    assert accuracy_plus(mixed, answers(1, 1, 1, 1, 0)) == 1.0, "a lone question is in no pair"
+    alone = [example(0), example(0), example(1), example(1)]
+    assert accuracy_plus(alone, answers(1, 1, 1, 0)) == 0.5, "without pairs: by image"
+
+
+def test_mme_total_is_accuracy_and_accuracy_plus_of_each_category() -> None:
+    rows = [example(0, "a", 0), example(0, "a", 0), example(1, "b", 1), example(1, "b", 1)]
+    assert mme_total(rows, answers(1, 1, 1, 0)) == pytest.approx(200 + 50)
+    assert mme_total(rows, answers(1, 1, 1, 1)) == pytest.approx(400)
+
+
+def test_scores_are_relative_to_the_unpruned_model() -> None:
+    full = Answers((-0.5, -0.5, -0.5), (True, True, True))
+    pruned = Answers((-1.0, -0.5, -0.25), (True, True, True))
+    values = relative_logprob(pruned, full)
+    assert values.tolist() == [-0.5, 0.0, 0.25]
+    rows = [example(0, "a"), example(1, "a"), example(2, "b")]
+    assert category_means(rows, values) == {"a": -0.25, "b": 0.25}
+
+
+def test_an_interval_resamples_images_not_questions() -> None:
+    generator = np.random.default_rng(0)
+    per_image = generator.normal(size=50)
+    rows = [example(i // 4) for i in range(200)]
+    shared = bootstrap_mean(rows, np.repeat(per_image, 4))
+    lone = bootstrap_mean([example(i) for i in range(200)], np.repeat(per_image, 4))
+    assert shared.value == lone.value == pytest.approx(per_image.mean(), abs=1e-5)
+    assert shared.high - shared.low > 1.5 * (lone.high - lone.low)
+    assert shared.low < shared.value < shared.high
+
+
+def test_only_clearly_worse_candidates_are_significantly_below() -> None:
+    generator = np.random.default_rng(1)
+    rows = [example(i // 2) for i in range(80)]
+    rival = generator.normal(size=80)
+    noise = 0.1 * generator.normal(size=80)
+    assert significantly_below(rows, rival - 0.5 + noise, rival)
+    assert not significantly_below(rows, rival + noise, rival)
+    assert not significantly_below(rows, rival + 0.5 + noise, rival)
+    assert not significantly_below(rows[:6], rival[:6] - 0.5, rival), "three images tell nothing"
+
+
+def test_equal_candidates_are_rarely_significantly_below() -> None:
+    generator = np.random.default_rng(2)
+    rows = [example(i) for i in range(40)]
+    dropped = 0
+    for _ in range(500):
+        rival = generator.normal(size=40)
+        dropped += significantly_below(rows, rival + generator.normal(size=40), rival)
+    assert dropped / 500 < 0.01

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from offline_search.dataset import Dataset
+from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.served_evaluator import RetryPolicy, ServedEvaluator
+from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error
+from vllm_autoprune import load_state
+from vllm_autoprune.errors import ConfigError, SearchError
+
+QUICK = RetryPolicy(attempts=3, first_wait=0.01)
+STATE = load_state("visionzip")
+
+
+def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:
+    return {str(hash(text) % 1000): {"logprob": logprob, "rank": rank, "decoded_token": text}}
+
+
+def prompt(*answer: dict[str, Any]) -> Answer:
+    before = [None, token("USER:", -3.0, 5), token(" ASSISTANT:", -2.0, 7)]
+    body = {"choices": [], "prompt_logprobs": [*before, *answer]}
+    return 200, json.dumps(body).encode(), {}
+
+
+def echo_answer(body: Body, number: int) -> Answer:
+    """Echoes the reference answer as two tokens."""
+    answer = body["messages"][-1]["content"]
+    return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5))
+
+
+async def evaluate(server: Told, data: Dataset, job: EvaluationJob, model: str = "m") -> Any:
+    evaluator = ServedEvaluator([server.url], data, model=model, retry_policy=QUICK)
+    try:
+        return await evaluator.evaluate(job)
+    finally:
+        await evaluator.close()
+
+
+JOB = EvaluationJob(STATE, 8, "search", 0, 4)
+
+
+async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        answers = await evaluate(server, data, JOB)
+    assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
+    body = server.asked[0]
+    assert body["mm_processor_kwargs"]["autoprune"]["budget"] == 8
+    assert load_state(json.dumps(body["mm_processor_kwargs"]["autoprune"]["policy"])) == (
+        STATE.model_copy(update={"provenance": type(STATE.provenance)()})
+    )
+    assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
+    questions = {body["messages"][0]["content"][1]["text"] for body in server.asked}
+    assert questions == {example.question for example in data.examples("search")[:4]}
+
+
+async def test_pruning_is_disabled_without_a_state(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        await evaluate(server, data, EvaluationJob(None, 0, "search", 0, 1))
+    assert server.asked[0]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
+
+
+async def test_an_answer_that_greedy_decoding_would_not_give_is_wrong(data: Dataset) -> None:
+    def answer(body: Body, number: int) -> Answer:
+        text = body["messages"][-1]["content"]
+        return prompt(token(f" {text[0]}", -0.25), token(text[1:], -4.0, rank=2))
+
+    with endpoint(answer) as server:
+        answers = await evaluate(server, data, EvaluationJob(STATE, 8, "search", 0, 1))
+    assert answers.right == (False,) and answers.logprob == (-4.25,)
+
+
+async def test_a_temporary_failure_is_retried(data: Dataset) -> None:
+    seen: set[str] = set()
+
+    def answer(body: Body, number: int) -> Answer:
+        key = json.dumps(body["messages"])
+        if key in seen:
+            return echo_answer(body, number)
+        seen.add(key)
+        return error(503)
+
+    with endpoint(answer) as server:
+        answers = await evaluate(server, data, JOB)
+    assert answers.right == (True,) * 4 and len(server.asked) == 8
+
+
+Answering = Callable[[Body, int], Answer]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda b, n: error(503), "after 3 attempts"),
+        (lambda b, n: (200, b"not json", {}), "after 3 attempts"),
+        (lambda b, n: (200, b"{}", {}), "after 3 attempts"),
+        (lambda b, n: error(400, "no states here"), "no states here"),
+        (lambda b, n: prompt(token(" other", -0.1)), "not in the reference answer"),
+        (lambda b, n: prompt(), "not in the reference answer"),
+    ],
+    ids=["down", "no JSON", "no logprobs", "refused", "other answer", "no answer"],
+)
+async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(
+    answer: Answering, message: str, data: Dataset
+) -> None:
+    with endpoint(answer) as server, pytest.raises(EvaluationFailed, match=message):
+        await evaluate(server, data, EvaluationJob(STATE, 8, "search", 0, 1))
+
+
+async def test_an_unreachable_server_stops_the_search(
+    data: Dataset,
+) -> None:
+    gone = ServedEvaluator(["http://127.0.0.1:9"], data, model="m", retry_policy=QUICK)
+    with pytest.raises(SearchError, match="start it and resume") as caught:
+        await gone.evaluate(EvaluationJob(STATE, 8, "search", 0, 1))
+    await gone.close()
+    assert not isinstance(caught.value, EvaluationFailed)
+
+
+async def test_servers_share_images_and_replace_a_broken_one(data: Dataset) -> None:
+    job = EvaluationJob(STATE, 8, "search", 0, len(data.examples("search")))
+    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
+        evaluator = ServedEvaluator([one.url, other.url], data, model="m", retry_policy=QUICK)
+        answers = await evaluator.evaluate(job)
+        await evaluator.close()
+        assert len(answers) == len(one.asked) + len(other.asked) and one.asked and other.asked
+        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in server.asked}
+                  for server in (one, other)]  # fmt: skip
+        assert not images[0] & images[1]
+    with endpoint(echo_answer) as one, endpoint(lambda b, n: error(500)) as broken:
+        evaluator = ServedEvaluator([one.url, broken.url], data, model="m", retry_policy=QUICK)
+        assert len(await evaluator.evaluate(job)) == len(one.asked)
+        await evaluator.close()
+
+
+async def test_concurrent_requests_are_limited(data: Dataset) -> None:
+    ended: list[int] = []
+    under_way: list[int] = []
+
+    def slowly(body: Body, number: int) -> Answer:
+        under_way.append(number + 1 - len(ended))
+        time.sleep(0.1)
+        ended.append(number)
+        return echo_answer(body, number)
+
+    with endpoint(slowly) as server:
+        evaluator = ServedEvaluator(
+            [server.url], data, model="m", max_in_flight=3, retry_policy=QUICK
+        )
+        jobs = [EvaluationJob(STATE, budget, "search", 0, 6) for budget in (4, 8)]
+        first, second = await asyncio.gather(*(evaluator.evaluate(job) for job in jobs))
+        await evaluator.close()
+    assert len(first) == len(second) == 6
+    assert max(under_way) == 3 and len(server.ports) == 3
+
+
+async def test_sequential_requests_use_one_connection(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        evaluator = ServedEvaluator([server.url], data, model="m", retry_policy=QUICK)
+        for start in range(4):
+            await evaluator.evaluate(EvaluationJob(STATE, 8, "search", start, start + 1))
+        await evaluator.close()
+    assert len(server.asked) == 4 and len(server.ports) == 1
+
+
+async def test_the_name_identifies_model_and_data(data: Dataset) -> None:
+    with endpoint(echo_answer) as server:
+        evaluator = ServedEvaluator([server.url], data, retry_policy=QUICK)
+        await evaluator.prepare()
+        await evaluator.close()
+    assert evaluator.name.startswith("m through vLLM") and data.digest[:12] in evaluator.name
+
+
+async def test_an_unusable_server_is_reported_before_the_search(
+    data: Dataset,
+) -> None:
+    cases: list[tuple[list[str], str | None, str]] = []
+    with endpoint(lambda b, n: error(400, "requests may not bring states")) as refusing:
+        cases.append(([refusing.url], None, "--autoprune-requests states"))
+        cases.append(([refusing.url], "another", "serves m, not another"))
+        cases.append((["http://127.0.0.1:9"], None, "does not answer"))
+        for urls, model, message in cases:
+            evaluator = ServedEvaluator(urls, data, model=model, retry_policy=QUICK)
+            with pytest.raises(ConfigError, match=message):
+                await evaluator.prepare()
+            await evaluator.close()

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.records import (
+    Clock,
+    EvaluationRecord,
+    SettingsRecord,
+    SummaryRecord,
+    TrialRecord,
+)
+from offline_search.settings import Settings
+from vllm_autoprune.errors import SearchError
+
+
+def summary(number: int, text: str = "so far") -> SummaryRecord:
+    return SummaryRecord(round=number, text=text, clock=Clock(at=number, seconds=1))
+
+
+def test_records_persist(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.put(SettingsRecord(settings=Settings()))
+        ledger.put(summary(1))
+        digest = ledger.digest()
+    with Ledger(path) as again:
+        assert again.digest() == digest
+        assert again.find(SummaryRecord, "summary/1") == summary(1)
+        assert again.find(SummaryRecord, "summary/2") is None
+    assert [record.key for record in read_ledger(path)] == ["opened", "summary/1"]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"summary","round":2', b'{"kind"', b"\x00\x00\x00", b""])
+def test_an_incomplete_last_line_is_removed(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.put(summary(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    with Ledger(path) as again:
+        assert len(again) == 1
+        again.put(summary(2))
+    assert path.read_bytes().startswith(whole)
+    assert [record.key for record in read_ledger(path)] == ["summary/1", "summary/2"]
+
+
+def test_every_prefix_of_a_ledger_is_a_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        for number in range(3):
+            ledger.put(summary(number))
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    for end in range(len(whole)):
+        cut.write_bytes(whole[:end])
+        with Ledger(cut) as ledger:
+            assert len(ledger) == whole[:end].count(b"\n")
+
+
+def test_a_foreign_file_is_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"kind": "summary", "round": 1, "text": ""}\n{"kind": "no such"}\n{}\n')
+    with pytest.raises(SearchError, match="line 2"):
+        Ledger(path)
+    assert path.read_text().count("\n") == 3
+
+
+def test_a_conflicting_record_is_refused(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        first = ledger.put(summary(1))
+        later = first.model_copy(update={"clock": Clock(at=99, seconds=9)})
+        assert ledger.put(later) == first
+        with pytest.raises(SearchError, match="does not follow"):
+            ledger.put(summary(1, "something else"))
+        assert len(ledger) == 1
+
+
+def test_the_digest_ignores_clocks_and_order(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "a") as one, Ledger(tmp_path / "b") as other:
+        for number in (1, 2):
+            one.put(summary(number))
+            other.put(summary(3 - number).model_copy(update={"clock": Clock()}))
+        assert one.digest() == other.digest()
+        other.put(summary(3))
+        assert one.digest() != other.digest()
+
+
+def test_two_searches_cannot_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path), pytest.raises(SearchError, match="another search is writing"):
+        Ledger(path)
+
+
+def test_a_full_disk_leaves_complete_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    really = os.write
+    with Ledger(path) as ledger:
+        ledger.put(summary(1))
+
+        def full(handle: int, data: bytes) -> int:
+            if len(data) <= 10:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return really(handle, data[: len(data) // 2])
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(SearchError, match="No space left on device -> make room and resume"):
+            ledger.put(summary(2))
+        monkeypatch.setattr(os, "write", really)
+    assert [record.key for record in read_ledger(path)] == ["summary/1"]
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_replay_takes_only_external_records_from_the_recording(tmp_path: Path) -> None:
+    effect = EvaluationRecord(
+        split="search", digest="d", budget=8, start=0, stop=1, logprob=(-1.0,), right="1",
+        clock=Clock(at=5, seconds=2),
+    )  # fmt: skip
+    derived = TrialRecord(round=1, index=0, status="same")
+    with Ledger(tmp_path / "recorded") as recorded:
+        recorded.put(effect)
+        recorded.put(derived)
+        with Ledger(tmp_path / "replayed", recorded) as replayed:
+            assert replayed.find(TrialRecord, derived.key) is None
+            assert replayed.find(EvaluationRecord, effect.key) == effect
+            replayed.put(derived)
+            assert replayed.digest() == recorded.digest()
+    assert (tmp_path / "replayed").read_bytes() == (tmp_path / "recorded").read_bytes()
+
+
+def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match="choose a file"):
+        Ledger(tmp_path)

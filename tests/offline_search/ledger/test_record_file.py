@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, TypeAdapter
+
+from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
+from vllm_autoprune.errors import AutopruneError
+
+
+class Note(BaseModel):
+    number: int
+    text: str | None = None
+
+
+class NotesError(AutopruneError):
+    """Error of the file under test."""
+
+
+NOTE = TypeAdapter(Note)
+ERRORS = FileErrors(
+    error_type=NotesError,
+    file_label="notes",
+    writer="another author",
+    fix_locked="wait",
+    fix_disk_full="make room",
+    fix_inaccessible="choose another place",
+    fix_invalid_line="choose another file",
+)
+
+
+@contextmanager
+def open_notes(path: Path) -> Iterator[RecordFile[Note]]:
+    file = RecordFile(path, NOTE, ERRORS)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def numbers(path: Path) -> list[int]:
+    return [note.number for note in read_records(path, NOTE, ERRORS)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of two notes, in a folder that was not there."""
+    path = tmp_path / "a" / "b" / "notes.jsonl"
+    with open_notes(path) as file:
+        file.append([Note(number=1, text="one"), Note(number=2)])
+    return path
+
+
+def test_records_are_lines_in_order(path: Path) -> None:
+    with open_notes(path) as file:
+        assert file.records == [Note(number=1, text="one"), Note(number=2)]
+        file.append([Note(number=3)], exclude_none=True)
+        file.append([])
+        assert numbers(path) == [1, 2, 3]
+    assert path.read_text().splitlines() == [
+        '{"number":1,"text":"one"}',
+        '{"number":2,"text":null}',
+        '{"number":3}',
+    ]
+
+
+def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
+    content = path.read_bytes()
+    for end in range(len(content)):
+        path.write_bytes(content[:end])
+        whole = [1, 2][: content[:end].count(b"\n")]
+        assert numbers(path) == whole
+        with open_notes(path) as file:
+            file.append([Note(number=3)])
+        assert numbers(path) == [*whole, 3]
+
+
+@pytest.mark.parametrize("left", [b"\0" * 50, b"\0\n", b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
+def test_remains_of_a_power_failure_are_removed(path: Path, left: bytes) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content + left)
+    assert numbers(path) == [1, 2]
+    with open_notes(path):
+        pass
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"milk, eggs", 1),
+        (b"milk\neggs\n", 1),
+        (b'{"name": "a state"}', 1),
+        (b'{\n  "name": "a state"\n}\n', 1),
+        (b'{"number":1}\n{"number":"many"}\n', 2),
+        (b'{"number":1}\n{"num\n{"number":3}\n', 2),
+        (b'{"number":1}\n[]', 2),
+    ],
+)
+def test_foreign_content_is_refused_and_left_unchanged(
+    tmp_path: Path, content: bytes, line: int
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(content)
+    message = f"^notes {path}, line {line}: not a record of this version .* -> choose another file$"
+    with pytest.raises(NotesError, match=message):
+        RecordFile(path, NOTE, ERRORS)
+    with pytest.raises(NotesError, match=message):
+        read_records(path, NOTE, ERRORS)
+    assert path.read_bytes() == content
+
+
+def test_a_repaired_file_can_be_opened(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content + b"milk\n")
+    with pytest.raises(NotesError):
+        RecordFile(path, NOTE, ERRORS)
+    path.write_bytes(content)
+    with open_notes(path) as file:  # the refusal let go of the lock
+        assert len(file.records) == 2
+
+
+def test_one_writer_and_many_readers(path: Path) -> None:
+    with open_notes(path):
+        with pytest.raises(NotesError, match=r"notes\.jsonl: another author is writing it -> wait"):
+            RecordFile(path, NOTE, ERRORS)
+        assert numbers(path) == [1, 2]
+    with open_notes(path) as file:
+        file.append([Note(number=3)])
+
+
+def test_an_incomplete_line_is_not_read(path: Path) -> None:
+    with open_notes(path):
+        content = path.read_bytes()
+        path.write_bytes(content + b'{"number":')
+        assert numbers(path) == [1, 2]
+        path.write_bytes(content + b'{"number":3}\n')
+        assert numbers(path) == [1, 2, 3]
+
+
+def test_a_full_disk_leaves_nothing_of_a_batch(path: Path) -> None:
+    content = path.read_bytes()
+    batch = [Note(number=number) for number in range(3, 9)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_notes(path) as file:
+        # Room for one and a half of them: a real write that ends half way, and then an error.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 40, hard))
+        try:
+            with pytest.raises(NotesError, match=r"File too large -> make room$"):
+                file.append(batch)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.read_bytes() == content
+        file.append(batch)
+    assert numbers(path) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_reported_by_fsync(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    content = path.read_bytes()
+    asked: list[bytes] = []
+
+    def full(handle: int) -> None:
+        asked.append(path.read_bytes())
+        raise OSError(number, os.strerror(number))
+
+    with open_notes(path) as file:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(NotesError, match=f"{os.strerror(number)} -> make room$"):
+                file.append([Note(number=3)])
+        assert asked == [content + b'{"number":3,"text":null}\n']
+        assert path.read_bytes() == content
+        file.append([Note(number=3)])
+    assert numbers(path) == [1, 2, 3]
+
+
+def test_a_broken_disk_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_notes(path) as file, monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        patched.setattr(os, "ftruncate", failing)
+        with pytest.raises(NotesError, match=r"Input/output error -> choose another place$"):
+            file.append([Note(number=3)])
+
+
+def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(NotesError, match=f"^notes {tmp_path}: Is a directory -> choose another"):
+        RecordFile(tmp_path, NOTE, ERRORS)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotesError, match="choose another place"):
+        RecordFile(tmp_path / "file" / "notes", NOTE, ERRORS)
+    with pytest.raises(NotesError, match="No such file or directory"):
+        read_records(tmp_path / "nowhere", NOTE, ERRORS)
+
+
+def test_an_empty_label_is_omitted(tmp_path: Path) -> None:
+    bare = FileErrors(NotesError, "", "a", "w", "r", "elsewhere", "o")
+    with pytest.raises(NotesError, match=f"^{tmp_path}: Is a directory -> elsewhere$"):
+        read_records(tmp_path, NOTE, bare)

