@@ -1,0 +1,1 @@
+"""What every benchmark shares: statistics, reports, the streaming client and its fake server."""

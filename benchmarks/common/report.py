@@ -1,0 +1,166 @@
+"""Reports of measurements: claims with verdicts, tables, environment; as JSON, Markdown and HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jinja2
+
+from benchmarks.common.statistics import Estimate, Spread, Verdict
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A promise, what was measured, and whether it holds."""
+
+    promise: str
+    measured: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Table:
+    """Caption, column names and rows of text; ``align`` has ``l`` or ``r`` for each column."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    align: str = ""
+
+    def markdown(self) -> str:
+        """The table without its caption; ``|`` within cells is escaped."""
+        sides = self.align or "l" * len(self.columns)
+        rule = ["--:" if side == "r" else "---" for side in sides]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
+
+    def html(self) -> str:
+        """The table without its caption; cells are escaped."""
+        return _TABLE.render(table=self)
+
+
+_TABLE = jinja2.Environment(autoescape=True).from_string(
+    '<div class="wide"><table><tr>{% for name in table.columns %}<th>{{ name }}</th>{% endfor %}'
+    "</tr>{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>"
+    "{% endfor %}</table></div>"
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a report; ``data`` holds every single measured value."""
+
+    name: str
+    title: str
+    setup: Sequence[str]
+    claims: Sequence[Claim]
+    tables: Sequence[Table]
+    data: Mapping[str, object]
+    environment: Mapping[str, str] = field(default_factory=lambda: environment())
+
+    def markdown(self) -> str:
+        """Setup, claims with their verdicts, tables, environment."""
+        parts = [f"## {self.title}\n", "\n".join(f"* {line}" for line in self.setup) + "\n"]
+        claims = [(c.promise, c.measured, f"**{c.verdict}**") for c in self.claims]
+        parts.append(Table("", ("promise", "measured", "verdict"), claims).markdown() + "\n")
+        for table in self.tables:
+            parts += [f"{table.caption}\n", table.markdown() + "\n"]
+        return "\n".join([*parts, f"Environment: {format_environment(self.environment)}.\n"])
+
+
+def markdown(sections: Iterable[Section], title: str) -> str:
+    """A whole report."""
+    return "\n".join([f"# {title}\n", *(section.markdown() for section in sections)])
+
+
+def write_section(section: Section, out: Path, order: Sequence[str], title: str) -> None:
+    """Write `NAME.json`, and `summary.md` over all sections in the folder, in the given order."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dataclasses.asdict(section), indent=1, sort_keys=True)
+    (out / f"{section.name}.json").write_text(text + "\n")
+    paths = [out / f"{name}.json" for name in order]
+    sections = [_read_section(path) for path in paths if path.is_file()]
+    (out / "summary.md").write_text(markdown(sections, title))
+
+
+def _read_section(path: Path) -> Section:
+    content = json.loads(path.read_text())
+    content["claims"] = [Claim(**claim) for claim in content["claims"]]
+    content["tables"] = [Table(**table) for table in content["tables"]]
+    return Section(**content)
+
+
+def environment() -> dict[str, str]:
+    """Versions, machine, and how busy it was: what figures depend on."""
+    versions = {}
+    for name in ("vllm", "vllm-autoprune", "torch", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": str(cores),
+        "load average": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def format_environment(values: Mapping[str, str]) -> str:
+    """One line."""
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def command_line() -> tuple[str, ...]:
+    """How this process was called, as one would type it again."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        return tuple(sys.argv)
+    return ("python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
+
+
+def format_estimate(
+    estimate: Estimate, unit: float = 1.0, digits: int = 1, between: str = "–"
+) -> str:
+    """A figure and its interval, such as ``1.2 (1.1–1.3)``, multiplied by ``unit``."""
+    value, low, high = (f"{unit * x:.{digits}f}" for x in dataclasses.astuple(estimate))
+    return f"{value} ({low}{between}{high})"
+
+
+def format_excess(ratio: Estimate) -> str:
+    """A ratio as the per cent by which it differs from 1."""
+    value, low, high = (f"{100 * (x - 1):+.1f}" for x in dataclasses.astuple(ratio))
+    return f"{value} % (95 %: {low} to {high})"
+
+
+def format_milliseconds(difference: Estimate) -> str:
+    """A difference in seconds, as milliseconds."""
+    value, low, high = (f"{1000 * x:+.0f}" for x in dataclasses.astuple(difference))
+    return f"{value} ms (95 %: {low} to {high})"
+
+
+def format_spread(sample: Spread, unit: float = 1000.0) -> str:
+    """Median and quartiles; of seconds, in milliseconds."""
+    return f"{unit * sample.median:.1f} ({unit * sample.low:.1f}–{unit * sample.high:.1f})"

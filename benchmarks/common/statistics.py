@@ -1,0 +1,175 @@
+"""Estimates with 95 % bootstrap intervals, medians and quartiles, slopes, and verdicts on bounds.
+
+Every interval is a percentile bootstrap (Efron 1979). What is drawn depends on the benchmark: rounds
+of alternating measurements, images (questions about one image are correlated), or blocks of
+neighbouring requests, which share a queue (circular block bootstrap, Politis & Romano 1992).
+
+Figures are computed for the sample itself and for all its resamples at once: the first entry of
+such a vector is the value, the others give the interval (:func:`estimate`). Figures of the same
+resamples can be added, subtracted and divided, and stay paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Rounds = Sequence[Sequence[float]]
+"""One row a round, one value a request; the values of one round are drawn together."""
+
+Verdict = Literal["holds", "does not hold", "inconclusive"]
+"""Inconclusive: the interval contains the bound."""
+
+DRAWS = 4000
+CLUSTER_DRAWS = 2000
+SEED = 0
+_MAX_CELLS = 4_000_000
+"""Indices held in memory at once: a benchmark may have a hundred thousand images."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of a sample."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and interpolated quartiles of a sample that is not empty."""
+    low, median, high = np.percentile(np.asarray(values, dtype=np.float64), (25, 50, 75))
+    return Spread(float(median), float(low), float(high), len(values))
+
+
+def resample(count: int, draws: int, *, seed: int = SEED, block: int = 1) -> Indices:
+    """The sample itself and ``draws`` resamples of it, as indices ``(1 + draws, count)``.
+
+    ``block``: how many neighbours are drawn together, cyclically; 1 is the ordinary bootstrap.
+    """
+    return np.concatenate(list(_resample_in_chunks(count, draws, seed, block)))
+
+
+def _resample_in_chunks(count: int, draws: int, seed: int, block: int = 1) -> Iterator[Indices]:
+    yield np.arange(count)[None]
+    generator = np.random.default_rng(seed)
+    blocks = -(-count // block)
+    chunk = max(1, _MAX_CELLS // max(count, 1))
+    for start in range(0, draws, chunk):
+        starts = generator.integers(count, size=(min(chunk, draws - start), blocks, 1))
+        yield ((starts + np.arange(block)) % count).reshape(len(starts), -1)[:, :count]
+
+
+def estimate(figure: Floats) -> Estimate:
+    """Value and interval of a figure: its value, then its values on the resamples.
+
+    Resamples on which the figure is not defined (not a number) are left out.
+    """
+    drawn = figure[1:][np.isfinite(figure[1:])]
+    low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
+    return Estimate(float(figure[0]), float(low), float(high))
+
+
+def ratio_of_medians(over: Rounds, under: Rounds) -> Estimate:
+    """median(over) / median(under), resampled by rounds, which are paired."""
+    return _compare_medians(over, under, lambda a, b: a / b)
+
+
+def difference_of_medians(over: Rounds, under: Rounds) -> Estimate:
+    """median(over) - median(under), resampled by rounds, which are paired."""
+    return _compare_medians(over, under, lambda a, b: a - b)
+
+
+def _compare_medians(
+    over: Rounds, under: Rounds, compare: Callable[[Floats, Floats], Floats]
+) -> Estimate:
+    first, second = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+    if first.ndim != 2 or second.ndim != 2 or len(first) != len(second) or not first.size:
+        raise ValueError(f"rounds of shapes {first.shape} and {second.shape} cannot be paired")
+    rows = resample(len(first), DRAWS)
+    return estimate(compare(medians(first, rows), medians(second, rows)))
+
+
+def medians(values: Floats, rows: Indices) -> Floats:
+    """The median of each resample ``(1 + draws,)``; values ``(count,)`` or ``(count, requests)``."""
+    drawn: Floats = np.median(values[rows].reshape(len(rows), -1), axis=1)
+    return drawn
+
+
+class ClusterBootstrap:
+    """Means over questions whose images are resampled, because questions about one image correlate.
+
+    ``clusters`` names the image (or scene) of each question, ``(M,)``.
+    """
+
+    def __init__(
+        self, clusters: Sequence[int] | Sequence[str], draws: int = CLUSTER_DRAWS, seed: int = SEED
+    ) -> None:
+        _, self._places = np.unique(np.asarray(clusters), return_inverse=True)
+        self._count = int(self._places.max()) + 1 if len(clusters) else 0
+        self._draws, self._seed = draws, seed
+
+    def mean(
+        self, values: Sequence[float] | Floats, weights: Sequence[float] | Floats | None = None
+    ) -> Floats:
+        """Weighted mean of the sample and of every resample, ``(1 + draws,)``.
+
+        values, weights: ``(M,)``. Not a number where all weights of a resample are 0. Raises
+        ValueError where there is not one value for each question, or no question.
+        """
+        if len(values) != len(self._places) or not self._count:
+            raise ValueError(
+                f"{len(values)} values for {len(self._places)} questions; one each, at least one"
+            )
+        used = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=np.float64)
+        weighted = np.asarray(values, dtype=np.float64) * used
+        sums = np.stack(
+            [np.bincount(self._places, part, self._count) for part in (weighted, used)], axis=1
+        )
+        chunks = _resample_in_chunks(self._count, self._draws, self._seed)
+        over, under = np.concatenate([sums[rows].sum(axis=1) for rows in chunks]).T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean: Floats = over / under
+        return mean
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Theil-Sen slope: the median over all pairs of points, robust against a few jumps."""
+    at, values = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    first, second = np.triu_indices(len(at), k=1)
+    return float(np.median((values[second] - values[first]) / (at[second] - at[first])))
+
+
+def at_most(estimate: Estimate, bound: float) -> Verdict:
+    """Whether a figure is at most ``bound``: decided by its whole interval."""
+    if estimate.high <= bound:
+        return "holds"
+    return "does not hold" if estimate.low > bound else "inconclusive"
+
+
+def within(estimate: Estimate, low: float, high: float) -> Verdict:
+    """Whether a figure lies in ``[low, high]``: decided by its whole interval."""
+    if low <= estimate.low and estimate.high <= high:
+        return "holds"
+    return "does not hold" if estimate.low > high or estimate.high < low else "inconclusive"
+
+
+def verdict_of(condition: bool) -> Verdict:
+    """The verdict on something counted, which has no interval."""
+    return "holds" if condition else "does not hold"

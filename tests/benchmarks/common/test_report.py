@@ -1,0 +1,54 @@
+"""Tables, sections and summaries: what is written, and what is escaped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.common.report import (
+    Claim,
+    Section,
+    Table,
+    format_estimate,
+    format_excess,
+    markdown,
+    write_section,
+)
+from benchmarks.common.statistics import Estimate
+
+SECTION = Section(
+    name="ttft",
+    title="Time to first token",
+    setup=["one server"],
+    claims=[Claim("at most 5 %", "+4.0 %", "inconclusive")],
+    tables=[Table("Times.", ("request", "ms"), [("a|b <i>", "1.0")], "lr")],
+    data={"values": [1.0]},
+    environment={"vllm": "0"},
+)
+
+
+def test_a_section_reads_as_markdown() -> None:
+    text = markdown([SECTION], "What pruning costs")
+    assert text.startswith("# What pruning costs\n\n## Time to first token\n\n* one server\n")
+    assert "| at most 5 % | +4.0 % | **inconclusive** |" in text
+    assert "| request | ms |\n| --- | --: |\n| a\\|b <i> | 1.0 |" in text
+    assert text.endswith("Environment: vllm 0.\n")
+
+
+def test_cells_are_escaped_in_html() -> None:
+    text = SECTION.tables[0].html()
+    assert "<th>request</th>" in text and "<td>a|b &lt;i&gt;</td>" in text
+
+
+def test_a_summary_covers_all_sections_in_the_folder_in_order(tmp_path: Path) -> None:
+    for name in ("second", "first"):
+        section = Section(name, f"Part {name}", [], [], SECTION.tables, {}, {})
+        write_section(section, tmp_path, ("first", "second", "third"), "All")
+    text = (tmp_path / "summary.md").read_text()
+    assert text.index("Part first") < text.index("Part second")
+    assert json.loads((tmp_path / "first.json").read_text())["tables"][0]["caption"] == "Times."
+
+
+def test_a_ratio_is_written_as_the_excess_over_one() -> None:
+    assert format_excess(Estimate(1.05, 0.99, 1.1)) == "+5.0 % (95 %: -1.0 to +10.0)"
+    assert format_estimate(Estimate(1.05, 0.99, 1.1), 1000, 0) == "1050 (990–1100)"
