@@ -1,4 +1,4 @@
-"""Reports of measurements: claims with verdicts, tables, environment; as JSON, Markdown and HTML."""
+"""Reports: claims with verdicts, tables, environment; as JSON, Markdown and HTML."""
 
 from __future__ import annotations
 

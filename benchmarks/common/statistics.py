@@ -1,7 +1,7 @@
 """Estimates with 95 % bootstrap intervals, medians and quartiles, slopes, and verdicts on bounds.
 
-Every interval is a percentile bootstrap (Efron 1979). What is drawn depends on the benchmark: rounds
-of alternating measurements, images (questions about one image are correlated), or blocks of
+Every interval is a percentile bootstrap (Efron 1979). What is drawn depends on the benchmark:
+rounds of alternating measurements, images (questions about one image are correlated), or blocks of
 neighbouring requests, which share a queue (circular block bootstrap, Politis & Romano 1992).
 
 Figures are computed for the sample itself and for all its resamples at once: the first entry of
@@ -107,7 +107,7 @@ def _compare_medians(
 
 
 def medians(values: Floats, rows: Indices) -> Floats:
-    """The median of each resample ``(1 + draws,)``; values ``(count,)`` or ``(count, requests)``."""
+    """Median of each resample ``(1 + draws,)``; values ``(count,)`` or ``(count, requests)``."""
     drawn: Floats = np.median(values[rows].reshape(len(rows), -1), axis=1)
     return drawn
 
@@ -139,13 +139,13 @@ class ClusterBootstrap:
             )
         used = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=np.float64)
         weighted = np.asarray(values, dtype=np.float64) * used
-        sums = np.stack(
-            [np.bincount(self._places, part, self._count) for part in (weighted, used)], axis=1
-        )
-        chunks = _resample_in_chunks(self._count, self._draws, self._seed)
-        over, under = np.concatenate([sums[rows].sum(axis=1) for rows in chunks]).T
+        sums, counts = (np.bincount(self._places, part, self._count) for part in (weighted, used))
+        over, under = [], []
+        for rows in _resample_in_chunks(self._count, self._draws, self._seed):
+            over.append(sums[rows].sum(axis=1))
+            under.append(counts[rows].sum(axis=1))
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean: Floats = over / under
+            mean: Floats = np.concatenate(over) / np.concatenate(under)
         return mean
 
 
