@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from benchmarks.common.client import Client
 from benchmarks.server import Server, serve
-from benchmarks.soak.client import post
 from tests.fuzz.grammar import anything
 from tests.fuzz.mutate import mutate
 from tests.fuzz.spoil import spoil
@@ -123,7 +123,7 @@ def run(server: Server, count: int, seed: int = 0, at_once: int = 4) -> Tally:
         if random.random() < 0.03:
             kind, spoilt = "spoilt", spoil(text, random)[0]
             sent = spoilt if isinstance(spoilt, bytes) else spoilt.encode("utf-8", "surrogatepass")
-        status, answer = post(server.url, sent)
+        status, answer = Client(server.url).post(sent)
         wrong = status >= 500 or status == 0
         shown = f"seed {seed} number {number} ({kind}): {json.dumps(kwargs)[:SENT]} -> {status} "
         return kind, status, shown + answer[:SENT] if wrong else ""
