@@ -13,10 +13,11 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +90,8 @@ class _Handler:
     slots: asyncio.Semaphore | None
     gather: int
     pages: Pages
-    listener: asyncio.Server | None = None
+    refuse: Callable[[], None] = lambda: None
+    """Accept no further connections."""
     _gathered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,8 +104,6 @@ class _Handler:
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client closed the connection
-        finally:
-            writer.close()
 
     def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
         page = self.pages.get(path)
@@ -119,8 +119,7 @@ class _Handler:
             self._gathered.set()
         await self._gathered.wait()
         if self.serves is not None and seen > self.serves:
-            if self.listener is not None:
-                self.listener.close()
+            self.refuse()
             writer.transport.abort()
         elif self.model is not None and body.get("model") != self.model:
             _write_whole(writer, 404, _error(f"The model `{body.get('model')}` does not exist."))
@@ -265,32 +264,80 @@ def fake_server(
         thread.join()
 
 
+class _Connections:
+    """Accepts connections and answers each in a task; :meth:`close` closes every socket.
+
+    ``asyncio.start_server`` loses an accepted connection if the server closes before that has its
+    transport; its socket is then closed by the garbage collector only.
+    """
+
+    def __init__(
+        self, handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    ) -> None:
+        self._handle = handle
+        self._listener: socket.socket | None = None
+        self._open: dict[asyncio.Task[None], socket.socket] = {}
+
+    def listen(self, port: int) -> int:
+        """Accept connections on a local port, which is returned; 0: any free one."""
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=128)
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+        return int(self._listener.getsockname()[1])
+
+    def refuse(self) -> None:
+        """Accept no further connections."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    async def close(self) -> None:
+        """Accept no further connections, and cut the open ones."""
+        self.refuse()
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        connection.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._open[task] = connection
+        task.add_done_callback(lambda task: self._open.pop(task).close())
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_READ_LIMIT)
+        try:
+            await self._handle(reader, writer)
+            writer.close()
+            await writer.wait_closed()
+        except OSError:
+            pass  # the client closed the connection
+        finally:
+            writer.transport.abort()
+
+
 async def _serve(make: Callable[[], _Handler], port: int, ready: threading.Event) -> None:
     handler = make()
-    listener = await asyncio.start_server(handler.handle, "127.0.0.1", port, limit=_READ_LIMIT)
-    handler.listener = listener
-    handler.server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    connections = _Connections(handler.handle)
+    handler.refuse = connections.refuse
+    handler.server.url = f"http://127.0.0.1:{connections.listen(port)}"
     ready.set()
     try:
         await asyncio.Event().wait()
     finally:
-        listener.close()
+        await connections.close()
 
 
 def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
     with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
-        try:
-            loop.run_until_complete(task)
-        finally:
-            loop.run_until_complete(_close_connections(asyncio.all_tasks(loop)))
-
-
-async def _close_connections(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel unfinished requests; their sockets are closed here, not by the garbage collector."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
+        loop.run_until_complete(task)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
