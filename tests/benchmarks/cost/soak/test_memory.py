@@ -39,6 +39,17 @@ def judged(seen: Samples, process: str = "7 worker") -> Flatness:
         (lambda i: 10 * MIB + i * SLACK // 100, True),  # more than 2 %, and next to nothing
         (lambda i: 10 * MIB + 2 * i * SLACK // 100, False),
     ],
+    ids=[
+        "constant",
+        "growth in the warm-up",
+        "spike",
+        "1.9 %",
+        "2.1 %",
+        "leak",
+        "shrinking",
+        "less than the slack",
+        "more than the slack",
+    ],
 )
 def test_what_is_flat(held: Callable[[int], int], flat: bool) -> None:
     seen = samples(held)
