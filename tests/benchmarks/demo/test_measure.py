@@ -44,7 +44,7 @@ def measured(asked: Questions) -> Measured:
 
     def reply(body: Body) -> Reply:
         said = pruning(body)
-        blind = said.get("keep") == "random" and said["budget"] <= 8
+        blind = said.get("keep") == "random" and int(str(said["budget"])) <= 8
         text = "none" if blind else right.get((image_of(body), question_of(body)), "1 2")
         usage = {"prompt_tokens": prompt_tokens(body)}
         return Reply(tuple(text), first=0.01, gaps=(0.005,), usage=usage)
