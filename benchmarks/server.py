@@ -1,7 +1,4 @@
-"""A real `vllm serve` as a context manager: started, waited for, and never left behind.
-
-Knows nothing about what is asked of the server.
-"""
+"""A real `vllm serve` as a context manager: started, waited for, and always ended."""
 
 from __future__ import annotations
 
@@ -21,12 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-"""What small models on a CPU need; a server on a GPU ignores it."""
+"""Environment of small models on a CPU; a server on a GPU ignores it."""
 
 
 class ServerDied(RuntimeError):
-    """The server ended before it was ready; carries the end of its log."""
+    """The server ended before it was ready; the message contains the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,40 @@ class Server:
             text = error.read().decode()
             return error.code, json.loads(text) if text.startswith("{") else {"error": text}
 
+    def resident_bytes(self) -> int:
+        """Resident memory of all its processes; pages that they share count in each."""
+        return sum(resident_by_process(self.process.pid).values())
+
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
+
+
+def resident_by_process(pid: int) -> dict[str, int]:
+    """Resident bytes of a process and all its descendants, by process id and short title.
+
+    Raises psutil.NoSuchProcess where there is no such process.
+    """
+    root = psutil.Process(pid)
+    resident: dict[str, int] = {}
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            title = " ".join(process.cmdline())
+            size = int(process.memory_info().rss)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if size:
+            resident[f"{process.pid} {_shorten(title)}"] = size
+    return resident
+
+
+def _shorten(title: str) -> str:
+    """``VLLM::EngineCore``, or the first three words of a command line, without folders."""
+    first, *rest = title.split() or ["?"]
+    if first.startswith("VLLM::"):
+        return first
+    words = [word.rsplit("/", 1)[-1] for word in (first, *rest) if not word.startswith("-")]
+    return " ".join(words[:3])
 
 
 def free_port() -> int:
@@ -86,7 +116,7 @@ def serve(
     """Serve ``model`` until the block ends, however it ends.
 
     The server gets a process group of its own, which is ended as a whole; on Linux it is
-    also told to end when this process is killed, which vLLM ignores while it starts.
+    also ended when this process is killed (which vLLM ignores while it starts).
     Raises :class:`ServerDied` where it does not come up.
     """
     port = free_port()
@@ -109,7 +139,7 @@ def serve(
         try:
             _await_health(server, patience)
         except BaseException:
-            # vLLM does not hear SIGTERM while it starts, and has nothing to finish yet.
+            # vLLM ignores SIGTERM while it starts, and has nothing to finish yet.
             _end(process, grace=2.0)
             raise
         yield server
@@ -135,12 +165,12 @@ def _await_health(server: Server, patience: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
-    """End the whole process group: politely, then for good; a further Ctrl-C has to wait."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """Terminate the whole process group, then kill it; a second Ctrl-C waits until that is done."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         _end_group(process, grace)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _end_group(process: subprocess.Popen[bytes], grace: float) -> None:

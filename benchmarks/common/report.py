@@ -39,8 +39,8 @@ class Table:
 
     def markdown(self) -> str:
         """The table without its caption; ``|`` within cells is escaped."""
-        sides = self.align or "l" * len(self.columns)
-        rule = ["--:" if side == "r" else "---" for side in sides]
+        sides = self.align or "-" * len(self.columns)
+        rule = [{"l": ":--", "r": "--:"}.get(side, "---") for side in sides]
         rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
         return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
 

@@ -1,7 +1,4 @@
-"""`python -m benchmarks.demo`: arguments, what is printed, and how it ends.
-
-Knows nothing about how anything is measured.
-"""
+"""`python -m benchmarks.demo`: arguments and exit status."""
 
 from __future__ import annotations
 
@@ -10,64 +7,70 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.demo.stop import Stopper
+from benchmarks.demo.interrupt import InterruptHandler
 
-# Whatever is slow to import is imported in `main`, when Ctrl-C is already looked after.
+# Slow imports are in `main`, once Ctrl-C is handled.
 
 ROUNDS = 40
 SCENES = 25
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The options; each has a default."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo",
         description="Serve the embedded mini-LLaVA stock and pruned, and compare the two.",
     )
-    made.add_argument("--scenes", type=_positive, default=SCENES, help="scenes to ask about")
-    made.add_argument("--rounds", type=_sample, default=ROUNDS, help="timed requests a row")
-    made.add_argument("--state", default="minillava", help="pruning state: a file or a name")
-    made.add_argument("--model", type=Path, help="LLaVA checkpoint instead of the embedded one")
-    made.add_argument("--text-tower", type=Path, help="CLIP checkpoint that belongs to it")
-    made.add_argument("--out", type=Path, default=Path("out/demo"), help="where files are written")
-    made.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return made
+    parser.add_argument(
+        "--scenes", type=_parse_positive, default=SCENES, help="scenes to ask about"
+    )
+    parser.add_argument(
+        "--rounds", type=_parse_sample_size, default=ROUNDS, help="timed requests for each row"
+    )
+    parser.add_argument("--state", default="minillava", help="pruning state: a file or a name")
+    parser.add_argument("--model", type=Path, help="LLaVA checkpoint instead of the embedded one")
+    parser.add_argument("--text-tower", type=Path, help="CLIP checkpoint that belongs to it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="where files are written"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 with a complete table, 130 after Ctrl-C, 1 where something failed."""
-    options = parser().parse_args(arguments)
-    stopper = Stopper()
+    options = build_parser().parse_args(arguments)
+    interrupt = InterruptHandler()
     try:
-        from benchmarks.demo.show import demo
+        from benchmarks.demo.show import run_demo
 
-        demo(options, stopper)
+        run_demo(options, interrupt)
     except BaseException as error:
-        # Whatever was interrupted may have raised something else on the way out.
-        if stopper.signum:
-            stopper.say()
-            return stopper.status
+        # An interrupt may surface as another exception.
+        if interrupt.signum:
+            interrupt.print_message()
+            return interrupt.status
         if isinstance(error, Exception):
-            from benchmarks.demo.failure import one_line
+            from benchmarks.demo.failure import describe_failure
 
-            print(f"demo: {one_line(error)}", file=sys.stderr)
+            print(f"demo: {describe_failure(error)}", file=sys.stderr)
             return 1
         raise
     return 0
 
 
-def _positive(text: str) -> int:
-    return _whole(text, 1)
+def _parse_positive(text: str) -> int:
+    return _parse_integer(text, 1)
 
 
-def _sample(text: str) -> int:
-    return _whole(text, 2)  # quartiles of one request would mean nothing
+def _parse_sample_size(text: str) -> int:
+    return _parse_integer(text, 2)  # quartiles need at least two requests
 
 
-def _whole(text: str, least: int) -> int:
+def _parse_integer(text: str, minimum: int) -> int:
     number = int(text) if text.isdecimal() else 0
-    if not least <= number <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 1000")
+    if not minimum <= number <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to 1000")
     return number
 
 

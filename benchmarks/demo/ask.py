@@ -1,41 +1,55 @@
-"""The client: questions about images through the official `openai` package, with and without clock.
-
-Knows nothing about right answers or pruning; what a request says about that is handed to it.
-"""
+"""The demo's client: questions about images, answered some at a time or one by one with times."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import time
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
 
-from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletionMessageParam
-
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import EMPTY, Client
+from benchmarks.common.request_record import Record
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, png
 
 SERVED_NAME = "mini-llava"
 CONCURRENCY = 8
+TIMEOUT = 120.0
+
+Content = Sequence[Mapping[str, object]]
+"""The parts of a user's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question in wire form; the image is encoded here, before any clock starts.
+    """A question about an image, encoded before any clock starts.
 
-    ``identity`` goes along as vLLM's ``uuid`` of the image.
+    ``identity`` is sent as vLLM's ``uuid`` of the image.
     """
 
-    messages: list[ChatCompletionMessageParam]
+    content: Content
     identity: str
+
+    def body(self, extra_body: Mapping[str, object]) -> bytes:
+        """The body of a streamed, greedy request."""
+        return json.dumps(
+            {
+                "model": SERVED_NAME,
+                "messages": [{"role": "user", "content": self.content}],
+                "temperature": 0,
+                "max_tokens": MAX_ANSWER_TOKENS,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **extra_body,
+            }
+        ).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said, and how many tokens the prompt had."""
+    """The text of an answer, and the number of tokens of its prompt."""
 
     text: str
     prompt_tokens: int
@@ -50,96 +64,61 @@ class Timing:
     answer: Answer
 
 
-def query(example: Example, split: str) -> Query:
-    """The query of an example; ``split`` tells the images of two splits apart."""
+def build_query(example: Example, split: str) -> Query:
+    """The query of an example; ``split`` distinguishes the images of two splits."""
     url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
     identity = f"{split}-{example.image_id}"
-    content = [
-        {"type": "image_url", "image_url": {"url": url}, "uuid": identity},
-        {"type": "text", "text": example.question},
-    ]
-    # `uuid` is vLLM's own field, which the client's types do not know.
-    message = cast("ChatCompletionMessageParam", {"role": "user", "content": content})
-    return Query([message], identity)
+    return Query(
+        [
+            {"type": "image_url", "image_url": {"url": url}, "uuid": identity},
+            {"type": "text", "text": example.question},
+        ],
+        identity,
+    )
 
 
-class Client:
-    """Asks one server; greedy, no retries, since a retry would hide a failure and its time."""
-
-    def __init__(self, url: str) -> None:
-        self._client = AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0
-        )
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._client.close()
-
-    async def ask(self, asked: Query, extra_body: Mapping[str, object]) -> Answer:
-        """One answer."""
-        done = await self._client.chat.completions.create(
-            model=SERVED_NAME,
-            messages=asked.messages,
-            temperature=0,
-            max_tokens=MAX_ANSWER_TOKENS,
-            extra_body=dict(extra_body),
-        )
-        assert done.usage is not None
-        return Answer(done.choices[0].message.content or "", done.usage.prompt_tokens)
-
-    async def ask_all(
-        self,
-        asked: Iterable[tuple[Query, Mapping[str, object]]],
-        done: Callable[[], None],
-        concurrency: int = CONCURRENCY,
-    ) -> list[Answer]:
-        """Answers in the order asked, ``concurrency`` requests at a time."""
-        slots = asyncio.Semaphore(concurrency)
-
-        async def one(item: Query, extra_body: Mapping[str, object]) -> Answer:
-            async with slots:
-                answer = await self.ask(item, extra_body)
-            done()
-            return answer
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item, extra)) for item, extra in asked]
-        return [task.result() for task in tasks]
-
-    async def timed(self, asked: Query, extra_body: Mapping[str, object]) -> Timing:
-        """One streamed answer of exactly ``MAX_ANSWER_TOKENS`` tokens, with its times.
-
-        The length is fixed so that a wrong answer, which may be shorter, is not a faster one.
-        """
-        text: list[str] = []
-        first, prompt_tokens = None, 0
-        start = time.perf_counter()
-        stream = await self._client.chat.completions.create(
-            model=SERVED_NAME,
-            messages=asked.messages,
-            temperature=0,
-            max_tokens=MAX_ANSWER_TOKENS,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={**extra_body, "ignore_eos": True},
-        )
-        last = start
-        async for chunk in stream:
-            if chunk.choices:
-                # The first chunk only names the role.
-                last = time.perf_counter()
-                said = chunk.choices[0].delta.content
-                if said and first is None:
-                    first = last
-                text.append(said or "")
-            if chunk.usage is not None:
-                prompt_tokens = chunk.usage.prompt_tokens
-        ttft = (last if first is None else first) - start
-        return Timing(ttft, last - start, Answer("".join(text), prompt_tokens))
+def ask(url: str, query: Query, extra_body: Mapping[str, object]) -> Answer:
+    """One answer, which may be empty; raises :class:`BenchmarkError` where there is none."""
+    record = _send(url, query.body(extra_body))
+    return Answer(record.text, record.prompt_tokens or 0)
 
 
-def texts(answers: Sequence[Answer]) -> list[str]:
-    """Only what was said."""
-    return [answer.text for answer in answers]
+def ask_all(
+    url: str,
+    queries: Iterable[tuple[Query, Mapping[str, object]]],
+    advance: Callable[[], None],
+    concurrency: int = CONCURRENCY,
+) -> list[Answer]:
+    """Answers in the order of queries, ``concurrency`` requests at a time."""
+    pool = ThreadPoolExecutor(concurrency)
+    answers = []
+    try:
+        for future in [pool.submit(ask, url, query, extra) for query, extra in queries]:
+            answers.append(future.result())
+            advance()
+    finally:
+        # Requests that are still running fail when the server ends, which must not wait for them.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return answers
+
+
+def ask_timed(url: str, query: Query, extra_body: Mapping[str, object]) -> Timing:
+    """One answer of exactly ``MAX_ANSWER_TOKENS`` tokens, with its times.
+
+    The length is fixed so that a wrong answer, which may be shorter, is not a faster one.
+    """
+    record = _send(url, query.body({**extra_body, "ignore_eos": True}))
+    first, last = (record.deltas[0], record.deltas[-1]) if record.deltas else (record.done,) * 2
+    answer = Answer(record.text, record.prompt_tokens or 0)
+    return Timing(first - record.started, last - record.started, answer)
+
+
+def _send(url: str, body: bytes) -> Record:
+    record = Client(url, timeout=TIMEOUT).send(body)
+    if record.error is not None and record.error != EMPTY:
+        if record.status == 0 or record.status == 200:
+            raise BenchmarkError(
+                f"the server stopped answering; its log is in --out: {record.error}"
+            )
+        raise BenchmarkError(f"the server refused a question: {record.error}")
+    return record

@@ -1,7 +1,4 @@
-"""The rows of the table: who chooses the tokens, how many are kept, and in which order to ask.
-
-Knows nothing about servers or answers.
-"""
+"""The rows of the table: which tokens are kept, how many, and the order of requests."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Configuration:
 
     @property
     def extra_body(self) -> dict[str, object]:
-        """What a request says about pruning; nothing where the server is stock."""
+        """The pruning fields of a request; none for the stock server."""
         if self.keep == "full":
             return {}
         return {"mm_processor_kwargs": {"autoprune": {"budget": self.budget, "keep": self.keep}}}
@@ -47,7 +44,7 @@ PRUNED: tuple[Configuration, ...] = tuple(
 
 
 def everything_kept(tokens: int) -> Configuration:
-    """The control: the pruned server keeps all ``tokens``, which has to equal the stock one."""
+    """The control: the pruned server keeps all ``tokens`` and must equal the stock server."""
     return Configuration("state", tokens)
 
 
@@ -56,8 +53,8 @@ def interleaved(
 ) -> Iterator[tuple[int, Configuration]]:
     """Every configuration once a round, each round starting one further.
 
-    Noise that lasts longer than a request then meets all configurations alike, and none of them
-    always follows the same other one at the start of a round.
+    Noise that lasts longer than a request then affects all configurations alike, and each one comes
+    first equally often.
     """
     for number in range(rounds):
         start = number % len(configurations)

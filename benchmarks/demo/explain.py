@@ -1,8 +1,8 @@
-"""Which tokens of an image are kept for a question, and what the model then says.
+"""Recomputes which tokens of an image are kept for a question, and the model's answer.
 
-Knows nothing about servers: the checkpoint is opened with transformers, and tokens are chosen by
-the same code that a server runs. Its inputs are the server's up to the rounding of bfloat16 in
-other kernels, which at K = 8 often exchanges one of the patches that matter least.
+The checkpoint is opened with transformers, and tokens are chosen by the server's own code. Its
+inputs equal the server's up to the rounding of bfloat16 in other kernels, which at K = 8 often
+exchanges one of the least important patches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Explainer:
     def explain(
         self, image: Image.Image, question: str, configuration: Configuration
     ) -> Explanation:
-        """What a server would keep, and the answer that it would give."""
+        """The tokens that a server would keep, and the answer that it would give."""
         tokens = self._vision.look(image, question).tokens
         kept = self._kept(tokens, image, configuration)
         return Explanation(
@@ -80,12 +80,12 @@ class Explainer:
         ids = words(chat.replace(image, image * len(kept)), return_tensors="pt").input_ids
         embedded = llava.get_input_embeddings()(ids)
         embedded[ids == words.convert_tokens_to_ids(image)] = tokens.features[0, kept]
-        said: list[int] = []
-        while len(said) < MAX_ANSWER_TOKENS:
+        ids_out: list[int] = []
+        while len(ids_out) < MAX_ANSWER_TOKENS:
             hidden = llava.model.language_model(inputs_embeds=embedded, use_cache=False)
             best = llava.lm_head(hidden.last_hidden_state[:, -1]).argmax(-1)
             if int(best) == words.eos_token_id:
                 break
-            said.append(int(best))
+            ids_out.append(int(best))
             embedded = torch.cat((embedded, llava.get_input_embeddings()(best)[:, None]), 1)
-        return str(words.decode(said)).strip()
+        return str(words.decode(ids_out)).strip()

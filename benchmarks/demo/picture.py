@@ -1,7 +1,4 @@
-"""Draws a scene once for each way to choose its tokens: kept patches bright, the rest dimmed.
-
-Knows nothing about models: what is kept and what was answered is handed to it.
-"""
+"""Draws a scene once for each way to choose its tokens: kept patches bright, the rest dimmed."""
 
 from __future__ import annotations
 
@@ -85,8 +82,8 @@ def patch_box(patch: int, columns: int) -> tuple[int, int, int, int]:
 
 def _outline(pen: ImageDraw.ImageDraw, patches: Sequence[int], columns: int) -> None:
     """The border of a set of patches, without the lines between them."""
-    held = set(patches)
-    for patch in held:
+    marked = set(patches)
+    for patch in marked:
         left, top, right, bottom = patch_box(patch, columns)
         column = patch % columns
         edges = {
@@ -96,7 +93,7 @@ def _outline(pen: ImageDraw.ImageDraw, patches: Sequence[int], columns: int) -> 
             (right, top, right, bottom): patch + 1 if column < columns - 1 else -1,
         }
         for line, neighbour in edges.items():
-            if neighbour not in held:
+            if neighbour not in marked:
                 pen.line(line, fill=EVIDENCE, width=7)
 
 

@@ -1,7 +1,4 @@
-"""What was measured, as records: one row a configuration, with how sure each figure is.
-
-Knows nothing about servers, tables or files.
-"""
+"""Results of the demo: one row for each configuration, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -10,22 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.demo.ask import Answer, Timing, texts
+from benchmarks.common.statistics import Spread, spread
+from benchmarks.demo.ask import Answer, Timing
 from benchmarks.demo.configurations import FULL, Configuration, Keep
-from benchmarks.demo.cost import KvLayout
+from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.minillava.split import Example, scores
 
 _Z = 1.96
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and quartiles of a sample, in milliseconds."""
-
-    median: float
-    low: float
-    high: float
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The pruned server told to keep every token, beside the stock server."""
+    """Comparison of the pruned server keeping every token with the stock server."""
 
     same_answers: int
     asked: int
@@ -55,7 +43,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything that the demo tells."""
+    """All results of the demo."""
 
     rows: tuple[Row, ...]
     control: Control
@@ -77,7 +65,7 @@ class Results:
         return self.row(FULL.keep)
 
     def verdict(self, budget: int = 8) -> str:
-        """The claim that this project makes about its small model, with the figures measured."""
+        """The result at one budget, in a sentence."""
         parts = [
             f"{name} {100 * self.row(keep, budget).accuracy:.1f} %" for name, keep in _KEEPS.items()
         ]
@@ -89,7 +77,7 @@ class Results:
             "and KV bytes."
         )
 
-    def as_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """Plain data."""
         return {**asdict(self), "verdict": self.verdict()}
 
@@ -101,17 +89,16 @@ _KEEPS: Mapping[str, Keep] = {
 }
 
 
-def spread(seconds: Sequence[float]) -> Spread:
-    """Median and quartiles of times, in milliseconds."""
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Spread(1000 * median, 1000 * low, 1000 * high, len(seconds))
+def milliseconds(seconds: Sequence[float]) -> Spread:
+    """Median and quartiles of times."""
+    return spread([1000 * value for value in seconds])
 
 
 def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
-    """Half of the 95 % interval of accuracy: the wider of two.
+    """Half of the 95 % interval of accuracy: the wider of two intervals.
 
-    Wilson's, which takes questions for independent and holds near 0 and 1; and one that takes
-    each scene for one draw, since questions on one image share its fate.
+    Wilson's takes questions as independent, and is correct near 0 and 1. The other one takes scenes
+    as independent, because questions on one image are correlated.
     """
     p, n = scores(examples, answers).accuracy, len(examples)
     wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
@@ -121,14 +108,14 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
     if len(members) < 2:
         return wilson
     by_scene = [
-        scores([examples[i] for i in held], [answers[i] for i in held]).accuracy
-        for held in members.values()
+        scores([examples[i] for i in own], [answers[i] for i in own]).accuracy
+        for own in members.values()
     ]
     clustered = _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene))
     return max(wilson, clustered)
 
 
-def row(
+def build_row(
     configuration: Configuration,
     examples: Sequence[Example],
     answers: Sequence[Answer],
@@ -136,28 +123,28 @@ def row(
     layout: KvLayout,
 ) -> Row:
     """Scores, cost and times of one configuration."""
-    said = texts(answers)
-    found = scores(examples, said)
+    texts = [answer.text for answer in answers]
+    scored = scores(examples, texts)
     tokens = statistics.fmean(answer.prompt_tokens for answer in answers)
     return Row(
         configuration=configuration,
-        accuracy=found.accuracy,
-        half_width=half_width(examples, said),
-        accuracy_plus=found.accuracy_plus,
-        by_kind=found.by_kind,
+        accuracy=scored.accuracy,
+        half_width=half_width(examples, texts),
+        accuracy_plus=scored.accuracy_plus,
+        by_kind=scored.by_kind,
         prompt_tokens=tokens,
         kv_bytes=tokens * layout.bytes_per_token,
-        ttft=spread([timing.ttft for timing in timings]),
-        total=spread([timing.total for timing in timings]),
+        ttft=milliseconds([timing.ttft for timing in timings]),
+        total=milliseconds([timing.total for timing in timings]),
     )
 
 
-def control(stock: Sequence[Timing], kept: Sequence[Timing]) -> Control:
-    """The same questions in the same order on both servers, all tokens kept on both."""
+def build_control(stock: Sequence[Timing], kept: Sequence[Timing]) -> Control:
+    """From the same questions in the same order on both servers, with all tokens kept."""
     same = sum(a.answer == b.answer for a, b in zip(stock, kept, strict=True))
     return Control(
         same_answers=same,
         asked=len(stock),
-        ttft=spread([timing.ttft for timing in kept]),
-        total=spread([timing.total for timing in kept]),
+        ttft=milliseconds([timing.ttft for timing in kept]),
+        total=milliseconds([timing.total for timing in kept]),
     )

@@ -1,7 +1,4 @@
-"""From options to what is printed and written: measure, draw, tell.
-
-Knows nothing about signals or exit statuses.
-"""
+"""The demo from its options to what is printed and written."""
 
 from __future__ import annotations
 
@@ -14,23 +11,23 @@ import torch
 from rich.console import Console
 from rich.padding import Padding
 
-from benchmarks.demo.example import Drawn, draw_example
-from benchmarks.demo.failure import DemoError
-from benchmarks.demo.measure import Setting, measure
-from benchmarks.demo.progress import progress_on
+from benchmarks.common import BenchmarkError
+from benchmarks.common.progress import create_progress
+from benchmarks.demo.example import ExamplePicture, draw_example
+from benchmarks.demo.interrupt import InterruptHandler
+from benchmarks.demo.measure import Settings, measure
 from benchmarks.demo.results import Results
-from benchmarks.demo.stop import Stopper
 from benchmarks.demo.table import markdown, notes, terminal
 from benchmarks.minillava.split import CLIP, LLAVA
 from vllm_autoprune import load_state
 
 
-def demo(options: argparse.Namespace, stopper: Stopper) -> None:
+def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
     """The whole demo."""
     start = time.monotonic()
-    # Spinning helpers of the client would take the cores from the server that is measured.
+    # Busy-waiting threads of torch in the client would slow the server that is measured.
     torch.set_num_threads(1)
-    setting = Setting(
+    settings = Settings(
         model=options.model or LLAVA,
         text_tower=options.text_tower or CLIP,
         state=options.state,
@@ -38,33 +35,33 @@ def demo(options: argparse.Namespace, stopper: Stopper) -> None:
         rounds=options.rounds,
         out=options.out.resolve(),
     )
-    for checkpoint in (setting.model, setting.text_tower):
+    for checkpoint in (settings.model, settings.text_tower):
         if not (checkpoint / "model.safetensors").is_file():
-            raise DemoError(f"{checkpoint} holds no checkpoint (model.safetensors)")
-    load_state(setting.state)  # a state that cannot be served fails here, not after a minute
-    progress = progress_on(Console(stderr=True))
-    results, questions, measured = measure(setting, progress, stopper)
+            raise BenchmarkError(f"{checkpoint} contains no checkpoint (model.safetensors)")
+    load_state(settings.state)  # fails here rather than after a minute
+    progress = create_progress()
+    results, questions, measured = measure(settings, progress, interrupt)
     with progress.stage("picture"):
-        drawn = draw_example(setting, questions, measured)
+        picture = draw_example(settings, questions, measured)
     results = dataclasses.replace(results, seconds=time.monotonic() - start)
-    _write(setting, results, drawn)
+    _write(settings, results, picture)
     if options.json:
-        print(_as_json(results, drawn))
+        print(_as_json(results, picture))
     else:
-        _tell(results, drawn)
+        _print(results, picture)
 
 
-def _write(setting: Setting, results: Results, drawn: Drawn) -> None:
-    (setting.out / "results.json").write_text(_as_json(results, drawn) + "\n")
-    (setting.out / "table.md").write_text(markdown(results))
+def _write(settings: Settings, results: Results, picture: ExamplePicture) -> None:
+    (settings.out / "results.json").write_text(_as_json(results, picture) + "\n")
+    (settings.out / "table.md").write_text(markdown(results))
 
 
-def _as_json(results: Results, drawn: Drawn) -> str:
-    picture = {**dataclasses.asdict(drawn), "agrees": drawn.agrees}
-    return json.dumps({**results.as_json(), "picture": picture}, indent=2)
+def _as_json(results: Results, picture: ExamplePicture) -> str:
+    content = {**dataclasses.asdict(picture), "agrees": picture.agrees}
+    return json.dumps({**results.to_json(), "picture": content}, indent=2)
 
 
-def _tell(results: Results, drawn: Drawn) -> None:
+def _print(results: Results, picture: ExamplePicture) -> None:
     console = Console()
     if console.is_terminal:
         console.print(
@@ -74,10 +71,10 @@ def _tell(results: Results, drawn: Drawn) -> None:
             console.print(Padding(f"• {note}", (0, 0, 0, 2)), style="dim", highlight=False)
     else:
         print(markdown(results), end="")
-    checked = "as served" if drawn.agrees else f"served otherwise: {drawn.served}"
+    checked = "as served" if picture.agrees else f"different when served: {picture.served}"
     console.print(
-        f"\npicture: {drawn.path} (answers {checked}; patches recomputed with transformers, whose "
-        f"rounding may\nkeep a few others); {results.seconds:.0f} s in all",
+        f"\npicture: {picture.path} (answers {checked}; patches recomputed with transformers, "
+        f"whose rounding may\nkeep a few others); {results.seconds:.0f} s in all",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -1,15 +1,15 @@
-"""The table, for a terminal and as Markdown, and the sentences that belong under it.
-
-Knows nothing about how the figures came about.
-"""
+"""The table of the demo, for a terminal and as Markdown, and its notes."""
 
 from __future__ import annotations
 
 from rich.box import HORIZONTALS
 from rich.table import Table
 
+from benchmarks.common.report import Table as ReportTable
+from benchmarks.common.report import format_spread
+from benchmarks.common.statistics import Spread
 from benchmarks.demo.configurations import NAMES
-from benchmarks.demo.results import Results, Row, Spread
+from benchmarks.demo.results import Results, Row
 
 COLUMNS = (
     "K", "tokens chosen by", "accuracy %", "accuracy+ %",
@@ -33,18 +33,16 @@ def cells(row: Row, visual_tokens: int, quartiles: bool = True) -> tuple[str, ..
     )
 
 
-def times(spread: Spread) -> str:
-    """Median and quartiles."""
-    return f"{spread.median:.1f} ({spread.low:.1f}–{spread.high:.1f})"
+def times(sample: Spread) -> str:
+    """Median and quartiles of milliseconds."""
+    return format_spread(sample, 1.0)
 
 
 def markdown(results: Results) -> str:
     """The table and its notes as Markdown."""
-    lines = [_line(COLUMNS), _line(["--:", ":--", *["--:"] * (len(COLUMNS) - 2)])]
-    lines += [_line(cells(row, results.visual_tokens)) for row in results.rows]
-    return (
-        "\n".join([*lines, "", results.verdict(), "", *(f"- {n}" for n in notes(results))]) + "\n"
-    )
+    rows = [cells(row, results.visual_tokens) for row in results.rows]
+    table = ReportTable("", COLUMNS, rows, "rl" + "r" * (len(COLUMNS) - 2)).markdown()
+    return "\n".join([table, "", results.verdict(), "", *(f"- {n}" for n in notes(results))]) + "\n"
 
 
 def terminal(results: Results, width: int) -> Table:
@@ -65,7 +63,7 @@ def terminal(results: Results, width: int) -> Table:
 
 
 def notes(results: Results) -> tuple[str, ...]:
-    """How to read the table, and what not to read into it."""
+    """How to read the table."""
     sample, control = results.full.ttft.count, results.control
     return (
         f"{results.questions} questions on {results.scenes} scenes, the same in every row. "
@@ -74,16 +72,12 @@ def notes(results: Results) -> tuple[str, ...]:
         f"KV bytes = {results.kv_formula}. Prompt tokens as the server counts them, mean over "
         "the questions.",
         f"Times: median (quartiles) of {sample} streamed requests a row, one at a time, each of "
-        "the same length, configurations in turn, on images not asked about before. Prefix "
+        "the same length, configurations in turn, each on a new image. Prefix "
         "caching and the plugin's feature cache are off, so no request profits from another.",
-        f"Control: told to keep all {results.visual_tokens} tokens, the pruned server gave "
+        f"Control: keeping all {results.visual_tokens} tokens, the pruned server gave "
         f"{control.same_answers} of {control.asked} answers exactly as the stock one, "
         f"TTFT {times(control.ttft)} ms, request {times(control.total)} ms.",
         "This model is tiny: a request is mostly HTTP, image decoding and scheduling, so times "
         "say little about a real model. What carries over is the number of tokens, and with it "
         "prefill work and KV memory.",
     )
-
-
-def _line(values: list[str] | tuple[str, ...]) -> str:
-    return "| " + " | ".join(values) + " |"

@@ -1,7 +1,4 @@
-"""`python -m benchmarks.load COMMAND`: arguments, and which function each command calls.
-
-Knows nothing about how anything is measured.
-"""
+"""`python -m benchmarks.load COMMAND`: load tests of a served vision-language model."""
 
 from __future__ import annotations
 
@@ -14,24 +11,24 @@ from types import FrameType
 
 from pydantic import ValidationError
 
+from benchmarks.common import BenchmarkError
 from benchmarks.load import arguments
-from benchmarks.load.errors import LoadError
 from vllm_autoprune.errors import AutopruneError
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """All commands."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True)
-    for name, (told, fill, _) in COMMANDS.items():
-        fill(commands.add_parser(name, help=told, description=told))
-    return made
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (text, add_arguments, _) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=text, description=text))
+    return parser
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """0: all valid; 1: something is not, or broke; 2: a wrong call; 130: stopped."""
-    chosen = parser().parse_args(given)
-    signal.signal(signal.SIGTERM, _stop)  # so that servers are ended as by Ctrl-C
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all valid; 1: something is not valid, or failed; 2: wrong arguments; 130: stopped."""
+    chosen = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _stop)  # servers are ended as after Ctrl-C
     try:
         return COMMANDS[chosen.command][2](chosen)
     except ValidationError as error:
@@ -54,49 +51,50 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 def _prepare(chosen: argparse.Namespace) -> int:
     from benchmarks.load.prepared import prepare
 
-    made = prepare(arguments.workload(chosen), Path(chosen.out))
-    print(f"{chosen.out}: {len(made.measured)} requests, {len(made.bodies):,} bytes, {made.digest}")
+    workload = prepare(arguments.parse_workload(chosen), Path(chosen.out))
+    size = f"{len(workload.measured)} requests, {len(workload.bodies):,} bytes"
+    print(f"{chosen.out}: {size}, {workload.digest}")
     return 0
 
 
 def _run(chosen: argparse.Namespace) -> int:
+    from benchmarks.load.result import format_result
     from benchmarks.load.run import run
-    from benchmarks.load.table import lines
 
-    result = run(arguments.one(chosen), chosen.workers)
-    print("\n".join(lines(result)))
+    result = run(arguments.parse_run(chosen), chosen.workers)
+    print("\n".join(format_result(result)))
     return 0 if result.verdict.valid else 1
 
 
 def _paired(chosen: argparse.Namespace) -> int:
-    from benchmarks.load.page import write
+    from benchmarks.load.page import write_report
     from benchmarks.load.paired import measure
 
     out = Path(chosen.out)
-    paired = measure(arguments.plan(chosen), out)
+    paired = measure(arguments.parse_plan(chosen), out)
     if not paired.made:
-        raise LoadError(paired.broken or "nothing was measured")
+        raise BenchmarkError(paired.broken or "nothing was measured")
     runs = paired.runs(out)
-    bad = sum(not run.result.verdict.valid for run in runs)
-    print(f"{write(out)}: {len(runs)} runs, {bad} of them not valid")
+    invalid = sum(not run.result.verdict.valid for run in runs)
+    print(f"{write_report(out)}: {len(runs)} runs, {invalid} of them not valid")
     if paired.broken:
         print(f"load: ended early: {paired.broken}", file=sys.stderr)
-    return 1 if bad or paired.broken else 0
+    return 1 if invalid or paired.broken else 0
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    from benchmarks.load.page import write
+    from benchmarks.load.page import write_report
 
-    print(write(Path(chosen.folder)))
+    print(write_report(Path(chosen.folder)))
     return 0
 
 
 def _check(chosen: argparse.Namespace) -> int:
-    from benchmarks.load.crosscheck import check
+    from benchmarks.load.crosscheck import cross_check
 
-    agreed = check(arguments.cross(chosen))
-    print("\n".join(agreed.lines()))
-    return 0 if agreed.holds else 1
+    agreement = cross_check(arguments.parse_cross_check(chosen))
+    print("\n".join(agreement.format()))
+    return 0 if agreement.holds else 1
 
 
 Command = tuple[
@@ -106,15 +104,15 @@ Command = tuple[
 ]
 
 COMMANDS: Mapping[str, Command] = {
-    "prepare": ("draw and encode a workload", arguments.add_prepare, _prepare),
+    "prepare": ("draw and encode the requests of a workload", arguments.add_prepare, _prepare),
     "run": ("send a workload to a server, once", arguments.add_run, _run),
     "paired": (
         "stock, base policy and AutoPrune under the same load, in ABBA order, as a report",
         arguments.add_paired,
         _paired,
     ),
-    "report": ("make the page of a paired experiment anew", arguments.add_report, _report),
-    "check": ("one point against vllm bench serve", arguments.add_check, _check),
+    "report": ("write the page of a paired experiment again", arguments.add_report, _report),
+    "check": ("compare one point with vllm bench serve", arguments.add_check, _check),
 }
 
 if __name__ == "__main__":

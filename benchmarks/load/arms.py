@@ -1,7 +1,4 @@
-"""What is compared: stock, the base policy alone, and a state; served here, or attached to.
-
-Knows nothing about load.
-"""
+"""The arms of a comparison: stock vLLM, the base policy alone, and a state; or running servers."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.load.errors import LoadError
-from benchmarks.load.plain import Plain
+from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.load.workload import Cache
 from benchmarks.server import ServerDied, serve
 from vllm_autoprune import PruningState, load_state
@@ -19,12 +15,12 @@ CACHE_FLAGS = ("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0")
 FEATURE_CACHE = ("--autoprune-feature-cache-gb", "0")
 
 
-class Arm(Plain):
+class Arm(StrictModel):
     """One way to serve the model."""
 
     name: str
     url: str | None = None
-    """Of a server that runs already; None: it is started for every pass."""
+    """Of a running server; None: one is started for every pass."""
     model: str = ""
     flags: tuple[str, ...] = ()
     digest: str | None = None
@@ -32,7 +28,7 @@ class Arm(Plain):
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def three(
+def build_arms(
     model: Path,
     state: str,
     *,
@@ -43,7 +39,7 @@ def three(
     cache: Cache,
     environment: Sequence[tuple[str, str]] = (),
 ) -> tuple[Arm, ...]:
-    """Stock, the state's base policy alone, and the state: same model, same flags otherwise."""
+    """Stock, the state's base policy alone, and the state; otherwise with the same flags."""
     refined = load_state(state)
     base = load_state(refined.base_policy.name)
     off = cache == "off"
@@ -72,21 +68,21 @@ def three(
     )
 
 
-def attached(pairs: Sequence[str]) -> tuple[Arm, ...]:
-    """From ``NAME=URL`` each; raises :class:`LoadError` for anything else."""
+def parse_attached(pairs: Sequence[str]) -> tuple[Arm, ...]:
+    """From ``NAME=URL`` each; raises :class:`BenchmarkError` for anything else."""
     arms = []
     for pair in pairs:
         name, equals, url = pair.partition("=")
         if not (name and equals and url.startswith(("http://", "https://"))):
-            raise LoadError(f"--attach {pair}: expected NAME=http://HOST:PORT")
+            raise BenchmarkError(f"--attach {pair}: expected NAME=http://HOST:PORT")
         arms.append(Arm(name=name, url=url.rstrip("/")))
     if len({arm.name for arm in arms}) < len(arms):
-        raise LoadError("--attach: two servers have one name")
+        raise BenchmarkError("--attach: two servers have the same name")
     return tuple(arms)
 
 
-def in_turn(arms: Sequence[Arm], passes: int) -> list[tuple[int, Arm]]:
-    """ABBA, or ABCCBA: every second pass backwards, so that drift meets all arms alike."""
+def interleave(arms: Sequence[Arm], passes: int) -> list[tuple[int, Arm]]:
+    """ABBA order (ABCCBA): every second pass backwards, so that drift affects all arms alike."""
     return [
         (number, arm)
         for number in range(passes)
@@ -95,7 +91,7 @@ def in_turn(arms: Sequence[Arm], passes: int) -> list[tuple[int, Arm]]:
 
 
 @contextlib.contextmanager
-def serving(arm: Arm, log: Path) -> Iterator[str]:
+def serve_arm(arm: Arm, log: Path) -> Iterator[str]:
     """The address of a server of this arm, for as long as the block lasts."""
     if arm.url is not None:
         yield arm.url
@@ -108,5 +104,7 @@ def serving(arm: Arm, log: Path) -> Iterator[str]:
             )
         except ServerDied as error:
             last = str(error).splitlines()[-1]
-            raise LoadError(f"{arm.name}: the server did not start: {last} (log: {log})") from error
+            raise BenchmarkError(
+                f"{arm.name}: the server did not start: {last} (log: {log})"
+            ) from error
         yield server.url

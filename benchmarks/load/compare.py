@@ -1,15 +1,13 @@
-"""Two arms at one load: ratios of percentiles, request by request the same; and what they said.
-
-Knows nothing about servers.
-"""
+"""Two arms at one load: ratios of their percentiles on the same requests, and equal answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.load.plain import Plain
+from benchmarks.common import StrictModel
+from benchmarks.common.statistics import Estimate
+from benchmarks.load.percentiles import ratio, share
 from benchmarks.load.points import Point, Run, Values, e2e, tpot, ttft
-from benchmarks.load.statistics import Estimate, ratio, share
 
 FIGURES: Mapping[str, tuple[Values, int]] = {
     "TTFT p50": (ttft, 50),
@@ -19,7 +17,7 @@ FIGURES: Mapping[str, tuple[Values, int]] = {
 }
 
 
-class Comparison(Plain):
+class Comparison(StrictModel):
     """One arm against the first at one load."""
 
     load: str
@@ -27,13 +25,13 @@ class Comparison(Plain):
     against: str
     figure: str
     ratio: Estimate | None
-    """Below 1: less than the other; None where a run of either is not valid."""
+    """Below 1: less than the reference; None where a run of either is not valid."""
     by_pass: tuple[float, ...] = ()
-    """The same of each pass alone: how far passes scatter, which the interval cannot know."""
+    """The ratio of each pass alone: the interval does not cover differences between passes."""
 
 
-class Agreement(Plain):
-    """How often two arms gave the same answer to the same request, to the last letter."""
+class Agreement(StrictModel):
+    """How often two arms gave exactly the same answer to the same request."""
 
     load: str
     arm: str
@@ -41,8 +39,8 @@ class Agreement(Plain):
     same: Estimate | None
 
 
-def comparisons(points: Sequence[Point]) -> list[Comparison]:
-    """Every arm against the first, at every load that both have."""
+def compare_arms(points: Sequence[Point]) -> list[Comparison]:
+    """Every arm against the first one, at every load that both have."""
     return [
         _comparison(point, reference, name)
         for point, reference in _pairs(points)
@@ -50,16 +48,17 @@ def comparisons(points: Sequence[Point]) -> list[Comparison]:
     ]
 
 
-def agreements(points: Sequence[Point]) -> list[Agreement]:
-    """Every arm against the first; and the first against itself, pass by pass, as a control."""
-    found = []
+def compare_answers(points: Sequence[Point]) -> list[Agreement]:
+    """Every arm against the first one; as a control, the first against itself, between passes."""
+    agreements = []
     for point in points:
         if point.arm == points[0].arm and len(point.runs) > 1:
-            same = _same(point.runs[:1], point.runs[1:2])
-            found.append(_agreement(point, f"{point.arm}, pass 1", same))
+            same = _share_of_same_answers(point.runs[:1], point.runs[1:2])
+            agreements.append(_agreement(point, f"{point.arm}, pass 1", same))
     for point, reference in _pairs(points):
-        found.append(_agreement(point, reference.arm, _same(point.runs, reference.runs)))
-    return found
+        same = _share_of_same_answers(point.runs, reference.runs)
+        agreements.append(_agreement(point, reference.arm, same))
+    return agreements
 
 
 def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
@@ -87,25 +86,25 @@ def _comparison(point: Point, reference: Point, name: str) -> Comparison:
         against=reference.arm,
         figure=name,
         ratio=_ratio(point.runs, reference.runs, values, level) if both else None,
-        by_pass=tuple(found.value for found in alone if found) if both else (),
+        by_pass=tuple(one.value for one in alone if one) if both else (),
     )
 
 
 def _ratio(
     over: Sequence[Run], under: Sequence[Run], values: Values, level: int
 ) -> Estimate | None:
-    """Only requests that both answered: the same ones on either side of the ratio."""
+    """Over the requests that both answered."""
     first = Point("", over[0].result.load, tuple(over)).by_request(values)
     second = Point("", under[0].result.load, tuple(under)).by_request(values)
     both = sorted(first.keys() & second.keys())
     return ratio([first[i] for i in both], [second[i] for i in both], level) if both else None
 
 
-def _same(first: Sequence[Run], second: Sequence[Run]) -> Estimate | None:
-    told = {record.index: record.text for run in first for record in run.counted}
-    other = {record.index: record.text for run in second for record in run.counted}
-    both = sorted(told.keys() & other.keys())
-    return share([told[index] == other[index] for index in both])
+def _share_of_same_answers(first: Sequence[Run], second: Sequence[Run]) -> Estimate | None:
+    first_answers = {record.index: record.text for run in first for record in run.counted}
+    second_answers = {record.index: record.text for run in second for record in run.counted}
+    both = sorted(first_answers.keys() & second_answers.keys())
+    return share([first_answers[index] == second_answers[index] for index in both])
 
 
 def _agreement(point: Point, against: str, same: Estimate | None) -> Agreement:

@@ -1,35 +1,66 @@
-"""What master and workers tell each other; without workers, a runner tells itself the same.
+"""Messages between the coordinator and the workers of a load test, as JSON.
 
-Knows nothing about locust. Contents are plain JSON, since they cross machines.
+Without workers, one locust runner sends the same messages to itself.
 """
 
 from __future__ import annotations
 
-from benchmarks.load.facts import ClientFacts
-from benchmarks.load.plain import Plain
+from collections.abc import Sequence
 
-READY, GO, RECORD, DONE = "load-ready", "load-go", "load-record", "load-done"
+from benchmarks.common import StrictModel
+
+READY, START, RECORD, DONE = "load-ready", "load-start", "load-record", "load-done"
 
 
-class Ready(Plain):
-    """A worker has warmed the server up and waits."""
+class ClientFacts(StrictModel):
+    """One client process."""
+
+    worker: int = 0
+    cpu: float
+    """Share of one CPU core used while requests were sent."""
+    lag_p50: float
+    lag_p99: float
+    """Seconds by which an idle greenlet woke up late: the error of its time stamps."""
+    broken: str | None = None
+    """Why it stopped before its share was sent; None where it did not."""
+
+
+class RunFacts(StrictModel):
+    """All client processes of a run."""
+
+    planned: int
+    clients: tuple[ClientFacts, ...] = ()
+    unwritten: str | None = None
+    """Why records could not be written."""
+    broken: str | None = None
+    """Why the run ended early, where no client reports it."""
+
+    @property
+    def early(self) -> Sequence[str]:
+        """Every reason for an early end, each once."""
+        reasons = [self.broken, *(client.broken for client in self.clients)]
+        return tuple(dict.fromkeys(reason for reason in reasons if reason))
+
+
+class Ready(StrictModel):
+    """A worker has warmed up the server and waits for the start."""
 
     digest: str
-    """Of its request bodies: workers that would send others must not."""
+    """Of its request bodies, which must be those of the coordinator."""
     problem: str | None = None
 
 
-class Go(Plain):
-    """The master's word to one worker: when to start, and which share is its own."""
+class Start(StrictModel):
+    """To one worker: when to start, and which share of the requests to send."""
 
     at: float
-    """Unix time. Each worker turns it into its own monotonic clock, once."""
+    """Unix time, which each worker converts to its own monotonic clock once."""
     index: int
     of: int
     """It sends the requests ``index``, ``index + of``, ``index + 2 of``, ..."""
 
 
-class Done(Plain):
-    """A worker's share is sent."""
+class Done(StrictModel):
+    """A worker has sent its share."""
 
     facts: ClientFacts

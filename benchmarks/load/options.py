@@ -1,8 +1,4 @@
-"""What the locustfile is told on the command line, beside locust's own options.
-
-Knows nothing about runners. `--host` is the server and `--users` the closed loop's users, as
-everywhere in locust.
-"""
+"""Command line of the locustfile, beside locust's own options (``--host``, ``--users``)."""
 
 from __future__ import annotations
 
@@ -10,13 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.load.errors import LoadError
-from benchmarks.load.load import Load, Slo
-from benchmarks.load.plain import Plain
+from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.load.schedule import Load, Slo
 
 
-class Options(Plain):
-    """All that a run needs to know, the same on master and workers."""
+class Options(StrictModel):
+    """Settings of one run, the same on master and workers."""
 
     url: str
     workload: Path
@@ -26,39 +21,48 @@ class Options(Plain):
     slo: Slo
     patience: float
     most: int
-    """Requests under way at once, a worker, above which the run ends as over-saturated."""
+    """Requests in flight per worker at which the run ends as over-saturated."""
     first: int | None
-    """Only so many of the workload's requests."""
+    """How many of the workload's requests are sent; None: all."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Add our options to a parser."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run to a parser."""
     group = parser.add_argument_group("load test of a vision-language model")
     group.add_argument(
         "--workload", default="", help="folder made by python -m benchmarks.load prepare"
     )
     group.add_argument("--out", default="out/load/run", help="folder of run.json, records.jsonl")
-    group.add_argument("--label", default="", help="what this run is called")
+    group.add_argument("--label", default="", help="name of this run")
     group.add_argument(
         "--rate", type=float, default=0.0, help="requests/s of an open loop; without it, --users"
     )
     group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: burstier")
     group.add_argument("--schedule-seed", type=int, default=0, help="seed of the arrivals")
-    group.add_argument("--first", type=int, default=0, help="only so many requests; 0: all")
+    group.add_argument("--first", type=int, default=0, help="send the first N requests; 0: all")
     add_slo(group)
-    group.add_argument("--patience", type=float, default=300.0, help="seconds until a time-out")
-    group.add_argument("--most", type=int, default=512, help="requests under way before giving up")
+    add_limits(group)
+
+
+def add_limits(group: argparse._ArgumentGroup) -> None:
+    """Add the limits at which a request, or the whole run, is given up."""
+    group.add_argument(
+        "--patience", type=float, default=300.0, help="time-out of a request, seconds"
+    )
+    group.add_argument(
+        "--most", type=int, default=512, help="requests in flight at which the run is given up"
+    )
 
 
 def add_slo(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The promises, in milliseconds; 0 promises nothing."""
-    parser.add_argument("--slo-ttft", type=float, default=1000.0, help="ms, 0: none")
-    parser.add_argument("--slo-tpot", type=float, default=0.0, help="ms, 0: none")
-    parser.add_argument("--slo-e2e", type=float, default=0.0, help="ms, 0: none")
+    """Add the service-level objective."""
+    parser.add_argument("--slo-ttft", type=float, default=1000.0, help="TTFT limit, ms; 0: none")
+    parser.add_argument("--slo-tpot", type=float, default=0.0, help="TPOT limit, ms; 0: none")
+    parser.add_argument("--slo-e2e", type=float, default=0.0, help="end-to-end limit, ms; 0: none")
 
 
-def slo(parsed: argparse.Namespace) -> Slo:
-    """The promises in seconds."""
+def parse_slo(parsed: argparse.Namespace) -> Slo:
+    """The objective, in seconds."""
     return Slo(
         ttft=_seconds(parsed.slo_ttft),
         tpot=_seconds(parsed.slo_tpot),
@@ -66,8 +70,8 @@ def slo(parsed: argparse.Namespace) -> Slo:
     )
 
 
-def options(parsed: argparse.Namespace) -> Options:
-    """The options as data; raises :class:`LoadError` naming what is missing."""
+def parse_options(parsed: argparse.Namespace) -> Options:
+    """The options as data; raises :class:`BenchmarkError` naming what is missing."""
     missing = [
         f"{flag} is missing: {why}"
         for flag, value, why in (
@@ -75,13 +79,13 @@ def options(parsed: argparse.Namespace) -> Options:
             (
                 "--workload",
                 parsed.workload,
-                "make one: python -m benchmarks.load prepare --out DIR",
+                "create one: python -m benchmarks.load prepare --out DIR",
             ),
         )
         if not value
     ]
     if missing:
-        raise LoadError("; ".join(missing))
+        raise BenchmarkError("; ".join(missing))
     rate = parsed.rate or None
     load = Load(
         rate=rate,
@@ -95,43 +99,43 @@ def options(parsed: argparse.Namespace) -> Options:
         out=Path(parsed.out),
         label=parsed.label or load.label,
         load=load,
-        slo=slo(parsed),
+        slo=parse_slo(parsed),
         patience=parsed.patience,
         most=parsed.most,
         first=parsed.first or None,
     )
 
 
-def arguments(chosen: Options) -> Sequence[str]:
-    """The command line that says the same."""
-    told = {
-        "host": chosen.url,
-        "workload": chosen.workload,
-        "out": chosen.out,
-        "label": chosen.label,
-        "rate": chosen.load.rate or 0,
-        "burstiness": chosen.load.burstiness,
-        "schedule-seed": chosen.load.seed,
-        "users": chosen.load.users,
-        "first": chosen.first or 0,
-        "slo-ttft": _milliseconds(chosen.slo.ttft),
-        "slo-tpot": _milliseconds(chosen.slo.tpot),
-        "slo-e2e": _milliseconds(chosen.slo.e2e),
-        "patience": chosen.patience,
-        "most": chosen.most,
+def to_arguments(options: Options) -> Sequence[str]:
+    """The command line for these options."""
+    values = {
+        "host": options.url,
+        "workload": options.workload,
+        "out": options.out,
+        "label": options.label,
+        "rate": options.load.rate or 0,
+        "burstiness": options.load.burstiness,
+        "schedule-seed": options.load.seed,
+        "users": options.load.users,
+        "first": options.first or 0,
+        "slo-ttft": _milliseconds(options.slo.ttft),
+        "slo-tpot": _milliseconds(options.slo.tpot),
+        "slo-e2e": _milliseconds(options.slo.e2e),
+        "patience": options.patience,
+        "most": options.most,
     }
-    return [part for key, v in told.items() if v is not None for part in (f"--{key}", str(v))]
+    return [part for key, v in values.items() if v is not None for part in (f"--{key}", str(v))]
 
 
-def users(load: Load, workers: int) -> int:
-    """How many locust users a run has: those of a closed loop, or one a worker.
+def count_users(load: Load, workers: int) -> int:
+    """Locust users of a run: those of a closed loop, or one for each worker.
 
-    Raises :class:`LoadError` where a worker would have none.
+    Raises :class:`BenchmarkError` where a worker would have none.
     """
     if load.users is None:
         return workers
     if load.users < workers:
-        raise LoadError(
+        raise BenchmarkError(
             f"{workers} workers cannot share {load.users} users -> give each worker at least one"
         )
     return load.users

@@ -1,7 +1,4 @@
-"""Pacing under gevent: requests of an open loop by the clock, those of a closed loop by users.
-
-Knows nothing about HTTP: what is done when a request is due is handed to it.
-"""
+"""Pacing under gevent: an open loop sends by the clock, a closed loop after each answer."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from gevent.pool import Pool
 T = TypeVar("T")
 Clock = Callable[[], float]
 Send = Callable[[T, float], None]
-"""Sends one request that was due at a time; returns when it is answered."""
+"""Sends one request, which was due at the given time; returns when it is answered."""
 
 EARLY = 0.002
-"""Seconds that a request is awake before it is due: an event loop sleeps whole milliseconds."""
+"""Seconds of busy waiting before a request is due: an event loop sleeps whole milliseconds."""
 
 TICK = 0.01
-"""Seconds that an idle greenlet sleeps to find out how late it is woken."""
+"""Seconds that the greenlet of :class:`Lag` sleeps each time."""
 
 
 def open_loop(
@@ -30,22 +27,22 @@ def open_loop(
 ) -> str | None:
     """Send every request when it is due, however slow the answers are; wait for the answers.
 
-    At most ``most`` requests are under way at once: a server that far behind will not recover, and
-    the rest of the schedule could only be kept late. Says so; None where all was sent or stopped.
+    Ends where ``most`` requests are in flight: a server that far behind does not recover. Returns
+    that reason; None where everything was sent, or sending was stopped.
     """
-    pool, told = Pool(), None
+    pool, problem = Pool(), None
     for item, at in due:
         if stop.wait(max(at - now() - EARLY, 0.0)):
             break
         while now() < at:
-            gevent.sleep(0)  # answers that come in meanwhile are read
+            gevent.sleep(0)  # let answers be read meanwhile
         if len(pool) >= most:
-            told = f"over-saturated: {most} requests were under way at once"
+            problem = f"over-saturated: {most} requests were in flight at once"
             stop.set()
             break
         pool.spawn(send, item, at)
     pool.join()
-    return told
+    return problem
 
 
 def closed_loop(items: Iterator[T], now: Clock, send: Send[T], stop: Event) -> None:
@@ -57,7 +54,7 @@ def closed_loop(items: Iterator[T], now: Clock, send: Send[T], stop: Event) -> N
 
 
 class Lag:
-    """How late a greenlet that only sleeps is woken: the error that any stamp may have."""
+    """Measures how late an idle greenlet is woken: the error of every time stamp."""
 
     def __init__(self) -> None:
         self.late: list[float] = []

@@ -1,36 +1,31 @@
-"""The paired experiment: every arm, the same requests, the same schedule, in ABBA order.
-
-Knows nothing about pages; what was measured lies in files, from which a report is made.
-"""
+"""The paired experiment: every arm gets the same requests on the same schedule, in ABBA order."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.load.arms import Arm, in_turn, serving
-from benchmarks.load.errors import LoadError
-from benchmarks.load.load import Load, Slo
+from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common.progress import log_progress
+from benchmarks.common.report import command_line
+from benchmarks.common.request_record import read_journal
+from benchmarks.load.arms import Arm, interleave, serve_arm
 from benchmarks.load.options import Options
-from benchmarks.load.plain import Plain
 from benchmarks.load.points import Point, Run
 from benchmarks.load.prepared import prepare
-from benchmarks.load.record import read
-from benchmarks.load.result import RECORDS, command, read_result
+from benchmarks.load.result import RECORDS, read_result
 from benchmarks.load.run import run
-from benchmarks.load.sweep import grid, over
+from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.sweep import choose_rates, is_past_saturation
 from benchmarks.load.workload import Workload
 
 PAIRED = "paired.json"
-_BEGUN = time.monotonic()
 
 
-class Plan(Plain):
-    """What is measured."""
+class Plan(StrictModel):
+    """Settings of the experiment."""
 
     arms: tuple[Arm, ...]
     workload: Workload
@@ -39,7 +34,7 @@ class Plan(Plain):
     rates: tuple[float, ...] = ()
     """Open loops, requests/s, rising."""
     find_rates: bool = False
-    """Choose the rates by the first arm's capacity, and climb until each arm is saturated."""
+    """Choose the rates by the first arm's capacity; each arm is measured until it is saturated."""
     burstiness: float = 1.0
     passes: int = 2
     slo: Slo
@@ -48,88 +43,92 @@ class Plan(Plain):
     most: int = 512
 
 
-class Made(Plain):
-    """One run that was made, in order; its folder is relative to the experiment's."""
+class RunEntry(StrictModel):
+    """One run, in order of time; its folder is relative to the experiment's."""
 
     arm: str
     number: int
     folder: str
 
 
-class Paired(Plain):
+class Paired(StrictModel):
     """The experiment's index."""
 
     plan: Plan
-    made: tuple[Made, ...]
+    made: tuple[RunEntry, ...]
     rates: tuple[float, ...]
     command: tuple[str, ...]
     broken: str | None = None
-    """Why it ended early; what was measured before is kept."""
+    """Why it ended early; runs before that are kept."""
 
     def runs(self, folder: Path) -> list[Run]:
-        """Everything that was measured, read from the experiment's folder."""
-        return [_read(made, folder) for made in self.made]
+        """All runs, read from the experiment's folder."""
+        return [_read_run(entry, folder) for entry in self.made]
 
 
 def measure(plan: Plan, out: Path) -> Paired:
-    """Serve every arm in turn and send it every load; whatever breaks, the rest is kept."""
+    """Serve every arm in turn and send it every load; runs before a failure are kept."""
     if not (plan.users or plan.rates or plan.find_rates):
-        raise LoadError("nothing to measure -> give --users or --rates")
-    made: list[Made] = []
+        raise BenchmarkError("nothing to measure -> give --users or --rates")
+    entries: list[RunEntry] = []
     rates, broken = plan.rates, None
     try:
-        for number, arm in in_turn(plan.arms, plan.passes):
+        for number, arm in interleave(plan.arms, plan.passes):
             name = f"{number}-{arm.name.replace(' ', '-')}"
-            _say(f"pass {number + 1} of {plan.passes}, {arm.name}: serve")
-            with serving(arm, out / "servers" / f"{name}.log") as url:
+            log_progress(f"pass {number + 1} of {plan.passes}, {arm.name}: serve")
+            with serve_arm(arm, out / "servers" / f"{name}.log") as url:
                 loads = [Load(users=users) for users in plan.users]
-                done = [_one(plan, arm, number, load, url, out, made) for load in loads]
+                done = [_run_once(plan, arm, number, load, url, out, entries) for load in loads]
                 if plan.find_rates and not rates:
-                    rates = grid(_capacity(plan, arm, number, url, out, done, made))
+                    rates = choose_rates(
+                        _measure_capacity(plan, arm, number, url, out, done, entries)
+                    )
                 for rate in rates:
                     load = Load(rate=rate, burstiness=plan.burstiness, seed=plan.workload.seed)
-                    found = _one(plan, arm, number, load, url, out, made)
-                    if plan.find_rates and over(Point(arm.name, load, (found,))):
+                    last = _run_once(plan, arm, number, load, url, out, entries)
+                    if plan.find_rates and is_past_saturation(Point(arm.name, load, (last,))):
                         break
-    except LoadError as error:
+    except BenchmarkError as error:
         broken = str(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
-    paired = Paired(plan=plan, made=tuple(made), rates=rates, command=command(), broken=broken)
+    paired = Paired(
+        plan=plan, made=tuple(entries), rates=rates, command=command_line(), broken=broken
+    )
     out.mkdir(parents=True, exist_ok=True)
     (out / PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
     return paired
 
 
 def read_paired(out: Path) -> Paired:
-    """The experiment in a folder; raises :class:`LoadError` where there is none."""
+    """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
     try:
         return Paired.model_validate_json((out / PAIRED).read_text())
     except (OSError, ValidationError) as error:
-        raise LoadError(f"{out / PAIRED}: {str(error).splitlines()[0]}") from error
+        raise BenchmarkError(f"{out / PAIRED}: {str(error).splitlines()[0]}") from error
 
 
-def _capacity(
+def _measure_capacity(
     plan: Plan,
     arm: Arm,
     number: int,
     url: str,
     out: Path,
     done: Sequence[Run],
-    made: list[Made],
+    entries: list[RunEntry],
 ) -> float:
-    """Requests/s of the fullest closed loop; one of 16 users is made where there is none."""
-    known = list(done) or [_one(plan, arm, number, Load(users=16), url, out, made)]
-    best = max(found.result.summary.request_rate for found in known)
+    """Requests/s of the closed loop with the highest throughput (of 16 users, if there is none)."""
+    known = list(done) or [_run_once(plan, arm, number, Load(users=16), url, out, entries)]
+    best = max(one.result.summary.request_rate for one in known)
     if not best:
-        raise LoadError(f"{arm.name}: no request was answered, so no rate can be chosen")
+        raise BenchmarkError(f"{arm.name}: no request was answered, so no rate can be chosen")
     return best
 
 
-def _one(
-    plan: Plan, arm: Arm, number: int, load: Load, url: str, out: Path, made: list[Made]
+def _run_once(
+    plan: Plan, arm: Arm, number: int, load: Load, url: str, out: Path, entries: list[RunEntry]
 ) -> Run:
-    """One run. Every load has images of its own, or the second would find them in a cache."""
+    """One run; every load has images of its own, so that none is in a cache from an earlier run."""
     seed = plan.workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
     workload = plan.workload.model_copy(update={"seed": seed})
     folder = out / "workloads" / f"{load.label}"
@@ -149,18 +148,14 @@ def _one(
         ),
         plan.workers,
     )
-    made.append(Made(arm=arm.name, number=number, folder=name))
-    found, median = _read(made[-1], out), result.summary.ttft
-    told = f"TTFT p50 {1000 * median.at(50).value:.0f} ms" if median else "no answer"
-    _say(f"  {load.spoken()}: {told}, {result.verdict.spoken()}")
-    return found
+    entries.append(RunEntry(arm=arm.name, number=number, folder=name))
+    latest, median = _read_run(entries[-1], out), result.summary.ttft
+    latency = f"TTFT p50 {1000 * median.at(50).value:.0f} ms" if median else "no answer"
+    log_progress(f"  {load.describe()}: {latency}, {result.verdict.describe()}")
+    return latest
 
 
-def _read(made: Made, out: Path) -> Run:
-    folder = out / made.folder
-    records = tuple(read(folder / RECORDS))
-    return Run(made.arm, made.number, read_result(folder), records, made.folder)
-
-
-def _say(line: str) -> None:
-    print(f"[load {time.monotonic() - _BEGUN:6.1f} s] {line}", file=sys.stderr, flush=True)
+def _read_run(entry: RunEntry, out: Path) -> Run:
+    folder = out / entry.folder
+    records = tuple(read_journal(folder / RECORDS))
+    return Run(entry.arm, entry.number, read_result(folder), records, entry.folder)

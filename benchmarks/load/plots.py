@@ -1,6 +1,6 @@
-"""The plots of a report, as SVG text to be put into a page.
+"""The plots of a load report, as SVG.
 
-Knows nothing about HTML. Points that are not valid are hollow, and lines through them pale.
+Points that are not valid are hollow, and lines through them pale.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.load.load import Slo
+from benchmarks.common.statistics import Estimate
+from benchmarks.load.percentiles import Distribution
 from benchmarks.load.points import Point, ttft
-from benchmarks.load.statistics import Distribution, Estimate
+from benchmarks.load.schedule import Slo
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's, told apart by all kinds of eyes."""
+"""Okabe and Ito's palette, which colour-blind readers can distinguish."""
 MARKS = ("o", "s", "^", "D", "v", "P")
 SIZE = (6.4, 4.2)
 
-Along = Callable[[Point], float]
+XValue = Callable[[Point], float]
 
 
 def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
@@ -29,10 +30,10 @@ def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
     figure, axes = _axes("completed, requests/s", "median TTFT, ms (bars: 95 % interval)")
     for number, (arm, mine) in enumerate(_arms(points)):
         for kind, chosen in _kinds(mine):
-            # In the order of the load, not of the throughput: past the knee a line turns back.
+            # In order of load: beyond the knee throughput may fall, and the line turns back.
             style = "-" if kind == "closed" else "--"
             _line(axes, chosen, lambda p: p.completed, 50, number, style, f"{arm}, {kind} loop")
-    _promise(axes, slo)
+    _draw_objective(axes, slo)
     axes.set_yscale("log")
     return _svg(figure, axes)
 
@@ -40,26 +41,26 @@ def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
 def rate_latency(points: Sequence[Point], slo: Slo) -> str:
     """Median and p99 TTFT over the offered rate: the sweep."""
     figure, axes = _axes("offered, requests/s", "TTFT from the scheduled time, ms")
-    for number, (arm, mine) in enumerate(_arms(_open(points))):
+    for number, (arm, mine) in enumerate(_arms(_open_loop(points))):
         for level, style in ((50, "-"), (99, ":")):
             _line(axes, mine, _offered, level, number, style, f"{arm}, p{level}")
-    _promise(axes, slo)
+    _draw_objective(axes, slo)
     axes.set_yscale("log")
     return _svg(figure, axes)
 
 
 def goodput_rate(points: Sequence[Point]) -> str:
-    """Requests a second that kept the promises, over the offered rate."""
+    """Requests a second that met the objective, over the offered rate."""
     figure, axes = _axes("offered, requests/s", "good, requests/s")
     most = 0.0
-    for number, (arm, mine) in enumerate(_arms(_open(points))):
+    for number, (arm, mine) in enumerate(_arms(_open_loop(points))):
         colour, mark = COLOURS[number % 6], MARKS[number % 6]
         axes.plot([_offered(p) for p in mine], [p.good for p in mine], color=colour, label=arm)
         for point in mine:
             face = colour if point.valid else "white"
             axes.plot(_offered(point), point.good, mark, color=colour, markerfacecolor=face)
             most = max(most, _offered(point))
-    axes.plot([0, most], [0, most], color="#999", linewidth=0.8, label="all of them")
+    axes.plot([0, most], [0, most], color="#999", linewidth=0.8, label="all requests")
     return _svg(figure, axes)
 
 
@@ -68,10 +69,10 @@ def ttft_distribution(points: Sequence[Point]) -> str:
     figure, axes = _axes("TTFT, ms", "share of requests")
     for number, (arm, mine) in enumerate(_arms(points)):
         for point in mine:
-            values = sorted(v for found in point.by_request(ttft).values() for v in found)
+            values = sorted(v for own in point.by_request(ttft).values() for v in own)
             shares = [(place + 1) / len(values) for place in range(len(values))]
             style = "-" if point.valid else ":"
-            told = arm if point.valid else f"{arm} (not valid)"
+            label = arm if point.valid else f"{arm} (not valid)"
             milliseconds = [1000 * value for value in values]
             axes.step(
                 milliseconds,
@@ -79,7 +80,7 @@ def ttft_distribution(points: Sequence[Point]) -> str:
                 where="post",
                 color=COLOURS[number % 6],
                 linestyle=style,
-                label=told,
+                label=label,
             )
     axes.set_xscale("log")
     return _svg(figure, axes)
@@ -88,23 +89,23 @@ def ttft_distribution(points: Sequence[Point]) -> str:
 def _line(
     axes: Axes,
     points: Sequence[Point],
-    along: Along,
+    x_value: XValue,
     level: int,
     number: int,
     style: str,
     name: str,
 ) -> None:
     colour, mark = COLOURS[number % 6], MARKS[number % 6]
-    found = [(p, along(p), d.at(level)) for p in points if (d := _ttft(p)) is not None]
-    if not found:
+    values = [(p, x_value(p), d.at(level)) for p in points if (d := _ttft(p)) is not None]
+    if not values:
         return
-    kept = [(x, e.value) for p, x, e in found if p.valid]
-    every = [(x, e.value) for _, x, e in found]
+    valid = [(x, e.value) for p, x, e in values if p.valid]
+    every = [(x, e.value) for _, x, e in values]
     axes.plot([x for x, _ in every], [1000 * y for _, y in every], style, color=colour, alpha=0.25)
     axes.plot(
-        [x for x, _ in kept], [1000 * y for _, y in kept], style, color=colour, label=name, lw=1.2
+        [x for x, _ in valid], [1000 * y for _, y in valid], style, color=colour, label=name, lw=1.2
     )
-    for point, x, estimate in found:
+    for point, x, estimate in values:
         face = colour if point.valid else "white"
         below, above = _bars(estimate)
         axes.errorbar(
@@ -133,24 +134,24 @@ def _offered(point: Point) -> float:
     return point.offered or point.load.rate or 0.0
 
 
-def _open(points: Sequence[Point]) -> list[Point]:
+def _open_loop(points: Sequence[Point]) -> list[Point]:
     return sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
 
 
 def _kinds(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
     closed = sorted((p for p in points if p.load.users), key=lambda p: p.load.users or 0)
-    return [(name, found) for name, found in (("closed", closed), ("open", _open(points))) if found]
+    return [(name, own) for name, own in (("closed", closed), ("open", _open_loop(points))) if own]
 
 
 def _arms(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """Points by arm; an arm has the same place, and colour, in every plot."""
+    """Points by arm; an arm has the same colour in every plot."""
     names = list(dict.fromkeys(point.arm for point in points))
     return [(name, [p for p in points if p.arm == name]) for name in names]
 
 
-def _promise(axes: Axes, slo: Slo) -> None:
+def _draw_objective(axes: Axes, slo: Slo) -> None:
     if slo.ttft is not None:
-        axes.axhline(1000 * slo.ttft, color="#999", linewidth=0.8, label="promised TTFT")
+        axes.axhline(1000 * slo.ttft, color="#999", linewidth=0.8, label="TTFT objective")
 
 
 def _axes(across: str, up: str) -> tuple[Figure, Axes]:

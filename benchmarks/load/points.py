@@ -1,20 +1,18 @@
-"""One arm at one load, over all passes: records pooled, figures from all of them.
-
-Knows nothing about the order in which passes were made.
-"""
+"""One arm at one load, with the records of all passes pooled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.load.load import Load
-from benchmarks.load.record import Record
+from benchmarks.common.request_record import Record
+from benchmarks.common.statistics import Estimate
+from benchmarks.load.percentiles import Distribution, distribution, share
 from benchmarks.load.result import Result
-from benchmarks.load.statistics import Distribution, Estimate, distribution, share
+from benchmarks.load.schedule import Load
 
 Values = Callable[[Record], Sequence[float]]
-"""What one answered request contributes."""
+"""The values that one answered request contributes."""
 
 
 def ttft(record: Record) -> Sequence[float]:
@@ -73,28 +71,28 @@ class Point:
         return sum(run.result.summary.requests for run in self.runs)
 
     def by_request(self, values: Values) -> dict[int, list[float]]:
-        """Values of every pass under the index of their request."""
-        found: dict[int, list[float]] = {}
+        """Values of all passes by the index of their request."""
+        by_index: dict[int, list[float]] = {}
         for run in self.runs:
             for record in run.counted:
-                found.setdefault(record.index, []).extend(values(record))
-        return found
+                by_index.setdefault(record.index, []).extend(values(record))
+        return by_index
 
     def distribution(self, values: Values) -> Distribution | None:
-        """Percentiles over all passes; a request's passes are drawn together."""
-        found = self.by_request(values)
-        return distribution([found[index] for index in sorted(found)])
+        """Percentiles over all passes; the passes of a request are resampled together."""
+        by_index = self.by_request(values)
+        return distribution([by_index[index] for index in sorted(by_index)])
 
     @property
     def goodput(self) -> Estimate | None:
-        """Share of requests that kept the promises."""
-        kept = [
+        """Share of requests that met the objective."""
+        good = [
             run.result.slo.good(record)
             for run in self.runs
             for record in run.records
             if record.phase == "measured"
         ]
-        return share(kept)
+        return share(good)
 
     def mean(self, figure: Callable[[Result], float | None]) -> float | None:
         """Mean of a figure over the passes that have it."""
@@ -107,9 +105,9 @@ class Point:
         return self.mean(lambda result: result.summary.request_rate) or 0.0
 
     def answered(self, idle: float) -> float:
-        """The same, less the seconds that an answer takes anyway, by which no server is behind.
+        """The same, without the ``idle`` seconds that one answer takes on an idle server.
 
-        Else a short run would look slow for its last answer alone.
+        Otherwise the last answer alone would make a short run look slow.
         """
 
         def rate(result: Result) -> float | None:
@@ -125,13 +123,13 @@ class Point:
 
     @property
     def good(self) -> float:
-        """Requests a second that kept the promises."""
+        """Requests a second that met the objective."""
         return self.mean(lambda result: result.summary.good_rate) or 0.0
 
 
-def points(runs: Sequence[Run]) -> list[Point]:
-    """Runs gathered by arm and load, in the order in which they first occur."""
-    gathered: dict[tuple[str, str], list[Run]] = {}
+def group_runs(runs: Sequence[Run]) -> list[Point]:
+    """Points by arm and load, in the order in which they first occur."""
+    groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        gathered.setdefault((run.arm, run.result.load.label), []).append(run)
-    return [Point(arm, found[0].result.load, tuple(found)) for (arm, _), found in gathered.items()]
+        groups.setdefault((run.arm, run.result.load.label), []).append(run)
+    return [Point(arm, own[0].result.load, tuple(own)) for (arm, _), own in groups.items()]

@@ -1,7 +1,4 @@
-"""One run: locust as a process of its own (or a master with workers), and what came of it.
-
-Knows nothing about gevent: importing locust patches a process, so that nothing here imports it.
-"""
+"""One run of a load test: locust in processes of its own, because importing it patches sockets."""
 
 from __future__ import annotations
 
@@ -14,64 +11,62 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.load.errors import LoadError
-from benchmarks.load.first import come_first
-from benchmarks.load.options import Options, arguments
-from benchmarks.load.prepared import load
+from benchmarks.common import BenchmarkError
+from benchmarks.common.metrics import fetch
+from benchmarks.load.options import Options, to_arguments
+from benchmarks.load.prepared import load_prepared
+from benchmarks.load.priority import raise_priority
 from benchmarks.load.result import RESULT, Result, read_result
-from benchmarks.load.server_metrics import fetch
 from benchmarks.server import free_port
 
 LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 LOG = "locust.log"
 
 
-def check(options: Options) -> None:
-    """Raise :class:`LoadError` where the server is down or does not know the model.
-
-    Once before the clock starts, so that a misspelt name is not a thousand failed requests.
-    """
+def check_server(options: Options) -> None:
+    """Raise :class:`BenchmarkError` where the server is down or does not serve the model."""
     text = fetch(options.url, "/v1/models")
     if text is None:
-        raise LoadError(
-            f"server {options.url}: /v1/models is not answered -> start it, or fix the URL"
+        raise BenchmarkError(
+            f"server {options.url}: /v1/models does not answer -> start it, or fix the URL"
         )
     try:
         names = [str(one["id"]) for one in json.loads(text)["data"]]
     except (ValueError, KeyError, TypeError):
-        raise LoadError(f"server {options.url}: /v1/models is not a list of models") from None
-    model = load(options.workload).workload.model
+        raise BenchmarkError(f"server {options.url}: /v1/models is not a list of models") from None
+    model = load_prepared(options.workload).workload.model
     if model not in names:
-        raise LoadError(
+        raise BenchmarkError(
             f"server {options.url}: does not serve {model!r}, only {', '.join(names)} "
             "-> prepare the workload with --model"
         )
 
 
 def run(options: Options, workers: int = 0) -> Result:
-    """Send the workload once; the result is valid or says why not.
+    """Send the workload once; the result is valid or has the reasons why not.
 
     ``workers`` above 0 starts a master and so many workers on this machine. Raises
-    :class:`LoadError` where there is no result at all.
+    :class:`BenchmarkError` where there is no result at all.
     """
-    check(options)
+    check_server(options)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / RESULT).unlink(missing_ok=True)
         with (options.out / LOG).open("wb") as log:
             status = _locust(options, workers, log.fileno())
     except OSError as error:
-        raise LoadError(f"{options.out}: cannot be written: {error}") from error
+        raise BenchmarkError(f"{options.out}: cannot be written: {error}") from error
     if not (options.out / RESULT).is_file():
         tail = (options.out / LOG).read_text(errors="replace").strip().splitlines()[-5:]
-        told = " | ".join(tail)
-        raise LoadError(f"{options.out}: locust ended with {status} and no result: {told}")
+        raise BenchmarkError(
+            f"{options.out}: locust ended with {status} and no result: {' | '.join(tail)}"
+        )
     return read_result(options.out)
 
 
 def _locust(options: Options, workers: int, log: int) -> int:
     common = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
-    head = [*common, "--headless", "--only-summary", *arguments(options)]
+    head = [*common, "--headless", "--only-summary", *to_arguments(options)]
     with contextlib.ExitStack() as stack:
         if workers:
             port = str(free_port())
@@ -85,7 +80,7 @@ def _locust(options: Options, workers: int, log: int) -> int:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, ahead of the server's, ended with the block."""
+    """A process in a session of its own, of raised priority; it is ended with the block."""
     environment = {**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])}
     process = subprocess.Popen(
         command,
@@ -94,7 +89,7 @@ def _process(command: Sequence[str], log: int) -> Iterator[subprocess.Popen[byte
         stdin=subprocess.DEVNULL,
         env=environment,
         start_new_session=True,
-        preexec_fn=come_first,
+        preexec_fn=raise_priority,
     )
     try:
         yield process

@@ -1,7 +1,4 @@
-"""The sending half of a load test: one per locust worker, with its share of the requests.
-
-Knows nothing about verdicts: it sends, stamps and tells the keeper.
-"""
+"""The sending side of a load test: one for each locust worker, with its share of the requests."""
 
 from __future__ import annotations
 
@@ -17,66 +14,65 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import Runner
 
-from benchmarks.load.client import Client
-from benchmarks.load.errors import LoadError
-from benchmarks.load.facts import ClientFacts
-from benchmarks.load.messages import DONE, GO, READY, RECORD, Done, Go, Ready
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import Client
+from benchmarks.common.request_record import Phase, Record
+from benchmarks.load.messages import DONE, READY, RECORD, START, ClientFacts, Done, Ready, Start
 from benchmarks.load.options import Options
 from benchmarks.load.pace import Lag, closed_loop, open_loop
-from benchmarks.load.prepared import Line, Prepared, load
-from benchmarks.load.record import Phase, Record
+from benchmarks.load.prepared import Line, Prepared, load_prepared
 
 WARM_UP_AT_ONCE = 4
-IN_A_ROW = 10
-"""Failures without an answer between them, after which the server counts as gone."""
+MAX_FAILURES = 10
+"""Consecutive failures after which the run is given up."""
 
 Item = tuple[Line, Phase]
 
 
 class Sender:
-    """Waits for the word to go, sends, and says when its share is done."""
+    """Warms up the server, waits for the start message, sends, and reports when it is done."""
 
     def __init__(self, environment: Environment, runner: Runner) -> None:
         self._environment, self._runner = environment, runner
-        self._go, self._stop = Event(), Event()
+        self._start, self._stop = Event(), Event()
         self._share: list[tuple[Item, float]] = []
         self._queue: Iterator[Item] = iter(())
-        self._left = self._failed_in_a_row = self._index = 0
+        self._left = self._consecutive_failures = self._index = 0
         self._zero = self._cpu = 0.0
         self._broken: str | None = None
         self._lag: Lag | None = None
         self._options: Options | None = None
         self._prepared: Prepared | None = None
-        runner.register_message(GO, self._on_go)
+        runner.register_message(START, self._on_start)
 
     def begin(self, options: Options) -> None:
-        """Read the bodies, warm the server up, and tell the keeper; called when a test starts."""
+        """Read the bodies, warm up the server, and report to the coordinator."""
         self._options = options
         try:
-            self._prepared = load(options.workload)
-        except LoadError as error:
-            self._tell(READY, Ready(digest="", problem=str(error)))
+            self._prepared = load_prepared(options.workload)
+        except BenchmarkError as error:
+            self._send_message(READY, Ready(digest="", problem=str(error)))
             return
         gevent.spawn(self._warm_up, self._prepared)
 
     def work(self) -> None:
-        """What every locust user does: its part of the share, then nothing more."""
-        self._go.wait()
+        """The task of every locust user: send its part of the share."""
+        self._start.wait()
         if self._options is None:
             return
         if self._options.load.rate is None:
             closed_loop(self._queue, self._now, self._send, self._stop)
             return
-        share, self._share = self._share, []  # the first user of a worker sends it all
+        share, self._share = self._share, []  # the first user of a worker sends all
         if share:
-            told = open_loop(share, self._now, self._send, self._stop, self._options.most)
-            self._broken = self._broken or told
+            problem = open_loop(share, self._now, self._send, self._stop, self._options.most)
+            self._broken = self._broken or problem
             self._finish_if_over()
 
     def stop(self) -> None:
-        """Send nothing more."""
+        """Send no further request."""
         self._stop.set()
-        self._go.set()
+        self._start.set()
 
     def _warm_up(self, prepared: Prepared) -> None:
         pool = Pool(WARM_UP_AT_ONCE)
@@ -84,25 +80,25 @@ class Sender:
         for line in prepared.warm_up:
             pool.spawn(client.send, prepared.body(line), index=line.ask.index)
         pool.join()
-        # What is there by now stays: walking through it again would hold up every stamp.
+        # Garbage collection of what exists by now would delay time stamps.
         gc.collect()
         gc.freeze()
-        self._tell(READY, Ready(digest=prepared.digest))
+        self._send_message(READY, Ready(digest=prepared.digest))
 
-    def _on_go(self, environment: Environment, msg: Message, **_: object) -> None:
-        word = Go.model_validate(msg.data)
+    def _on_start(self, environment: Environment, msg: Message, **_: object) -> None:
+        message = Start.model_validate(msg.data)
         prepared, options = self._prepared, self._options
         assert prepared is not None and options is not None
         lines = prepared.measured[: options.first]
         phases, due = options.load.phases(len(lines)), options.load.due(len(lines))
-        whole = [((line, phase), at) for line, phase, at in zip(lines, phases, due, strict=True)]
-        self._share = whole[word.index :: word.of]
+        schedule = [((line, phase), at) for line, phase, at in zip(lines, phases, due, strict=True)]
+        self._share = schedule[message.index :: message.of]
         self._queue = iter([item for item, _ in self._share])
-        self._left, self._index = len(self._share), word.index
-        self._zero = time.perf_counter() + (word.at - time.time())
+        self._left, self._index = len(self._share), message.index
+        self._zero = time.perf_counter() + (message.at - time.time())
         self._lag, self._cpu = Lag(), time.process_time()
-        # Users of a closed loop would start at once.
-        gevent.spawn_later(max(word.at - time.time(), 0.0), self._go.set)
+        # Users of a closed loop begin as soon as this event is set.
+        gevent.spawn_later(max(message.at - time.time(), 0.0), self._start.set)
         if not self._share:
             self._finish_if_over()
 
@@ -126,17 +122,17 @@ class Sender:
             worker=self._index,
             images=len(line.ask.pictures),
         )
-        self._tell(RECORD, record)
-        self._show(record)
-        self._failed_in_a_row = 0 if record.ok else self._failed_in_a_row + 1
-        if self._failed_in_a_row >= IN_A_ROW and self._broken is None:
-            self._broken = f"{IN_A_ROW} requests in a row failed, the last with: {record.error}"
+        self._send_message(RECORD, record)
+        self._report_to_locust(record)
+        self._consecutive_failures = 0 if record.ok else self._consecutive_failures + 1
+        if self._consecutive_failures >= MAX_FAILURES and self._broken is None:
+            self._broken = f"{MAX_FAILURES} requests in a row failed, the last with: {record.error}"
             self._stop.set()
         self._left -= 1
         self._finish_if_over()
 
-    def _show(self, record: Record) -> None:
-        """Tell locust, for its own statistics and pages; ours are made from the records."""
+    def _report_to_locust(self, record: Record) -> None:
+        """Report to locust, for its own statistics and pages."""
         self._environment.events.request.fire(
             request_type="chat",
             name=record.phase,
@@ -147,16 +143,16 @@ class Sender:
         )
 
     def _finish_if_over(self) -> None:
-        """Once, when nothing is left or nothing more will be sent."""
+        """Report once that nothing is left, or that sending was stopped."""
         if self._lag is None or (self._left > 0 and not self._stop.is_set()):
             return
         seconds = max(self._now(), 1e-9)
         cpu = (time.process_time() - self._cpu) / seconds
-        (middle, late), self._lag = self._lag.stop(), None
+        (median, p99), self._lag = self._lag.stop(), None
         facts = ClientFacts(
-            worker=self._index, cpu=cpu, lag_p50=middle, lag_p99=late, broken=self._broken
+            worker=self._index, cpu=cpu, lag_p50=median, lag_p99=p99, broken=self._broken
         )
-        self._tell(DONE, Done(facts=facts))
+        self._send_message(DONE, Done(facts=facts))
 
-    def _tell(self, kind: str, told: Ready | Record | Done) -> None:
-        self._runner.send_message(kind, told.model_dump(mode="json"))
+    def _send_message(self, kind: str, content: Ready | Record | Done) -> None:
+        self._runner.send_message(kind, content.model_dump(mode="json"))

@@ -1,20 +1,18 @@
-"""One run in figures: latencies, rates and goodput, from its records.
-
-Knows nothing about whether the run may be believed (``verdict`` does).
-"""
+"""Summary of one run: latencies, rates and goodput."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.load.load import Slo
-from benchmarks.load.plain import Plain
-from benchmarks.load.record import Record, answered
-from benchmarks.load.statistics import Distribution, Estimate, distribution, share
+from benchmarks.common import StrictModel
+from benchmarks.common.request_record import Record, answered
+from benchmarks.common.statistics import Estimate
+from benchmarks.load.percentiles import Distribution, distribution, share
+from benchmarks.load.schedule import Slo
 
 
-class Summary(Plain):
-    """Seconds and counts over the requests that count; failed ones are in no latency."""
+class Summary(StrictModel):
+    """Seconds and counts over the measured requests; latencies are of answered ones."""
 
     requests: int
     failed: int
@@ -26,17 +24,17 @@ class Summary(Plain):
     tpot: Distribution | None
     e2e: Distribution | None
     delay: Distribution | None
-    """By how much the client itself was late."""
+    """Seconds by which the client itself was late."""
     goodput: Estimate | None
-    """Share of requests that kept the declared promises; a failed one kept none."""
+    """Share of requests that met the objective; failed ones did not."""
     good_rate: float
     """Good requests a second, over the whole time."""
     offered_rate: float | None
-    """Requests a second as they were due: the schedule's own rate, not the one it was drawn for."""
+    """Requests a second by the schedule as it was drawn."""
     request_rate: float
     image_rate: float
     output_token_rate: float
-    """Shown, never ranked by: pruning lowers prompt tokens, and answers have a fixed length."""
+    """For information: answers have a fixed length."""
     prompt_tokens: float | None
     """Mean, as the server counts them."""
     cached_tokens: float | None
@@ -44,13 +42,13 @@ class Summary(Plain):
 
 
 def summarize(records: Iterable[Record], slo: Slo) -> Summary:
-    """All that counts of ``records``, in the order of the schedule."""
+    """The summary of the measured requests among ``records``."""
     counted = sorted((r for r in records if r.phase == "measured"), key=lambda r: r.index)
     good = answered(counted)
     seconds = max((r.done for r in counted), default=0.0)
     seconds -= min((r.scheduled for r in counted), default=0.0)
     per_second = 1 / seconds if seconds > 0 else 0.0
-    kept = [slo.good(record) for record in counted]
+    met = [slo.good(record) for record in counted]
     span = counted[-1].scheduled - counted[0].scheduled if counted else 0.0
     return Summary(
         requests=len(counted),
@@ -58,11 +56,11 @@ def summarize(records: Iterable[Record], slo: Slo) -> Summary:
         seconds=seconds,
         ttft=distribution([[r.ttft] for r in good]),
         itl=distribution([r.gaps for r in good]),
-        tpot=distribution([_some(r.tpot) for r in good]),
+        tpot=distribution([_as_tuple(r.tpot) for r in good]),
         e2e=distribution([[r.e2e] for r in good]),
         delay=distribution([[r.delay] for r in counted]),
-        goodput=share(kept),
-        good_rate=sum(kept) * per_second,
+        goodput=share(met),
+        good_rate=sum(met) * per_second,
         offered_rate=(len(counted) - 1) / span if span > 0 else None,
         request_rate=len(good) * per_second,
         image_rate=sum(r.images for r in good) * per_second,
@@ -73,7 +71,7 @@ def summarize(records: Iterable[Record], slo: Slo) -> Summary:
     )
 
 
-def _some(value: float | None) -> Sequence[float]:
+def _as_tuple(value: float | None) -> Sequence[float]:
     return () if value is None else (value,)
 
 

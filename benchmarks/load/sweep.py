@@ -1,37 +1,34 @@
-"""What a sweep of rates shows: the knee, and the highest rate that keeps the promise.
-
-Knows nothing about how the rates were measured.
-"""
+"""A sweep of request rates: its knee, and the highest rate that meets the objective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.load.load import Slo
-from benchmarks.load.plain import Plain
+from benchmarks.common import StrictModel
 from benchmarks.load.points import Point, Values, e2e, ttft
+from benchmarks.load.schedule import Slo
 from benchmarks.load.verdict import KEPT_UP
 
 GOOD_SHARE = 0.99
-"""Share of requests that have to keep every promise."""
+"""Share of requests that have to meet the objective."""
 KNEE = 2.0
-"""Past the knee, the median TTFT is more than so many times that of the lowest rate."""
+"""Beyond the knee, the median TTFT exceeds that of the lowest rate by this factor."""
 STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
-"""Rates of a sweep as shares of the capacity that a closed loop of the first arm shows."""
+"""Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
 
 
-class Edge(Plain):
-    """Where something ceases to hold, between two rates that were tried.
+class Edge(StrictModel):
+    """The rate at which a condition ceases to hold, between two measured rates.
 
-    A run that is not valid tells nothing about its rate, for or against.
+    Runs that are not valid count as unknown.
     """
 
     holds: float | None
-    """The highest valid rate up to which it holds; None where not even at the lowest."""
+    """The highest valid rate up to which it holds; None: at none."""
     fails: float | None
-    """The lowest valid rate at which it does not; None where there is none above."""
+    """The lowest valid rate at which it does not hold; None: at none."""
     gap: bool
-    """Whether a rate between the two was tried and is not valid: it may hold there or not."""
+    """Whether a rate between the two was measured, but is not valid."""
 
     def __str__(self) -> str:
         if self.holds is None:
@@ -41,34 +38,34 @@ class Edge(Plain):
         return f"{self.holds:g} to {self.fails:g}" if self.gap else f"{self.holds:g}"
 
 
-class Sweep(Plain):
-    """One arm, over all rates that were tried."""
+class Sweep(StrictModel):
+    """One arm over all measured rates."""
 
     arm: str
     rates: tuple[float, ...]
     knee: Edge
     highest: Edge
-    """The highest rate that is kept up with, p99 TTFT and goodput kept."""
+    """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice."""
     surely: Edge
-    """The same by the upper end of the p99 interval."""
+    """The same for the upper end of the interval of p99 TTFT."""
     saturated: bool
-    """Whether a rate was reached that the server did not keep up with: if not, go higher."""
+    """Whether the server did not keep up with some rate; if not, higher rates are needed."""
 
 
-def grid(capacity: float, steps: Sequence[float] = STEPS) -> tuple[float, ...]:
+def choose_rates(capacity: float, steps: Sequence[float] = STEPS) -> tuple[float, ...]:
     """Rates around a capacity in requests/s, to three digits, rising."""
     return tuple(float(f"{capacity * step:.3g}") for step in steps)
 
 
-def over(point: Point) -> bool:
-    """Whether higher rates can be left out: most requests break a promise, or the run broke."""
+def is_past_saturation(point: Point) -> bool:
+    """Whether higher rates can be skipped: most requests miss the objective, or the run failed."""
     goodput = point.goodput
-    broken = any(run.result.facts.early for run in point.runs)
-    return broken or goodput is None or goodput.value < 0.5
+    failed = any(run.result.facts.early for run in point.runs)
+    return failed or goodput is None or goodput.value < 0.5
 
 
-def sweep(points: Sequence[Point], slo: Slo) -> Sweep:
-    """Of the open-loop points of one arm. A rate counts only where all lower valid ones hold."""
+def build_sweep(points: Sequence[Point], slo: Slo) -> Sweep:
+    """From the open-loop points of one arm; a rate counts only if all lower valid ones hold."""
     ordered = sorted((p for p in points if p.load.rate is not None), key=lambda p: p.load.rate or 0)
     lowest = next((p for p in ordered if p.valid), None)
     bound = KNEE * _median(lowest, ttft) if lowest else 0.0
@@ -77,43 +74,43 @@ def sweep(points: Sequence[Point], slo: Slo) -> Sweep:
     def keeps_up(point: Point) -> bool:
         return point.answered(idle) >= KEPT_UP * (point.offered or 0.0)
 
-    def keeps(point: Point, surely: bool) -> bool:
-        return keeps_up(point) and _keeps(point, slo, surely)
+    def meets(point: Point, surely: bool) -> bool:
+        return keeps_up(point) and _meets_objective(point, slo, surely)
 
     return Sweep(
         arm=ordered[0].arm if ordered else "",
         rates=tuple(p.load.rate for p in ordered if p.load.rate is not None),
-        knee=_edge(ordered, lambda p: keeps_up(p) and _median(p, ttft) <= bound),
-        highest=_edge(ordered, lambda p: keeps(p, surely=False)),
-        surely=_edge(ordered, lambda p: keeps(p, surely=True)),
+        knee=_find_edge(ordered, lambda p: keeps_up(p) and _median(p, ttft) <= bound),
+        highest=_find_edge(ordered, lambda p: meets(p, surely=False)),
+        surely=_find_edge(ordered, lambda p: meets(p, surely=True)),
         saturated=any(p.valid and not keeps_up(p) for p in ordered),
     )
 
 
-def _edge(ordered: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
+def _find_edge(ordered: Sequence[Point], holds: Callable[[Point], bool]) -> Edge:
     valid = [p for p in ordered if p.valid]
     broken = next((p.load.rate for p in valid if not holds(p)), None)
     below = [p.load.rate or 0.0 for p in valid if broken is None or (p.load.rate or 0.0) < broken]
-    held = max(below, default=None)
+    highest = max(below, default=None)
     between = (
         p
         for p in ordered
         if not p.valid
-        and (held is None or (p.load.rate or 0.0) > held)
+        and (highest is None or (p.load.rate or 0.0) > highest)
         and (broken is None or (p.load.rate or 0.0) < broken)
     )
-    return Edge(holds=held, fails=broken, gap=any(between))
+    return Edge(holds=highest, fails=broken, gap=any(between))
 
 
 def _median(point: Point, values: Values) -> float:
-    found = point.distribution(values)
-    return found.at(50).value if found else float("inf")
+    times = point.distribution(values)
+    return times.at(50).value if times else float("inf")
 
 
-def _keeps(point: Point, slo: Slo, surely: bool) -> bool:
-    found, goodput = point.distribution(ttft), point.goodput
-    if found is None or goodput is None:
+def _meets_objective(point: Point, slo: Slo, surely: bool) -> bool:
+    times, goodput = point.distribution(ttft), point.goodput
+    if times is None or goodput is None:
         return False
-    late = found.at(99)
+    late = times.at(99)
     first = slo.ttft is None or (late.high if surely else late.value) <= slo.ttft
     return first and goodput.value >= GOOD_SHARE

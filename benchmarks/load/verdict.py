@@ -1,49 +1,46 @@
-"""Whether a run may be believed, and why not.
-
-Knows nothing about what is compared: a run that is not valid is shown, but no figure of it is used.
-"""
+"""Whether a run is valid, and all reasons why not; no figure of an invalid run is compared."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from benchmarks.load.facts import RunFacts
-from benchmarks.load.load import Load
-from benchmarks.load.plain import Plain
-from benchmarks.load.record import Record
-from benchmarks.load.server_metrics import ServerMetrics
-from benchmarks.load.statistics import ENOUGH
+from benchmarks.common import StrictModel
+from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common.request_record import Record
+from benchmarks.load.messages import RunFacts
+from benchmarks.load.percentiles import ENOUGH
+from benchmarks.load.schedule import Load
 from benchmarks.load.summary import Summary
 from benchmarks.load.workload import Workload
 
 DELAY_SHARE = 0.05
-"""The client's p99 delay may be this share of the median TTFT, or the client was the bottleneck."""
+"""Limit of the client's p99 delay, as a share of the median TTFT."""
 BUSY = 0.9
-"""Share of a core above which a client's stamps are not trusted (locust's own threshold)."""
+"""Share of a CPU core above which a client's time stamps are not trusted, as in locust."""
 KEPT_UP = 0.95
-"""Share of the offered rate that has to be completed for a server to have kept up."""
+"""Share of the offered rate that a server which keeps up completes."""
 FAILED_SHARE = 0.01
-"""Failed requests that a run may have: latencies are of survivors."""
+"""Limit of failed requests, because latencies are of the others only."""
 
 
-class Verdict(Plain):
-    """Valid where there is no reason against it; notes are to be read, but invalidate nothing."""
+class Verdict(StrictModel):
+    """Valid if there is no reason against it; notes do not invalidate a run."""
 
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def valid(self) -> bool:
-        """Whether the run may be believed."""
+        """Whether there is no reason against the run."""
         return not self.reasons
 
-    def spoken(self) -> str:
+    def describe(self) -> str:
         """In words."""
         return "valid" if self.valid else f"INVALID: {'; '.join(self.reasons)}"
 
 
-def judge(
+def judge_run(
     workload: Workload,
     load: Load,
     records: Sequence[Record],
@@ -51,7 +48,7 @@ def judge(
     summary: Summary,
     metrics: ServerMetrics,
 ) -> Verdict:
-    """Every reason at once, not only the first."""
+    """The verdict, with every reason."""
     return Verdict(
         reasons=tuple(
             reason
@@ -73,7 +70,7 @@ def _complete(records: Sequence[Record], facts: RunFacts) -> Iterator[str]:
     yield from facts.early
     counted = [record for record in records if record.phase != "warm-up"]
     if len(counted) < facts.planned:
-        yield f"only {len(counted)} of {facts.planned} requests are on record"
+        yield f"only {len(counted)} of {facts.planned} requests were recorded"
     if facts.unwritten:
         yield f"records could not be written: {facts.unwritten}"
 
@@ -85,9 +82,9 @@ def _answers(workload: Workload, records: Sequence[Record]) -> Iterator[str]:
         worst, times = failed.most_common(1)[0]
         yield f"{sum(failed.values())} of {len(counted)} requests failed; {times} with: {worst}"
     good = [record for record in counted if record.ok]
-    silent = sum(record.completion_tokens is None for record in good)
-    if silent:
-        yield f"{silent} answers came without usage, so their tokens cannot be counted"
+    without_usage = sum(record.completion_tokens is None for record in good)
+    if without_usage:
+        yield f"{without_usage} answers came without usage, so their tokens cannot be counted"
     other = [
         record.completion_tokens
         for record in good
@@ -96,7 +93,7 @@ def _answers(workload: Workload, records: Sequence[Record]) -> Iterator[str]:
     if other and workload.dialect == "vllm":
         yield (
             f"{len(other)} answers are not of {workload.output_tokens} tokens (one: {other[0]}): "
-            "a shorter answer would pass for a faster one"
+            "a shorter answer would be taken for a faster one"
         )
 
 
@@ -107,13 +104,13 @@ def _client(load: Load, facts: RunFacts, summary: Summary) -> Iterator[str]:
             f"client {busy[0].worker} used {100 * busy[0].cpu:.0f} % of a core: it was the "
             "bottleneck; give it more workers"
         )
-    delay, what = client_delay(load, facts, summary)
+    delay, name = client_delay(load, facts, summary)
     if summary.ttft is None or delay is None:
         return
     bound = DELAY_SHARE * summary.ttft.at(50).value
     if delay > bound:
         yield (
-            f"the client was the bottleneck: {what} is {1000 * delay:.1f} ms at p99, above "
+            f"the client was the bottleneck: {name} is {1000 * delay:.1f} ms at p99, above "
             f"{100 * DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms)"
         )
 
@@ -121,7 +118,7 @@ def _client(load: Load, facts: RunFacts, summary: Summary) -> Iterator[str]:
 def client_delay(load: Load, facts: RunFacts, summary: Summary) -> tuple[float | None, str]:
     """The client's own delay at p99, seconds, and its name.
 
-    A closed loop has no schedule to be late for, so there the clients' idle greenlets tell.
+    A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
     """
     if load.rate is not None:
         return (summary.delay.at(99).value if summary.delay else None), "its schedule delay"
@@ -129,9 +126,9 @@ def client_delay(load: Load, facts: RunFacts, summary: Summary) -> tuple[float |
 
 
 def _caches(workload: Workload, metrics: ServerMetrics) -> Iterator[str]:
-    """A cache that answers where none should is an error of the experiment.
+    """Cache hits that the declared state of the caches excludes.
 
-    Unique images still share the words before them, so there the prefix cache may be hit.
+    Requests with unique images share the tokens before them, so these may hit the prefix cache.
     """
     images, prefix = metrics.mm_cache_hits or 0.0, metrics.prefix_cache_hits or 0.0
     if workload.cache in ("unique", "off") and images:
@@ -142,7 +139,7 @@ def _caches(workload: Workload, metrics: ServerMetrics) -> Iterator[str]:
 
 def _notes(load: Load, summary: Summary, metrics: ServerMetrics) -> Iterator[str]:
     if 0 < summary.requests < ENOUGH[99]:
-        yield f"p99 rests on {summary.requests} requests; {ENOUGH[99]} are wanted"
+        yield f"p99 rests on {summary.requests} requests; it needs {ENOUGH[99]}"
     if not metrics.read:
         yield "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
     offered = summary.offered_rate

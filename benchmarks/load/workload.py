@@ -1,33 +1,47 @@
-"""What is asked in a load test: a description from which every request follows.
-
-Knows nothing about when requests are sent, nor about servers.
-"""
+"""The workload of a load test: a description that determines every request."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field
+import numpy as np
+from pydantic import AfterValidator, Field
 
-from benchmarks.load.mix import TextMix, WholeMix
-from benchmarks.load.plain import Plain
+from benchmarks.common import StrictModel
+
+T = TypeVar("T")
+
+
+def _check_mix(mix: tuple[tuple[T, float], ...]) -> tuple[tuple[T, float], ...]:
+    if not mix or any(not (math.isfinite(weight) and weight > 0) for _, weight in mix):
+        raise ValueError("a mix needs at least one value, and weights above 0")
+    return mix
+
+
+WholeMix = Annotated[tuple[tuple[int, float], ...], AfterValidator(_check_mix)]
+"""Whole numbers with their weights, such as ``((480, 1.0), (640, 2.0))``."""
+
+TextMix = Annotated[tuple[tuple[str, float], ...], AfterValidator(_check_mix)]
+"""Words with their weights, such as ``(("4/3", 2.0), ("1/1", 1.0))``."""
 
 Cache = Literal["unique", "repeat", "same-image", "off"]
 
 CACHES: dict[Cache, str] = {
-    "unique": "every image is new: no cache can answer",
-    "repeat": "whole requests come again, by Zipf's law",
-    "same-image": "images come again by Zipf's law, each time with a new question",
+    "unique": "every image is new, so that no cache helps",
+    "repeat": "whole requests are repeated, by Zipf's law",
+    "same-image": "images are repeated by Zipf's law, each time with a new question",
     "off": "as repeat, but the server's caches are switched off",
 }
-"""The state of the server's caches is a factor of the experiment, never an accident."""
+"""States of the server's caches: a factor of the experiment."""
 
 
-class Workload(Plain):
-    """All settings of the requests; two equal workloads give the same bytes on every machine."""
+class Workload(StrictModel):
+    """All settings of the requests; equal workloads give the same bytes on every machine."""
 
     model: str
-    """Name that requests ask for."""
+    """Name of the served model."""
     requests: int = Field(default=200, ge=1)
     """Measured requests."""
     warm_up: int = Field(default=8, ge=0)
@@ -36,7 +50,7 @@ class Workload(Plain):
     """Length of every answer; fixed, so that a shorter answer is never a faster one."""
     cache: Cache = "unique"
     pool: int = Field(default=20, ge=1)
-    """How many different images (or requests) come again, where they do."""
+    """How many different images (or requests) are repeated, where they are."""
     zipf: float = Field(default=1.1, gt=0)
     """Exponent of Zipf's law: the k-th image is asked for in proportion to k ** -zipf."""
     sides: WholeMix = ((480, 1.0), (640, 2.0), (1024, 1.0))
@@ -49,7 +63,27 @@ class Workload(Plain):
     words: WholeMix = ((8, 2.0), (16, 2.0), (32, 1.0))
     """Words in a question."""
     vocabulary: Literal["english", "numbered"] = "english"
-    """``numbered`` is w1, w2, ...: one token a word in a model folder without a real tokenizer."""
+    """``numbered``: the words w1, w2, ..., one token each for a model without weights."""
     dialect: Literal["vllm", "openai"] = "vllm"
-    """``openai`` leaves out vLLM's own fields; answers may then be shorter than asked for."""
+    """``openai`` leaves out vLLM's own fields; answers may then be shorter than requested."""
     seed: int = 0
+
+
+def draw_from(mix: tuple[tuple[T, float], ...], generator: np.random.Generator) -> T:
+    """One value, drawn by weight."""
+    weights = np.array([weight for _, weight in mix])
+    return mix[int(generator.choice(len(mix), p=weights / weights.sum()))][0]
+
+
+def parse_mix(text: str, convert: Callable[[str], T]) -> tuple[tuple[T, float], ...]:
+    """A mix as the command line writes it: ``480=1,640=2``; a weight that is left out is 1."""
+    mix = []
+    for part in text.split(","):
+        value, _, weight = part.partition("=")
+        mix.append((convert(value.strip()), float(weight or 1)))
+    return tuple(mix)
+
+
+def format_mix(mix: tuple[tuple[T, float], ...]) -> str:
+    """The mix as the command line writes it."""
+    return ",".join(f"{value}={weight:g}" for value, weight in mix)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from benchmarks.common.shapes import write_llava
 from benchmarks.minillava.split import CLIP, LLAVA
-from benchmarks.overhead.shape import write_llava
 from benchmarks.server import Server, serve
 from offline_search.candidates.proposal import assemble_state
 from offline_search.candidates.search_space import RandomSource, sample_proposal

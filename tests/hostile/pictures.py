@@ -7,8 +7,7 @@ from functools import cache
 
 from PIL import Image
 
-from benchmarks.load.pictures import encoded
-from benchmarks.load.pictures import picture as draw
+from benchmarks.common.pictures import draw_picture, encode_picture
 
 
 @dataclass(frozen=True)
@@ -49,5 +48,5 @@ class Picture:
 @cache
 def _url(seed: int, width: int, height: int, flat: bool) -> str:
     if flat:
-        return encoded(Image.new("RGB", (width, height), (seed % 256,) * 3), "png")
-    return encoded(draw(seed, width, height), "png")
+        return encode_picture(Image.new("RGB", (width, height), (seed % 256,) * 3), "png")
+    return encode_picture(draw_picture(seed, width, height), "png")

@@ -31,7 +31,7 @@ def test_a_section_reads_as_markdown() -> None:
     text = markdown([SECTION], "What pruning costs")
     assert text.startswith("# What pruning costs\n\n## Time to first token\n\n* one server\n")
     assert "| at most 5 % | +4.0 % | **inconclusive** |" in text
-    assert "| request | ms |\n| --- | --: |\n| a\\|b <i> | 1.0 |" in text
+    assert "| request | ms |\n| :-- | --: |\n| a\\|b <i> | 1.0 |" in text
     assert text.endswith("Environment: vllm 0.\n")
 
 

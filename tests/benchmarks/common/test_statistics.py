@@ -115,7 +115,8 @@ def test_figures_of_one_bootstrap_are_paired() -> None:
 
 
 def test_questions_of_no_weight_do_not_count() -> None:
-    figure = ClusterBootstrap(SCENES).mean(np.arange(200.0), np.arange(200) == 3)
+    values = [float(number) for number in range(200)]
+    figure = ClusterBootstrap(SCENES).mean(values, [float(value == 3) for value in values])
     assert figure[0] == 3 and np.isnan(figure).any()
     assert estimate(figure) == Estimate(3.0, 3.0, 3.0)
 

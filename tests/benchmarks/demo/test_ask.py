@@ -1,4 +1,4 @@
-"""The client against a fake server: what is sent, what is read, what is timed."""
+"""The demo's client against a fake server: what is sent, what is read, what is timed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import io
 import numpy as np
 import pytest
 import torch
-from openai import BadRequestError
 from PIL import Image
 
-from benchmarks.demo.ask import Client, query, texts
+from benchmarks.common import BenchmarkError
+from benchmarks.common.fake_server import Body, Reply, fake_server
+from benchmarks.demo.ask import ask, ask_all, ask_timed, build_query
 from benchmarks.demo.configurations import FULL, Configuration
-from benchmarks.demo.failure import one_line
+from benchmarks.demo.failure import describe_failure
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example
-from tests.benchmarks.demo.fake_server import FIRST, LATER, PROMPT_TOKENS, fake_server, question_of
+from tests.benchmarks.demo.replies import question_of
 
 K8 = Configuration("state", 8)
+SEVEN = Reply(("7",), first=0.0, usage={"prompt_tokens": 28})
 
 
 def example(number: int = 0, question: str = "What digit?", answer: str = "7") -> Example:
@@ -26,10 +28,9 @@ def example(number: int = 0, question: str = "What digit?", answer: str = "7") -
     return Example(number, image, question, answer, "digit", None, ())
 
 
-async def test_a_request_holds_the_image_as_a_png_data_url() -> None:
-    with fake_server(lambda body: "7") as server:
-        async with Client(server.url) as client:
-            answer = await client.ask(query(example(5), "asked"), K8.extra_body)
+def test_a_request_contains_the_image_as_a_png_data_url() -> None:
+    with fake_server(SEVEN, model=None) as server:
+        answer = ask(server.url, build_query(example(5), "asked"), K8.extra_body)
 
     (body,) = server.seen
     part = body["messages"][0]["content"][0]
@@ -38,40 +39,56 @@ async def test_a_request_holds_the_image_as_a_png_data_url() -> None:
     assert head == "data:image/png;base64" and part["uuid"] == "asked-5"
     assert pixels.shape == (168, 168, 3) and (pixels == 5).all()
     assert body["temperature"] == 0 and body["max_tokens"] == MAX_ANSWER_TOKENS
+    assert "ignore_eos" not in body
     assert body["mm_processor_kwargs"] == {"autoprune": {"budget": 8, "keep": "state"}}
-    assert (answer.text, answer.prompt_tokens) == ("7", PROMPT_TOKENS + 8)
+    assert (answer.text, answer.prompt_tokens) == ("7", 28)
 
 
-async def test_answers_come_in_the_order_asked() -> None:
-    queries = [(query(example(n, str(n)), "asked"), FULL.extra_body) for n in range(20)]
+def test_answers_come_in_the_order_of_the_questions() -> None:
+    queries = [(build_query(example(n, str(n)), "asked"), FULL.extra_body) for n in range(20)]
     steps: list[None] = []
-    with fake_server(question_of) as server:
-        async with Client(server.url) as client:
-            answers = await client.ask_all(queries, lambda: steps.append(None), concurrency=4)
 
-    assert texts(answers) == [str(n) for n in range(20)]
+    def reply(body: Body) -> Reply:
+        # Later questions are answered earlier.
+        return Reply((question_of(body),), first=0.1 / (1 + int(question_of(body))))
+
+    with fake_server(reply, model=None) as server:
+        answers = ask_all(server.url, queries, lambda: steps.append(None), concurrency=4)
+
+    assert [answer.text for answer in answers] == [str(n) for n in range(20)]
     assert len(steps) == 20
 
 
-async def test_time_to_first_token_skips_the_chunk_that_only_names_the_role() -> None:
-    with fake_server(lambda body: "seven") as server:
-        async with Client(server.url) as client:
-            timing = await client.timed(query(example(), "timed"), K8.extra_body)
+def test_an_empty_answer_is_an_answer() -> None:
+    with fake_server(Reply(("",), first=0.0), model=None) as server:
+        assert ask(server.url, build_query(example(), "asked"), {}).text == ""
 
-    assert FIRST <= timing.ttft < FIRST + 4 * LATER
-    assert timing.total - timing.ttft == pytest.approx(4 * LATER, abs=2 * LATER)
-    assert timing.answer.text == "seven"
-    assert timing.answer.prompt_tokens == PROMPT_TOKENS + 8
+
+def test_times_to_the_first_and_to_the_last_text() -> None:
+    reply = Reply(tuple("seven"), first=0.05, gaps=(0.02,), usage={"prompt_tokens": 28})
+    with fake_server(reply, model=None) as server:
+        timing = ask_timed(server.url, build_query(example(), "timed"), K8.extra_body)
+
+    assert 0.05 <= timing.ttft < timing.total
+    assert timing.total >= 0.05 + 4 * 0.02
+    assert (timing.answer.text, timing.answer.prompt_tokens) == ("seven", 28)
     assert server.seen[0]["ignore_eos"] is True
 
 
-async def test_a_refused_question_is_told_in_one_line() -> None:
-    with fake_server(lambda body: "", status=400) as server:
-        async with Client(server.url) as client:
-            with pytest.raises(ExceptionGroup) as caught:
-                await client.ask_all([(query(example(), "asked"), {})], lambda: None)
+@pytest.mark.parametrize(
+    ("reply", "begin", "detail"),
+    [
+        (Reply(status=400, error="no such budget"), "the server refused a question:", "no such"),
+        (Reply(drop=True), "the server stopped answering; its log is in --out", "no answer"),
+    ],
+)
+def test_a_failed_question_is_described_in_one_line(reply: Reply, begin: str, detail: str) -> None:
+    with (
+        fake_server(reply, model=None) as server,
+        pytest.raises(BenchmarkError) as caught,
+    ):
+        ask_all(server.url, [(build_query(example(), "asked"), {})], lambda: None)
 
-    assert caught.group_contains(BadRequestError)
-    told = one_line(caught.value)
-    assert told.startswith("the server refused a question:") and "no such budget" in told
-    assert "\n" not in told
+    line = describe_failure(caught.value)
+    assert line.startswith(begin) and detail in line
+    assert "\n" not in line

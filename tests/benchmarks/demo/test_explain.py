@@ -14,7 +14,7 @@ from benchmarks.demo.ask import Answer
 from benchmarks.demo.configurations import FULL, PRUNED, Configuration, everything_kept
 from benchmarks.demo.example import SHOWN, draw_example
 from benchmarks.demo.explain import Explainer
-from benchmarks.demo.measure import Measured, Setting, questions
+from benchmarks.demo.measure import Measured, Settings, draw_questions
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, held_out, png
 from vllm_autoprune import load_state
@@ -115,10 +115,10 @@ def test_everything_kept_answers_right_and_as_the_full_image_does(explainer: Exp
 
 
 def test_the_example_is_drawn_and_its_answers_compared(tmp_path: Path) -> None:
-    asked = questions(scenes=1, rounds=1)
+    asked = draw_questions(scenes=1, rounds=1)
     right = [Answer(f" {example.answer}", 28) for example in asked.examples]
     answers = dict.fromkeys(SHOWN, right) | {SHOWN[1]: [Answer("none", 28)] * len(right)}
-    setting = Setting(LLAVA, CLIP, "autoprune", 1, 1, tmp_path)
+    setting = Settings(LLAVA, CLIP, "autoprune", 1, 1, tmp_path)
 
     drawn = draw_example(setting, asked, Measured(answers, {}))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo.__main__ import main, parser
-from benchmarks.demo.failure import not_started, one_line, root_cause
-from benchmarks.demo.stop import SIGNALS
+from benchmarks.demo.__main__ import build_parser, main
+from benchmarks.demo.failure import build_start_error, describe_failure, find_root_cause
+from benchmarks.demo.interrupt import SIGNALS
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,14 @@ def _handlers() -> Iterator[None]:
         signal.signal(each, handler)
 
 
-def test_a_folder_without_a_checkpoint_is_told_in_one_line(
+def test_a_folder_without_a_checkpoint_is_told_in_describe_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
 
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err == f"demo: {tmp_path} holds no checkpoint (model.safetensors)\n"
+    assert told.err == f"demo: {tmp_path} contains no checkpoint (model.safetensors)\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -58,7 +58,7 @@ def test_numbers_out_of_range_are_refused(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parser().parse_args(wrong)
+        build_parser().parse_args(wrong)
 
     assert caught.value.code == 2
     assert "is not a whole number from" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_a_refused_state_is_told_as_the_plugin_says_it(tmp_path: Path) -> None:
     log = tmp_path / "pruned.log"
     log.write_text("INFO x\n\nvllm-autoprune: cannot serve: 1 problem(s)\n  - --state: bad -> fix")
 
-    assert one_line(not_started(log)) == (
+    assert describe_failure(build_start_error(log)) == (
         f"the server did not start: cannot serve: 1 problem(s) - --state: bad -> fix (log: {log})"
     )
 
@@ -81,10 +81,10 @@ def test_a_server_that_did_not_start_is_told_by_its_first_error() -> None:
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
 
-    assert root_cause(log) == "NameError: name 'x'"
-    assert root_cause("INFO loading\nKilled\n") == "Killed"
-    assert root_cause("") == "no output"
+    assert find_root_cause(log) == "NameError: name 'x'"
+    assert find_root_cause("INFO loading\nKilled\n") == "Killed"
+    assert find_root_cause("") == "no output"
 
 
 def test_any_other_failure_names_its_type() -> None:
-    assert one_line(ValueError("odd")) == "ValueError: odd"
+    assert describe_failure(ValueError("odd")) == "ValueError: odd"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 
 import pytest
 from rich.console import Console
 
+from benchmarks.common.fake_server import Body, Reply, fake_server
+from benchmarks.common.progress import LineProgress
 from benchmarks.demo.configurations import (
     BUDGETS,
     FULL,
@@ -16,20 +17,13 @@ from benchmarks.demo.configurations import (
     Configuration,
     everything_kept,
 )
-from benchmarks.demo.cost import KvLayout
-from benchmarks.demo.example import choose
-from benchmarks.demo.measure import Measured, Questions, ask_everything, questions
-from benchmarks.demo.progress import LineProgress
-from benchmarks.demo.results import Results, control, half_width, row
+from benchmarks.demo.example import choose_example
+from benchmarks.demo.kv_cache import KvLayout
+from benchmarks.demo.measure import Measured, Questions, draw_questions, send_questions
+from benchmarks.demo.results import Results, build_control, build_row, half_width
 from benchmarks.demo.table import COLUMNS, markdown, terminal
 from benchmarks.minillava.wordings import KINDS
-from tests.benchmarks.demo.fake_server import (
-    Body,
-    fake_server,
-    image_of,
-    pruning,
-    question_of,
-)
+from tests.benchmarks.demo.replies import image_of, prompt_tokens, pruning, question_of
 
 LAYOUT = KvLayout(layers=4, kv_heads=6, head_dim=32, dtype_bytes=2)
 KEPT = everything_kept(144)
@@ -37,7 +31,7 @@ KEPT = everything_kept(144)
 
 @pytest.fixture(scope="module")
 def asked() -> Questions:
-    return questions(scenes=2, rounds=2)
+    return draw_questions(scenes=2, rounds=2)
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +39,32 @@ def measured(asked: Questions) -> Measured:
     """All right, but a random keep of 8 or fewer tokens answers nothing right."""
     right = {
         (item.identity, example.question): example.answer
-        for item, example in zip(asked.asked, asked.examples, strict=True)
+        for item, example in zip(asked.scored, asked.examples, strict=True)
     }
 
-    def say(body: Body) -> str:
+    def reply(body: Body) -> Reply:
         said = pruning(body)
-        blind = said.get("keep") == "random" and said["budget"] <= 8
-        return "none" if blind else right.get((image_of(body), question_of(body)), "1 2")
+        blind = said.get("keep") == "random" and int(str(said["budget"])) <= 8
+        text = "none" if blind else right.get((image_of(body), question_of(body)), "1 2")
+        usage = {"prompt_tokens": prompt_tokens(body)}
+        return Reply(tuple(text), first=0.01, gaps=(0.005,), usage=usage)
 
-    async def both(url: str) -> Measured:
+    def both(url: str) -> Measured:
         progress = LineProgress(Console(file=io.StringIO()))
-        stock = await ask_everything(url, "stock", asked, (FULL,), (FULL,), progress)
+        stock = send_questions(url, "stock", asked, (FULL,), (FULL,), progress)
         some = (*PRUNED, KEPT)
-        pruned = await ask_everything(url, "pruned", asked, PRUNED, some, progress)
+        pruned = send_questions(url, "pruned", asked, PRUNED, some, progress)
         return Measured(stock.answers | pruned.answers, stock.timings | pruned.timings)
 
-    with fake_server(say) as server:
-        found = asyncio.run(both(server.url))
-    streamed = [body for body in server.seen if body.get("stream")]
-    assert len(streamed) == 2 * 14
-    assert len(server.seen) - len(streamed) == 13 * len(asked.asked)
+    with fake_server(reply, model=None) as server:
+        found = both(server.url)
+    timed = [body for body in server.seen if body.get("ignore_eos")]
+    assert len(timed) == 2 * 14
+    assert len(server.seen) - len(timed) == 13 * len(asked.scored)
     # The same questions in every configuration, whichever finished first.
     by_configuration: dict[str, list[str]] = {}
     for body in server.seen:
-        if not body.get("stream"):
+        if not body.get("ignore_eos"):
             by_configuration.setdefault(json.dumps(pruning(body)), []).append(question_of(body))
     assert len({tuple(sorted(texts)) for texts in by_configuration.values()}) == 1
     return found
@@ -77,12 +73,12 @@ def measured(asked: Questions) -> Measured:
 @pytest.fixture(scope="module")
 def results(asked: Questions, measured: Measured) -> Results:
     rows = [
-        row(c, asked.examples, measured.answers[c], measured.timings[c], LAYOUT)
+        build_row(c, asked.examples, measured.answers[c], measured.timings[c], LAYOUT)
         for c in (FULL, *PRUNED)
     ]
     return Results(
         rows=tuple(rows),
-        control=control(measured.timings[FULL], measured.timings[KEPT]),
+        control=build_control(measured.timings[FULL], measured.timings[KEPT]),
         questions=len(asked.examples),
         scenes=2,
         visual_tokens=144,
@@ -93,10 +89,10 @@ def results(asked: Questions, measured: Measured) -> Results:
 
 def test_every_kind_is_asked_and_timed_images_are_others(asked: Questions) -> None:
     assert {example.kind for example in asked.examples} == set(KINDS)
-    assert len(asked.asked) == len(asked.examples) == 35
+    assert len(asked.scored) == len(asked.examples) == 35
     assert [item.identity for item in asked.timed] == ["timed-0", "timed-1"]
-    sent = json.loads(json.dumps([item.messages for item in (*asked.asked, *asked.timed)]))
-    assert len({message["content"][0]["image_url"]["url"] for (message,) in sent}) == 2 + 2
+    sent = json.loads(json.dumps([item.content for item in (*asked.scored, *asked.timed)]))
+    assert len({content[0]["image_url"]["url"] for content in sent}) == 2 + 2
 
 
 def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
@@ -152,7 +148,7 @@ def test_nothing_is_cut_off_on_the_terminal(results: Results, width: int) -> Non
 
 
 def test_results_are_plain_data(results: Results) -> None:
-    told = json.loads(json.dumps(results.as_json()))
+    told = json.loads(json.dumps(results.to_json()))
 
     assert told["rows"][0]["configuration"] == {"keep": "full", "budget": None}
     assert told["verdict"] == results.verdict()
@@ -161,7 +157,7 @@ def test_results_are_plain_data(results: Results) -> None:
 def test_the_picture_shows_a_question_that_only_a_random_keep_fails(
     asked: Questions, measured: Measured
 ) -> None:
-    number = choose(asked.examples, measured)
+    number = choose_example(asked.examples, measured)
 
     assert asked.examples[number].kind in ("digit", "colour", "shape")
     assert measured.answer(Configuration("random", 8), number) == "none"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.load.facts import ClientFacts, RunFacts
-from benchmarks.load.load import Load, Slo
+from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common.request_record import Phase, Record
+from benchmarks.load.messages import ClientFacts, RunFacts
 from benchmarks.load.points import Point, Run
-from benchmarks.load.record import Phase, Record
 from benchmarks.load.result import Result
-from benchmarks.load.server_metrics import ServerMetrics
+from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.summary import summarize
 from benchmarks.load.verdict import Verdict
 from benchmarks.load.workload import Workload

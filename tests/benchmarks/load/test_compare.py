@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.load.arms import Arm, in_turn
-from benchmarks.load.compare import agreements, comparisons
-from benchmarks.load.load import Load
-from benchmarks.load.points import points
+from benchmarks.load.arms import Arm, interleave
+from benchmarks.load.compare import compare_answers, compare_arms
+from benchmarks.load.points import group_runs
+from benchmarks.load.schedule import Load
 from tests.benchmarks.load.samples import point
 
 LOAD = Load(users=2)
@@ -19,7 +19,7 @@ HALF = [t / 2 for t in TIMES]
 def test_a_common_factor_is_found_exactly_however_wild_the_times() -> None:
     stock = point("stock", LOAD, [TIMES, TIMES])
     pruned = point("AutoPrune", LOAD, [HALF, [0.9 * t for t in HALF]])
-    found = {one.figure: one for one in comparisons([stock, pruned])}
+    found = {one.figure: one for one in compare_arms([stock, pruned])}
     first = found["TTFT p50"]
     assert (first.arm, first.against, first.load) == ("AutoPrune", "stock", "users-2")
     assert first.by_pass == pytest.approx((0.5, 0.45))
@@ -31,11 +31,11 @@ def test_a_common_factor_is_found_exactly_however_wild_the_times() -> None:
 def test_no_ratio_is_drawn_from_a_run_that_is_not_valid() -> None:
     stock = point("stock", LOAD, [TIMES])
     pruned = point("AutoPrune", LOAD, [HALF], valid=False)
-    assert all(one.ratio is None and not one.by_pass for one in comparisons([stock, pruned]))
+    assert all(one.ratio is None and not one.by_pass for one in compare_arms([stock, pruned]))
 
 
 def test_only_loads_that_both_arms_have_are_compared() -> None:
-    found = comparisons(
+    found = compare_arms(
         [
             point("stock", LOAD, [TIMES]),
             point("AutoPrune", LOAD, [HALF]),
@@ -43,7 +43,7 @@ def test_only_loads_that_both_arms_have_are_compared() -> None:
         ]
     )
     assert {one.load for one in found} == {"users-2"}
-    assert comparisons([]) == []
+    assert compare_arms([]) == []
 
 
 def test_answers_are_compared_and_stock_with_itself() -> None:
@@ -53,7 +53,7 @@ def test_answers_are_compared_and_stock_with_itself() -> None:
         for record in pruned.runs[0].records
     ]
     other = type(pruned.runs[0])("AutoPrune", 0, pruned.runs[0].result, tuple(told), "")
-    control, found = agreements([stock, type(pruned)("AutoPrune", LOAD, (other,))])
+    control, found = compare_answers([stock, type(pruned)("AutoPrune", LOAD, (other,))])
     assert control.against == "stock, pass 1" and control.same is not None
     assert control.same.value == 1.0
     assert found.against == "stock" and found.same is not None and found.same.value == 0.75
@@ -63,11 +63,11 @@ def test_passes_of_a_load_are_gathered() -> None:
     made = point("stock", LOAD, [TIMES, HALF])
     other = point("AutoPrune", LOAD, [HALF])
     runs = [made.runs[0], other.runs[0], made.runs[1]]
-    assert points(runs) == [made, other]
+    assert group_runs(runs) == [made, other]
     assert made.by_request(lambda record: (record.ttft,))[3] == pytest.approx([TIMES[3], HALF[3]])
 
 
 def test_every_second_pass_goes_backwards() -> None:
     arms = [Arm(name=name, url="http://x") for name in "ABC"]
-    assert "".join(arm.name for _, arm in in_turn(arms, 2)) == "ABCCBA"
-    assert "".join(arm.name for _, arm in in_turn(arms[:2], 4)) == "ABBAABBA"
+    assert "".join(arm.name for _, arm in interleave(arms, 2)) == "ABCCBA"
+    assert "".join(arm.name for _, arm in interleave(arms[:2], 4)) == "ABBAABBA"

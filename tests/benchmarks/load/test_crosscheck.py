@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.common import BenchmarkError
 from benchmarks.load.crosscheck import FIGURES, Agreement, their_figures
-from benchmarks.load.errors import LoadError
 
 
 def agreement(ours: list[float], theirs: list[float], *, valid: bool = True) -> Agreement:
@@ -31,7 +31,7 @@ def test_runs_that_failed_agree_with_nothing() -> None:
 
 
 def test_the_lines_name_both_figures_and_the_tolerance() -> None:
-    first, *_, last = agreement([0.12, 0.12], [0.1, 0.101]).lines()
+    first, *_, last = agreement([0.12, 0.12], [0.1, 0.101]).format()
     assert first == (
         "median TTFT: 120.00 ms here, 100.50 ms vllm bench serve, +19.4 %: DISAGREE "
         "(tolerance 10.1 ms, rounds of one tool up to 1.0 ms apart)"
@@ -41,14 +41,14 @@ def test_the_lines_name_both_figures_and_the_tolerance() -> None:
 
 def test_rounds_that_scatter_more_than_the_tolerance_tell_nothing() -> None:
     found = agreement([0.10, 0.12], [0.1, 0.3])
-    *_, last = found.lines()
-    assert not found.holds and last.startswith("cannot tell: rounds scatter")
+    *_, last = found.format()
+    assert not found.holds and last.startswith("inconclusive: rounds vary")
 
 
 def test_a_result_file_that_is_not_all_there_is_refused() -> None:
     whole = {"completed": 5, "median_ttft_ms": 100, "mean_tpot_ms": 10, "median_e2el_ms": 170}
     assert their_figures(whole, 5) == dict(zip(FIGURES, (0.1, 0.01, 0.17), strict=True))
-    with pytest.raises(LoadError, match="4 of 5 answered"):
+    with pytest.raises(BenchmarkError, match="4 of 5 answered"):
         their_figures({**whole, "completed": 4}, 5)
-    with pytest.raises(LoadError, match="has no median_ttft_ms"):
+    with pytest.raises(BenchmarkError, match="has no median_ttft_ms"):
         their_figures({"completed": 5, "mean_tpot_ms": 1, "median_e2el_ms": 1}, 5)

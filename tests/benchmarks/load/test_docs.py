@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.efficiency.__main__ import parser as efficiency
+from benchmarks.cost.__main__ import build_parser as build_cost_parser
 from benchmarks.load import arguments
-from benchmarks.load.__main__ import parser as load
+from benchmarks.load.__main__ import build_parser
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 
@@ -24,16 +24,17 @@ def commands(program: str) -> list[str]:
 
 @pytest.mark.parametrize("command", commands("benchmarks.load"))
 def test_load(command: str) -> None:
-    parsed = load().parse_args(shlex.split(command)[3:])
+    parsed = build_parser().parse_args(shlex.split(command)[3:])
     if parsed.command == "paired" and "shape:" not in command:
-        plan = arguments.plan(parsed)
+        plan = arguments.parse_plan(parsed)
         assert len(plan.arms) == (2 if "--attach" in command else 3)
 
 
-@pytest.mark.parametrize("command", commands("benchmarks.efficiency"))
-def test_efficiency(command: str) -> None:
-    efficiency().parse_args(shlex.split(command)[3:])
+@pytest.mark.parametrize("command", commands("benchmarks.cost"))
+def test_cost(command: str) -> None:
+    arguments = shlex.split(command)[3:]
+    build_cost_parser(arguments[0]).parse_args(arguments)
 
 
 def test_the_page_has_commands() -> None:
-    assert len(commands("benchmarks.load")) >= 5 and len(commands("benchmarks.efficiency")) >= 3
+    assert len(commands("benchmarks.load")) >= 5 and len(commands("benchmarks.cost")) >= 3

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import BenchmarkError
 from benchmarks.load import arguments, options
-from benchmarks.load.__main__ import main, parser
-from benchmarks.load.errors import LoadError
-from benchmarks.load.load import Load, Slo
-from benchmarks.load.prepared import load
+from benchmarks.load.__main__ import build_parser, main
+from benchmarks.load.prepared import load_prepared
+from benchmarks.load.schedule import Load, Slo
 from benchmarks.server import free_port
 from vllm_autoprune import load_state
 
@@ -22,7 +22,7 @@ def test_prepare_writes_what_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE]) == 0
-    made = load(tmp_path / "w")
+    made = load_prepared(tmp_path / "w")
     assert (len(made.measured), made.workload.words) == (3, ((3, 1.0), (5, 2.0)))
     assert made.digest in capsys.readouterr().out
 
@@ -50,7 +50,7 @@ def test_a_server_that_is_down_is_one_line_and_status_1(
     url = f"http://127.0.0.1:{free_port()}"
     given = ["run", "--url", url, "--workload", str(tmp_path / "w"), "--users", "1"]
     assert main([*given, "--out", str(tmp_path / "run")]) == 1
-    assert f"load: server {url}: /v1/models is not answered" in capsys.readouterr().err
+    assert f"load: server {url}: /v1/models does not answer" in capsys.readouterr().err
 
 
 def test_a_load_that_is_neither_open_nor_closed_is_a_wrong_call(
@@ -61,7 +61,9 @@ def test_a_load_that_is_neither_open_nor_closed_is_a_wrong_call(
 
 
 def test_three_arms_differ_in_the_state_alone() -> None:
-    plan = arguments.plan(parser().parse_args(["paired", "--users", "1,4", "--budget", "16"]))
+    plan = arguments.parse_plan(
+        build_parser().parse_args(["paired", "--users", "1,4", "--budget", "16"])
+    )
     stock, base, pruned = plan.arms
     assert [arm.name for arm in plan.arms] == ["stock", "base policy", "AutoPrune"]
     assert plan.users == (1, 4) and plan.workload.model == "served"
@@ -74,7 +76,9 @@ def test_three_arms_differ_in_the_state_alone() -> None:
 
 
 def test_cache_off_switches_every_cache_off_on_every_server() -> None:
-    plan = arguments.plan(parser().parse_args(["paired", "--users", "1", "--cache", "off"]))
+    plan = arguments.parse_plan(
+        build_parser().parse_args(["paired", "--users", "1", "--cache", "off"])
+    )
     stock, _, pruned = plan.arms
     assert "--no-enable-prefix-caching" in stock.flags and "--mm-processor-cache-gb" in stock.flags
     at = pruned.flags.index("--autoprune-feature-cache-gb")
@@ -82,22 +86,24 @@ def test_cache_off_switches_every_cache_off_on_every_server() -> None:
 
 
 def test_rates_are_given_or_found() -> None:
-    given = arguments.plan(parser().parse_args(["paired", "--rates", "4,1.5"]))
+    given = arguments.parse_plan(build_parser().parse_args(["paired", "--rates", "4,1.5"]))
     assert given.rates == (1.5, 4.0) and not given.find_rates
-    assert arguments.plan(parser().parse_args(["paired", "--rates", "find"])).find_rates
+    assert arguments.parse_plan(build_parser().parse_args(["paired", "--rates", "find"])).find_rates
 
 
 @pytest.mark.parametrize("pair", ["http://x", "a=ftp://x", "=http://x"])
 def test_servers_are_attached_by_name_and_address(pair: str) -> None:
-    with pytest.raises(LoadError, match="expected NAME=http"):
-        arguments.plan(parser().parse_args(["paired", "--users", "1", "--attach", pair]))
+    with pytest.raises(BenchmarkError, match="expected NAME=http"):
+        arguments.parse_plan(
+            build_parser().parse_args(["paired", "--users", "1", "--attach", pair])
+        )
 
 
 def test_locusts_options_say_the_same_there_and_back() -> None:
     made = argparse.ArgumentParser()
     made.add_argument("--host")
     made.add_argument("--users", dest="num_users", type=int)
-    options.add(made)
+    options.add_options(made)
     wanted = options.Options(
         url="http://x",
         workload=Path("w"),
@@ -109,15 +115,17 @@ def test_locusts_options_say_the_same_there_and_back() -> None:
         most=64,
         first=7,
     )
-    assert options.options(made.parse_args(list(options.arguments(wanted)))) == wanted
+    assert options.parse_options(made.parse_args(list(options.to_arguments(wanted)))) == wanted
     closed = wanted.model_copy(update={"load": Load(users=3)})
-    assert options.options(made.parse_args(list(options.arguments(closed)))).load == Load(users=3)
-    with pytest.raises(LoadError, match=r"--host is missing.*; --workload is missing"):
-        options.options(made.parse_args([]))
+    assert options.parse_options(made.parse_args(list(options.to_arguments(closed)))).load == Load(
+        users=3
+    )
+    with pytest.raises(BenchmarkError, match=r"--host is missing.*; --workload is missing"):
+        options.parse_options(made.parse_args([]))
 
 
 def test_every_worker_has_a_user() -> None:
     wanted = Load(users=2)
-    assert options.users(wanted, 2) == 2 and options.users(Load(rate=1.0), 3) == 3
-    with pytest.raises(LoadError, match="3 workers cannot share 2 users"):
-        options.users(wanted, 3)
+    assert options.count_users(wanted, 2) == 2 and options.count_users(Load(rate=1.0), 3) == 3
+    with pytest.raises(BenchmarkError, match="3 workers cannot share 2 users"):
+        options.count_users(wanted, 3)

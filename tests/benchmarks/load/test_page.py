@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.load.__main__ import main
 from benchmarks.load.arms import Arm
-from benchmarks.load.load import Load, Slo
 from benchmarks.load.page import REPORT
-from benchmarks.load.paired import PAIRED, Made, Paired, Plan
+from benchmarks.load.paired import PAIRED, Paired, Plan, RunEntry
 from benchmarks.load.points import Point
 from benchmarks.load.result import RECORDS
+from benchmarks.load.schedule import Load, Slo
 from tests.benchmarks.load.samples import WORKLOAD, point
 
 SLO = Slo(ttft=0.5)
@@ -30,7 +30,7 @@ def experiment(folder: Path, points: list[Point], broken: str | None = None) -> 
             run.result.write(folder / run.folder)
             lines = (record.model_dump_json() + "\n" for record in run.records)
             (folder / run.folder / RECORDS).write_text("".join(lines))
-            made.append(Made(arm=run.arm, number=run.number, folder=run.folder))
+            made.append(RunEntry(arm=run.arm, number=run.number, folder=run.folder))
     names = dict.fromkeys(each.arm for each in points)
     paired = Paired(
         plan=Plan(

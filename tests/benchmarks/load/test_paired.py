@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import BenchmarkError
 from benchmarks.load import paired
 from benchmarks.load.arms import Arm
-from benchmarks.load.errors import LoadError
-from benchmarks.load.load import Slo
 from benchmarks.load.options import Options
 from benchmarks.load.paired import Plan, measure, read_paired
-from benchmarks.load.prepared import load
+from benchmarks.load.prepared import load_prepared
 from benchmarks.load.result import RECORDS, Result
-from benchmarks.load.sweep import STEPS, grid
+from benchmarks.load.schedule import Slo
+from benchmarks.load.sweep import STEPS, choose_rates
 from tests.benchmarks.load.samples import WORKLOAD, record, result
 
 SLO = Slo(ttft=0.5)
@@ -31,7 +31,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     def run(options: Options, workers: int = 0) -> Result:
         asked.append(options)
         if "dead" in options.url:
-            raise LoadError(f"server {options.url}: /v1/models is not answered")
+            raise BenchmarkError(f"server {options.url}: /v1/models is not answered")
         rate = options.load.rate or 2.0
         late = 0.1 if rate <= 2.0 else 0.9
         records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]
@@ -57,7 +57,7 @@ def test_arms_take_turns_and_every_load_has_images_of_its_own(
     order = [(one.url[-1], one.load.label) for one in seen]
     loads = ["users-1", "users-2", "rate-1"]
     assert order == [(arm, label) for arm in "abba" for label in loads]
-    digests = {one.load.label: load(one.workload).digest for one in seen}
+    digests = {one.load.label: load_prepared(one.workload).digest for one in seen}
     assert len(set(digests.values())) == 3
     assert len({one.out for one in seen}) == 12
     assert [run.arm for run in made.runs(tmp_path)] == [arm for arm in "abba" for _ in loads]
@@ -69,7 +69,7 @@ def test_rates_are_found_once_and_climbed_until_promises_break(
 ) -> None:
     made = measure(plan(users=(4,), find_rates=True, passes=1), tmp_path)
     capacity = made.runs(tmp_path)[0].result.summary.request_rate
-    assert made.rates == grid(capacity) and len(made.rates) == len(STEPS)
+    assert made.rates == choose_rates(capacity) and len(made.rates) == len(STEPS)
     for arm in "ab":
         rates = [one.load.rate for one in seen if one.url[-1] == arm and one.load.rate]
         # The first rate above 2 breaks every promise, and no higher one is tried.
@@ -96,6 +96,6 @@ def test_what_was_measured_before_a_server_died_is_kept(
 
 
 def test_an_experiment_without_a_load_is_refused(seen: list[Options], tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="nothing to measure"):
+    with pytest.raises(BenchmarkError, match="nothing to measure"):
         measure(plan(), tmp_path)
     assert not seen

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.errors import LoadError
-from benchmarks.load.prepared import BODIES, load, prepare
+from benchmarks.common import BenchmarkError
+from benchmarks.load.prepared import BODIES, load_prepared, prepare
 from tests.benchmarks.load.samples import WORKLOAD
 
 
@@ -43,14 +43,14 @@ def test_a_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / BODIES).stat().st_mtime_ns == before
 
 
-def test_a_folder_that_is_not_whole_is_refused_and_prepared_anew(tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_refused_and_prepared_again(tmp_path: Path) -> None:
     digest = prepare(WORKLOAD, tmp_path).digest
     (tmp_path / BODIES).write_bytes((tmp_path / BODIES).read_bytes()[:-10])
-    with pytest.raises(LoadError, match="not whole"):
-        load(tmp_path)
+    with pytest.raises(BenchmarkError, match="incomplete"):
+        load_prepared(tmp_path)
     assert prepare(WORKLOAD, tmp_path).digest == digest
 
 
 def test_a_folder_that_is_none_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"python -m benchmarks\.load prepare"):
-        load(tmp_path / "nowhere")
+    with pytest.raises(BenchmarkError, match=r"python -m benchmarks\.load prepare"):
+        load_prepared(tmp_path / "nowhere")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.load.load import Load, Slo
+from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.summary import summarize
 from tests.benchmarks.load.samples import record
 
@@ -68,4 +68,4 @@ def test_a_load_is_open_or_closed() -> None:
     with pytest.raises(ValueError, match="open loop"):
         Load(rate=1.0, users=2)
     assert Load(users=2).due(3) == [0.0, 0.0, 0.0]
-    assert Load(rate=2.0).spoken() == "open loop, Poisson arrivals at 2 requests/s"
+    assert Load(rate=2.0).describe() == "open loop, Poisson arrivals at 2 requests/s"

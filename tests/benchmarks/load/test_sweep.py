@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.load.load import Load, Slo
 from benchmarks.load.points import Point, ttft
-from benchmarks.load.sweep import grid, over, sweep
+from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.sweep import build_sweep, choose_rates, is_past_saturation
 from tests.benchmarks.load.samples import point
 
 SLO = Slo(ttft=0.5)
@@ -17,7 +17,7 @@ def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
 
 
 def test_the_knee_comes_before_the_promise_breaks() -> None:
-    found = sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
+    found = build_sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
     assert list(found.rates) == [1, 2, 4, 8]
     assert (found.knee.holds, found.highest.holds, found.surely.holds) == (2, 4, 4)
     assert (found.knee.fails, found.highest.fails) == (4, 8)
@@ -25,21 +25,21 @@ def test_the_knee_comes_before_the_promise_breaks() -> None:
 
 
 def test_a_rate_counts_only_where_all_lower_ones_hold() -> None:
-    assert str(sweep([at(1, 0.1), at(2, 0.6), at(4, 0.1)], SLO).highest) == "1"
-    assert str(sweep([at(1, 0.9)], SLO).highest) == "below 1"
-    assert str(sweep([at(1, 0.1), at(2, 0.1)], SLO).highest) == "at least 2"
+    assert str(build_sweep([at(1, 0.1), at(2, 0.6), at(4, 0.1)], SLO).highest) == "1"
+    assert str(build_sweep([at(1, 0.9)], SLO).highest) == "below 1"
+    assert str(build_sweep([at(1, 0.1), at(2, 0.1)], SLO).highest) == "at least 2"
 
 
 def test_a_run_that_is_not_valid_tells_nothing_about_its_rate() -> None:
     invalid = at(2, 0.1, valid=False)
-    assert str(sweep([at(1, 0.1), invalid, at(4, 0.1), at(8, 0.9)], SLO).highest) == "4"
-    assert str(sweep([at(1, 0.1), invalid, at(4, 0.9)], SLO).highest) == "1 to 4"
-    assert str(sweep([at(1, 0.1), invalid], SLO).highest) == "at least 1"
-    assert str(sweep([invalid, at(4, 0.9)], SLO).highest) == "below 4"
-    assert str(sweep([invalid], SLO).highest) == "not known"
+    assert str(build_sweep([at(1, 0.1), invalid, at(4, 0.1), at(8, 0.9)], SLO).highest) == "4"
+    assert str(build_sweep([at(1, 0.1), invalid, at(4, 0.9)], SLO).highest) == "1 to 4"
+    assert str(build_sweep([at(1, 0.1), invalid], SLO).highest) == "at least 1"
+    assert str(build_sweep([invalid, at(4, 0.9)], SLO).highest) == "below 4"
+    assert str(build_sweep([invalid], SLO).highest) == "not known"
     # The lowest rate that is valid is what a knee is held against.
     slow_start = [at(1, 0.01, valid=False), at(2, 0.1), at(4, 0.15), at(8, 0.25)]
-    assert str(sweep(slow_start, SLO).knee) == "4"
+    assert str(build_sweep(slow_start, SLO).knee) == "4"
 
 
 def test_a_rate_that_is_not_kept_up_with_breaks_its_promise_in_the_end() -> None:
@@ -47,7 +47,7 @@ def test_a_rate_that_is_not_kept_up_with_breaks_its_promise_in_the_end() -> None
     # because all but the first were sent late; the queue would still grow for ever.
     times = [[0.1 + 0.0025 * n for n in range(100)]]
     burst = point("stock", Load(rate=200), times, every=1 / 200, slo=SLO)
-    found = sweep([at(1, 0.1), burst], SLO)
+    found = build_sweep([at(1, 0.1), burst], SLO)
     assert burst.distribution(ttft) is not None
     assert (str(found.highest), found.saturated) == ("1", True)
 
@@ -56,33 +56,33 @@ def test_a_short_run_is_not_called_slow_for_its_last_answer() -> None:
     # Ten requests within a second, each answered after 0.4 s: completed over 1.3 s, kept up with.
     short = point("stock", Load(rate=10), [[0.4] * 10], every=0.1, slo=SLO)
     assert short.completed < 0.8 * 10 < short.answered(0.4)
-    assert str(sweep([short], SLO).highest) == "at least 10"
+    assert str(build_sweep([short], SLO).highest) == "at least 10"
 
 
 def test_one_late_request_in_a_hundred_is_kept_but_not_surely() -> None:
-    found = sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
+    found = build_sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
     assert (found.highest.holds, found.surely.holds) == (2, 1)
-    assert sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest.holds == 1
+    assert build_sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest.holds == 1
 
 
 def test_a_sweep_says_whether_it_reached_saturation() -> None:
-    assert not sweep([at(1, 0.1), at(2, 0.1)], SLO).saturated
+    assert not build_sweep([at(1, 0.1), at(2, 0.1)], SLO).saturated
     # Each request waits a quarter of a second longer than the one before: the queue grows.
     waits = [[0.25 * n for n in range(1, 201)]]
     behind = point("stock", Load(rate=4), waits, every=0.25, slo=SLO)
-    assert sweep([at(1, 0.1), behind], SLO).saturated
+    assert build_sweep([at(1, 0.1), behind], SLO).saturated
 
 
 def test_climbing_ends_where_most_promises_break() -> None:
-    assert over(at(4, 3.0)) and not over(at(4, 0.1))
+    assert is_past_saturation(at(4, 3.0)) and not is_past_saturation(at(4, 0.1))
 
 
 def test_rates_are_around_the_capacity() -> None:
-    rates = grid(10.0)
+    rates = choose_rates(10.0)
     assert rates[0] == 3 and 10 in rates and list(rates) == sorted(rates)
 
 
 def test_of_no_point_nothing_is_known() -> None:
-    found = sweep([point("stock", Load(users=1), [[0.1]])], SLO)
+    found = build_sweep([point("stock", Load(users=1), [[0.1]])], SLO)
     assert found.rates == ()
     assert str(found.knee) == str(found.highest) == "not known"

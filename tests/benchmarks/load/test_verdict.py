@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.load.facts import ClientFacts, RunFacts
-from benchmarks.load.load import Load, Slo
-from benchmarks.load.record import Record
-from benchmarks.load.server_metrics import ServerMetrics
+from benchmarks.common.metrics import ServerMetrics
+from benchmarks.common.request_record import Record
+from benchmarks.load.messages import ClientFacts, RunFacts
+from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.summary import summarize
-from benchmarks.load.verdict import Verdict, judge
+from benchmarks.load.verdict import Verdict, judge_run
 from benchmarks.load.workload import Cache, Workload
 from tests.benchmarks.load.samples import CALM, record
 
@@ -38,7 +38,7 @@ def verdict(
         broken=broken,
     )
     workload = Workload(model="mock", output_tokens=4, cache=cache)
-    return judge(workload, load, records, facts, summarize(records, Slo()), metrics)
+    return judge_run(workload, load, records, facts, summarize(records, Slo()), metrics)
 
 
 def test_a_good_run_is_valid_without_a_note() -> None:
@@ -78,7 +78,7 @@ def test_answers_without_usage_or_of_other_lengths_cannot_be_compared() -> None:
 
 def test_what_is_missing_is_told() -> None:
     assert "the schedule is empty" in verdict([], planned=0).reasons
-    assert "only 200 of 300 requests are on record" in verdict(planned=300).reasons
+    assert "only 200 of 300 requests were recorded" in verdict(planned=300).reasons
     assert "a worker was lost" in verdict(broken="a worker was lost").reasons
     (reason,) = verdict(unwritten="[Errno 28] No space left on device").reasons
     assert reason == "records could not be written: [Errno 28] No space left on device"
@@ -109,13 +109,13 @@ def test_every_reason_is_told_not_only_the_first() -> None:
     late = [record(n, scheduled=0.1 * n, delay=0.5, tokens=3) for n in range(100)]
     found = verdict(late, planned=101, unwritten="disk full")
     assert len(found.reasons) == 4
-    assert found.spoken().startswith("INVALID: only 100 of 101")
+    assert found.describe().startswith("INVALID: only 100 of 101")
 
 
 def test_notes_do_not_invalidate() -> None:
     found = verdict(ANSWERED[:50], metrics=ServerMetrics())
     assert found.valid
-    assert found.notes[0] == "p99 rests on 50 requests; 200 are wanted"
+    assert found.notes[0] == "p99 rests on 50 requests; it needs 200"
     assert "/metrics could not be read" in found.notes[1]
     slow = [record(n, scheduled=0.1 * n, ttft=20.0) for n in range(200)]
     assert verdict(slow).notes == ("the server completed 4.99 of 10.00 requests/s offered",)

@@ -1,0 +1,248 @@
+"""The streaming client: one chat request, timed at every read of the socket.
+
+Server-sent events are parsed after the stream has ended, because parsing between two reads would
+delay the time stamp of the next. Under locust ``socket`` is gevent's, so that a thousand requests
+wait in one thread; without locust it is the plain one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from benchmarks.common import BenchmarkError
+from benchmarks.common.request_record import Phase, Record
+
+PATH = "/v1/chat/completions"
+EMPTY = "the answer contains no text"
+"""A failure in a load test, which needs a first token; where answers are scored, a wrong answer."""
+_READ_SIZE = 1 << 16
+_KEPT_TEXT = 400
+"""Characters of an answer that are kept, to compare servers by what they answer."""
+
+Clock = Callable[[], float]
+Read = tuple[float, bytes]
+"""When a piece was read from the socket, and the piece."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a streamed chat completion contained."""
+
+    deltas: tuple[float, ...]
+    text: str
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    finished: bool
+    """Whether the server sent ``[DONE]``."""
+    error: str | None
+
+
+@dataclass
+class _Exchange:
+    connected: float | None = None
+    sent: float | None = None
+    headers: float | None = None
+    status: int = 0
+    reads: list[Read] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Sends requests to one server, each on a connection of its own.
+
+    ``clock`` gives seconds since the start of the schedule; ``timeout`` is per read, in seconds.
+    """
+
+    url: str
+    clock: Clock = time.perf_counter
+    timeout: float = 300.0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def send(
+        self,
+        body: bytes,
+        *,
+        index: int = 0,
+        scheduled: float | None = None,
+        phase: Phase = "measured",
+        worker: int = 0,
+        images: int = 1,
+        start: threading.Barrier | None = None,
+    ) -> Record:
+        """The record of one request; whatever goes wrong is in its ``error``.
+
+        With ``start``, the clock starts once the connection is open and all others wait as well.
+        """
+        started = self.clock()
+        exchange, failure = _Exchange(), None
+        try:
+            failure = self._exchange(body, exchange, start)
+        except (OSError, http.client.HTTPException) as error:
+            when = "the answer was cut short" if exchange.reads else "no answer"
+            failure = f"{when}: {type(error).__name__}: {error}"
+        done = self.clock()
+        stream = parse(exchange.reads) if exchange.status == 200 else None
+        if stream is not None and failure is None:
+            failure = stream.error or _find_missing_part(stream.text, stream.finished)
+        if start is not None and exchange.connected is not None:
+            started = exchange.connected
+        return Record(
+            index=index,
+            phase=phase,
+            worker=worker,
+            scheduled=started if scheduled is None else scheduled,
+            started=started,
+            connected=exchange.connected,
+            sent=exchange.sent,
+            headers=exchange.headers,
+            deltas=stream.deltas if stream else (),
+            done=done,
+            status=exchange.status,
+            prompt_tokens=stream.prompt_tokens if stream else None,
+            completion_tokens=stream.completion_tokens if stream else None,
+            cached_tokens=stream.cached_tokens if stream else None,
+            images=images,
+            body_bytes=len(body),
+            text=stream.text[:_KEPT_TEXT] if stream else "",
+            error=failure,
+        )
+
+    def send_together(self, bodies: Sequence[bytes]) -> list[Record]:
+        """All requests at the same moment, each on a thread of its own.
+
+        Raises :class:`BenchmarkError` where one is not answered, or without usage.
+        """
+        barrier = threading.Barrier(len(bodies), timeout=self.timeout)
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            records = list(pool.map(lambda body: self.send(body, start=barrier), bodies))
+        for record in records:
+            if record.error is not None:
+                raise BenchmarkError(record.error)
+            if record.prompt_tokens is None:
+                raise BenchmarkError("the answer contains no usage")
+        return records
+
+    def post(self, body: bytes) -> tuple[int, str]:
+        """Status and text of a whole answer; status 0 and the reason where there is none."""
+        try:
+            with closing(self._connection()) as connection:
+                connection.request("POST", self._path, body, self._all_headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            return 0, repr(error)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return kind(parts.netloc, timeout=self.timeout)
+
+    @property
+    def _path(self) -> str:
+        return urlsplit(self.url).path.rstrip("/") + PATH
+
+    @property
+    def _all_headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", "Connection": "close", **self.headers}
+
+    def _exchange(
+        self, body: bytes, exchange: _Exchange, start: threading.Barrier | None
+    ) -> str | None:
+        """Fill in the time stamps; a line about what the server refused, or None."""
+        with closing(self._connection()) as connection:
+            connection.connect()
+            if start is not None:
+                start.wait()
+            exchange.connected = self.clock()
+            connection.request("POST", self._path, body, self._all_headers)
+            exchange.sent = self.clock()
+            answer = connection.getresponse()
+            exchange.headers, exchange.status = self.clock(), answer.status
+            if answer.status != 200:
+                text = answer.read(2000).decode(errors="replace")
+                return f"status {answer.status}: {' '.join(text.split())[:200]}"
+            # read1 returns what one read of the socket gave, at most one chunk of the transfer.
+            while piece := answer.read1(_READ_SIZE):
+                exchange.reads.append((self.clock(), piece))
+        return None
+
+
+def _find_missing_part(text: str, finished: bool) -> str | None:
+    if not finished:
+        return "the answer was cut short: the stream ended without [DONE]"
+    return None if text else EMPTY
+
+
+def parse(reads: Sequence[Read]) -> Stream:
+    """The content of a stream; each event gets the time of the read that completed it.
+
+    A delta counts from its text: the first chunk of a chat, which only names the role, does not.
+    """
+    deltas: list[float] = []
+    text: list[str] = []
+    usage: dict[str, object] = {}
+    finished, error = False, None
+    for arrived, data in _events(reads):
+        if data == "[DONE]":
+            finished = True
+            continue
+        try:
+            chunk = json.loads(data)
+        except json.JSONDecodeError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            error = error or f"an event is not a JSON object: {data[:80]}"
+            continue
+        if "error" in chunk:
+            error = error or _error_message(chunk["error"])
+        usage = chunk.get("usage") or usage
+        content = "".join(_content(choice) for choice in chunk.get("choices") or ())
+        if content:
+            deltas.append(arrived)
+            text.append(content)
+    details = usage.get("prompt_tokens_details")
+    return Stream(
+        deltas=tuple(deltas),
+        text="".join(text),
+        prompt_tokens=_integer(usage.get("prompt_tokens")),
+        completion_tokens=_integer(usage.get("completion_tokens")),
+        cached_tokens=_integer(details.get("cached_tokens")) if isinstance(details, dict) else None,
+        finished=finished,
+        error=error,
+    )
+
+
+def _events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
+    """The data of each event; an event ends with an empty line, in whichever read that is."""
+    rest = b""
+    for arrived, piece in reads:
+        rest += piece.replace(b"\r\n", b"\n")
+        *complete, rest = rest.split(b"\n\n")
+        for event in complete:
+            lines = event.decode(errors="replace").split("\n")
+            data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
+            if data:
+                yield arrived, "\n".join(data)
+
+
+def _content(choice: object) -> str:
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    return str(delta.get("content") or "") if isinstance(delta, dict) else ""
+
+
+def _error_message(error: object) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,156 @@
+"""A server's own figures: counters of ``/metrics`` over a run, peaks of its gauges, its version.
+
+A figure that a server does not give is None, never 0.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from benchmarks.common import StrictModel
+
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "prompt_tokens": ("vllm:prompt_tokens_total", ""),
+    "generation_tokens": ("vllm:generation_tokens_total", ""),
+    "prefix_cache_queries": ("vllm:prefix_cache_queries_total", ""),
+    "prefix_cache_hits": ("vllm:prefix_cache_hits_total", ""),
+    "mm_cache_queries": ("vllm:mm_cache_queries_total", ""),
+    "mm_cache_hits": ("vllm:mm_cache_hits_total", ""),
+    "preemptions": ("vllm:num_preemptions_total", ""),
+    "images": ("autoprune_images_total", ""),
+    "visual_tokens_before": ("autoprune_visual_tokens_total", 'stage="before"'),
+    "visual_tokens_after": ("autoprune_visual_tokens_total", 'stage="after"'),
+}
+"""By field of :class:`ServerMetrics`: the metric, and the label that its samples need."""
+
+GAUGES: Mapping[str, str] = {
+    "peak_kv_use": "vllm:kv_cache_usage_perc",
+    "peak_running": "vllm:num_requests_running",
+    "peak_waiting": "vllm:num_requests_waiting",
+}
+
+STAGES: Mapping[str, str] = {
+    "queue": "vllm:request_queue_time_seconds_sum",
+    "prefill": "vllm:request_prefill_time_seconds_sum",
+}
+"""The engine's own times of its requests, by stage."""
+
+Figures = Mapping[str, float]
+
+
+class ServerMetrics(StrictModel):
+    """Counters as differences over the run, gauges as peaks of what was polled."""
+
+    read: bool = False
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    prefix_cache_queries: float | None = None
+    prefix_cache_hits: float | None = None
+    mm_cache_queries: float | None = None
+    mm_cache_hits: float | None = None
+    preemptions: float | None = None
+    images: float | None = None
+    visual_tokens_before: float | None = None
+    visual_tokens_after: float | None = None
+    peak_kv_use: float | None = None
+    peak_running: float | None = None
+    peak_waiting: float | None = None
+
+
+def total(exposition: str, name: str, label: str = "") -> float | None:
+    """One metric of a ``/metrics`` answer, summed over its labels; None where there is none.
+
+    ``label`` selects the samples that have it, such as ``stage="before"``.
+    """
+    lines = re.findall(rf"^{re.escape(name)}(\{{[^}}]*\}})? (\S+)$", exposition, re.MULTILINE)
+    values = [float(value) for labels, value in lines if label in labels]
+    return sum(values) if values else None
+
+
+def stage_seconds(exposition: str) -> dict[str, float]:
+    """Seconds that all requests so far have spent in the engine, by stage."""
+    return {stage: total(exposition, name) or 0.0 for stage, name in STAGES.items()}
+
+
+def read_figures(exposition: str) -> Figures:
+    """The figures of one answer of ``/metrics``; absent ones are left out."""
+    wanted = {**COUNTERS, **{field: (name, "") for field, name in GAUGES.items()}}
+    values = {field: total(exposition, name, label) for field, (name, label) in wanted.items()}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def fetch(url: str, path: str = "/metrics", timeout: float = 10.0) -> str | None:
+    """The body of a GET request; None where the server does not answer with status 200."""
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    try:
+        with closing(kind(parts.netloc, timeout=timeout)) as connection:
+            connection.request("GET", parts.path.rstrip("/") + path)
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+            return text if answer.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def server_info(url: str) -> dict[str, str]:
+    """Version and pruning state, from ``/version`` and the plugin's ``/v1/autoprune``, if any."""
+    info: dict[str, str] = {}
+    version = _fetch_object(url, "/version").get("version")
+    if isinstance(version, str):
+        info["server version"] = version
+    state = _fetch_object(url, "/v1/autoprune")
+    for name in ("state", "digest", "version"):
+        value = state.get(name)
+        if isinstance(value, str):
+            info[f"autoprune {name}"] = value
+    budget = state.get("budget")
+    if isinstance(budget, dict) and "k" in budget:
+        info["autoprune budget"] = str(budget["k"])
+    return info
+
+
+def _fetch_object(url: str, path: str) -> Mapping[str, object]:
+    try:
+        content = json.loads(fetch(url, path) or "{}")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+@dataclass
+class MetricsWatcher:
+    """Reads one server's figures, from just before the first request to just after the last."""
+
+    url: str
+    first: Figures | None = None
+    last: Figures | None = None
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read once more; nothing changes where the server does not answer."""
+        text = fetch(self.url)
+        figures = read_figures(text) if text is not None else {}
+        if not figures:
+            return
+        self.first = self.first or figures
+        self.last = figures
+        for name in GAUGES:
+            if name in figures:
+                self.peaks[name] = max(self.peaks.get(name, 0.0), figures[name])
+
+    def metrics(self) -> ServerMetrics:
+        """Differences and peaks of what has been read so far."""
+        if self.first is None or self.last is None:
+            return ServerMetrics()
+        first, last = self.first, self.last
+        # A labelled counter appears with its first event, so that before it there was none.
+        counted = {name: last[name] - first.get(name, 0.0) for name in COUNTERS if name in last}
+        return ServerMetrics.model_validate({"read": True, **counted, **self.peaks})

@@ -1,0 +1,156 @@
+"""Measurements of one arm of the efficiency table: prefill, decode, memory, score."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common.client import EMPTY, Client
+from benchmarks.common.metrics import MetricsWatcher, stage_seconds
+from benchmarks.common.request_record import Record
+from benchmarks.cost.efficiency.models import Model
+from benchmarks.load.arms import Arm
+from benchmarks.load.prepared import Line, Prepared, build_body, prepare
+from benchmarks.load.workload import Workload
+from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
+from benchmarks.minillava.split import held_out, png, scores
+from benchmarks.server import Server, ServerDied, serve
+
+SERVED = "served"
+OUTPUT_TOKENS = 16
+CONCURRENCY = 8
+
+
+class Pass(StrictModel):
+    """One pass over one arm, in seconds and bytes."""
+
+    ttft: tuple[float, ...]
+    """At the client: HTTP, image processor and vision tower included."""
+    again: tuple[float, ...] = ()
+    """The same for a second question on the same image, right after the first."""
+    prefill: float
+    """In the engine, mean: vLLM's own ``request_prefill_time_seconds``, vision tower included."""
+    decode: tuple[float, ...]
+    """Per token after the first, of each request."""
+    prompt_tokens: float
+    visual_tokens: float | None
+    """Kept tokens of an image, as the plugin counts them; None without the plugin."""
+    resident: int
+    """Highest resident memory of all processes of the server, sampled after each request."""
+    score: tuple[float, float] | None = None
+    """Accuracy and accuracy+, per cent."""
+
+
+class Refusal(StrictModel):
+    """The reason why an arm cannot be served."""
+
+    reason: str
+
+
+def prepare_requests(model: Model, number: int, out: Path) -> Prepared:
+    """The same requests for every arm, each with another image of the published size."""
+    return prepare(
+        Workload(
+            model=SERVED,
+            requests=number,
+            warm_up=2,
+            output_tokens=OUTPUT_TOKENS,
+            sides=((model.side, 1.0),),
+            aspects=(("1/1", 1.0),),
+            words=((16, 1.0),),
+            vocabulary="english" if model.scored else "numbered",
+        ),
+        out / f"requests-{model.name}",
+    )
+
+
+def measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path) -> Pass | Refusal:
+    """Serve the arm and send all requests; a :class:`Refusal` where the server does not start."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with serve(
+            arm.model, *arm.flags, env=dict(arm.environment), log=log, patience=900
+        ) as server:
+            return _send_requests(server, model, requests, scenes)
+    except ServerDied as error:
+        return Refusal(reason=_find_reason(str(error)))
+
+
+def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int) -> Pass:
+    client = Client(server.url, timeout=900)
+    for line in requests.warm_up:
+        client.send(requests.body(line))
+    watcher = MetricsWatcher(server.url)
+    watcher.update()
+    records, again = list[Record](), list[Record]()
+    prefill, resident = 0.0, 0
+    for line in requests.measured:
+        before = stage_seconds(server.get("/metrics"))["prefill"]
+        records.append(client.send(requests.body(line), index=line.ask.index))
+        prefill += stage_seconds(server.get("/metrics"))["prefill"] - before
+        resident = max(resident, server.resident_bytes())
+        again.append(client.send(_build_second_question(requests, line), index=line.ask.index))
+    watcher.update()
+    metrics = watcher.metrics()
+    _check_answers([*records, *again])
+    kept, images = metrics.visual_tokens_after, metrics.images
+    return Pass(
+        ttft=tuple(record.ttft for record in records),
+        again=tuple(record.ttft for record in again),
+        prefill=prefill / len(records),
+        decode=tuple(tpot for record in records if (tpot := record.tpot) is not None),
+        prompt_tokens=sum(r.prompt_tokens or 0 for r in records) / len(records),
+        visual_tokens=kept / images if kept and images else None,
+        resident=resident,
+        score=measure_score(client, scenes) if model.scored and scenes else None,
+    )
+
+
+def _build_second_question(requests: Prepared, line: Line) -> bytes:
+    """A question about the same image with the same words in reverse order."""
+    reversed_words = " ".join(reversed(line.ask.question.split()))
+    return build_body(requests.workload, line.ask.model_copy(update={"question": reversed_words}))
+
+
+def measure_score(client: Client, scenes: int) -> tuple[float, float]:
+    """Accuracy and accuracy+ over mini-LLaVA's held-out questions."""
+    examples = held_out("test", scenes)
+    bodies: list[bytes] = []
+    for example in examples:
+        url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
+        parts = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": example.question},
+        ]
+        body = {
+            "model": SERVED,
+            "messages": [{"role": "user", "content": parts}],
+            "temperature": 0,
+            "max_tokens": MAX_ANSWER_TOKENS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        bodies.append(json.dumps(body).encode())
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        records = list(pool.map(client.send, bodies))
+    # An answer without text is a wrong answer, not a failed request.
+    _check_answers([record for record in records if record.error != EMPTY])
+    result = scores(examples, [record.text for record in records])
+    return 100 * result.accuracy, 100 * result.accuracy_plus
+
+
+def _check_answers(records: Sequence[Record]) -> None:
+    failed = [record.error for record in records if record.error]
+    if failed:
+        raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
+
+
+def _find_reason(log: str) -> str:
+    """The plugin's refusal, else the last line of the log."""
+    _, refused, refusal = log.partition("vllm-autoprune: ")
+    reason = refusal if refused else log.strip().splitlines()[-1]
+    return " ".join(reason.split())[:300]

@@ -1,0 +1,70 @@
+"""`python -m benchmarks.cost soak`: keep a pruned server busy, and judge what happened.
+
+Every cache of the server is small, so that it is full before the warm-up is over: growth after that
+is a leak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.cost.soak.counts import compare_counts, keep_busy, read_counters
+from benchmarks.cost.soak.memory import watch_memory
+from benchmarks.cost.soak.requests import RequestMix
+from benchmarks.cost.soak.verdict import Verdict
+from benchmarks.demo.kv_cache import count_visual_tokens, read_kv_layout
+from benchmarks.minillava.split import CLIP, LLAVA
+from benchmarks.server import serve
+
+STATE, BUDGET = "autoprune", 32
+START_TIMEOUT = 1200.0
+"""Seconds that the server may take to start on a busy machine."""
+
+SAMPLES = 200
+"""Memory samples over the whole run; at most one a second."""
+
+
+def server_flags(users: int) -> tuple[str, ...]:
+    """Flags of the server: 16 blocks of 32 tokens for each user, who needs at most 11."""
+    return (
+        *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"),
+        *("--block-size", "32", "--num-gpu-blocks-override", str(16 * users)),
+        *("--max-num-seqs", str(users), "--mm-processor-cache-gb", "0.02"),
+        *("--limit-mm-per-prompt", '{"image": 2}'),
+        *("--autoprune-state", STATE, "--autoprune-budget", str(BUDGET)),
+        *("--autoprune-text-tower", str(CLIP), "--autoprune-requests", "states"),
+        *("--autoprune-feature-cache-gb", "0.005"),
+    )
+
+
+def soak(minutes: float, users: int, seed: int, log: Path) -> Verdict:
+    """Serve, send requests, compare; raises ServerDied where the server does not start."""
+    with serve(LLAVA, *server_flags(users), log=log, patience=START_TIMEOUT) as server:
+        mix = RequestMix(server.model, count_visual_tokens(LLAVA), STATE, BUDGET)
+        before = read_counters(server.get("/metrics"))
+        with watch_memory(server.process.pid, max(1.0, minutes * 60 / SAMPLES)) as samples:
+            tally = keep_busy(server.url, mix.draw, users, minutes * 60, seed)
+        after = read_counters(server.get("/metrics"))
+    counts = compare_counts(before, after, tally, read_kv_layout(LLAVA).bytes_per_token)
+    command = f"python -m benchmarks.cost soak --minutes {minutes:g} --users {users} --seed {seed}"
+    return Verdict(minutes, users, tally, counts, samples, command)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options; each has a default."""
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration")
+    parser.add_argument("--users", type=int, default=16, help="requests at once")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
+    parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder of JSON and log")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 where every promise holds, else 1."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    verdict = soak(options.minutes, options.users, options.seed, options.out / "server.log")
+    text = json.dumps(verdict.to_json(), indent=1)
+    (options.out / "soak.json").write_text(text + "\n", encoding="utf-8")
+    print(verdict.format())
+    return 1 if verdict.problems else 0

@@ -1,0 +1,112 @@
+"""Requests drawn from a workload: which pictures, which question."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import StrictModel
+from benchmarks.load.workload import Workload, draw_from
+
+Format = Literal["jpeg", "png"]
+
+_WORDS = (
+    "what", "which", "where", "how", "many", "is", "are", "there", "does", "the", "a", "an",
+    "this", "that", "on", "under", "behind", "beside", "between", "near", "left", "right",
+    "top", "bottom", "small", "large", "old", "new", "red", "blue", "green", "white", "black",
+    "bright", "dark", "person", "people", "child", "dog", "cat", "car", "bus", "bicycle",
+    "street", "tree", "house", "window", "door", "table", "chair", "cup", "plate", "book",
+    "phone", "sign", "letter", "number", "clock", "shirt", "hat", "hand", "face", "sky",
+    "water", "grass", "road", "wall", "holding", "wearing", "standing", "sitting", "looking",
+    "made", "written", "shown", "visible", "closest", "colour", "shape", "picture", "photo",
+    "corner", "middle", "front",
+)  # fmt: skip
+
+
+class PictureSpec(StrictModel):
+    """One picture to be drawn; its content follows from the seed."""
+
+    seed: int
+    width: int
+    height: int
+    format: Format
+
+
+class Request(StrictModel):
+    """One request; equal pictures and questions give the same bytes."""
+
+    index: int
+    pictures: tuple[PictureSpec, ...]
+    question: str
+
+
+def draw_requests(workload: Workload) -> tuple[list[Request], list[Request]]:
+    """The measured requests, and those of the warm-up, which are on other images."""
+    measured = [_draw_request(workload, index) for index in range(workload.requests)]
+    first = workload.requests
+    warm_up = [
+        _draw_by_identity(workload, first + number, first + number)
+        for number in range(workload.warm_up)
+    ]
+    return measured, warm_up
+
+
+def _draw_request(workload: Workload, index: int) -> Request:
+    match workload.cache:
+        case "unique":
+            return _draw_by_identity(workload, index, index)
+        case "repeat" | "off":
+            return _draw_by_identity(workload, index, int(_draw_repeated(workload)[index]))
+        case "same-image":
+            shown = _draw_by_identity(workload, index, int(_draw_repeated(workload)[index]))
+            return shown.model_copy(update={"question": _draw_question(workload, index)})
+
+
+def _draw_by_identity(workload: Workload, index: int, identity: int) -> Request:
+    """The request of that identity, which determines its sizes, pictures and question."""
+    generator = _generator(workload, 1, identity)
+    pictures = tuple(
+        _draw_picture(workload, generator, 1000 * identity + number)
+        for number in range(draw_from(workload.images, generator))
+    )
+    return Request(index=index, pictures=pictures, question=_draw_question(workload, identity))
+
+
+def _draw_picture(workload: Workload, generator: np.random.Generator, number: int) -> PictureSpec:
+    side, aspect = (
+        draw_from(workload.sides, generator),
+        Fraction(draw_from(workload.aspects, generator)),
+    )
+    short = round(side / max(aspect, 1 / aspect))
+    width, height = (side, short) if aspect >= 1 else (short, side)
+    kind = cast("Format", draw_from(workload.formats, generator))
+    seed = int(_generator(workload, 2, number).integers(2**31))
+    return PictureSpec(seed=seed, width=width, height=height, format=kind)
+
+
+def _draw_question(workload: Workload, number: int) -> str:
+    """A question that contains the number, so that no two are equal."""
+    generator = _generator(workload, 3, number)
+    count = draw_from(workload.words, generator)
+    if workload.vocabulary == "numbered":
+        drawn = [f"w{word}" for word in generator.integers(1000, 31_000, size=count)]
+        unique = [f"w{number % 1000}", f"w{number // 1000}"]
+        return " ".join([*unique, *drawn][: max(count, 2)])
+    drawn = [_WORDS[place] for place in generator.integers(len(_WORDS), size=count)]
+    return f"{' '.join(drawn)} {number}?".capitalize()
+
+
+def _generator(workload: Workload, stream: int, number: int) -> np.random.Generator:
+    return np.random.default_rng([workload.seed, stream, number])
+
+
+@lru_cache(maxsize=8)
+def _draw_repeated(workload: Workload) -> NDArray[np.int64]:
+    """Which identity of the pool each request repeats, (requests,)."""
+    weights = np.arange(1, workload.pool + 1, dtype=np.float64) ** -workload.zipf
+    generator = _generator(workload, 4, 0)
+    return generator.choice(workload.pool, size=workload.requests, p=weights / weights.sum())

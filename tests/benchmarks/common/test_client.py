@@ -1,0 +1,178 @@
+"""The streaming client, against a server that emits deltas on a schedule known beforehand."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from statistics import median
+
+import pytest
+
+from benchmarks.common import BenchmarkError
+from benchmarks.common.client import Client, parse
+from benchmarks.common.fake_server import MODEL, PROMPT_TOKENS, Reply, fake_server
+from benchmarks.common.request_record import Record
+from benchmarks.server import free_port
+
+GAPS = (0.010, 0.040, 0.025)
+
+
+def body(tokens: int = 10, model: str = MODEL) -> bytes:
+    return json.dumps({"model": model, "max_tokens": tokens, "stream": True}).encode()
+
+
+def send(
+    reply: Reply, times: int = 1, model: str = MODEL, serves: int | None = None
+) -> list[Record]:
+    with fake_server(reply, serves=serves) as server:
+        return [Client(server.url).send(body(model=model), index=n) for n in range(times)]
+
+
+def test_recorded_gaps_are_right_within_3_ms() -> None:
+    """In the quietest of 8 answers: a busy machine delays single reads, a wrong clock all."""
+    reply = Reply(first=0.06, gaps=GAPS)
+    with fake_server(reply) as server:
+        records = [Client(server.url).send(body()) for _ in range(8)]
+        emitted = server.emitted
+    gaps = [b - a for a, b in pairwise(reply.times(10))]
+    errors = [
+        median(abs(own - gap) for own, gap in zip(record.gaps, gaps, strict=True))
+        for record in records
+    ]
+    assert min(errors) < 0.003
+    # The time to first token also includes connecting, which the schedule of the server does not.
+    assert 0 <= min(record.ttft for record in records) - reply.first < 0.02
+    late = [
+        median(arrived - wrote for arrived, wrote in zip(record.deltas, times, strict=True))
+        for record, times in zip(records, emitted, strict=True)
+    ]
+    assert 0 < min(late) < 0.003
+
+
+def test_stamps_are_in_order_and_usage_is_read() -> None:
+    (record,) = send(Reply(first=0.02, gaps=(0.005,)))
+    assert record.ok and record.text == "0 1 2 3 4 5 6 7 8 9 "
+    assert record.connected is not None and record.sent is not None and record.headers is not None
+    times = [record.scheduled, record.started, record.connected, record.sent, record.headers]
+    times += [*record.deltas, record.done]
+    assert times == sorted(times)
+    assert (record.prompt_tokens, record.completion_tokens) == (PROMPT_TOKENS, 10)
+    assert record.tpot == pytest.approx((record.deltas[-1] - record.deltas[0]) / 9)
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    now = 100.0
+    with fake_server(Reply(first=0.01, gaps=(0.001,))) as server:
+        record = Client(server.url, clock=lambda: now).send(body(), scheduled=97.5)
+    assert record.delay == 2.5 and record.ttft == 2.5 and record.e2e == 2.5
+
+
+@pytest.mark.parametrize(
+    ("reply", "model", "told"),
+    [
+        (Reply(status=500), MODEL, "status 500: .*the engine is gone"),
+        (Reply(), "other", "status 404: .*does not exist"),
+        (Reply(drop=True), MODEL, "no answer: "),
+        (Reply(cut=True), MODEL, "the answer was cut short"),
+    ],
+)
+def test_every_failure_is_on_record_in_a_line(reply: Reply, model: str, told: str) -> None:
+    (record,) = send(reply, model=model)
+    assert not record.ok
+    assert record.error is not None
+    assert re.search(told, record.error), record.error
+
+
+def test_nobody_listening_is_a_record_too() -> None:
+    record = Client(f"http://127.0.0.1:{free_port()}").send(body(), index=3)
+    assert record.index == 3 and record.error is not None
+    assert "no answer: ConnectionRefusedError" in record.error
+
+
+def test_an_answer_without_usage_is_an_answer_without_counts() -> None:
+    (record,) = send(Reply(usage=None, first=0.01, gaps=(0.001,)))
+    assert record.ok and record.completion_tokens is None and record.tpot is None
+
+
+def test_requests_sent_together_are_in_flight_together() -> None:
+    # No request is answered before all have come; one at a time none would ever be answered.
+    with fake_server(Reply(first=0.05), gather=8) as server:
+        records = Client(server.url, timeout=60).send_together([body()] * 8)
+    assert len(records) == 8
+    assert all(0.05 <= record.ttft < record.e2e for record in records)
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (Reply(status=400, error="wrong"), "status 400.*wrong"),
+        (Reply(deltas=("", "")), "contains no text"),
+        (Reply(usage=None, first=0.01), "contains no usage"),
+    ],
+)
+def test_requests_sent_together_must_all_be_answered(reply: Reply, problem: str) -> None:
+    with fake_server(reply) as server, pytest.raises(BenchmarkError, match=problem):
+        Client(server.url).send_together([body(2)])
+
+
+def test_a_whole_answer_has_status_and_text() -> None:
+    request = json.dumps({"model": MODEL, "max_tokens": 3}).encode()
+    with fake_server() as server:
+        status, text = Client(server.url).post(request)
+        url = server.url
+    assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "0 1 2 ")
+    assert json.loads(text)["usage"]["completion_tokens"] == 3
+    assert Client(url).post(request)[0] == 0
+
+
+def event(**chunk: object) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def delta(**said: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": said}])
+
+
+ROLE, A, B = delta(role="assistant", content=""), delta(content="a"), delta(content="b")
+USAGE = event(
+    choices=[],
+    usage={
+        "prompt_tokens": 9,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    },
+)
+DONE = b"data: [DONE]\n\n"
+
+
+def test_the_chunk_that_only_names_the_role_is_no_first_token() -> None:
+    found = parse([(1.0, ROLE), (2.0, A), (3.0, B), (4.0, USAGE), (5.0, DONE)])
+    assert found.deltas == (2.0, 3.0) and found.text == "ab"
+    assert (found.prompt_tokens, found.completion_tokens, found.cached_tokens) == (9, 2, 4)
+    assert found.finished and found.error is None
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_an_event_cut_in_two_has_the_time_of_its_last_byte(cut: int) -> None:
+    assert parse([(1.0, A[:cut]), (2.0, A[cut:])]).deltas == (2.0,)
+
+
+def test_two_events_in_one_read_have_one_time() -> None:
+    assert parse([(1.0, ROLE + A + B), (2.0, USAGE + DONE)]).deltas == (1.0, 1.0)
+
+
+def test_line_ends_of_windows_and_comments_are_understood() -> None:
+    found = parse([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n"))])
+    assert found.deltas == (1.0,) and found.text == "a"
+
+
+def test_a_stream_without_its_end_or_usage_says_so() -> None:
+    found = parse([(1.0, A)])
+    assert not found.finished and found.completion_tokens is None
+
+
+def test_errors_in_the_stream_are_told() -> None:
+    assert parse([(1.0, event(error={"message": "engine is dead"}))]).error == "engine is dead"
+    assert "not a JSON object" in (parse([(1.0, b"data: {oops\n\n")]).error or "")
+    assert "not a JSON object" in (parse([(1.0, b"data: [1]\n\n")]).error or "")

@@ -1,0 +1,57 @@
+"""Pictures have the statistics of photographs, and follow from their seed."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from benchmarks.common.pictures import draw_picture, encode_picture
+
+SIDE = 256
+
+
+def slope(pixels: NDArray[np.float64]) -> float:
+    """Exponent of the power spectrum over spatial frequency; photographs lie near -2."""
+    spectrum = np.abs(np.fft.fftshift(np.fft.fft2(pixels - pixels.mean()))) ** 2
+    down, right = np.indices(spectrum.shape) - SIDE // 2
+    ring = np.hypot(down, right).astype(int).ravel()
+    power = np.bincount(ring, spectrum.ravel()) / np.bincount(ring)
+    band = np.arange(4, 64)
+    return float(np.polyfit(np.log(band), np.log(power[band]), 1)[0])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_power_falls_with_frequency_as_in_photographs(seed: int) -> None:
+    grey = np.asarray(draw_picture(seed, SIDE, SIDE).convert("L"), dtype=np.float64)
+    assert -3.2 < slope(grey) < -1.6
+    noise = np.random.default_rng(seed).uniform(0, 255, (SIDE, SIDE))
+    assert abs(slope(noise)) < 0.2
+
+
+def test_a_codec_finds_redundancy_that_noise_does_not_have() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    drawn, random = (
+        encode_picture(i, "jpeg") for i in (draw_picture(0, SIDE, SIDE), Image.fromarray(noise))
+    )
+    assert 2 * len(drawn) < len(random)
+
+
+def test_the_seed_decides_every_pixel() -> None:
+    first = np.asarray(draw_picture(7, 80, 60))
+    assert first.shape == (60, 80, 3)
+    assert (first == np.asarray(draw_picture(7, 80, 60))).all()
+    assert (first != np.asarray(draw_picture(8, 80, 60))).any()
+
+
+def test_data_urls_hold_the_picture_in_its_format() -> None:
+    shown = draw_picture(1, 64, 48)
+    head, _, data = encode_picture(shown, "png").partition(",")
+    found = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert head == "data:image/png;base64" and found.format == "PNG"
+    assert (np.asarray(found) == np.asarray(shown)).all()
+    assert encode_picture(shown, "jpeg").startswith("data:image/jpeg;base64,")

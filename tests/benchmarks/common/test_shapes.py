@@ -1,0 +1,66 @@
+"""The true-width model folder, as transformers reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoProcessor
+
+from benchmarks.common.shapes import IMAGE_TOKEN, TOKENS, VOCABULARY, write_llava
+from benchmarks.cost.overhead.requests import draw_words
+from benchmarks.cost.overhead.ttft import BUDGET, QUESTION
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("shape") / "llava", layers=3)
+
+
+def test_widths_are_those_of_llava_7b(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    text, vision = config.text_config, config.vision_config
+
+    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (4096, 11008, 32)
+    assert (text.num_hidden_layers, text.vocab_size) == (3, VOCABULARY)
+    assert (vision.hidden_size, vision.num_hidden_layers, vision.num_attention_heads) == (
+        1024, 24, 16,
+    )  # fmt: skip
+    assert (vision.image_size // vision.patch_size) ** 2 == TOKENS
+    assert config.image_token_index == IMAGE_TOKEN
+
+
+def test_a_narrow_shape_keeps_its_proportions(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(
+        write_llava(tmp_path / "narrow", 4, tower_layers=2, width=2048)
+    )
+    text = config.text_config
+
+    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (2048, 5504, 16)
+    assert (text.num_hidden_layers, config.vision_config.num_hidden_layers) == (4, 2)
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        write_llava(tmp_path / "odd", 4, width=1000)
+
+
+def test_there_are_no_weights(folder: Path) -> None:
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5 << 20
+
+
+def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
+    processor = AutoProcessor.from_pretrained(folder)
+    parts = [{"type": "image"}, {"type": "text", "text": draw_words(QUESTION, 5)}]
+    shown = processor.apply_chat_template([{"role": "user", "content": parts}])
+    ids = processor.tokenizer(shown)["input_ids"]
+
+    assert ids.count(IMAGE_TOKEN) == 1
+    assert processor.tokenizer.unk_token_id not in ids
+    text = [{"role": "user", "content": draw_words(BUDGET + QUESTION, 6)}]
+    as_long = processor.tokenizer(processor.apply_chat_template(text))["input_ids"]
+    assert len(as_long) == len(ids) - 1 + BUDGET
+
+
+def test_every_id_has_a_text(folder: Path) -> None:
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+
+    assert len(tokenizer) == VOCABULARY
+    assert all(tokenizer.convert_ids_to_tokens(list(range(VOCABULARY))))

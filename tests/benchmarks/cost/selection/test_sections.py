@@ -1,0 +1,70 @@
+"""What each measurement claims of its figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.common.report import Section
+from benchmarks.cost.selection import memory, refinement, share, speed
+from benchmarks.cost.selection.images import LLAVA, Size, size_keeping
+
+
+def verdicts(section: Section) -> list[str]:
+    return [claim.verdict for claim in section.claims]
+
+
+def times(product: float, published: float, ours: float) -> dict[str, list[float]]:
+    return {"product": [product] * 9, "published": [published] * 9, "ours": [ours] * 9}
+
+
+def test_the_worst_size_decides() -> None:
+    good, slow = times(1.0, 1.6, 1.2), times(1.0, 1.6, 1.7)
+    assert verdicts(speed.build_section({size_keeping(576): good})) == ["holds", "holds"]
+    both = speed.build_section({size_keeping(576): good, size_keeping(256): slow})
+    assert verdicts(both) == ["does not hold", "does not hold"]
+    assert "does not hold at 1 of 2 sizes, holds at 1 of 2 sizes" in both.claims[0].measured
+    assert str(size_keeping(256)) in both.claims[0].measured
+
+
+def test_the_product_bounds_only_where_it_is_most_of_the_work() -> None:
+    section = speed.build_section({size_keeping(64): times(0.4, 1.0, 0.9)})
+    assert verdicts(section) == ["holds"]
+
+
+def test_every_promised_size_is_measured() -> None:
+    sizes = speed.sizes(quick=False)
+    assert min(s.tokens for s in sizes) == 64 and max(s.tokens for s in sizes) == 2880
+    assert {s.tiles for s in sizes} == {1, 5} and {s.batch for s in sizes} == {1, 2, 4, 8}
+    assert Size(576, 1, 1, 64) in sizes and Size(576, 5, 8, 320) in sizes
+
+
+@pytest.mark.parametrize(("selection", "verdict"), [(0.02, "holds"), (0.2, "does not hold")])
+def test_a_prefill_is_32_layers(selection: float, verdict: str) -> None:
+    found = {LLAVA[1]: {"selection": [selection] * 9, "layer": [0.1] * 9}}
+    section = share.build_section("bfloat16", found)
+    assert verdicts(section) == [verdict]
+    assert section.tables[0].rows[0][-1] == "3.20"
+
+
+@pytest.mark.parametrize(("full", "verdict"), [(1.09, "holds"), (1.11, "does not hold")])
+def test_refinement_is_what_the_exchange_adds(full: float, verdict: str) -> None:
+    found = {LLAVA[1]: {refinement.FULL: [full] * 9, refinement.BASE: [1.0] * 9}}
+    section = refinement.build_section(found, {"pools": [0.001] * 9})
+    assert verdicts(section) == [verdict]
+    assert section.tables[1].rows == [("pools", "1.0 (1.0–1.0)")]
+
+
+@pytest.mark.parametrize(("together", "verdict"), [(3.9, "holds"), (4.1, "does not hold")])
+def test_a_batch_has_to_save_something(together: float, verdict: str) -> None:
+    found = {Size(64, 1, 4, 8): {"together": [together] * 9, "one by one": [4.0] * 9}}
+    assert verdicts(speed.build_batch_section(found)) == [verdict]
+
+
+@pytest.mark.parametrize(("matrices", "verdict"), [(1.0, "holds"), (2.0, "does not hold")])
+def test_memory_is_counted_in_matrices(matrices: float, verdict: str) -> None:
+    of = Size(576, 5, 1, 320)
+    empty = memory.Peak(0, 0, of)
+    held = int(matrices * empty.matrix) + max(empty.rows, empty.factors)
+    peak = memory.Peak(held, 2 * held, of)
+    assert peak.matrices == pytest.approx(matrices)
+    assert verdicts(memory.build_section([peak])) == [verdict]

@@ -1,0 +1,92 @@
+"""A fake server that plans requests with the plugin's own code and counts them in ``/metrics``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from benchmarks.common.fake_server import Body, Reply, fake_server
+from tests.serving.unit.samples import served
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.choice import called_by, choose_for
+from vllm_autoprune.serving.placeholders import Extent
+from vllm_autoprune.serving.request import read_request
+from vllm_autoprune.serving.rules import RequestRules
+
+TOKENS, BUDGET, TEXT, KV_BYTES = 144, 8, 20, 3072
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Every how many requests one is answered by 500, cut off, not counted, or falls back."""
+
+    failed: int = 0
+    broken: int = 0
+    forgotten: int = 0
+    fallen: int = 0
+
+
+class PlannedReplies:
+    """Replies and counters as the plugin's own planning gives them."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.counts: Counter[str] = Counter()
+        self._faults = faults
+        self._state = replace(served(), rules=RequestRules("states", 1, 65536))
+
+    def metrics(self) -> str:
+        return "".join(f"{name} {float(count)}\n" for name, count in sorted(self.counts.items()))
+
+    def reply(self, body: Body) -> Reply:
+        counts = self.counts
+        counts["seen"] += 1
+        due = {
+            fault: every and counts["seen"] % every == 0
+            for fault, every in vars(self._faults).items()
+        }
+        if due["failed"]:
+            return Reply(status=500, error="made to fail")
+        if due["broken"]:
+            return Reply(drop=True)
+        before = Counter(counts)
+        try:
+            prompt = self._plan(body)
+        except AutopruneError as error:
+            counts["autoprune_requests_refused_total"] += 1
+            return Reply(status=400, error=str(error))
+        answer = int(body["max_tokens"])
+        counts['vllm:request_success_total{engine="0",finished_reason="length"}'] += 1
+        counts['vllm:prompt_tokens_total{engine="0"}'] += prompt
+        counts['vllm:generation_tokens_total{engine="0"}'] += answer
+        if due["forgotten"]:
+            counts.clear()
+            counts.update(before)
+        if due["fallen"]:
+            counts['autoprune_fallbacks_total{kept="uniform",reason="scores"}'] += 1
+        return Reply(usage={"prompt_tokens": prompt, "completion_tokens": answer})
+
+    def _plan(self, body: Body) -> int:
+        """Prompt tokens of a request, which is counted; raises AutopruneError."""
+        kwargs = body.get("mm_processor_kwargs")
+        request = read_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
+        images = json.dumps(body["messages"]).count('"type": "image_url"')
+        choices = choose_for(self._state, request, [Extent(TOKENS)] * images)
+        kept = sum(choice.kept for choice in choices)
+        called = called_by(self._state, request)
+        self.counts[f'autoprune_requests_total{{policy="{called}"}}'] += 1
+        self.counts[f'autoprune_images_total{{keep="{request.keep}"}}'] += images
+        self.counts['autoprune_visual_tokens_total{stage="before"}'] += images * TOKENS
+        self.counts['autoprune_visual_tokens_total{stage="after"}'] += kept
+        self.counts["autoprune_kv_bytes_saved_total"] += (images * TOKENS - kept) * KV_BYTES
+        return TEXT + kept
+
+
+@contextmanager
+def serve_planned(faults: Faults = Faults()) -> Iterator[str]:
+    """The URL of such a server, until the block ends."""
+    replies = PlannedReplies(faults)
+    with fake_server(replies.reply, model=None, pages={"/metrics": replies.metrics}) as server:
+        yield server.url

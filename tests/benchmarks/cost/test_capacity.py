@@ -1,0 +1,56 @@
+"""What one engine must hold of another's blocks, and when the promise is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common.shapes import write_llava_next
+from benchmarks.cost.capacity import (
+    OUTPUT_TOKENS,
+    EngineCounts,
+    compare,
+    markdown,
+    predicted_blocks,
+)
+
+STOCK = EngineCounts(
+    prompt_tokens=2933, blocks_each=92, at_once=10, blocks_at_most=920, preempted=0, answered=120
+)
+
+
+def pruned(**changes: int) -> EngineCounts:
+    held = EngineCounts(
+        prompt_tokens=325, blocks_each=11, at_once=84, blocks_at_most=924, preempted=0, answered=120
+    )
+    return held.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "blocks"), [(32, 1, 1), (32, 2, 2), (325, 12, 11), (2933, 12, 92)]
+)
+def test_the_last_token_needs_no_room(prompt: int, output: int, blocks: int) -> None:
+    assert predicted_blocks(prompt, output) == blocks
+
+
+def test_a_promise_is_kept_by_blocks_and_by_requests() -> None:
+    assert OUTPUT_TOKENS == 12
+    found = compare(STOCK, pruned())
+    assert found.holds and found.ratio == 8.4 and found.predicted == 11
+    assert not compare(STOCK, pruned(blocks_each=12)).holds
+    assert not compare(STOCK, pruned(at_once=79)).holds
+    assert "11 blocks a request predicted, 12 measured: DOES NOT HOLD" in markdown(
+        compare(STOCK, pruned(blocks_each=12)), 931
+    )
+
+
+def test_a_tiled_shape_may_be_narrow(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        write_llava_next(tmp_path / "next", 1, tower_layers=2, width=128)
+    )
+    assert (config.text_config.hidden_size, config.text_config.num_attention_heads) == (128, 1)
+    assert config.vision_config.num_hidden_layers == 2
+    assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]

@@ -1,0 +1,42 @@
+"""Schedules: their rate, their burstiness, their seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.common import BenchmarkError
+from benchmarks.load.schedule import draw_arrivals
+
+
+def test_a_poisson_schedule_has_its_rate_and_exponential_gaps() -> None:
+    gaps = np.diff(draw_arrivals(20_000, 5.0))
+    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.03)
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(0.25, 2.0), (4.0, 0.5)])
+def test_burstiness_is_the_shape_of_the_gamma_distribution(
+    burstiness: float, variation: float
+) -> None:
+    gaps = np.diff(draw_arrivals(20_000, 5.0, burstiness))
+    assert gaps.mean() == pytest.approx(0.2, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05)
+
+
+def test_one_seed_is_one_pattern_at_every_rate() -> None:
+    slow, fast = draw_arrivals(50, 1.0, seed=3), draw_arrivals(50, 4.0, seed=3)
+    assert np.allclose(slow, 4 * fast)
+    assert not np.allclose(slow, draw_arrivals(50, 1.0, seed=4))
+    assert (np.diff(slow) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "rate", "burstiness", "named"),
+    [(0, 1.0, 1.0, "requests"), (5, 0.0, 1.0, "rate"), (5, 1.0, -1.0, "burstiness")],
+)
+def test_a_schedule_without_requests_or_without_end_is_refused(
+    count: int, rate: float, burstiness: float, named: str
+) -> None:
+    with pytest.raises(BenchmarkError, match=f"schedule is empty or has no end: {named}"):
+        draw_arrivals(count, rate, burstiness)
