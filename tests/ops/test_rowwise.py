@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_autoprune.ops.rowwise import (
     evenly_spaced,
+    find_outliers,
+    gather_rows,
     indices_from_mask,
     mask_from_indices,
     min_max_normalise,
@@ -57,3 +60,32 @@ def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.D
     gaps = [b - a for a, b in itertools.pairwise(row)]
     assert all(gap in (tokens // count, tokens // count + 1) for gap in gaps)
     assert abs(row[0] - (tokens - 1 - row[-1])) <= 1 + tokens // count
+
+
+def test_every_image_is_read_at_its_own_places() -> None:
+    values = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    actual = gather_rows(values, torch.tensor([[3, 0], [1, 1]]))
+    assert actual.tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
+
+
+def test_views_that_are_not_contiguous_and_empty_selections() -> None:
+    values = torch.rand(2, 3, 4).transpose(1, 2)
+    at = torch.tensor([[2], [3]])
+    assert torch.equal(gather_rows(values, at)[:, 0], values[torch.arange(2), at[:, 0]])
+    assert gather_rows(values, at[:, :0]).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 144, 575, 576, 729])
+def test_as_numpys_percentile_has_it(count: int) -> None:
+    score = torch.rand(20, count, generator=torch.Generator().manual_seed(count)) ** 6
+    actual = find_outliers(score)
+    for row, mine in zip(score.numpy(), actual, strict=True):
+        low, high = np.percentile(row, 25), np.percentile(row, 75)
+        assert mine.tolist() == (row > high + 1.5 * (high - low)).tolist()
+
+
+def test_a_constant_score_has_none_and_nan_is_none() -> None:
+    assert not find_outliers(torch.ones(2, 9)).any()
+    score = torch.ones(1, 9)
+    score[0, 4] = torch.nan
+    assert not find_outliers(score).any()

@@ -1,9 +1,9 @@
-"""Runs the Triton form without a GPU; a process of its own, because Triton reads its environment
-when a kernel is declared.
+"""Runs the Triton kernel without a GPU, in a process of its own, because Triton reads its
+environment when a kernel is declared.
 
 `python -m tests.ops.triton_cases compare` needs ``TRITON_INTERPRET=1`` and prints, as JSON, the
-picks of the torch form and of the Triton form by case; `compile` builds the kernel for GPUs that
-need not be there and prints the size of each binary.
+picks of both implementations by case; `compile-80` builds the kernel for compute capability 8.0
+(no GPU is needed) and prints the size of each binary.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _compare() -> dict[str, list[list[list[int]]]]:
     return actual
 
 
-def _compile() -> dict[str, int]:
+def _compile(gpu: int) -> dict[str, int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -117,19 +117,19 @@ def _compile() -> dict[str, int]:
     types |= dict.fromkeys(("tokens", "count", "forced"), "i32")
     types |= dict.fromkeys(("exhausted", "divisor", "huge"), "fp32")
     actual = {}
-    for gpu in GPUS:
-        for tokens, masked in ((64, False), (576, True), (2880, False)):
-            block, rows, warps = launch_options(tokens)
-            fixed = {"has_eligible": masked, "block": block, "rows": rows}
-            signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
-            built = triton.compile(
-                ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed),
-                target=GPUTarget("cuda", gpu, 32),
-                options={"num_warps": warps},
-            )
-            actual[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
+    for tokens, masked in ((64, False), (576, True), (2880, False)):
+        block, rows, warps = launch_options(tokens)
+        fixed = {"has_eligible": masked, "block": block, "rows": rows}
+        signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
+        built = triton.compile(
+            ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed),
+            target=GPUTarget("cuda", gpu, 32),
+            options={"num_warps": warps},
+        )
+        actual[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
     return actual
 
 
 if __name__ == "__main__":
-    print(json.dumps({"compare": _compare, "compile": _compile}[sys.argv[1]]()))
+    command, _, gpu = sys.argv[1].partition("-")
+    print(json.dumps(_compare() if command == "compare" else _compile(int(gpu))))
