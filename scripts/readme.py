@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installed
 
 from benchmarks.zoo import table  # noqa: E402
-from vllm_autoprune.serving import support  # noqa: E402
+from vllm_autoprune.serving.startup import support  # noqa: E402
 
 README = ROOT / "README.md"
 

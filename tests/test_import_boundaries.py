@@ -94,3 +94,45 @@ def test_importing_the_core_loads_no_server() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert ran.stdout.strip() == "[]"
+
+
+# Rooms of serving, sorted by process; what each may import of the others. `compat` is below all.
+SERVING = {
+    "compat": set[str](),
+    "shared": {"compat"},
+    "encoder_budget": {"shared"},
+    "api": {"compat", "shared"},
+    "worker": {"compat", "shared"},
+    "models": {"compat", "shared", "api", "worker"},
+    "startup": {"compat", "shared", "api", "models"},
+    "plugin": {"compat", "startup"},
+}
+
+
+def serving_modules(room: str) -> list[Path]:
+    folder = PACKAGE / "serving" / room
+    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+def test_every_module_of_serving_is_in_a_room() -> None:
+    listed = {path for room in SERVING for path in serving_modules(room)}
+    assert listed == set(modules("serving")) - {PACKAGE / "serving" / "__init__.py"}
+
+
+@pytest.mark.parametrize("room", SERVING)
+def test_rooms_of_serving_import_only_lower_rooms(room: str) -> None:
+    """Above all: API server and worker are separate processes and never import each other."""
+    allowed = {room, *SERVING[room]}
+    wrong = {
+        f"{path.name}: {name}"
+        for path in serving_modules(room)
+        for name in imported_by(path)
+        if name.startswith("vllm_autoprune.serving.") and name.split(".")[2] not in allowed
+    }
+    assert wrong == set()
+
+
+def test_serving_has_no_import_cycle() -> None:
+    paths = {dotted(path): path for path in modules("serving")}
+    graph = {name: imported_by(path) & (paths.keys() - {name}) for name, path in paths.items()}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError

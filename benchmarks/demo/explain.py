@@ -18,9 +18,9 @@ from benchmarks.demo.configurations import Configuration
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
 from vllm_autoprune.offline.llava import LlavaVision
-from vllm_autoprune.serving.plan import make_feature_key
-from vllm_autoprune.serving.prune import keep_at_random
-from vllm_autoprune.serving.towers import describe_tower
+from vllm_autoprune.serving.shared.plan import make_feature_key
+from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.worker.selection import select_at_random
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Explainer:
 
     def __init__(self, model: Path, text_tower: Path, state: str) -> None:
         self._state = load_state(state)
-        self._vision = LlavaVision(model, describe_tower(str(text_tower)))
+        self._vision = LlavaVision(model, read_text_tower(str(text_tower)))
 
     @torch.no_grad()
     def explain(
@@ -58,7 +58,7 @@ class Explainer:
             return torch.arange(tokens.count)
         if configuration.keep == "random":
             key = make_feature_key(self._hash_pixels(image))
-            return keep_at_random(budget, tokens, [key]).indices[0]
+            return select_at_random(budget, tokens, [key]).indices[0]
         state = self._state if configuration.keep == "state" else self._state.without_exchange()
         return refine(materialize(state, budget), tokens).indices[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_autoprune.cli.main import COMMANDS, main
-from vllm_autoprune.serving.support import SUPPORT, as_markdown
+from vllm_autoprune.serving.startup.support import SUPPORT, as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 

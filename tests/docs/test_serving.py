@@ -14,15 +14,14 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_autoprune.serving import metrics
-from vllm_autoprune.serving.endpoint import NAME, PATH
-from vllm_autoprune.serving.features import FeatureCache
-from vllm_autoprune.serving.first_images import FirstImages
-from vllm_autoprune.serving.prune import FallbackMeter
-from vllm_autoprune.serving.request import PruningRequest
-from vllm_autoprune.serving.rules import LEVELS
-from vllm_autoprune.serving.stopwatch import Stopwatch
-from vllm_autoprune.serving.worker_metrics import WorkerMetrics
+from vllm_autoprune.serving.api import metrics
+from vllm_autoprune.serving.api.endpoint import NAME, PATH
+from vllm_autoprune.serving.api.request_fields import PruningRequest
+from vllm_autoprune.serving.shared.request_rules import LEVELS
+from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.metrics import WorkerMetrics
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SERVING, DEPLOY = (
@@ -34,11 +33,11 @@ SERVING, DEPLOY = (
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Type of every metric of ours, as `/metrics` calls it: API servers' and workers'."""
     folder = tmp_path_factory.mktemp("metrics")
-    meter = FallbackMeter(FirstImages())
-    meter.raised["ValueError"] = 1
+    meter = FallbackMeter()
+    meter.errors["ValueError"] = 1
     meter.add(torch.zeros(1, dtype=torch.uint8))
     with closing(WorkerMetrics(str(folder))) as worker:
-        worker.publish(Stopwatch(torch.device("cpu")), meter, FeatureCache(1))
+        worker.publish(Stopwatch(torch.device("cpu")), meter, FeatureCache(1), 0)
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(folder))  # type: ignore[no-untyped-call]
     assert metrics.__doc__  # its counters are in the registry by now

@@ -18,7 +18,7 @@ from vllm_autoprune.base_policies.sparsevlm import (
     rater_attention,
     recycled_tokens,
 )
-from vllm_autoprune.serving.relevance import segments
+from vllm_autoprune.serving.worker.relevance import split_segments
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     BasePolicyParams,
@@ -180,7 +180,7 @@ def clip_chunk(case: Case) -> Problems:
     wanted = case.wanted("segments")
     ids = tuple(case.wanted("token_ids").tolist())
     padded, mask = torch.zeros_like(wanted), torch.zeros_like(wanted)
-    actual = segments(ids, wanted.shape[1])
+    actual = split_segments(ids, wanted.shape[1])
     if len(actual) != len(wanted):
         yield f"{len(actual)} segments instead of {len(wanted)}"
         return

@@ -17,8 +17,8 @@ from tests.fuzz.spoil import spoil
 from tests.hostile.attacks.texts import SPECIAL
 from tests.serving.http import body
 from tests.tpdsl.samples import shipped
-from vllm_autoprune.serving.plan import FIELD
-from vllm_autoprune.serving.request import REQUEST_KEY
+from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
+from vllm_autoprune.serving.shared.plan import FIELD
 from vllm_autoprune.tpdsl.states.load import load_state
 
 BODY = "body"
@@ -47,18 +47,18 @@ _ODD: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (-2, -1, 0, 1, 5, 20, 40, 200, 10**6, 2**63, "1", None),
     "truncation_side": ("left", "right", "", 1, None),
     "mm_processor_kwargs": (
-        {REQUEST_KEY: {REQUEST_KEY: {"budget": 8}}},
-        {"images_kwargs": {REQUEST_KEY: {"budget": 8}}},
-        {REQUEST_KEY: {"budget": 8}, "images_kwargs": {"do_resize": False}},
-        {REQUEST_KEY: {"instructions": ["forged"]}},
-        {REQUEST_KEY: {"instructions": [1, None]}},
+        {REQUEST_FIELD: {REQUEST_FIELD: {"budget": 8}}},
+        {"images_kwargs": {REQUEST_FIELD: {"budget": 8}}},
+        {REQUEST_FIELD: {"budget": 8}, "images_kwargs": {"do_resize": False}},
+        {REQUEST_FIELD: {"instructions": ["forged"]}},
+        {REQUEST_FIELD: {"instructions": [1, None]}},
         {FIELD: [[1, 0, 1, 0, 0, 0, 0]]},
-        {REQUEST_KEY: {}, FIELD: [1, 2, 3]},
+        {REQUEST_FIELD: {}, FIELD: [1, 2, 3]},
         {"_autoprune_plan": {"items": []}},
         {"_autoprune_profile": True},
         {"_autoprune_uncounted": True},
-        {REQUEST_KEY: {"budget": 8, "_autoprune_profile": True}},
-        [{REQUEST_KEY: {}}],
+        {REQUEST_FIELD: {"budget": 8, "_autoprune_profile": True}},
+        [{REQUEST_FIELD: {}}],
         "autoprune",
     ),
 }
@@ -99,7 +99,7 @@ def _without_entry(request: Mapping[str, object]) -> dict[str, object]:
     plain = dict(request)
     kwargs = plain.pop("mm_processor_kwargs", None)
     if isinstance(kwargs, dict):
-        rest = {key: value for key, value in kwargs.items() if key != REQUEST_KEY}
+        rest = {key: value for key, value in kwargs.items() if key != REQUEST_FIELD}
         if rest:
             plain["mm_processor_kwargs"] = rest
     return plain
@@ -123,18 +123,18 @@ def entries() -> list[Any]:
 
 def _mutate_kwargs(kind: str, random: Random) -> Any:
     entry = random.choice(entries())
-    kwargs: Any = {REQUEST_KEY: entry}
+    kwargs: Any = {REQUEST_FIELD: entry}
     if kind == "state":
-        kwargs[REQUEST_KEY] = {"policy": shipped(), "budget": random.choice((None, 8, 16))}
-        mutate(kwargs[REQUEST_KEY]["policy"], random)
+        kwargs[REQUEST_FIELD] = {"policy": shipped(), "budget": random.choice((None, 8, 16))}
+        mutate(kwargs[REQUEST_FIELD]["policy"], random)
     elif kind == "entry":
         mutate(entry, random)
     elif kind == "kwargs":
         mutate(kwargs, random)
     elif kind == "anything":
-        kwargs = random.choice((anything(random), {REQUEST_KEY: anything(random)}))
+        kwargs = random.choice((anything(random), {REQUEST_FIELD: anything(random)}))
     elif kind == "huge":
-        kwargs[REQUEST_KEY] = _draw_huge_entry(random)
+        kwargs[REQUEST_FIELD] = _draw_huge_entry(random)
     return kwargs
 
 
@@ -157,7 +157,7 @@ def _draw_huge_entry(random: Random) -> Any:
 def _change_body(request: dict[str, object], random: Random) -> None:
     """Change one to three things that vLLM reads, beside a sound entry or none."""
     if random.random() < 0.5:
-        request["mm_processor_kwargs"] = {REQUEST_KEY: random.choice(entries()[:9])}
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:9])}
     messages = request["messages"]
     assert isinstance(messages, list)
     parts: list[dict[str, Any]] = messages[0]["content"]

@@ -14,7 +14,7 @@ from tests.hostile.attack import Profile
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.runners import ENVIRONMENTS
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.serving.endpoint import NAME as AUTOPRUNE_ENDPOINT
+from vllm_autoprune.serving.api.endpoint import NAME as AUTOPRUNE_ENDPOINT
 
 BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64, "llava": 32}
 """K of each backbone: above N of a small picture where N varies, and below that of a large one."""

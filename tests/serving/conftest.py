@@ -11,7 +11,7 @@ from benchmarks.server import Server, serve
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.runners import Runner
 from tests.serving.scenarios import end_processes
-from vllm_autoprune.serving.endpoint import NAME
+from vllm_autoprune.serving.api.endpoint import NAME
 
 COMMON = (
     *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),

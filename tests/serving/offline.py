@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.serving.paths import CLIP, LLAVA
 from vllm_autoprune import Grid, Instruction, PruningPolicy, VisualTokens, refine
-from vllm_autoprune.serving.towers import describe_tower
+from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
 from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 
@@ -132,4 +132,4 @@ class Offline:
         text = clip.text_projection(clip.text_model(**said).pooler_output)
         shown = clip.visual_projection(clip.vision_model.post_layernorm(patches))
         one = torch.ones(1, 1, dtype=torch.bool)
-        return Instruction(shown, text[:, None], one, describe_tower(str(CLIP)).sign)
+        return Instruction(shown, text[:, None], one, read_text_tower(str(CLIP)).sign)

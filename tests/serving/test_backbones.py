@@ -7,7 +7,7 @@ import pytest
 from tests.serving.runners import Runner
 from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.serving.support import BACKBONE_SUPPORT
+from vllm_autoprune.serving.startup.support import BACKBONE_SUPPORT
 
 pytestmark = [
     pytest.mark.engine,

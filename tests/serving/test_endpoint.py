@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.server import Server
 from vllm_autoprune import load_state
-from vllm_autoprune.serving.endpoint import PATH
+from vllm_autoprune.serving.api.endpoint import PATH
 
 pytestmark = pytest.mark.engine
 

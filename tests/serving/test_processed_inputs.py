@@ -20,8 +20,8 @@ from tests.serving.runners import Runner
 from tests.serving.test_metrics import grown
 from tests.tpdsl.samples import state
 from vllm_autoprune import load_state
-from vllm_autoprune.serving.carried import packed
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.state_codec import encode_state
 
 pytestmark = [
     pytest.mark.engine,
@@ -89,8 +89,8 @@ FORGERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "more tokens than there are": with_plan(budget=60_000),
     "no tokens": at(1, 0),
     "profiling": with_plan(profile=True),
-    "shipped state": with_plan(state=packed(load_state("visionzip"))),
-    "state": with_plan(state=packed(state({"/constraints/selector/q_e": 3}))),
+    "shipped state": with_plan(state=encode_state(load_state("visionzip"))),
+    "state": with_plan(state=encode_state(state({"/constraints/selector/q_e": 3}))),
     "no state": with_plan(state=b"{" * 99),
     "unknown words": with_plan(instruction=(2**40,)),
     "unknown words of the language model": with_plan(language=(10**6,)),

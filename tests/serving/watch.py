@@ -11,8 +11,11 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from vllm_autoprune.serving import batch, prune
-from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.shared.plan import ItemPlan
+from vllm_autoprune.serving.worker import batch, selection
+from vllm_autoprune.serving.worker.batch import SelectionContext
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 
 
@@ -30,28 +33,35 @@ class Watch:
 def watch(tower: nn.Module | None = None) -> Watch:
     """Note from now on; ``tower`` is the vision tower whose batches are to be noted."""
     seen = Watch()
-    every, some, agree = batch.prune_images, batch._refined, prune._agreed
+    prune, refine, agree = batch.prune_images, batch._refine_regions, selection._broadcast_selection
 
-    def images(served: object, plans: Sequence[ItemPlan], *rest: object) -> list[Tensor]:
+    def images(
+        context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+    ) -> list[Tensor]:
         seen.budgets.append([plan.budget for plan in plans])
-        return every(served, plans, *rest)  # type: ignore[arg-type]
+        return prune(context, plans, images)
 
-    def refined(served: object, plans: Sequence[ItemPlan], *rest: object) -> RefinedTokens:
-        found = some(served, plans, *rest)  # type: ignore[arg-type]
-        for plan, kept, rows in zip(plans, found.indices.tolist(), found.features, strict=True):
+    def refined(
+        context: SelectionContext,
+        policy: PruningPolicy,
+        plans: Sequence[ItemPlan],
+        regions: Sequence[Region],
+    ) -> RefinedTokens:
+        tokens = refine(context, policy, plans, regions)
+        for plan, kept, rows in zip(plans, tokens.indices.tolist(), tokens.features, strict=True):
             seen.kept[plan] = kept
             seen.rows[plan] = rows
-        return found
+        return tokens
 
     def agreed(chosen: TokenSelection) -> TokenSelection:
         seen.before_broadcast.append(chosen.indices.tolist())
         return agree(chosen)
 
-    from vllm_autoprune.serving.models import pruned
+    from vllm_autoprune.serving.models import pruned_model
 
-    patch.object(pruned, "prune_images", images).start()
-    patch.object(batch, "_refined", refined).start()
-    patch.object(prune, "_agreed", agreed).start()
+    patch.object(pruned_model, "prune_images", images).start()
+    patch.object(batch, "_refine_regions", refined).start()
+    patch.object(selection, "_broadcast_selection", agreed).start()
     if tower is not None:
         tower.register_forward_pre_hook(
             lambda module, args: seen.vision_batches.append(args[0].shape[0])

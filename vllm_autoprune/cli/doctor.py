@@ -20,9 +20,9 @@ from packaging.version import Version
 from vllm_autoprune import __version__
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.serving.compat import require_vllm, rust_frontend, vllm_version
-from vllm_autoprune.serving.hooks import HOOKS, missing
 from vllm_autoprune.serving.plugin import DISABLE, disabled
-from vllm_autoprune.serving.towers import describe_tower
+from vllm_autoprune.serving.shared.text_tower import read_text_tower
+from vllm_autoprune.serving.startup.hooks import HOOKS, find_missing_names
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 
@@ -122,7 +122,7 @@ def _hooks() -> Iterator[Finding]:
         yield Finding("hooks", "fail", "not looked for: vLLM is not installed", "install vLLM")
         return
     with _quiet_vllm():
-        lost = [(hook, names) for hook in HOOKS if (names := missing(hook))]
+        lost = [(hook, names) for hook in HOOKS if (names := find_missing_names(hook))]
     for hook, names in lost:
         what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
         yield Finding("hooks", "fail", what, "install a vLLM that the plugin was written for")
@@ -153,7 +153,7 @@ def _tower(path: str | None) -> Iterator[Finding]:
         yield Finding("text tower", "ok", what)
         return
     try:
-        tower = describe_tower(path)
+        tower = read_text_tower(path)
     except ConfigError as error:
         for problem in error.problems:
             yield Finding("text tower", "fail", problem.what, problem.fix)

@@ -14,7 +14,7 @@ from typing import Protocol
 from PIL import Image
 
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
-from vllm_autoprune.serving.towers import TextTower, describe_tower
+from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -71,5 +71,5 @@ def open_vision(checkpoint: Path, text_tower: Path | None = None) -> Vision:
         what = f"architecture {architecture or 'unknown'!s} cannot be looked into"
         fix = f"give a checkpoint of {', '.join(OPENERS)}"
         raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, fix)])
-    tower = None if text_tower is None else describe_tower(str(text_tower))
+    tower = None if text_tower is None else read_text_tower(str(text_tower))
     return OPENERS[architecture](checkpoint, tower)

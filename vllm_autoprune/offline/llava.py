@@ -18,11 +18,11 @@ from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.offline import Seen
 from vllm_autoprune.offline.llama import llama_prefix
 from vllm_autoprune.offline.pixels import picture_of
+from vllm_autoprune.serving.api.instruction_tokens import truncate_clip_ids, truncate_text
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
-from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
-from vllm_autoprune.serving.towers import TextTower
-from vllm_autoprune.serving.words import LAST_WORDS, last_characters, last_segments
+from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
+from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
 
@@ -50,7 +50,7 @@ class LlavaVision:
         config = self.model.config.vision_config
         side = config.image_size // config.patch_size
         self.grid = Grid(side, side)
-        self._relevance: Relevance
+        self._relevance: RelevanceSpace
         if tower is None:
             embed = self.model.get_input_embeddings()
             self._relevance = InputEmbeddings(embed, torch.device("cpu"))
@@ -98,11 +98,11 @@ class LlavaVision:
     def _language(self, image: Tensor, instruction: str) -> LanguagePrefix:
         tokenizer = self.processor.tokenizer
         start = (tokenizer.bos_token_id,)
-        words = self._read(tokenizer, instruction, special=False)[-LAST_WORDS:]
+        words = self._read(tokenizer, instruction, special=False)[-LANGUAGE_IDS:]
         return llama_prefix(self.model.model.language_model, start, image, words)
 
     def _read(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
-        end = last_characters(text)
+        end = truncate_text(text)
         ids = tokenizer(end, truncation=False, verbose=False, add_special_tokens=special)
         # A literal image token has no meaning here, and in some models no embedding.
         image = None if special else self.model.config.image_token_id
@@ -110,7 +110,7 @@ class LlavaVision:
 
     def _instruction(self, patches: Tensor, features: Tensor, instruction: str) -> Instruction:
         ids = self._read(self._words, instruction, special=self._clip)
-        ids = last_segments(ids) if self._clip else ids[-RELEVANCE_IDS:]
+        ids = truncate_clip_ids(ids) if self._clip else ids[-RELEVANCE_IDS:]
         text, segments = self._relevance.instructions([ids])
         embedded = self._relevance.patches(patches)
         where = features if embedded is None else embedded

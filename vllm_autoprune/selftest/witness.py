@@ -12,10 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from vllm_autoprune.serving.batch import prune_images
-from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.serving.served import ServedState
+from vllm_autoprune.serving.shared.plan import ItemPlan
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker.features import ImageFeatures
 
 
 class Witness:
@@ -48,17 +47,16 @@ class Witness:
         """Note, for every image, which of its unpruned rows each row is."""
 
         def noted(
-            served: ServedState,
+            context: SelectionContext,
             plans: Sequence[ItemPlan],
             images: Sequence[ImageFeatures],
-            *rest: object,
         ) -> list[Tensor]:
-            made = prune_images(served, plans, images, *rest)  # type: ignore[arg-type]
+            made = prune_images(context, plans, images)
             for image, rows in zip(images, made, strict=True):
                 same = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
                 place = torch.where(same.any(dim=1), same.argmax(dim=1), -1)
                 self.places.append(list(map(int, place)))
             return made
 
-        with patch("vllm_autoprune.serving.models.pruned.prune_images", noted):
+        with patch("vllm_autoprune.serving.models.pruned_model.prune_images", noted):
             yield

@@ -1,4 +1,6 @@
-"""The plugin: the only rooms that import vLLM.
+"""The vLLM plugin, the only folder that imports vLLM, sorted by the process that runs each module.
 
-Knows nothing about what a state says: it finds the inputs, calls the executor, serves the rows.
+``startup`` checks settings and registers the pruned classes; ``api`` plans requests in the API
+server; ``worker`` selects tokens; ``shared`` is what travels between the two; ``models`` has one
+file per backbone. ``compat`` holds every patch of vLLM, and ``encoder_budget`` is named by operators.
 """

@@ -32,18 +32,19 @@ def register() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_autoprune.serving.cli import with_flags
     from vllm_autoprune.serving.compat import wrap
+    from vllm_autoprune.serving.startup.flags import wrap_add_cli_args
 
-    wrap(EngineArgs, "add_cli_args", with_flags)
+    wrap(EngineArgs, "add_cli_args", wrap_add_cli_args)
     wrap(VllmConfig, "try_verify_and_update_config", _with_state)
 
 
 def _with_state(verify: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
     def verify_with_state(vllm_config: VllmConfig) -> None:
-        from vllm_autoprune.serving.config import adopt
 
-        adopt(vllm_config)
+        from vllm_autoprune.serving.startup.config import apply_settings
+
+        apply_settings(vllm_config)
         verify(vllm_config)
 
     return verify_with_state

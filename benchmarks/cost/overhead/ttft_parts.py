@@ -69,10 +69,10 @@ def _worker(clip: Path) -> Mapping[str, Work]:
     from transformers import AutoTokenizer
 
     from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
-    from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings
-    from vllm_autoprune.serving.towers import describe_tower
+    from vllm_autoprune.serving.shared.text_tower import read_text_tower
+    from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings
 
-    tower = ClipTower(describe_tower(str(clip)), torch.device("cpu"))
+    tower = ClipTower(read_text_tower(str(clip)), torch.device("cpu"))
     ids = tuple(AutoTokenizer.from_pretrained(clip)(draw_words(QUESTION, 1))["input_ids"])
     table = torch.nn.Embedding(2048, WIDTH, dtype=torch.bfloat16)
     embeddings = InputEmbeddings(table, torch.device("cpu"))

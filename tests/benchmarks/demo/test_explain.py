@@ -19,8 +19,8 @@ from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, held_out, png
 from vllm_autoprune import load_state
 from vllm_autoprune.serving.compat import attach
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.served import ATTRIBUTE, ServedState
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ATTRIBUTE, ServedState
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POSITIVE = 0x7FFF_FFFF_FFFF_FFFF

@@ -8,7 +8,7 @@ from tests.hostile.attack import LARGE, Site, attack
 from tests.hostile.client import Reply, entry
 from tests.hostile.pictures import Picture
 from tests.serving.paths import CLIP
-from vllm_autoprune.serving.endpoint import PATH
+from vllm_autoprune.serving.api.endpoint import PATH
 
 _COUNTERS = ("autoprune_requests_total", "autoprune_images_total", "autoprune_visual_tokens_total")
 _LONG = "the sky is blue on the right " * 2000

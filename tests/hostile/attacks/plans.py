@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.hostile.attack import LARGE, QUESTION, Site, attack, server_errors, unlike
 from tests.hostile.client import Client, content, entry, nearest
 from tests.hostile.pictures import Picture
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 _PICTURE = Picture(16, *LARGE)
@@ -195,11 +195,11 @@ def _plan_of(request: Mapping[str, Any]) -> Tensor:
 @attack("uncached")
 def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     """A state carried in a forged plan to a server whose requests may set nothing."""
-    from vllm_autoprune.serving.carried import packed
+    from vllm_autoprune.serving.shared.state_codec import encode_state
     from vllm_autoprune.tpdsl.states.load import load_state
 
     request = rendered(site.client, _PICTURE)
-    state = packed(load_state("visionzip"))
+    state = encode_state(load_state("visionzip"))
 
     def carry(plan: Tensor) -> Tensor:
         return replace(ItemPlan.decode(plan), state=state).encode()

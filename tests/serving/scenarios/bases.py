@@ -58,17 +58,17 @@ def base_policies() -> Report:
 def _served(name: str, offline: Offline, seen: Watch) -> Report:
     llm = start({**STATE, "state": alone(name), "budget": 16}, **SMALL)
     state = load_state(json.dumps(alone(name)))
-    meter = model_of(llm).autoprune_meter
+    meter = model_of(llm).autoprune_reporter.meter
     report: dict[str, Any] = {}
     for budget in (8, 16):
         seen.kept.clear()
         policy = materialize(state, budget)
         report[str(budget)] = [_beside(llm, offline, policy, seen, e) for e in examples(2)]
-    report["fallbacks"], report["errors"] = meter.counts(), dict(meter.raised)
+    report["fallbacks"], report["errors"] = meter.counts(), dict(meter.errors)
     report["alone"] = {str(plan): kept for plan, kept in seen.kept.items()}
     report["together"] = _together(llm, seen)
     report["survived"] = _survived(llm)
-    report["broken"], report["errors_at_last"] = meter.counts(), meter.raised
+    report["broken"], report["errors_at_last"] = meter.counts(), meter.errors
     release(llm)
     return report
 

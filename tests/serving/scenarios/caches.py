@@ -22,8 +22,8 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
-from vllm_autoprune.serving import processor
-from vllm_autoprune.serving.plan import pruned_identity
+from vllm_autoprune.serving.api import processor
+from vllm_autoprune.serving.shared.plan import make_cache_identity
 
 
 @scenario
@@ -63,7 +63,7 @@ def instruction_left_out() -> Report:
     """Negative control: what :func:`interleaved` would be without the instruction's identity."""
 
     def without(identity: str, digest: str, budget: int, keep: Any, ids: Any) -> str:
-        return pruned_identity(identity, digest, budget, keep, None)
+        return make_cache_identity(identity, digest, budget, keep, None)
 
     llm = start({**STATE, "budget": 4})
     asked = examples(6)

@@ -26,7 +26,7 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.tpdsl.samples import edited, shipped
-from vllm_autoprune.serving.brought import brought
+from vllm_autoprune.serving.api.request_state import load_request_state
 from vllm_autoprune.tpdsl.executor import refine as executor
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ def hostile() -> Report:
         report[name] = chat(llm, [[turn(f"{name}?", unseen)]])[0].plain()
         broken.remove()
         survived(name)
-    report["fallbacks"] = model.autoprune_meter.counts()
+    report["fallbacks"] = model.autoprune_reporter.meter.counts()
 
     def raising(*args: object) -> torch.Tensor:
         raise RuntimeError("made to fail")
 
     with patch.object(executor, "run_fusion", raising):
         report["raised"] = chat(llm, [[turn("raise?", other.image)]])[0].plain()
-    report["errors"] = model.autoprune_meter.raised
+    report["errors"] = model.autoprune_reporter.meter.errors
     survived("raised")
     report["unsafe"] = _unsafe_at_first_sight(llm, raising)
     survived("unsafe")
@@ -106,7 +106,7 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
     ``broken`` and ``fixed`` are its answers while it fails and when it would not any more.
     """
     state = edited(shipped(), {"/constraints/selector/q_e": 5})
-    brought(state)  # sound by all that can be known of it beforehand
+    load_request_state(state)  # sound by all that can be known of it beforehand
     asked, other = examples(3)[1], examples(3)[-2]
     report: dict[str, Any] = {}
 
@@ -121,7 +121,7 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
     said("fixed", other, "state")
     said("base", asked, "reference")
     said("other_base", other, "reference")
-    first = model_of(llm).autoprune_meter.first
+    first = model_of(llm).autoprune_first_check
     report["counted"] = 0 if first is None else first.unsafe
     return report
 

@@ -26,7 +26,7 @@ from tests.serving.scenarios import Report, scenario
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from vllm_autoprune.serving.features import FeatureCache
+    from vllm_autoprune.serving.worker.features import FeatureCache
 
 NAMES = 40
 """Names of later images that one request sends beforehand."""

@@ -32,7 +32,7 @@ def shipped_by_request() -> Report:
     report: dict[str, Any] = {"full": _asked(llm, {}).plain(), "states": {}}
     release(llm)
     llm = start({**STATE, "state": "divprune", "requests": "states"}, **SMALL)
-    meter = model_of(llm).autoprune_meter
+    meter = model_of(llm).autoprune_reporter.meter
     for name, file in shipped_states().items():
         own = materialize(load_state(file)).tokens_kept(TOKENS)
         forget(llm)  # several names may mean one state, whose rows vLLM's caches would have
@@ -43,7 +43,7 @@ def shipped_by_request() -> Report:
         report["states"][name] = {
             "answers": {kept: _asked(llm, entry).plain() for kept, entry in asked.items()},
             "fallbacks": {kind: count - before[kind] for kind, count in meter.counts().items()},
-            "errors": dict(meter.raised),
+            "errors": dict(meter.errors),
         }
     return report
 
@@ -73,8 +73,8 @@ def _served(file: str) -> Report:
         answers = {own: _asked(llm, {}).plain()}
         if own >= TOKENS:
             answers[HALF] = _asked(llm, {"budget": HALF}).plain()
-        meter = model.autoprune_meter
-        return {"answers": answers, "fallbacks": meter.counts(), "errors": meter.raised}
+        meter = model.autoprune_reporter.meter
+        return {"answers": answers, "fallbacks": meter.counts(), "errors": meter.errors}
     finally:
         release(llm)
 

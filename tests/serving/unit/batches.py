@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.serving.unit.samples import image, served
 from vllm_autoprune import Grid
-from vllm_autoprune.serving.batch import ModelParts, prune_images
-from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.plan import Ids, ItemPlan
-from vllm_autoprune.serving.prune import FallbackMeter
-from vllm_autoprune.serving.served import ServedState
+from vllm_autoprune.serving.shared.plan import Ids, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures
 
 GRID = Grid(6, 6)
 N = GRID.tokens
@@ -66,7 +66,7 @@ def pruned(
     plans: Sequence[ItemPlan], shown: Sequence[ImageFeatures], state: ServedState | None = None
 ) -> list[Tensor]:
     """The rows of each image, where no policy failed."""
-    meter = FallbackMeter()
-    rows = prune_images(state or served(), plans, shown, parts(), meter)
-    assert meter.raised == {}, "the policy failed"
+    reporter = FallbackReporter()
+    rows = prune_images(SelectionContext(state or served(), parts(), reporter), plans, shown)
+    assert reporter.meter.errors == {}, "the policy failed"
     return rows

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.serving.unit import samples
-from vllm_autoprune.serving import activation, compat, config, engine_requests
+from vllm_autoprune.serving import compat
+from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.startup import activation, config
 
 
 @dataclass

@@ -12,13 +12,13 @@ import pytest
 from tests.serving.unit.samples import vllm_config
 from vllm_autoprune import ConfigError
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.config import resolve
+from vllm_autoprune.serving.startup.config import resolve_settings
 
 
 def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
     """Every problem for which settings are refused, each with how to fix it."""
     with pytest.raises(ConfigError) as caught:
-        resolve(settings, vllm_config() if config is None else config)
+        resolve_settings(settings, vllm_config() if config is None else config)
     problems = caught.value.problems
     assert problems
     assert all(problem.what and problem.fix for problem in problems)

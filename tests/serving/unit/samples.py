@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.tpdsl.samples import state
-from vllm_autoprune.serving.features import ImageFeatures, Region
-from vllm_autoprune.serving.served import ServedState
-from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.tpdsl.tokens import Grid
 
 LLAVA = "LlavaForConditionalGeneration"

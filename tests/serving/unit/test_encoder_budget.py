@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 
 K, BUDGET, CACHE = 8, 1000, 4096
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving.models.vision import batches
+from vllm_autoprune.serving.models.vision import group_by_tokens
 
 BOUND = 100
 
 
 @given(st.lists(st.integers(0, 150)), st.integers(1, 200))
 def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound: int) -> None:
-    groups = list(batches(sizes, bound))
+    groups = list(group_by_tokens(sizes, bound))
     assert [size for some in groups for size in sizes[some]] == sizes
     for some in groups:
         held = sizes[some]
@@ -32,7 +32,7 @@ class Model:
     """Whose items are their numbers of tokens; None is an item without data."""
 
     def autoprune_split(self, items: Sequence[int | None]) -> list[slice]:
-        return list(batches([item or 0 for item in items], BOUND))
+        return list(group_by_tokens([item or 0 for item in items], BOUND))
 
 
 def first_runner(model: object, features: dict[str, list[int | None]]) -> Any:

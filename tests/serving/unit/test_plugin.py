@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm_autoprune.serving import plugin
-from vllm_autoprune.serving.activation import activate
+from vllm_autoprune.serving.startup.activation import activate
 
 def hooks():
     owners = ((EngineArgs, "add_cli_args"), (VllmConfig, "try_verify_and_update_config"))
@@ -95,7 +95,7 @@ def test_with_a_state_ours_do(report: Any) -> None:
     assert report["active"] == [
         "vllm_autoprune.serving.models.llava",
         "AutopruneLlavaForConditionalGeneration",
-        "vllm_autoprune.serving.renderer",
+        "vllm_autoprune.serving.api.renderer",
         "AutopruneHfRenderer",
     ]
 

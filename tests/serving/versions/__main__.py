@@ -1,6 +1,6 @@
 """``python -m tests.serving.versions VERSION [--check]``: keep what a release has of our hooks.
 
-Knows nothing about what has to be there: ``tests/serving/unit/test_versions.py`` does.
+Knows nothing about what has to be there: ``tests/serving/unit/startup/test_versions.py`` does.
 """
 
 from __future__ import annotations

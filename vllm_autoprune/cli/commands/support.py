@@ -10,7 +10,7 @@ import dataclasses
 
 from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.render import as_json
-from vllm_autoprune.serving.support import BACKBONE_SUPPORT, SUPPORT, as_markdown
+from vllm_autoprune.serving.startup.support import BACKBONE_SUPPORT, SUPPORT, as_markdown
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.models.fits import (
-    clip_inputs,
-    clip_problems,
-    clip_tower_problems,
-    no_problems,
-    no_text_tower,
-    rows_only,
-    siglip_problems,
+from vllm_autoprune.serving.models.checkpoint_checks import (
+    accept_checkpoint,
+    check_clip_checkpoint,
+    check_clip_inputs,
+    check_clip_text_tower,
+    check_siglip_checkpoint,
+    refuse_text_tower,
+    refuse_tower_inputs,
 )
-from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
@@ -35,9 +35,11 @@ class Backbone:
 
     name: str
     model: str
-    problems: Callable[[PreTrainedConfig], Sequence[Problem]] = no_problems
-    tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]] = no_text_tower
-    input_problems: Callable[[PreTrainedConfig, Collection[Need]], Sequence[Problem]] = rows_only
+    problems: Callable[[PreTrainedConfig], Sequence[Problem]] = accept_checkpoint
+    tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]] = refuse_text_tower
+    input_problems: Callable[[PreTrainedConfig, Collection[Need]], Sequence[Problem]] = (
+        refuse_tower_inputs
+    )
     """What a state reads and this checkpoint cannot give."""
     mrope: bool = False
     """Whether tokens have positions of their own in time, height and width."""
@@ -54,7 +56,9 @@ def _at(module: str, stock: str) -> str:
 
 def _clip(name: str, stock: str) -> Backbone:
     """A model of the LLaVA family with a CLIP tower."""
-    return Backbone(name, _at(name, stock), clip_problems, clip_tower_problems, clip_inputs)
+    return Backbone(
+        name, _at(name, stock), check_clip_checkpoint, check_clip_text_tower, check_clip_inputs
+    )
 
 
 _LLAVA = "LlavaForConditionalGeneration"
@@ -72,7 +76,9 @@ BACKBONES: dict[str, Backbone] = {
     _LLAVA: _clip("llava", _LLAVA),
     _LLAVA_NEXT: _clip("llava_next", _LLAVA_NEXT),
     **{stock: Backbone(name, _at("qwen_vl", stock), mrope=True) for name, stock in _QWEN.items()},
-    _ONEVISION: Backbone("llava_onevision", _at("llava_onevision", _ONEVISION), siglip_problems),
+    _ONEVISION: Backbone(
+        "llava_onevision", _at("llava_onevision", _ONEVISION), check_siglip_checkpoint
+    ),
     "InternVLForConditionalGeneration": Backbone(
         "internvl", _at("internvl", "InternS1ForConditionalGeneration")
     ),

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.features import ImageFeatures, Region, TowerFeatures
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Tiles, each_image
+from vllm_autoprune.serving.models.vision import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    Tiles,
+    split_by_image,
+)
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TowerFeatures
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -21,7 +27,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegionLayout:
     """A region of the joined rows: its layout, and the place ``(N,)`` of each token among them."""
 
     grid: Grid
@@ -30,14 +36,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedLayout:
     """How an image's tiles become rows: the regions, and how many newlines there are."""
 
-    places: tuple[Place, ...]
+    places: tuple[RegionLayout, ...]
     newlines: int
 
 
-def joined(join: Join, tiles: int, side: int) -> Joined:
+def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
     """What the model does with T tiles of ``side`` x ``side`` tokens.
 
     Where no padding was cut off, base view and crops are the T equal tiles that published
@@ -51,30 +57,34 @@ def joined(join: Join, tiles: int, side: int) -> Joined:
     width = (len(marks) - size) // newlines - 1 if newlines else 0
     base = torch.arange(size)
     if width < 1:
-        return Joined((Place(Grid(side, side), base, 1),), newlines)
+        return JoinedLayout((RegionLayout(Grid(side, side), base, 1),), newlines)
     rows = size + torch.arange(height)[:, None] * (width + 1) + torch.arange(width)
     if height * width == (tiles - 1) * size and height % side == 0 and width % side == 0:
         cut = rows.view(height // side, side, width // side, side).transpose(1, 2)
         whole = torch.cat([base, cut.flatten()])
-        return Joined((Place(Grid(side, side, tiles), whole, tiles),), newlines)
-    first = Place(Grid(side, side), base, 1)
-    return Joined((first, Place(Grid(height, width), rows.flatten(), tiles - 1)), newlines)
+        return JoinedLayout((RegionLayout(Grid(side, side, tiles), whole, tiles),), newlines)
+    first = RegionLayout(Grid(side, side), base, 1)
+    return JoinedLayout(
+        (first, RegionLayout(Grid(height, width), rows.flatten(), tiles - 1)), newlines
+    )
 
 
-def each_joined(inputs: Given, join: Callable[[Inputs], Join], side: int) -> list[Shown]:
+def split_joined_images(
+    inputs: EncoderInputs, join: Callable[[ImageInputs], Join], side: int
+) -> list[ModelImage]:
     """The images of one call, each with its tiles, its size and its number of rows."""
     fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
     shown = []
-    for one in each_image(fields):
-        layout = joined(join(one), len(one["pixel_values"]), side)
+    for one in split_by_image(fields):
+        layout = compute_joined_layout(join(one), len(one["pixel_values"]), side)
         tokens = sum(place.grid.tokens for place in layout.places)
-        shown.append(Shown(one, tokens + layout.newlines))
+        shown.append(ModelImage(one, tokens + layout.newlines))
     return shown
 
 
-def any_resolution(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:
+def join_features(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:
     """One image of T tiles, with whatever is known of its tokens joined as the tokens are."""
-    layout = joined(join, tiles.projected.shape[0], side)
+    layout = compute_joined_layout(join, tiles.projected.shape[0], side)
     rows = join(tiles.projected, newline)
     regions, first = [], 0
     for place in layout.places:
@@ -106,7 +116,7 @@ def _row(tiles: Tensor, join: Join) -> Tensor:
 
 
 def _tower(
-    tower: TowerFeatures, join: Join, place: Place, order: Tensor, first: int
+    tower: TowerFeatures, join: Join, place: RegionLayout, order: Tensor, first: int
 ) -> TowerFeatures:
     """The tower's states of one region, whose tiles begin at ``first``."""
     cls = tower.cls[first : first + place.share, 0]

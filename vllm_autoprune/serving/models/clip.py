@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from vllm_autoprune.serving.batch import ModelParts
-from vllm_autoprune.serving.features import TowerFeatures
-from vllm_autoprune.serving.language import FirstLayers
-from vllm_autoprune.serving.last_layer import LastLayer, Projected
 from vllm_autoprune.serving.models.vision import Tiles, Vision
-from vllm_autoprune.serving.next_layer import FollowingLayer
-from vllm_autoprune.serving.served import ServedState
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.batch import ModelParts
+from vllm_autoprune.serving.worker.features import TowerFeatures
+from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers
+from vllm_autoprune.serving.worker.next_tower_layer import NextTowerLayer
+from vllm_autoprune.serving.worker.qkv_hook import QkvHook, QueriesAndKeys
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class ClipVision(Vision):
         self.grid = Grid(side, side)
         layers = model.vision_tower.vision_model.encoder.layers
         inside = not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"})
-        self._last = LastLayer(layers[-1].self_attn) if inside else None
-        self._next = FollowingLayer(config, len(layers)) if "next_layer" in self.needs else None
-        self._language: FirstLayers | None = None
+        self._last = QkvHook(layers[-1].self_attn) if inside else None
+        self._next = NextTowerLayer(config, len(layers)) if "next_layer" in self.needs else None
+        self._language: FirstLanguageLayers | None = None
 
     @staticmethod
     def tower(model: LlavaForConditionalGeneration) -> nn.Module:
@@ -55,7 +55,7 @@ class ClipVision(Vision):
         if self._language is None and "language" in self.needs:
             first = self._model.config.text_config.bos_token_id
             model = self._model.language_model.model
-            self._language = FirstLayers(model, (first,), self.like.device)
+            self._language = FirstLanguageLayers(model, (first,), self.like.device)
         language = None if self._language is None else self._language.read
         return ModelParts(self.project, self.relevance(), language)
 
@@ -82,7 +82,7 @@ class ClipVision(Vision):
             None if last is None else self._inside(states, last),
         )
 
-    def _inside(self, states: Tensor, last: Projected) -> TowerFeatures | None:
+    def _inside(self, states: Tensor, last: QueriesAndKeys) -> TowerFeatures | None:
         """Of all tiles, from states ``(M, 1 + n, Dv)``."""
         if self.needs.isdisjoint({"tower", "next_layer"}):
             return None

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 
-from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.tiled import TiledVision, extent, most
-from vllm_autoprune.serving.placeholders import Placeholders
-from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.models.pruned_model import PrunedModel
+from vllm_autoprune.serving.models.tiled import TiledVision, largest_extent, predict_extent
+from vllm_autoprune.serving.shared.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
@@ -59,7 +59,8 @@ class Gemma3Vision(TiledVision):
 class AutopruneGemma3ForConditionalGeneration(PrunedModel, Gemma3ForConditionalGeneration):
     """``Gemma3ForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
-        Gemma3ForConditionalGeneration._processor_factory, Placeholders(extent, most, image_token)
+    _processor_factory = make_pruned_factories(
+        Gemma3ForConditionalGeneration._processor_factory,
+        Placeholders(predict_extent, largest_extent, image_token),
     )
     autoprune_vision = Gemma3Vision

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 
-from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.tiled import TiledVision, extent, most
-from vllm_autoprune.serving.placeholders import Placeholders
-from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.models.pruned_model import PrunedModel
+from vllm_autoprune.serving.models.tiled import TiledVision, largest_extent, predict_extent
+from vllm_autoprune.serving.shared.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
@@ -56,8 +56,8 @@ class InternVLVision(TiledVision):
 class AutopruneInternS1ForConditionalGeneration(PrunedModel, InternS1ForConditionalGeneration):
     """``InternVLForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         InternS1ForConditionalGeneration._processor_factory,
-        Placeholders(extent, most, image_token),
+        Placeholders(predict_extent, largest_extent, image_token),
     )
     autoprune_vision = InternVLVision

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 
-from vllm_autoprune.serving.features import ImageFeatures, Region
+from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.models.clip import ClipVision
-from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, each_image, stacked
-from vllm_autoprune.serving.placeholders import Extent, Placeholders
-from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.models.pruned_model import PrunedModel
+from vllm_autoprune.serving.models.vision import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    split_by_image,
+    stack_field,
+)
+from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 if TYPE_CHECKING:
@@ -23,13 +29,15 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
 
-def extent(info: BaseLlavaProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+def predict_extent(
+    info: BaseLlavaProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> Extent:
     """Every image is one tile."""
     return Extent(info.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
 
-def most(info: BaseLlavaProcessingInfo) -> Extent:
-    """As :func:`extent`, whatever the image."""
+def largest_extent(info: BaseLlavaProcessingInfo) -> Extent:
+    """As :func:`predict_extent`, whatever the image."""
     return Extent(info.get_max_image_tokens())
 
 
@@ -39,21 +47,21 @@ def image_token(info: BaseLlavaProcessingInfo) -> int:
     return token
 
 
-PLACEHOLDERS = Placeholders(extent, most, image_token)
+PLACEHOLDERS = Placeholders(predict_extent, largest_extent, image_token)
 
 
 class LlavaVision(ClipVision):
     """The vision side of LLaVA-1.5."""
 
-    def images(self, inputs: Given) -> list[Shown]:
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`."""
         self._model._parse_and_validate_image_input(**inputs)
         pixels = {"pixel_values": inputs["pixel_values"]}
-        return [Shown(one, self.grid.tokens) for one in each_image(pixels)]
+        return [ModelImage(one, self.grid.tokens) for one in split_by_image(pixels)]
 
-    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`."""
-        made = self.tiles(stacked(images, "pixel_values"))
+        made = self.tiles(stack_field(images, "pixel_values"))
         # Rows are copied: a view would keep the whole batch alive in the cache.
         regions = [
             Region(
@@ -72,7 +80,7 @@ class LlavaVision(ClipVision):
 class AutopruneLlavaForConditionalGeneration(PrunedModel, LlavaForConditionalGeneration):
     """``LlavaForConditionalGeneration`` that keeps K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         LlavaForConditionalGeneration._processor_factory, PLACEHOLDERS
     )
     autoprune_vision = LlavaVision

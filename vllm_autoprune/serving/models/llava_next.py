@@ -14,21 +14,23 @@ from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 
-from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.models.any_resolution import Join, any_resolution, each_joined
+from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.models.any_resolution import Join, join_features, split_joined_images
 from vllm_autoprune.serving.models.clip import ClipVision
 from vllm_autoprune.serving.models.llava import image_token
-from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown
-from vllm_autoprune.serving.placeholders import Extent, Placeholders
-from vllm_autoprune.serving.processor import pruned_factories
+from vllm_autoprune.serving.models.pruned_model import PrunedModel
+from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage
+from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.worker.features import ImageFeatures
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.llava_next import LlavaNextProcessingInfo
     from vllm.multimodal.parse import ImageSize
 
 
-def extent(info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+def predict_extent(
+    info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> Extent:
     """Base view, unpadded crops and their newlines; tiles are the base view and the crops."""
     tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
     config = info.get_hf_config()
@@ -40,33 +42,33 @@ def extent(info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, 
     return Extent(tokens, 1 + rows * columns)
 
 
-def most(info: LlavaNextProcessingInfo) -> Extent:
+def largest_extent(info: LlavaNextProcessingInfo) -> Extent:
     """Of the image size with most tokens."""
-    return extent(info, info.get_image_size_with_most_features(), {})
+    return predict_extent(info, info.get_image_size_with_most_features(), {})
 
 
-PLACEHOLDERS = Placeholders(extent, most, image_token)
+PLACEHOLDERS = Placeholders(predict_extent, largest_extent, image_token)
 
 
 class LlavaNextVision(ClipVision):
     """The vision side of LLaVA-NeXT."""
 
-    def images(self, inputs: Given) -> list[Shown]:
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`."""
         self._model._parse_and_validate_image_input(**inputs)
-        return each_joined(inputs, self._join, self.grid.height)
+        return split_joined_images(inputs, self._join, self.grid.height)
 
-    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
         counts = [len(image["pixel_values"]) for image in images]
         made = self.tiles(torch.cat([image["pixel_values"] for image in images]))
         newline, side = self._model.image_newline, self.grid.height
         return [
-            any_resolution(one, self._join(image), newline, side)
+            join_features(one, self._join(image), newline, side)
             for image, one in zip(images, made.split(counts), strict=True)
         ]
 
-    def _join(self, image: Inputs) -> Join:
+    def _join(self, image: ImageInputs) -> Join:
         size: Any = image["image_sizes"]
         merge = LlavaNextForConditionalGeneration._merge_image_patch_embeddings
 
@@ -82,7 +84,7 @@ class LlavaNextVision(ClipVision):
 class AutopruneLlavaNextForConditionalGeneration(PrunedModel, LlavaNextForConditionalGeneration):
     """``LlavaNextForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         LlavaNextForConditionalGeneration._processor_factory, PLACEHOLDERS
     )
     autoprune_vision = LlavaNextVision

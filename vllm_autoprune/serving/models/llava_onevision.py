@@ -13,18 +13,20 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 
-from vllm_autoprune.serving.features import ImageFeatures
-from vllm_autoprune.serving.models.any_resolution import (
-    Join,
-    any_resolution,
-    each_joined,
-)
-from vllm_autoprune.serving.models.heard import HeardAttention
+from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.models.any_resolution import Join, join_features, split_joined_images
 from vllm_autoprune.serving.models.llava_next import PLACEHOLDERS
-from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Tiles, Vision
-from vllm_autoprune.serving.processor import pruned_factories
-from vllm_autoprune.serving.served import ServedState
+from vllm_autoprune.serving.models.pruned_model import PrunedModel
+from vllm_autoprune.serving.models.vision import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    Tiles,
+    Vision,
+)
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.worker.features import ImageFeatures
 
 
 class OnevisionVision(Vision):
@@ -38,7 +40,7 @@ class OnevisionVision(Vision):
         self.side: int = config.image_size // config.patch_size
         layers = model.vision_tower.vision_model.encoder.layers
         reads = "cls_attention" in self.needs
-        self._heard = HeardAttention(layers[-1].self_attn.attn) if reads else None
+        self._heard = AttentionHook(layers[-1].self_attn.attn) if reads else None
 
     @staticmethod
     def tower(model: LlavaOnevisionForConditionalGeneration) -> nn.Module:
@@ -46,12 +48,12 @@ class OnevisionVision(Vision):
         found: nn.Module = model.vision_tower
         return found
 
-    def images(self, inputs: Given) -> list[Shown]:
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`."""
         self._model._parse_and_validate_image_input(**inputs)
-        return each_joined(inputs, self._join, self.side)
+        return split_joined_images(inputs, self._join, self.side)
 
-    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
         model = self._model
         counts = [len(image["pixel_values"]) for image in images]
@@ -62,11 +64,11 @@ class OnevisionVision(Vision):
             None if self._heard is None else torch.stack(self._heard.take()),
         )
         return [
-            any_resolution(one, self._join(image), model.image_newline, self.side)
+            join_features(one, self._join(image), model.image_newline, self.side)
             for image, one in zip(images, made.split(counts), strict=True)
         ]
 
-    def _join(self, image: Inputs) -> Join:
+    def _join(self, image: ImageInputs) -> Join:
         size: Any = image["image_sizes"]
         merge = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
 
@@ -86,7 +88,7 @@ class AutopruneLlavaOnevisionForConditionalGeneration(
 ):
     """``LlavaOnevisionForConditionalGeneration`` with K of N visual tokens of each image."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         LlavaOnevisionForConditionalGeneration._processor_factory, PLACEHOLDERS
     )
     autoprune_vision = OnevisionVision

@@ -15,15 +15,20 @@ from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import keep_positions
-from vllm_autoprune.serving.features import ImageFeatures, Region
-from vllm_autoprune.serving.models.heard import HeardAttention
-from vllm_autoprune.serving.models.pruned import PrunedModel
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
-from vllm_autoprune.serving.mrope import CHANNELS, channels, input_positions, with_image_positions
-from vllm_autoprune.serving.placeholders import Extent, Placeholders
-from vllm_autoprune.serving.processor import pruned_factories
-from vllm_autoprune.serving.served import ServedState, served_state
+from vllm_autoprune.serving.models.pruned_model import PrunedModel
+from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
+from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.served_state import ServedState, served_state
+from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.mrope import (
+    CHANNELS,
+    compute_input_positions,
+    place_image_tokens,
+    position_channels,
+)
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
@@ -37,7 +42,9 @@ else:
     _Stock = object
 
 
-def extent(info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+def predict_extent(
+    info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> Extent:
     """Merged tokens of an image, resized as the processor resizes it."""
     processor = info.get_image_processor(**kwargs)
     tokens = info.get_num_image_tokens(
@@ -49,7 +56,7 @@ def extent(info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, ob
     return Extent(tokens)
 
 
-def most(info: Qwen2VLProcessingInfo) -> Extent:
+def largest_extent(info: Qwen2VLProcessingInfo) -> Extent:
     """Of the largest image that the processor lets through."""
     return Extent(info.get_max_image_tokens())
 
@@ -60,7 +67,7 @@ def image_token(info: Qwen2VLProcessingInfo) -> int:
     return token
 
 
-PLACEHOLDERS = Placeholders(extent, most, image_token)
+PLACEHOLDERS = Placeholders(predict_extent, largest_extent, image_token)
 
 
 _DEEPSTACK = Qwen3VLForConditionalGeneration
@@ -84,7 +91,7 @@ class QwenVision(Vision):
             fix = "serve without it, or a state that does not read [CLS] attention"
             problem = Problem("--mm-encoder-tp-mode data", what, fix)
             raise ConfigError("cannot serve pruned", [problem])
-        self._heard = HeardAttention(_last_whole(model.visual).attn.attn) if reads else None
+        self._heard = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
 
     @staticmethod
     def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
@@ -92,7 +99,7 @@ class QwenVision(Vision):
         found: nn.Module = model.visual
         return found
 
-    def images(self, inputs: Given) -> list[Shown]:
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`; the patches of all images come in one tensor."""
         grids = inputs["image_grid_thw"]
         assert isinstance(grids, Tensor)
@@ -103,11 +110,11 @@ class QwenVision(Vision):
         unit = self._merge**2
         counts = sizes if field == "pixel_values" else [size // unit for size in sizes]
         return [
-            Shown({field: part, "image_grid_thw": grid}, size // unit)
+            ModelImage({field: part, "image_grid_thw": grid}, size // unit)
             for part, grid, size in zip(rows.split(counts), grids, sizes, strict=True)
         ]
 
-    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`: tokens are chosen by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
@@ -121,7 +128,7 @@ class QwenVision(Vision):
         for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
             grid = Grid(height // self._merge, width // self._merge)
             tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
-            places = channels(grid.height, grid.width, whole.device).to(whole.dtype)
+            places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
             region = Region(
                 grid,
                 tokens,
@@ -133,14 +140,14 @@ class QwenVision(Vision):
             made.append(ImageFeatures((region,)))
         return made
 
-    def bare(self, inputs: Given) -> list[Tensor]:
+    def bare(self, inputs: EncoderInputs) -> list[Tensor]:
         """Rows of embeddings that were made elsewhere, whole, with their positions."""
         shown = self.images(inputs)
         made = []
         for image in shown:
             rows = image.inputs["image_embeds"].to(self._model.visual.dtype)
             _, height, width = image.inputs["image_grid_thw"].tolist()
-            places = channels(height // self._merge, width // self._merge, rows.device)
+            places = position_channels(height // self._merge, width // self._merge, rows.device)
             made.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
         return made
 
@@ -203,7 +210,7 @@ class PrunedQwen(PrunedModel, _Stock):
                 grid = feature.data["image_grid_thw"].data
                 assert isinstance(grid, Tensor)
                 unpruned[i] = int(grid.prod()) // self.config.vision_config.spatial_merge_size**2
-        return input_positions(stock, input_tokens, mm_features, unpruned)
+        return compute_input_positions(stock, input_tokens, mm_features, unpruned)
 
     def recompute_mrope_positions(
         self,
@@ -232,14 +239,14 @@ class PrunedQwen(PrunedModel, _Stock):
         if carried:
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
             image = self.config.image_token_id
-            positions = with_image_positions(ids, positions, carried, image, num_computed_tokens)
+            positions = place_image_tokens(ids, positions, carried, image, num_computed_tokens)
         return rows, positions, int(positions.max()) + 1 - len(input_ids)
 
 
 class AutopruneQwen2VLForConditionalGeneration(PrunedQwen, Qwen2VLForConditionalGeneration):
     """``Qwen2VLForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         Qwen2VLForConditionalGeneration._processor_factory, PLACEHOLDERS
     )
 
@@ -247,7 +254,7 @@ class AutopruneQwen2VLForConditionalGeneration(PrunedQwen, Qwen2VLForConditional
 class AutopruneQwen2_5_VLForConditionalGeneration(PrunedQwen, Qwen2_5_VLForConditionalGeneration):
     """``Qwen2_5_VLForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         Qwen2_5_VLForConditionalGeneration._processor_factory, PLACEHOLDERS
     )
 
@@ -255,6 +262,6 @@ class AutopruneQwen2_5_VLForConditionalGeneration(PrunedQwen, Qwen2_5_VLForCondi
 class AutopruneQwen3VLForConditionalGeneration(PrunedQwen, Qwen3VLForConditionalGeneration):
     """``Qwen3VLForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
-    _processor_factory = pruned_factories(
+    _processor_factory = make_pruned_factories(
         Qwen3VLForConditionalGeneration._processor_factory, PLACEHOLDERS
     )

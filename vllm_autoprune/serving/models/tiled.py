@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
-from vllm_autoprune.serving.features import ImageFeatures, Region
-from vllm_autoprune.serving.models.heard import HeardAttention
-from vllm_autoprune.serving.models.vision import Given, Inputs, Shown, Vision
-from vllm_autoprune.serving.placeholders import Extent
-from vllm_autoprune.serving.served import ServedState
+from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
+from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     TiledInfo: TypeAlias = Gemma3ProcessingInfo | InternS1ProcessingInfo
 
 
-def extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
+def predict_extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
     """As many equal tiles as the processor cuts; the whole image is one of them."""
     processor = info.get_hf_processor(**kwargs)
     tokens = info.get_num_image_tokens(
@@ -39,9 +39,9 @@ def extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Ex
     return Extent(tokens, tokens // processor.image_seq_length)
 
 
-def most(info: TiledInfo) -> Extent:
+def largest_extent(info: TiledInfo) -> Extent:
     """Of the image size with most tokens."""
-    return extent(info, info.get_image_size_with_most_features(), {})
+    return predict_extent(info, info.get_image_size_with_most_features(), {})
 
 
 class TiledVision(Vision):
@@ -56,7 +56,7 @@ class TiledVision(Vision):
         super().__init__(model, served)
         self.side = isqrt(self.tile_tokens())
         reads = "cls_attention" in self.needs
-        self._heard = HeardAttention(self.last_attention()) if reads else None
+        self._heard = AttentionHook(self.last_attention()) if reads else None
 
     @abstractmethod
     def tile_tokens(self) -> int:
@@ -70,16 +70,16 @@ class TiledVision(Vision):
     def rows(self, tiles: Tensor) -> Tensor:
         """``(M, n, D)`` of tiles ``(M, 3, H, W)``, as the stock model makes them."""
 
-    def images(self, inputs: Given) -> list[Shown]:
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`."""
         tiles, counts = inputs[self.pixels], inputs[self.counts]
         assert isinstance(tiles, Tensor) and isinstance(counts, Tensor)
         return [
-            Shown({self.pixels: part}, len(part) * self.side**2)
+            ModelImage({self.pixels: part}, len(part) * self.side**2)
             for part in tiles.split(counts.tolist())
         ]
 
-    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`."""
         counts = [len(image[self.pixels]) for image in images]
         rows = self.rows(torch.cat([image[self.pixels] for image in images]))

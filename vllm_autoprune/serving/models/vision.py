@@ -13,25 +13,25 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
-from vllm_autoprune.serving.batch import ModelParts
 from vllm_autoprune.serving.compat import embed_without_lora
-from vllm_autoprune.serving.features import FeatureCache, ImageFeatures, TowerFeatures
-from vllm_autoprune.serving.plan import NO_KEY, Key
-from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
-from vllm_autoprune.serving.served import ServedState
+from vllm_autoprune.serving.shared.plan import NO_KEY, Key
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.batch import ModelParts
+from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 
-Given = Mapping[str, Tensor | list[Tensor]]
+EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
 
-Inputs = Mapping[str, Tensor]
+ImageInputs = Mapping[str, Tensor]
 """What of them belongs to one image."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ModelImage:
     """One image as it reaches the model; tokens is N, what the unpruned model makes of it."""
 
-    inputs: Inputs
+    inputs: ImageInputs
     tokens: int
 
 
@@ -75,7 +75,7 @@ class Vision(ABC):
         self.served = served
         self.needs = served.needs
         self._model = model
-        self._relevance: Relevance | None = None
+        self._relevance: RelevanceSpace | None = None
 
     # ---- what a backbone says ----
 
@@ -85,11 +85,11 @@ class Vision(ABC):
         """The vision tower; vLLM leaves a ``StageMissingLayer`` where no images are served."""
 
     @abstractmethod
-    def images(self, inputs: Given) -> list[Shown]:
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """The images of one call of ``embed_multimodal``, one by one."""
 
     @abstractmethod
-    def encode(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """One pass of the vision tower over these images."""
 
     def project(self, rows: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Vision(ABC):
         """A parameter of the vision tower: its device and dtype."""
         return next(self.tower(self._model).parameters())
 
-    def relevance(self) -> Relevance | None:
+    def relevance(self) -> RelevanceSpace | None:
         """Where relevance is measured, loaded at first use.
 
         That is at the end of weight loading, or while profiling where weights are dummies; both
@@ -135,7 +135,7 @@ class Vision(ABC):
         self.relevance()
 
     def features(
-        self, keys: Sequence[Key], images: Sequence[Inputs], profile: bool = False
+        self, keys: Sequence[Key], images: Sequence[ImageInputs], profile: bool = False
     ) -> list[ImageFeatures]:
         """Features of every image: cached ones, and one pass for each image not seen yet.
 
@@ -150,7 +150,7 @@ class Vision(ABC):
             for at, (key, image) in enumerate(zip(keys, images, strict=True))
         ]
         known: dict[Hashable, ImageFeatures] = {}
-        missing: dict[Hashable, Inputs] = {}
+        missing: dict[Hashable, ImageInputs] = {}
         for entry, image in zip(entries, images, strict=True):
             if entry in known or entry in missing:
                 continue
@@ -167,12 +167,12 @@ class Vision(ABC):
                     self.cache.put(entry, features)
         return [known[entry] for entry in entries]
 
-    def _encoded(self, images: Sequence[Inputs]) -> list[ImageFeatures]:
+    def _encoded(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         self.runs += 1
         return self.encode(images)
 
 
-def batches(sizes: Sequence[int], bound: int) -> Iterator[slice]:
+def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
     """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one."""
     start, held = 0, 0
     for at, size in enumerate(sizes):
@@ -184,7 +184,7 @@ def batches(sizes: Sequence[int], bound: int) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def describe_geometry(image: Inputs) -> Hashable:
+def describe_geometry(image: ImageInputs) -> Hashable:
     """Shapes of an image's tensors, and the numbers that say how its patches or tiles lie.
 
     Those are integers that vLLM leaves on the CPU; nothing on a device is read.
@@ -199,12 +199,12 @@ def describe_geometry(image: Inputs) -> Hashable:
     )
 
 
-def each_image(inputs: Given) -> list[dict[str, Tensor]]:
+def split_by_image(inputs: EncoderInputs) -> list[dict[str, Tensor]]:
     """Fields that hold one entry an image, stacked or in a list, as one mapping an image."""
     names = list(inputs)
     return [dict(zip(names, parts, strict=True)) for parts in zip(*inputs.values(), strict=True)]
 
 
-def stacked(images: Sequence[Inputs], name: str) -> Tensor:
+def stack_field(images: Sequence[ImageInputs], name: str) -> Tensor:
     """One field of images of one shape, ``(B, ...)``."""
     return torch.stack([image[name] for image in images])

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.choice import called_by, choose_for
-from vllm_autoprune.serving.placeholders import Extent
-from vllm_autoprune.serving.request import read_request
-from vllm_autoprune.serving.rules import RequestRules
+from vllm_autoprune.serving.api.pruning_choice import resolve_choices, state_label
+from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.request_rules import RequestRules
 
 TOKENS, BUDGET, TEXT, KV_BYTES = 144, 8, 20, 3072
 
@@ -71,11 +71,11 @@ class PlannedReplies:
     def _plan(self, body: Body) -> int:
         """Prompt tokens of a request, which is counted; raises AutopruneError."""
         kwargs = body.get("mm_processor_kwargs")
-        request = read_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
+        request = parse_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
         images = json.dumps(body["messages"]).count('"type": "image_url"')
-        choices = choose_for(self._state, request, [Extent(TOKENS)] * images)
+        choices = resolve_choices(self._state, request, [Extent(TOKENS)] * images)
         kept = sum(choice.kept for choice in choices)
-        called = called_by(self._state, request)
+        called = state_label(self._state, request)
         self.counts[f'autoprune_requests_total{{policy="{called}"}}'] += 1
         self.counts[f'autoprune_images_total{{keep="{request.keep}"}}'] += images
         self.counts['autoprune_visual_tokens_total{stage="before"}'] += images * TOKENS

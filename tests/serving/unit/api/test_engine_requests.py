@@ -1,0 +1,190 @@
+"""What is handed to the engine is checked and counted; whatever is not, is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.serving.unit.samples import served
+from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api.engine_requests import (
+    ImageCounts,
+    RenderedHashes,
+    wrap_add_request,
+    wrap_process_inputs,
+)
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+
+pytestmark = pytest.mark.compat
+
+PLAN = ItemPlan(8, (1, 2), (3,))
+PIXELS = torch.arange(12.0).reshape(3, 2, 2)
+CHOICES = (ImageChoice(8, 144, "state"), ImageChoice(16, 144, "state"))
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was counted, in place of the process's own counters."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(engine_requests, "count_request", lambda *said: found.append(said))
+    monkeypatch.setattr(
+        engine_requests, "count_refused_request", lambda: found.append(("refused",))
+    )
+    monkeypatch.setattr(engine_requests, "_waiting", engine_requests._waiting.copy())
+    return found
+
+
+def feature(row: object, placeholders: int = 8, **how: Any) -> Any:
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+    )
+
+    data = MultiModalKwargsItem(
+        {
+            FIELD: MultiModalFieldElem(
+                cast("Any", row), MultiModalBatchedField(**{"keep_on_cpu": True, **how})
+            ),
+            "pixel_values": MultiModalFieldElem(PIXELS, MultiModalBatchedField()),
+        }
+    )
+    position = SimpleNamespace(get_num_embeds=lambda: placeholders)
+    return SimpleNamespace(data=data, mm_position=position)
+
+
+def processed(
+    prompt: object,
+    features: list[Any],
+    *,
+    fails: bool = False,
+    stock: bool = False,
+    salt: str | None = None,
+) -> Any:
+    """A request that vLLM's own step has made of a prompt, or refused."""
+
+    def process_inputs(self: object, request_id: str, given: object) -> object:
+        if fails:
+            raise ValueError("longer than the maximum model length")
+        return SimpleNamespace(
+            request_id=f"{request_id}-random",
+            external_req_id=request_id,
+            mm_features=features,
+            cache_salt=salt,
+        )
+
+    config = SimpleNamespace(
+        autoprune=None if stock else served(),
+        get_vocab_size=lambda: 100,
+        get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
+    )
+    owner = SimpleNamespace(model_config=config)
+    step: Any = wrap_process_inputs(process_inputs)
+    return step(owner, "mine", prompt)
+
+
+def hand_over(request: object, *, fails: bool = False) -> None:
+    def add_request(self: object, given: object) -> None:
+        if fails:
+            raise RuntimeError("too many requests wait")
+
+    step: Any = wrap_add_request(add_request)
+    step(SimpleNamespace(), request)
+
+
+def prompt() -> dict[str, object]:
+    hashes = RenderedHashes({"image": ["a", "b"]}, ImageCounts("autoprune", CHOICES, 7))
+    return {"type": "multimodal", "mm_hashes": hashes}
+
+
+def test_a_request_counts_when_it_is_handed_over(counted: list[Any]) -> None:
+    request = processed(prompt(), [feature(PLAN.encode())])
+    assert counted == []
+    hand_over(request)
+    assert counted == [("autoprune", CHOICES, 7)]
+
+
+def test_a_request_that_is_refused_after_rendering_does_not_count(counted: list[Any]) -> None:
+    with pytest.raises(ValueError, match="model length"):
+        processed(prompt(), [feature(PLAN.encode())], fails=True)
+    with pytest.raises(RuntimeError):
+        hand_over(processed(prompt(), [feature(PLAN.encode())]), fails=True)
+    assert counted == []
+
+
+def test_samples_and_beams_of_a_request_count_once(counted: list[Any]) -> None:
+    one = prompt()
+    for _ in range(3):  # a beam search hands over every beam, token by token
+        request = processed(one, [feature(PLAN.encode())])
+        hand_over(request)
+        hand_over(request)  # and n > 1 hands over each sample
+    assert len(counted) == 1
+
+
+def test_two_requests_count_twice_and_others_not_at_all(counted: list[Any]) -> None:
+    for _ in range(2):
+        hand_over(processed(prompt(), [feature(PLAN.encode())]))
+    assert len(counted) == 2
+    hand_over(processed({"type": "token"}, []))
+    hand_over(processed("a raw prompt", []))
+    hand_over(processed(prompt(), [feature(PLAN.encode())], stock=True))
+    assert len(counted) == 2
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_requests, "MAX_WAITING", 3)
+    for _ in range(9):
+        processed(prompt(), [feature(PLAN.encode())])
+    assert len(engine_requests._waiting) <= 3
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (feature(PLAN.encode(), 9), "9 placeholders"),
+        (feature(PLAN.encode()[:3]), "3 numbers"),
+        (feature([PLAN.encode()]), "64-bit"),
+        (feature(PLAN.encode(), keep_on_cpu=False), "on the CPU"),
+        (feature(ItemPlan(8, (1, 2), (100,)).encode()), "vocabulary"),
+        (feature(ItemPlan(8, (1, 2), profile=True).encode()), "profiling"),
+    ],
+)
+def test_a_plan_that_was_not_made_here_is_checked(
+    counted: list[Any], found: Any, said: str
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    with pytest.raises(VLLMValidationError, match=said):  # answered by 400
+        processed(made_elsewhere, [found])
+    assert counted == [("refused",)]
+    processed(made_elsewhere, [found], stock=True)
+
+
+def test_a_sound_plan_and_what_has_none_are_let_through() -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    known = SimpleNamespace(data=None)
+    other = SimpleNamespace(data={"pixel_values": torch.zeros(1)})
+    cached = feature(None)
+    request = processed(made_elsewhere, [known, other, cached, feature(PLAN.encode())])
+    assert len(request.mm_features) == 4
+
+
+def test_features_of_a_plan_made_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:
+    """Under a key of the client's choice they would answer for another image."""
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    keys = {}
+    for name, forged, salt in (
+        ("one", (1, 2), None),
+        ("same", (3, 4), None),
+        ("salted", (1, 2), "s"),
+    ):
+        image = feature(ItemPlan(8, forged, (3,)).encode())
+        processed(made_elsewhere, [image], salt=salt)
+        keys[name] = ItemPlan.decode(image.data[FIELD].data).key
+    assert keys["one"] == keys["same"] not in ((1, 2), (3, 4))
+    assert keys["salted"] != keys["one"]

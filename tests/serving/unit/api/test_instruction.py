@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from vllm_autoprune.serving.api.instruction import extract_instructions, extract_prompt_instruction
+
+URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+IMAGES: list[dict[str, Any]] = [
+    URL,
+    {**URL, "uuid": "a"},
+    {"type": "image_url", "image_url": None, "uuid": "a"},
+    {"type": "image_pil", "image_pil": object()},
+    {"type": "input_image", "image_url": "http://x/y.png"},
+    {"type": "image_embeds", "image_embeds": "AA=="},
+    {"image_url": "http://x/y.png"},
+    {"image_pil": None, "uuid": "a"},
+]
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def user(*parts: object) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_every_way_to_send_an_image(image: dict[str, Any]) -> None:
+    assert extract_instructions([user(image, text("what?"))]) == ["what?"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [text("what?"), {"type": "input_text", "text": "what?"}, {"text": "what?"}, "what?"],
+)
+def test_every_way_to_send_a_text(said: object) -> None:
+    assert extract_instructions([user(URL, said)]) == ["what?"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "audio_url", "audio_url": {"url": "http://x/y.wav"}},
+        {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "text", "text": None},
+        {"type": "text"},
+        {},
+        None,
+        3,
+    ],
+)
+def test_other_parts_are_neither_image_nor_text(part: object) -> None:
+    assert extract_instructions([user(part, text("what?"))]) == []
+    assert extract_instructions([user(part, URL, text("what?"))]) == ["what?"]
+
+
+def test_text_before_and_after_the_image_belongs_to_it() -> None:
+    assert extract_instructions([user(text(" look: "), URL, text("what?\n"))]) == ["look: \nwhat?"]
+
+
+def test_several_images_of_a_turn_share_its_text() -> None:
+    assert extract_instructions([user(URL, text("same?"), URL)]) == ["same?", "same?"]
+
+
+def test_images_of_several_turns_have_each_their_own() -> None:
+    talk = [user(URL, text("first")), {"role": "assistant", "content": "a"}, user(text("2nd"), URL)]
+    assert extract_instructions(talk) == ["first", "2nd"]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "It is red."},
+        {"role": "user", "content": "And now?"},
+        user(text("And now?")),
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ],
+)
+def test_other_turns_change_nothing(turn: dict[str, Any]) -> None:
+    talk = [user(URL, text("what?"))]
+    assert extract_instructions([turn, *talk]) == extract_instructions([*talk, turn]) == ["what?"]
+
+
+def test_a_system_prompt_is_not_part_of_it() -> None:
+    for content in ("Be brief.", [text("Be brief.")]):
+        talk = [{"role": "system", "content": content}, user(URL, text("what?"))]
+        assert extract_instructions(talk) == ["what?"]
+
+
+def test_an_image_without_text_has_an_empty_instruction() -> None:
+    assert (
+        extract_instructions([user(URL)]) == extract_instructions([user(URL, text("  "))]) == [""]
+    )
+
+
+def test_a_conversation_without_images_has_none() -> None:
+    assert extract_instructions([{"role": "user", "content": "hi"}, user(text("hi"))]) == []
+    assert extract_instructions([]) == []
+    assert extract_instructions(["not a message", None]) == []
+
+
+IMAGE = 9
+WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", IMAGE: "<image>"}
+
+
+def decode(ids: Sequence[int]) -> str:
+    return " ".join(WORDS[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "suffix", "expected"),
+    [
+        ([1, IMAGE, 3, 2], " ASSISTANT:", "what?"),
+        ([1, IMAGE, 3, 2], "", "what? ASSISTANT:"),
+        ([1, IMAGE, 3], " ASSISTANT:", "what?"),
+        ([1, 3, IMAGE, 4, 2], " ASSISTANT:", "where?"),
+        ([1, IMAGE, 3, IMAGE, 4, 2], " ASSISTANT:", "where?"),
+        ([1, IMAGE, 3, 2, 1, 4, 2], " ASSISTANT:", "what? ASSISTANT: USER: where?"),
+        ([1, IMAGE, 2], " ASSISTANT:", ""),
+        ([IMAGE], " ASSISTANT:", ""),
+        ([1, 3, 2], " ASSISTANT:", "USER: what?"),
+        ([], " ASSISTANT:", ""),
+    ],
+)
+def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str) -> None:
+    assert extract_prompt_instruction(ids, IMAGE, decode, suffix) == expected

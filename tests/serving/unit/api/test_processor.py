@@ -1,0 +1,198 @@
+"""The processor of tiny models, without an engine: identities, keys and plans of what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+
+from tests.serving.unit.samples import served
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
+from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.shared.plan import FIELD, NO_KEY, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
+
+pytestmark = pytest.mark.compat
+
+QWEN = "Qwen2_5_VLForConditionalGeneration"
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    noise = numpy.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=numpy.uint8)
+    return Image.fromarray(noise)
+
+
+SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2)
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What one request became: identities, plans where items were sent along, placeholders."""
+
+    identities: list[str]
+    plans: list[ItemPlan | None]
+    lengths: list[int]
+
+    @property
+    def keys(self) -> list[tuple[int, int] | None]:
+        return [None if plan is None else plan.key for plan in self.plans]
+
+
+class Sender:
+    """A tiny Qwen2.5-VL's processor, with vLLM's cache before an engine or without one."""
+
+    def __init__(self, folder: Any, budget: int) -> None:
+        from vllm.config import ModelConfig
+        from vllm.multimodal.processing import InputProcessingContext
+        from vllm.tokenizers import get_tokenizer
+
+        config = ModelConfig(model=str(folder), max_model_len=1024, dtype="float32")
+        attach(config, ATTRIBUTE, served(budget=budget))
+        module, _, name = BACKBONES[QWEN].model.partition(":")
+        factories = vars(import_module(module))[name]._processor_factory
+        context = InputProcessingContext(config, get_tokenizer(str(folder)))
+        self._processor = factories.build_processor(context)
+        self._config = config
+        self.cache: Any = None
+
+    def with_cache(self) -> Sender:
+        from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+
+        self.cache = LruKeyReplicatedSenderCache(self._config)
+        return self
+
+    def send(
+        self,
+        images: Sequence[Image.Image | None],
+        uuids: Sequence[str | None] | None = None,
+        salt: str = "",
+        **entry: object,
+    ) -> Processed:
+        from vllm.multimodal.processing import ProcessorInputs
+        from vllm.multimodal.processing.context import TimingContext
+
+        info = self._processor.info
+        prompt = info.get_tokenizer().encode("user " + "<|image_pad|> " * len(images) + "what")
+        kwargs = {REQUEST_FIELD: {"instructions": ["what"] * len(images), **entry}}
+        inputs = ProcessorInputs(
+            prompt,
+            info.parse_mm_data({"image": list(images)}),
+            None if uuids is None else {"image": list(uuids)},
+            hf_processor_mm_kwargs={**kwargs, **({SALT: CacheSalt(salt)} if salt else {})},
+            cache=self.cache,
+        )
+        made = self._processor.apply(inputs, TimingContext(enabled=False))
+        return Processed(
+            list(made["mm_hashes"]["image"]),
+            [
+                None if item is None else ItemPlan.decode(item[FIELD].data)
+                for item in made["mm_kwargs"]["image"]
+            ],
+            [place.get_num_embeds() for place in made["mm_placeholders"]["image"]],
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def without_cache(folder: Any) -> Sender:
+    return Sender(folder, budget=8)
+
+
+@pytest.fixture
+def sender(folder: Any) -> Sender:
+    return Sender(folder, budget=8).with_cache()
+
+
+def test_features_are_kept_by_content_whatever_an_image_is_called(without_cache: Sender) -> None:
+    unnamed = without_cache.send([LARGE, OTHER])
+    one_name = without_cache.send([LARGE, OTHER], ["x", "x"])
+    # What vLLM itself calls images where both of its caches are off; a client may send it too.
+    counted = without_cache.send([LARGE], ["renderer0-mm-7-image-0"])
+    assert unnamed.keys == one_name.keys
+    assert len({*unnamed.keys, NO_KEY}) == 3
+    assert counted.keys == unnamed.keys[:1]
+
+
+def test_pruned_images_are_identified_by_content(without_cache: Sender) -> None:
+    unnamed = without_cache.send([LARGE, OTHER])
+    assert without_cache.send([LARGE, OTHER], ["x", "x"]).identities == unnamed.identities
+    assert len(set(unnamed.identities)) == 2
+    assert all(int(identity, 16) and len(identity) == 64 for identity in unnamed.identities)
+
+
+def test_a_whole_image_is_called_what_stock_vllm_calls_it_and_not_kept(
+    without_cache: Sender,
+) -> None:
+    sent = without_cache.send([SMALL, LARGE], ["x", "x"])
+    assert sent.identities[0] == "x" != sent.identities[1]
+    assert sent.keys[0] == NO_KEY != sent.keys[1]
+    assert sent.lengths == [4, 8]
+
+
+def test_one_name_for_two_sizes_in_two_requests(sender: Sender) -> None:
+    """Each has its own identity, its own plan and as many placeholders as without a name."""
+    alone = [sender.send([image]) for image in (SMALL, LARGE, OTHER)]
+    named = [sender.send([image], ["x"]) for image in (SMALL, LARGE, OTHER)]
+    assert [sent.lengths for sent in named] == [sent.lengths for sent in alone] == [[4], [8], [8]]
+    assert [sent.identities for sent in named[1:]] == [sent.identities for sent in alone[1:]]
+
+
+def test_a_name_alone_is_the_image_last_sent_under_it(sender: Sender) -> None:
+    first = sender.send([LARGE], ["x"])
+    assert sender.send([None], ["x"]) == Processed(first.identities, [None], first.lengths)
+    second = sender.send([OTHER], ["x"])
+    assert sender.send([None], ["x"]).identities == second.identities != first.identities
+
+
+def test_a_name_alone_that_nobody_sent_is_refused(sender: Sender) -> None:
+    sender.send([LARGE], ["x"])
+    for uuid, salt in (("y", ""), ("x", "a tenant")):
+        with pytest.raises(ValueError, match="data is not provided"):
+            sender.send([None], [uuid], salt)
+
+
+def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
+    sent = [sender.send([LARGE], salt=salt) for salt in ("", "a", "b")]
+    assert len({one.identities[0] for one in sent}) == 3
+    assert len({one.keys[0] for one in sent}) == 3
+    assert None not in [one.keys[0] for one in sent], "sent by the cache of another tenant"
+    assert sender.send([LARGE], salt="a").plans == [None]
+
+
+def test_a_salt_that_a_request_writes_itself_is_none(without_cache: Sender) -> None:
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    processor = without_cache._processor
+    prompt = processor.info.get_tokenizer().encode("user <|image_pad|> what")
+    said = {SALT: "a", REQUEST_FIELD: {"instructions": ["what"]}}
+    items = processor.info.parse_mm_data({"image": [LARGE]})
+    made = processor.apply(
+        ProcessorInputs(prompt, items, hf_processor_mm_kwargs=said), TimingContext(enabled=False)
+    )
+    assert made["mm_hashes"]["image"] == without_cache.send([LARGE]).identities
+
+
+def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
+    draws = [
+        without_cache.send([image], [uuid], salt, keep="random").plans[0]
+        for image, uuid, salt in (
+            (LARGE, "one", ""),
+            (LARGE, "two", ""),
+            (LARGE, "one", "tenant"),
+            (OTHER, "one", ""),
+        )
+    ]
+    first, renamed, salted, other = [plan.key[0] for plan in draws if plan is not None]
+    assert first == renamed == salted != other

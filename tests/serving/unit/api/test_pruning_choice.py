@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.serving.unit.samples import served
+from tests.tpdsl.samples import edited, shipped
+from vllm_autoprune import BudgetError, RequestError, load_state
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices
+from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
+from vllm_autoprune.serving.shared.served_state import NEEDS, ServedState
+from vllm_autoprune.serving.shared.state_codec import decode_state, encode_state
+
+N = 144
+
+
+def server(level: Any = "states", least: int = 1, most: int = 65536, **more: Any) -> ServedState:
+    return dataclasses.replace(served(), rules=RequestRules(level, least, most), **more)
+
+
+def chosen(asked: object, *sizes: int, on: ServedState | None = None) -> tuple[ImageChoice, ...]:
+    images = [Extent(size) for size in sizes or (N,)]
+    return resolve_choices(on or server(), parse_request(asked), images)
+
+
+def kept(asked: object, *sizes: int, on: ServedState | None = None) -> list[int]:
+    return [choice.kept for choice in chosen(asked, *sizes, on=on)]
+
+
+def refused(asked: object, *sizes: int, on: ServedState | None = None) -> str:
+    with pytest.raises((RequestError, BudgetError)) as caught:
+        chosen(asked, *sizes, on=on)
+    return str(caught.value)
+
+
+def test_nothing_asked_is_what_the_server_runs() -> None:
+    for level in LEVELS:
+        one, small = chosen(None, N, 5, on=server(level))
+        assert (one.kept, one.keep, one.state) == (8, "state", b"")
+        assert one.identity == served().state.digest
+        assert small == ImageChoice(5, 5, "state")
+
+
+def test_a_budget_for_each_or_for_all() -> None:
+    assert kept({"budget": 16}, N, N) == [16, 16]
+    assert kept({"budget": [16, 4]}, N, N) == [16, 4]
+    assert kept({"budget": {"shared": 33}}, N, N) == [17, 16]
+    assert kept({"budget": {"shared": 33}}, 10, N) == [10, 23]
+    assert kept({"budget": 4096}, N) == [N]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"budget": [16]}, "1 budgets for 2 images"),
+        ({"budget": [16, 8, 4]}, "3 budgets for 2 images"),
+        ({"budget": {"shared": 1}}, "1 tokens for 2 images"),
+        ({"budget": {"shared": -5}}, "-5 tokens"),
+        ({"budget": 0}, "K = 0"),
+        ({"budget": [8, -1]}, "K = -1"),
+        ({"budget": 10**30}, "is not a number of tokens"),
+    ],
+)
+def test_budgets_that_cannot_be(asked: object, said: str) -> None:
+    assert said in refused(asked, N, N)
+
+
+def test_a_range_bounds_every_way_to_ask() -> None:
+    bounded = server(least=8, most=64)
+    for asked in (
+        {"budget": 7},
+        {"budget": 65},
+        {"budget": [64, 65]},
+        {"budget": {"shared": 14}},
+        {"budget": {"shared": 140}},
+        {"enabled": False},
+        {"policy": edited(shipped(), {"/budget": {"atom": "fixed_budget@128"}})},
+    ):
+        assert "8 to 64" in refused(asked, N, N, on=bounded)
+    assert kept({"budget": [8, 64]}, N, N, on=bounded) == [8, 64]
+    assert kept(None, N, N, on=server(least=16, most=64)) == [8, 8]
+    assert kept({"policy": "visionzip", "budget": 64}, on=bounded) == [64]
+
+
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [
+        ({"budget": 8}, "budget"),
+        ({"keep": "random"}, "budget"),
+        ({"enabled": False}, "budget"),
+        ({"policy": "visionzip"}, "policies"),
+        ({"policy": shipped()}, "states"),
+    ],
+    ids=str,
+)
+def test_each_field_belongs_to_a_level(asked: object, least: Any) -> None:
+    for level in LEVELS:
+        rules = RequestRules(level)
+        if rules.allows(least):
+            chosen(asked, on=server(level))
+        else:
+            said = refused(asked, on=server(level))
+            assert f"--autoprune-requests {least}" in said
+
+
+def test_a_budget_that_follows_the_tiles() -> None:
+    tiled = edited(shipped(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
+    images = [Extent(N, tiles=3), Extent(N, tiles=1)]
+    request = parse_request({"policy": tiled})
+    assert [c.kept for c in resolve_choices(server(), request, images)] == [30, 10]
+    with pytest.raises(RequestError, match="K = 30"):
+        resolve_choices(server(most=20), request, images)
+
+
+def test_no_pruning_is_what_stock_vllm_does() -> None:
+    (choice,) = chosen({"enabled": False})
+    assert choice.whole
+    assert (choice.kept, choice.needs, choice.state) == (N, frozenset(), b"")
+
+
+def test_a_policy_brings_its_state_its_budget_and_its_identity() -> None:
+    (own,) = chosen({"policy": "visionzip"})
+    state = load_state("visionzip")
+    assert own.kept == min(state.budget.range()[1], N)
+    assert own.identity == state.digest != chosen(None)[0].identity
+    assert decode_state(own.state).digest == state.digest
+    (other,) = chosen({"policy": "visionzip", "budget": 7})
+    assert (other.kept, other.state) == (7, encode_state(state))
+
+
+def test_what_a_choice_reads_is_what_its_policy_reads() -> None:
+    assert chosen(None)[0].reads_instruction
+    assert not chosen({"policy": "visionzip", "budget": 8})[0].reads_instruction
+    assert chosen({"policy": "fastv", "budget": 8})[0].needs >= {"language"}
+    assert chosen({"keep": "random"})[0].needs == frozenset()
+    assert chosen({"budget": N})[0].needs == frozenset()
+
+
+def test_a_server_that_brings_states_makes_all_it_can_and_refuses_the_rest() -> None:
+    assert server("budget").needs == served().needs
+    assert server("policies").needs == set(NEEDS)
+    poor = server(lacks=(("language", "--enable-lora: because"),))
+    assert poor.needs == set(NEEDS) - {"language"}
+    said = refused({"policy": "fastv", "budget": 8}, on=poor)
+    assert "'language' (--enable-lora: because)" in said
+    assert kept({"policy": "visionzip", "budget": 8}, on=poor) == [8]
+    # What keeps everything reads nothing.
+    assert kept({"policy": "fastv", "budget": N}, on=poor) == [N]

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api.request_fields import (
+    MAX_PROBLEMS,
+    PruningRequest,
+    SharedBudget,
+    parse_request,
+)
+from vllm_autoprune.serving.shared.plan import CHOOSERS
+
+
+def test_nothing_asked_is_the_server_s_own_choice() -> None:
+    nothing = PruningRequest(budget=None, policy=None, enabled=True, keep="state")
+    assert parse_request(None) == parse_request({}) == nothing
+
+
+def test_everything_asked_is_read() -> None:
+    for keep in CHOOSERS:
+        asked = {"budget": 16, "keep": keep, "instructions": ["what?", ""]}
+        found = parse_request(asked)
+        assert (found.budget, found.keep, found.instructions) == (16, keep, ["what?", ""])
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"), [(16, 16), ([16, 8], (16, 8)), ({"shared": 24}, SharedBudget(shared=24))]
+)
+def test_the_three_forms_of_a_budget(asked: object, read: object) -> None:
+    assert parse_request({"budget": asked}).budget == read
+
+
+def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
+    assert parse_request({"policy": "visionzip"}).policy == "visionzip"
+    state = {"schema": "x", "name": [{"deep": None}]}
+    assert parse_request({"policy": state}).policy == state
+    assert not parse_request({"enabled": False}).enabled
+
+
+@pytest.mark.parametrize(
+    ("asked", "where"),
+    [
+        ({"budget": []}, "budget"),
+        ({"budget": [8, True]}, "budget"),
+        ({"budget": [8, None]}, "budget"),
+        ({"budget": {}}, "budget"),
+        ({"budget": {"shared": 1.0}}, "budget"),
+        ({"budget": {"shared": 8, "by": "size"}}, "budget"),
+        ({"budget": {"total": 8}}, "budget"),
+        ({"policy": 3}, "policy"),
+        ({"policy": ["visionzip"]}, "policy"),
+        ({"enabled": "false"}, "enabled"),
+        ({"enabled": 0}, "enabled"),
+        ({"enabled": None}, "enabled"),
+        ({"strange": 1}, "strange"),
+        ({3: 1}, None),
+        ({"budget": "16"}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": 16.0}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"buget": 16}, "buget"),
+        ({"keep": "best"}, "keep"),
+        ({"keep": None}, "keep"),
+        ({"instructions": "what?"}, "instructions"),
+        ({"instructions": [1]}, "instructions/0"),
+        ([16], None),
+        (16, None),
+        ("16", None),
+        (True, None),
+    ],
+    ids=repr,
+)
+def test_anything_else_is_refused_with_its_place(asked: object, where: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(asked)
+    (problem,) = caught.value.problems
+    entry = "mm_processor_kwargs/autoprune"
+    assert problem.where == (entry if where is None else f"{entry}/{where}")
+    assert problem.fix
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"budget": "x", "keep": "y", "z": 1})
+    assert {p.where.rpartition("/")[2] for p in caught.value.problems} == {"budget", "keep", "z"}
+    assert isinstance(caught.value, ValueError)  # vLLM answers those by 400
+
+
+def test_an_answer_stays_short_whatever_is_asked() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({"x" * 10_000 + str(i): "y" * 10_000 for i in range(1000)})
+    assert len(caught.value.problems) <= MAX_PROBLEMS
+    assert len(str(caught.value)) < 10_000
+
+
+@pytest.mark.parametrize("key", ["a\nERROR forged line", "\x1b[2J", "\u2028", "x" * 10_000 + "\n"])
+def test_a_key_that_a_client_made_up_is_told_on_one_short_line(key: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request({key: 1, "budget": {key: 2}})
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 3  # the subject and two problems
+    assert all(line.isprintable() and len(line) < 300 for line in lines)

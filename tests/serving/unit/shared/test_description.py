@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.serving.unit.samples import served
+from vllm_autoprune import load_state
+from vllm_autoprune.serving.shared.description import describe_as_json, format_summary
+from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.text_tower import TextTower
+
+TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
+
+
+def test_one_line_says_what_will_happen_and_why() -> None:
+    said = format_summary(served(budget=16))
+    assert "\n" not in said
+    assert served().state.digest[:12] in said
+    assert "keeps 16 tokens of an image, by --autoprune-budget" in said
+    assert "base policy cdpruner" in said
+    assert "because no --autoprune-text-tower is given" in said
+    assert "requests may set nothing, because no --autoprune-requests is given" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget": 32}, "keeps 32 tokens of an image, as the state has it"),
+        ({"tower": TOWER}, "relevance by CLIP text tower some/clip, sign -1, because its config"),
+        ({"rules": RequestRules("none", stated=True)}, "nothing, by --autoprune-requests none"),
+        ({"rules": RequestRules("budget", 8, 64, True)}, "their budget, 8 to 64 tokens"),
+        ({"rules": RequestRules("states", stated=True)}, "any state, 1 to 65536 tokens"),
+    ],
+)
+def test_each_reason(changes: dict[str, object], said: str) -> None:
+    changed = dataclasses.replace(served(), **changes)  # type: ignore[arg-type]
+    assert said in format_summary(changed)
+
+
+def test_relevance_is_told_only_where_it_is_read() -> None:
+    blind = ServedState("LlavaForConditionalGeneration", load_state("visionzip"), 64, None, 0)
+    assert "relevance" not in format_summary(blind)
+    assert describe_as_json(blind)["relevance"] is None
+
+
+def test_clients_are_told_no_path(tmp_path: Path) -> None:
+    local = dataclasses.replace(TOWER, path=str(tmp_path))
+    here = dataclasses.replace(served(), tower=local)
+    assert str(tmp_path) in format_summary(here)
+    told = json.dumps(describe_as_json(here))
+    assert str(tmp_path) not in told and tmp_path.name not in told
+    assert "CLIP text tower from a local folder, sign -1" in told
+    hub = describe_as_json(dataclasses.replace(served(), tower=TOWER))["relevance"]
+    assert hub == "CLIP text tower some/clip, sign -1, because its config says so"
+
+
+def test_data_has_policy_digest_and_evidence() -> None:
+    state = load_state("visionzip")
+    told = describe_as_json(ServedState("LlavaForConditionalGeneration", state, 64, None, 0))
+    assert (told["state"], told["digest"], told["base_policy"]) == (
+        "visionzip",
+        state.digest,
+        "visionzip",
+    )
+    assert told["evidence"] == state.provenance.model_dump(mode="json")
+    assert told["budget"] == {"k": 64, "follows_image_size": False, "q_e": 0, "r_min": 64}

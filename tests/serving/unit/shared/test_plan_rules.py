@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.unit.batches import blind, images, parts
+from tests.serving.unit.samples import served
+from tests.tpdsl.samples import state
+from vllm_autoprune import RequestError, load_state
+from vllm_autoprune.serving.shared.plan import ItemPlan
+from vllm_autoprune.serving.shared.plan_rules import PlanRules
+from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
+from vllm_autoprune.serving.shared.state_codec import encode_state
+from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.plan_reader import PlanReader
+
+WORDS = 100
+OWN = encode_state(state({"/constraints/selector/q_e": 3}))
+SHIPPED = encode_state(load_state("visionzip"))
+
+
+def rules(level: Any = "states", most: int = 64, **more: Any) -> PlanRules:
+    allowed = RequestRules(level, 1, most, stated=True, **more)
+    return PlanRules(dataclasses.replace(served(), rules=allowed), WORDS)
+
+
+def plan(**more: Any) -> ItemPlan:
+    return ItemPlan(**{"budget": 8, "key": (1, 2), "instruction": (3,), **more})
+
+
+def refused(made: ItemPlan, by: PlanRules, placeholders: int | None = None) -> str:
+    with pytest.raises(RequestError) as caught:
+        by.check(made, made.budget if placeholders is None else placeholders)
+    assert "autoprune_plan" in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_the_server_s_own_api_makes_is_allowed() -> None:
+    for level in LEVELS:
+        rules(level).check(plan(), 8)
+    rules("budget").check(plan(budget=64, keep="random"), 64)
+    rules("policies").check(plan(state=SHIPPED), 8)
+    rules("states").check(plan(state=OWN), 8)
+
+
+@pytest.mark.parametrize(
+    ("made", "level", "said"),
+    [
+        (plan(profile=True), "states", "profiling"),
+        (plan(budget=65), "states", "K = 65"),
+        (plan(budget=9), "none", "K = 9"),
+        (plan(keep="random"), "none", "keep = 'random'"),
+        (plan(instruction=(WORDS,)), "none", "vocabulary of 100"),
+        (plan(language=(2**40,)), "none", "vocabulary of 100"),
+        (plan(state=SHIPPED), "budget", "they may set budget"),
+        (plan(state=OWN), "policies", "does not ship"),
+        (plan(state=b"{}"), "states", "cannot be served"),
+        (plan(state=b"\xff" * 9), "states", "cannot be served"),
+        (plan(state=OWN + b" "), "states", "canonical"),
+        (plan(state=encode_state(load_state("fastv"))), "states", "reads language"),
+    ],
+    ids=str,
+)
+def test_a_forged_plan_is_refused(made: ItemPlan, level: Any, said: str) -> None:
+    by = rules(level)
+    if "reads" in said:
+        lacking = dataclasses.replace(by.served, lacks=(("language", "not here"),))
+        by = PlanRules(lacking, WORDS)
+    assert said in refused(made, by)
+
+
+def test_a_plan_has_as_many_rows_as_the_prompt_has_room_for() -> None:
+    assert "8 tokens for 32 placeholders" in refused(plan(), rules(), 32)
+
+
+def test_a_state_that_is_too_dear_is_refused() -> None:
+    assert "--autoprune-request-cost" in refused(plan(state=OWN), rules(cost=1.0))
+
+
+def test_the_text_tower_has_words_of_its_own() -> None:
+    tower = TextTower("some/clip", 1, "because", 77, 768, 1024, vocabulary=10)
+    by = PlanRules(dataclasses.replace(served(), tower=tower), WORDS)
+    by.check(plan(instruction=(9,), language=(99,)), 8)
+    assert "vocabulary of 10" in refused(plan(instruction=(10,)), by)
+
+
+def read(row: object, by: PlanRules) -> tuple[ItemPlan, FallbackReporter]:
+    reporter = FallbackReporter()
+    (found,) = PlanReader(by, reporter, torch.device("cpu")).read([row])
+    return found, reporter
+
+
+def test_the_worker_reads_a_sound_plan_as_it_is() -> None:
+    for made in (plan(), plan(state=OWN), plan(keep="random"), plan(budget=8, profile=True)):
+        found, reporter = read(made.encode(), rules())
+        assert found == made
+        assert reporter.meter.errors == {}
+
+
+def test_the_worker_carries_out_another_plan_where_it_must() -> None:
+    found, reporter = read(plan(state=OWN).encode(), rules("budget"))
+    assert (found.state, found.keep, found.budget) == (b"", "state", 8)
+    assert reporter.meter.errors == {"RequestError": 1}
+    assert reporter.meter.counts_on_host()["reference", "plan"] == 1
+    found, _ = read(plan(instruction=(WORDS,), language=(WORDS,)).encode(), rules())
+    assert (found.instruction, found.language) == ((), ())
+    found, _ = read(plan(keep="random").encode(), rules("none"))
+    assert found.keep == "state"
+    for junk in (None, torch.zeros(3), torch.full((20,), -1), "no plan", [1, 2]):
+        found, reporter = read(junk, rules())
+        assert (found.budget, found.keep, found.state) == (8, "reference", b"")
+        assert sum(reporter.meter.errors.values()) == 1
+
+
+def test_a_plan_whose_budget_its_state_cannot_have_has_its_rows() -> None:
+    strict = PlanRules(served({"/constraints/selector/r_min": 8}), WORDS)
+    found, reporter = read(plan(budget=4).encode(), strict)
+    assert (found.budget, found.keep, reporter.meter.errors) == (4, "reference", {})
+    limited = PlanRules(served({"/budget/limit": 32}), WORDS)
+    assert read(plan(budget=33).encode(), limited)[0].keep == "random"
+
+
+def test_whatever_is_read_can_be_carried_out() -> None:
+    source = torch.Generator().manual_seed(0)
+    rows = [
+        torch.randint(-3, 12, (length,), generator=source) for length in range(60) for _ in range(9)
+    ]
+    sound = plan(state=OWN, language=(4, 5)).encode()
+    for place in range(len(sound)):
+        for value in (-(2**63), -1, 0, 1, 7, 35, 36, 2**31, 2**63 - 1):
+            rows.append(sound.index_fill(0, torch.tensor([place]), value))
+    own = dataclasses.replace(blind(), rules=RequestRules("states"))
+    reporter = FallbackReporter()
+    plans = PlanReader(PlanRules(own, WORDS), reporter, torch.device("cpu")).read(rows)
+    kept = [one for one in plans if not one.profile and one.budget <= 36]
+    assert len(kept) > 400
+    for one in kept:
+        (row,) = prune_images(SelectionContext(own, parts(), reporter), [one], images(1))
+        assert row.shape[0] == one.budget

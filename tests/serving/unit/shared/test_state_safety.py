@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.serving.unit.refusals import refusal
+from tests.serving.unit.samples import vllm_config
+from tests.tpdsl.samples import edited, shipped, state
+from vllm_autoprune import PruningPolicy, SafetyRecord, VisualTokens
+from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+
+DIVPRUNE: dict[str, object] = {"/base_policy": {"name": "divprune"}}
+CHECKS = ["preserve_budget", "no_shape_change", "deterministic"]
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base policy that gives one token twice, which no state can fix."""
+    sound = BASE_POLICIES["divprune"]
+
+    def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        found = sound.select(params, tokens, budget).picks
+        return ReferenceSelection(torch.cat([found[:, :1], found[:, :-1]], dim=1))
+
+    monkeypatch.setitem(BASE_POLICIES, "divprune", dataclasses.replace(sound, function=repeats))
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_state_that_breaks_its_promises_serves_its_base_policy(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    data = edited(shipped(), DIVPRUNE)
+    found = resolve_settings({"state": data}, vllm_config())
+    assert not found.policy().refines
+    assert found.state.digest == state(DIVPRUNE).without_exchange().digest
+    (record,) = logged.records
+    assert record.levelname == "WARNING"
+    assert "valid_indices" in record.getMessage()
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_state_that_may_not_fall_back_is_refused() -> None:
+    data = edited(shipped(), {**DIVPRUNE, "/safety": CHECKS})
+    (problem,) = refusal({"state": data})
+    assert problem.where == "state#/safety"
+    assert "valid_indices" in problem.what
+    assert "fallback_to_selection" in problem.fix
+
+
+def test_a_sound_state_is_served_as_it_is(logged: pytest.LogCaptureFixture) -> None:
+    for changes in ({}, {"/safety": CHECKS}):
+        found = resolve_settings(
+            {"state": edited(shipped(), {**DIVPRUNE, **changes})}, vllm_config()
+        )
+        assert found.policy().refines
+    assert logged.records == []
+
+
+def test_start_up_does_not_wait_for_a_large_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def noted(policy: PruningPolicy) -> SafetyRecord:
+        checked.append(policy.budget)
+        return SafetyRecord(())
+
+    monkeypatch.setattr("vllm_autoprune.serving.shared.state_safety.safety_check", noted)
+    for budget in (16, 256, 4096):
+        resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
+    data = edited(shipped(), large)
+    resolve_settings({"state": data, "budget": 4096}, vllm_config())
+    assert checked == [16, 256, 256, 512]

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.serving.unit.refusals import places, refusal
+from tests.serving.unit.samples import vllm_config
+from tests.tpdsl.samples import edited, shipped
+from vllm_autoprune.serving.startup.config import resolve_settings
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (vllm_config(architecture="PixtralForConditionalGeneration"), "has no pruned form"),
+        (
+            vllm_config(
+                vision_config=SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
+            ),
+            "no [CLS] token",
+        ),
+        (vllm_config(vision_feature_layer=[-2, -5]), "several vision layers"),
+        (vllm_config(vision_feature_select_strategy="full"), "'full'"),
+    ],
+    ids=["architecture", "SigLIP", "layers", "strategy"],
+)
+def test_a_model_that_cannot_be_pruned(config: Any, said: str) -> None:
+    (problem,) = refusal({"state": "autoprune"}, config)
+    assert problem.where == "model"
+    assert said in problem.what
+
+
+def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert places({"state": "autoprune"}) == ["VLLM_USE_RUST_FRONTEND"]
+
+
+def test_lora_on_the_vision_tower() -> None:
+    for wanted, refused in ((True, True), (False, False)):
+        config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=wanted))
+        if refused:
+            assert places({"state": "autoprune"}, config) == ["--enable-tower-connector-lora"]
+        else:
+            assert resolve_settings({"state": "autoprune"}, config).budget == 32
+
+
+@pytest.mark.parametrize("name", ["cudagraph_mm_encoder", "compile_mm_encoder"])
+def test_a_vision_tower_that_nothing_can_listen_to(name: str) -> None:
+    config = vllm_config(compiled={name: True})
+    assert places({"state": "autoprune"}, config) == [f"--compilation-config {name}"]
+    assert (
+        resolve_settings({"state": "autoprune"}, vllm_config(compiled={name: False})).budget == 32
+    )
+
+
+def _of(base: str) -> dict[str, object]:
+    """Settings of a state whose base policy is another one."""
+    return {"state": edited(shipped(), {"/base_policy": {"name": base}})}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"model_type": "qwen2"}, "'qwen2'"),
+        ({"bos_token_id": None}, "bos_token_id None"),
+        ({"max_position_embeddings": 832}, "832 is below 833"),
+    ],
+)
+def test_a_language_model_that_cannot_be_read(text: dict[str, object], said: str) -> None:
+    config = vllm_config()
+    resolve_settings(_of("fastv"), config)
+    vars(config.model_config.hf_config.text_config).update(text)
+    (problem,) = refusal(_of("fastv"), config)
+    assert said in problem.what
+    resolve_settings(_of("divprune"), config)  # it matters only to who reads it
+
+
+def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
+    config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
+    config.parallel_config.pipeline_parallel_size = 2
+    assert places(_of("fastv"), config) == ["--enable-lora", "--pipeline-parallel-size"]
+    resolve_settings(_of("divprune"), config)
+
+
+def test_what_cannot_be_read_limits_only_what_requests_may_bring() -> None:
+    config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
+    found = resolve_settings({"state": "autoprune", "requests": "states"}, config)
+    ((need, reason),) = found.lacks
+    assert (need, reason.partition(":")[0]) == ("language", "--enable-lora")
+    assert found.needs == {"cls_attention", "instruction", "tower", "next_layer"}
+    resolve_settings({"state": "autoprune", "requests": "budget:16-64"}, config)
+
+
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_a_tower_that_is_read_to_its_end_has_no_next_layer(layer: int) -> None:
+    resolve_settings(_of("prumerge_plus"), vllm_config())
+    (problem,) = refusal(_of("prumerge_plus"), vllm_config(vision_feature_layer=layer))
+    assert "last layer" in problem.what
+    resolve_settings(_of("visionzip"), vllm_config(vision_feature_layer=layer))

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.serving.unit.conftest import TinyClip
+from tests.serving.unit.refusals import places, refusal
+from tests.serving.unit.samples import LLAVA, describe, vllm_config
+from tests.tpdsl.samples import edited, shipped, state
+from vllm_autoprune.serving.shared.text_tower import SIGN_KEY
+from vllm_autoprune.serving.startup.config import resolve_settings
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST
+from vllm_autoprune.tpdsl.states.load import shipped_states
+
+MISSING = "atom-that-is-not"
+TOWER = "--autoprune-text-tower"
+
+
+@pytest.mark.parametrize("form", ["name", "path", "path as text", "json", "dict", "state"])
+def test_a_state_may_be_given_in_every_form(form: str) -> None:
+    file = shipped_states()["autoprune"]
+    given: Mapping[str, object] = {
+        "name": "autoprune",
+        "path": file,
+        "path as text": str(file),
+        "json": file.read_text(),
+        "dict": shipped(),
+        "state": state(),
+    }
+    found = resolve_settings({"state": given[form]}, vllm_config())
+    assert found.state.digest == state().digest
+    assert (found.architecture, found.budget, found.tower) == (LLAVA, 32, None)
+    assert found.cache_bytes == 1 << 28
+
+
+@pytest.mark.parametrize("budget", [64, "64", " 64 "], ids=repr)
+def test_a_budget_of_its_own(budget: object) -> None:
+    found = resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+    assert found.budget == found.policy().budget == 64
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)],
+    ids=repr,
+)
+def test_a_cache_of_its_own(size: object, count: int) -> None:
+    found = resolve_settings({"state": "autoprune", "feature_cache_gb": size}, vllm_config())
+    assert found.cache_bytes == count
+
+
+def test_a_text_tower_of_its_own(tiny_clip: TinyClip) -> None:
+    settings = {"state": "autoprune", "text_tower": str(tiny_clip.folder)}
+    found = resolve_settings(settings, vllm_config())
+    assert found.tower is not None
+    assert (found.tower.path, found.tower.sign) == (str(tiny_clip.folder), -1)
+
+
+@pytest.mark.parametrize("settings", ["autoprune", 3, None, ["autoprune"], True], ids=repr)
+def test_settings_that_are_no_object(settings: object) -> None:
+    assert places(settings) == ["additional_config/autoprune"]
+
+
+def test_a_setting_that_nobody_knows() -> None:
+    (problem,) = refusal({"state": "autoprune", "buget": 3})
+    assert problem.where == "additional_config/autoprune/buget"
+    assert "budget" in problem.fix
+
+
+@pytest.mark.parametrize("settings", [{}, {"from_flags": True}, {"state": None}], ids=repr)
+def test_no_state(settings: object) -> None:
+    (problem,) = refusal(settings)
+    assert problem.where == "--autoprune-state"
+    assert "no state is given" in problem.what
+
+
+def test_a_budget_without_a_state() -> None:
+    assert places({"budget": 64}) == ["--autoprune-state"]
+    assert places({"budget": "0"}) == ["--autoprune-state", "--autoprune-budget"]
+
+
+def test_a_file_that_is_missing_and_a_name_that_is_nearly_one() -> None:
+    (problem,) = refusal({"state": "autoprun"})
+    assert problem.where == "--autoprune-state autoprun#"
+    assert "no such file" in problem.what
+    assert "did you mean 'autoprune'?" in problem.fix
+
+
+def test_a_file_that_is_not_json(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    file.write_text("state: 3")
+    (problem,) = refusal({"state": str(file)})
+    assert problem.where == f"--autoprune-state {file}#"
+    assert "not JSON" in problem.what
+
+
+def nested(depth: int) -> list[object]:
+    inner: list[object] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, nested(100_000), 10**5000, b"bytes"], ids=["set", "deep", "huge", "bytes"]
+)
+def test_a_dictionary_that_is_no_json_is_told_as_every_other_problem(value: object) -> None:
+    (problem,) = refusal({"state": {"schema": value}})
+    assert problem.where == "#" and problem.what.startswith("not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer", "said"),
+    [
+        ({"/schema": "autoprune-state/9"}, "/schema", "autoprune-state/9"),
+        ({"/scoring/fusion/atom": MISSING}, "/scoring/fusion/atom", MISSING),
+        ({"/constraints/selector/q_e": -1}, "/constraints/selector/q_e", "-1"),
+        ({"/reassembly/strenth": 1}, "/reassembly/strenth", "not a known field"),
+    ],
+    ids=["version", "atom", "parameter", "field"],
+)
+def test_a_state_with_a_mistake_is_pointed_at(
+    tmp_path: Path, changes: dict[str, object], pointer: str, said: str
+) -> None:
+    data = edited(shipped(), {"/reassembly": {"atom": "mean_residual"}, **changes})
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(data))
+    (in_file,) = refusal({"state": str(file)})
+    assert in_file.where == f"--autoprune-state {file}#{pointer}"
+    assert said in in_file.what
+    (in_settings,) = refusal({"state": data})
+    assert in_settings.where == f"#{pointer}"
+
+
+@pytest.mark.parametrize("budget", [0, -1, "0", "-1", 65537], ids=repr)
+def test_a_budget_that_is_no_number_of_tokens(budget: object) -> None:
+    (problem,) = refusal({"state": "autoprune", "budget": budget})
+    assert problem.where.startswith("--autoprune-budget")
+    assert str(budget) in problem.what
+
+
+@pytest.mark.parametrize("budget", ["x", "1.5", 1.5, "", True, [8]], ids=repr)
+def test_a_budget_that_is_no_whole_number(budget: object) -> None:
+    (problem,) = refusal({"state": "autoprune", "budget": budget})
+    assert problem.where == "--autoprune-budget"
+    assert "not a whole number" in problem.what
+
+
+def test_a_budget_above_the_state_s_limit() -> None:
+    data = edited(shipped(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
+    assert resolve_settings({"state": data, "budget": 48}, vllm_config()).budget == 48
+    (problem,) = refusal({"state": data, "budget": 64})
+    assert problem.where == "--autoprune-budget#/budget/limit"
+    assert "48" in problem.fix
+
+
+def test_a_budget_below_the_reference_tokens_to_be_kept() -> None:
+    data = edited(shipped(), {"/constraints/selector/r_min": 24})
+    (problem,) = refusal({"state": data, "budget": 16})
+    assert problem.where == "--autoprune-budget#/constraints/selector/r_min"
+    assert "24" in problem.what and "16" in problem.what
+
+
+@pytest.mark.parametrize("size", [-1, "-0.1", "nan", float("nan"), "inf", "much", 1025], ids=repr)
+def test_a_cache_that_is_no_size(size: object) -> None:
+    (problem,) = refusal({"state": "autoprune", "feature_cache_gb": size})
+    assert problem.where == "--autoprune-feature-cache-gb"
+
+
+def test_rules_for_requests_that_are_none() -> None:
+    assert places({"state": "autoprune", "requests": "everything"}) == ["--autoprune-requests"]
+
+
+@pytest.fixture
+def towers(tmp_path: Path) -> dict[str, Path]:
+    """Text towers with one mistake each."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "siglip"}')
+    return {
+        "missing": tmp_path / "nowhere",
+        "not CLIP": other,
+        "no tokenizer": describe(tmp_path / "bare", tokenizer=False),
+        "bad sign": describe(tmp_path / "sign", {SIGN_KEY: 2}),
+    }
+
+
+def test_a_text_tower_with_a_mistake(towers: dict[str, Path]) -> None:
+    for path in towers.values():
+        assert places({"state": "autoprune", "text_tower": str(path)}) == [f"{TOWER} {path}"]
+
+
+def test_a_text_tower_of_another_vision_tower(tmp_path: Path) -> None:
+    folder = describe(tmp_path)
+    vision = SimpleNamespace(model_type="clip_vision_model", hidden_size=1024)
+    settings = {"state": "autoprune", "text_tower": str(folder)}
+    (problem,) = refusal(settings, vllm_config(vision_config=vision))
+    assert problem.where == f"{TOWER} {folder}"
+    assert "24 wide, the model's 1024" in problem.what
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    settings = {
+        "state": edited(shipped(), {"/schema": 1}),
+        "budget": "x",
+        "text_tower": str(tmp_path),
+        "feature_cache_gb": "x",
+        "buget": 1,
+    }
+    assert set(places(settings, vllm_config(architecture="Other"))) == {
+        "#/schema",
+        "--autoprune-budget",
+        f"{TOWER} {tmp_path}",
+        "--autoprune-feature-cache-gb",
+        "additional_config/autoprune/buget",
+        "VLLM_USE_RUST_FRONTEND",
+        "model",
+    }
+
+
+def test_the_bound_on_states_of_requests() -> None:
+    assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.cost == DEFAULT_COST
+    found = resolve_settings({"state": "autoprune", "request_cost": "750"}, vllm_config()).rules
+    assert (found.cost, found.level) == (750.0, "budget")
+    for wrong in ("much", 0, -1, "nan", "inf", 1e9):
+        settings = {"state": "autoprune", "request_cost": wrong}
+        assert places(settings) == ["--autoprune-request-cost"]

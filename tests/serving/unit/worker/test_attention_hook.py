@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm_autoprune.serving.worker import attention_hook
+from vllm_autoprune.serving.worker.attention_hook import AttentionHook
+
+HEADS, WIDTH = 2, 4
+
+
+class Attention(nn.Module):
+    """As vLLM's ``MMEncoderAttention`` is called."""
+
+    num_heads, scale = HEADS, 0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+def plain(query: Tensor, key: Tensor) -> Tensor:
+    """``(n,)`` of one sequence, head by head."""
+    heads = [
+        (query[:, h] @ key[:, h].T * Attention.scale).softmax(dim=-1).mean(dim=0)
+        for h in range(HEADS)
+    ]
+    return torch.stack(heads).mean(dim=0)
+
+
+def _made(*shape: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=source), torch.randn(*shape, generator=source)
+
+
+def test_a_batch_of_sequences() -> None:
+    module = Attention()
+    listening = AttentionHook(module)
+    query, key = _made(3, 7, HEADS * WIDTH)
+    module(query, key, key)
+    for received, q, k in zip(listening.take(), query, key, strict=True):
+        expected = plain(q.view(7, HEADS, WIDTH), k.view(7, HEADS, WIDTH))
+        torch.testing.assert_close(received, expected)
+        torch.testing.assert_close(received.sum(), torch.tensor(1.0))
+
+
+def test_sequences_one_behind_another_see_only_themselves() -> None:
+    module = Attention()
+    listening = AttentionHook(module)
+    query, key = _made(1, 9, HEADS, WIDTH)
+    module(query=query, key=key, value=key)
+    first, second = listening.take([4, 5])
+    torch.testing.assert_close(first, plain(query[0, :4], key[0, :4]))
+    torch.testing.assert_close(second, plain(query[0, 4:], key[0, 4:]))
+
+
+def test_queries_are_taken_a_few_at_a_time() -> None:
+    module = Attention()
+    listening = AttentionHook(module)
+    query, key = _made(1, attention_hook._AT_ONCE + 3, HEADS, WIDTH)
+    module(query, key, key)
+    (received,) = listening.take()
+    torch.testing.assert_close(received, plain(query[0], key[0]))

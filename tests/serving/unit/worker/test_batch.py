@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.unit.batches import N, blind, images, parts, plan, pruned
+from tests.serving.unit.samples import rows_of, served
+from vllm_autoprune import PruningPolicy, VisualTokens
+from vllm_autoprune.serving.worker import batch as under_test
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.selection import select_with_fallback
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+
+
+@pytest.fixture
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Budget and batch size of every selection that is run."""
+    run: list[tuple[int, int]] = []
+
+    def noted(
+        policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
+    ) -> RefinedTokens:
+        run.append((policy.budget, tokens.batch))
+        return select_with_fallback(policy, tokens, reporter)
+
+    monkeypatch.setattr(under_test, "select_with_fallback", noted)
+    return run
+
+
+def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
+    selections: list[tuple[int, int]],
+) -> None:
+    shown = images(6)
+    plans = [plan(8), plan(4, ids=(1,)), plan(8, ids=(2,)), plan(12), plan(4), plan(8, ids=(3,))]
+    together = pruned(plans, shown)
+    assert sorted(selections) == [(4, 2), (8, 3), (12, 1)]
+    for one, rows, asked in zip(shown, together, plans, strict=True):
+        assert rows.shape == (asked.budget, 16)
+        kept = rows_of(one, rows)
+        assert kept == sorted(set(kept))
+        assert torch.equal(rows, pruned([asked], [one])[0])
+
+
+def test_the_instruction_is_the_image_s_own() -> None:
+    (one,) = images(1)
+    first, second = pruned([plan(8, ids=(1,)), plan(8, ids=(2,))], [one, one])
+    assert rows_of(one, first) != rows_of(one, second)
+    assert torch.equal(second, pruned([plan(8, ids=(2,))], [one])[0])
+
+
+def test_nothing_is_selected_or_copied_where_everything_is_kept(
+    selections: list[tuple[int, int]],
+) -> None:
+    one, other = images(2)
+    all_rows, few = pruned([plan(N), plan(8)], [one, other])
+    assert all_rows is one.regions[0].projected
+    assert few.shape == (8, 16)
+    assert selections == [(8, 1)]
+
+
+def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
+    shown = images(3)
+    rows = pruned([plan(8, profile=True)] * 3, shown)
+    assert all(torch.equal(r, i.rows()) for r, i in zip(rows, shown, strict=True))
+    assert selections == [(8, 3)]
+
+
+def test_the_reference_alone_is_the_base_policy_s_selection(
+    selections: list[tuple[int, int]],
+) -> None:
+    (one,) = images(1)
+    alone = served({"/constraints/selector/q_e": 0})
+    (kept,) = pruned([plan(8, keep="reference")], [one])
+    assert torch.equal(kept, pruned([plan(8)], [one], alone)[0])
+    wide = served({"/constraints/selector/q_e": 8})
+    assert not torch.equal(kept, pruned([plan(8)], [one], wide)[0])
+    assert selections == [(8, 1)] * 3
+
+
+def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
+    one, other = images(2)
+    drawn = pruned(
+        [plan(8, 5, keep="random"), plan(8, 6, keep="random"), plan(8, 5, (9,), keep="random")],
+        [one, one, other],
+    )
+    first, second, third = (rows_of(i, r) for i, r in zip([one, one, other], drawn, strict=True))
+    assert first == third == sorted(set(first))
+    assert first != second
+    assert rows_of(one, pruned([plan(8, 5, keep="random")], [one])[0]) == first
+
+
+def test_a_random_keep_takes_a_key_below_zero() -> None:
+    (one,) = images(1)
+    (rows,) = pruned([plan(8, -(2**63), keep="random")], [one])
+    assert rows.shape == (8, 16)
+
+
+def test_keeps_of_one_budget_do_not_mix() -> None:
+    (one,) = images(1)
+    plans = [plan(8, 5, keep="random"), plan(8, 5), plan(8, 5, keep="reference")]
+    together = pruned(plans, [one] * 3)
+    assert all(
+        torch.equal(rows, pruned([asked], [one])[0])
+        for rows, asked in zip(together, plans, strict=True)
+    )
+
+
+@pytest.mark.parametrize("off", [-3, 1])
+def test_a_policy_with_another_number_of_rows_still_fills_its_placeholder(
+    off: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would cut a row too many off in silence; one too few would end its engine."""
+
+    def wrong(policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter) -> Any:
+        return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
+
+    monkeypatch.setattr(under_test, "select_with_fallback", wrong)
+    reporter = FallbackReporter()
+    with caplog.at_level("ERROR", "vllm.autoprune"):
+        (rows,) = prune_images(SelectionContext(served(), parts(), reporter), [plan(8)], images(1))
+    assert rows.shape[0] == 8
+    assert reporter.meter.errors == {"SelectionError": 1}
+    assert f"{8 + off} rows for a placeholder of 8" in caplog.text
+
+
+@pytest.mark.parametrize("budget", [N + 1, 4 * N])
+def test_an_image_smaller_than_its_plan_still_fills_its_placeholder(budget: int) -> None:
+    """Its rows, then the last one again: vLLM's engine ends where rows are missing."""
+    shown, reporter = images(2), FallbackReporter()
+    large, small = prune_images(
+        SelectionContext(served(), parts(), reporter), [plan(budget), plan(8)], shown
+    )
+    assert torch.equal(large[:N], shown[0].rows())
+    assert torch.equal(large[N:], shown[0].rows()[-1:].expand(budget - N, -1))
+    assert small.shape[0] == 8
+    assert reporter.meter.errors == {"SelectionError": 1}
+
+
+def test_a_policy_that_raises_still_answers_for_every_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> RefinedTokens:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
+    reporter = FallbackReporter()
+    shown = images(2)
+    rows = prune_images(SelectionContext(served(), parts(), reporter), [plan(8), plan(4)], shown)
+    assert [r.shape[0] for r in rows] == [8, 4]
+    assert reporter.meter.errors == {"RuntimeError": 2}
+
+
+def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = torch.full((1, 2, 16), 7.0)
+
+    def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        return ReferenceSelection(torch.arange(budget - 2)[None], extra=extra)
+
+    real = BASE_POLICIES["cdpruner"]
+    told = dataclasses.replace(real, needs=frozenset(), function=two_more)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    (one,) = images(1)
+    reporter = FallbackReporter()
+    (rows,) = prune_images(SelectionContext(blind(), parts(), reporter), [plan(8)], [one])
+    assert reporter.meter.errors == {}
+    assert torch.equal(rows[:6], one.rows()[:6])
+    assert torch.equal(rows[6:], extra[0])

@@ -1,0 +1,134 @@
+"""What of an image and of the model a policy is given to read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.serving.unit.batches import GRID, N, Space, blind, images, parts, plan, pruned
+from tests.serving.unit.samples import region
+from vllm_autoprune import VisualTokens
+from vllm_autoprune.serving.shared.plan import Ids
+from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures, TowerFeatures
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.tokens import Need
+
+
+class Prefix:
+    """Layers that never run: it only knows for which image and words it was made."""
+
+    def __init__(self, image: Tensor, ids: Ids) -> None:
+        self.image, self.ids = image, ids
+        self.start, self.layers = 1, 4
+        self.text = torch.ones(1, max(1, len(ids)), dtype=torch.bool)
+
+    def embeddings(self) -> Tensor:
+        return self.image[None]
+
+    def states(self, layer: int) -> Tensor:
+        return self.image[None]
+
+    def normed(self, layer: int) -> Tensor:
+        return self.image[None]
+
+    def keys(self, layer: int) -> Tensor:
+        return self.image[None, None]
+
+    def attention(self, layer: int) -> Tensor:
+        return self.image[None, None]
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
+    """Makes the shipped state's base policy read everything; notes what it was given."""
+    seen: list[VisualTokens] = []
+    real = BASE_POLICIES["cdpruner"]
+
+    def noted(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        seen.append(tokens)
+        return ReferenceSelection(torch.arange(budget).expand(tokens.batch, -1))
+
+    needs: frozenset[Need] = frozenset({"tower", "next_layer", "language"})
+    told = dataclasses.replace(real, needs=needs, function=noted)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    return seen
+
+
+def towered(seed: int) -> ImageFeatures:
+    source = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source)
+
+    tower = TowerFeatures(made(N, 5), made(1, 5), made(N, 3), made(N).abs(), made(N, 5))
+    return ImageFeatures((dataclasses.replace(region(seed, GRID), tower=tower),))
+
+
+def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[VisualTokens]) -> None:
+    shown = [towered(1), towered(2)]
+    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=(7,))]
+    model = ModelParts(lambda rows: 2 * rows, Space(), Prefix)
+    reporter = FallbackReporter()
+    rows = prune_images(SelectionContext(blind(), model, reporter), plans, shown)
+    assert reporter.meter.errors == {}
+    assert [r.shape for r in rows] == [(8, 16)] * 2
+    for tokens, one, asked in zip(reading, shown, plans, strict=True):
+        assert tokens.batch == 1, "instructions differ in length, and nothing may be padded"
+        assert isinstance(tokens.language, Prefix)
+        assert tokens.language.ids == asked.language
+        assert torch.equal(tokens.language.image, one.rows())
+        tower, known = tokens.require_tower(), one.regions[0].tower
+        assert known is not None
+        assert torch.equal(tower.patches[0], known.patches)
+        assert torch.equal(tower.keys[0], known.keys)
+        assert tower.cls is not None and torch.equal(tower.cls[0], known.cls)
+        following = tokens.require_next_layer()
+        found = (following.attention[0], following.keys[0])
+        assert known.next_attention is not None and torch.equal(found[0], known.next_attention)
+        assert known.next_keys is not None and torch.equal(found[1], known.next_keys)
+        assert torch.equal(tower.project(tower.patches), 2 * tower.patches)
+
+
+def test_the_tower_alone_is_read_of_many_images_at_once(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset({"tower"})
+    told = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    shown = [towered(1), towered(2), towered(3)]
+    plans = [plan(8), plan(4), plan(8)]
+    reporter = FallbackReporter()
+    prune_images(SelectionContext(blind(), parts(), reporter), plans, shown)
+    assert reporter.meter.errors == {}
+    assert [tokens.batch for tokens in reading] == [2, 1]
+    assert reading[0].language is None
+    third = shown[2].regions[0].tower
+    assert third is not None
+    assert torch.equal(reading[0].require_tower().patches[1], third.patches)
+
+
+def test_a_state_that_reads_no_instruction_embeds_none() -> None:
+    space = Space()
+    shown = images(2)
+    plans = [plan(8, ids=()), plan(8, ids=())]
+    reporter = FallbackReporter()
+    assert (
+        len(prune_images(SelectionContext(blind("divprune"), parts(space), reporter), plans, shown))
+        == 2
+    )
+    assert (space.asked, reporter.meter.errors) == ([], {})
+
+
+def test_patches_are_compared_where_the_images_have_them() -> None:
+    (one,) = images(1)
+    (whole,) = one.regions
+    mirrored = ImageFeatures((dataclasses.replace(whole, patches=-whole.projected),))
+    itself = ImageFeatures((dataclasses.replace(whole, patches=whole.projected),))
+    plain, same, other = (pruned([plan(8)], [i])[0] for i in (one, itself, mirrored))
+    assert torch.equal(plain, same)
+    assert not torch.equal(plain, other)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from tests.serving.unit.samples import image
+from vllm_autoprune import Grid
+from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.metrics import SELECTION, WorkerMetrics
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+
+def shown(folder: Path) -> dict[str, float]:
+    """What an API server shows of a folder."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
+    lines = generate_latest(registry).decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_what_a_worker_counts_is_shown(tmp_path: Path) -> None:
+    meter, cache = FallbackMeter(), FeatureCache(1 << 20)
+    meter.add(torch.tensor([0, 1, 1, 2], dtype=torch.uint8))
+    meter.add(torch.tensor([1, 0], dtype=torch.uint8), "error")
+    meter.add_error(ValueError("no"))
+    cache.put((1, 1), image(1, Grid(3, 3)))
+    cache.get((1, 1))
+    cache.get((2, 2))
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.running():
+        pass
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        for _ in range(2):  # totals: once more changes nothing
+            worker.publish(watch, meter, cache, 1)
+    found = shown(tmp_path)
+    assert found['autoprune_fallbacks_total{kept="reference",reason="scores"}'] == 2
+    assert found['autoprune_fallbacks_total{kept="uniform",reason="scores"}'] == 1
+    assert found['autoprune_fallbacks_total{kept="reference",reason="error"}'] == 1
+    assert found['autoprune_selection_errors_total{error="ValueError"}'] == 1
+    assert found["autoprune_unsafe_states_total"] == 1
+    assert found["autoprune_feature_cache_hits_total"] == 1
+    assert found["autoprune_feature_cache_misses_total"] == 1
+    assert found["autoprune_feature_cache_bytes"] == cache.held > 0
+    assert found["autoprune_selection_seconds_count"] == 1
+
+
+def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        worker.selections([0.0005, 0.001, 0.3])
+        worker.selections([99.0])
+    found = shown(tmp_path)
+    edges = {f'{SELECTION}_bucket{{le="{edge}"}}': n for edge, n in
+             (("0.001", 2), ("0.25", 2), ("0.5", 3), ("2.5", 3), ("+Inf", 4))}  # fmt: skip
+    assert {name: found[name] for name in edges} == edges
+    assert found[f"{SELECTION}_sum"] == pytest.approx(99.3015)
+
+
+def test_workers_add_up_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for process, hits in ((10, 3), (11, 4)):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        with closing(WorkerMetrics(str(tmp_path))) as worker:
+            worker.total("autoprune_feature_cache_hits", hits)
+    assert shown(tmp_path)["autoprune_feature_cache_hits_total"] == 7
+
+
+def test_a_folder_that_is_not_there_is_told_once(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    """The API server is on another machine."""
+    worker = WorkerMetrics(str(tmp_path / "elsewhere"))
+    for _ in range(3):
+        worker.total("autoprune_feature_cache_hits", 1)
+    (record,) = logged.records
+    assert "elsewhere" in record.getMessage()

@@ -1,0 +1,139 @@
+"""Positions of kept tokens, against a plain placing of whole images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_autoprune.serving.worker.mrope import (
+    compute_input_positions,
+    place_image_tokens,
+    position_channels,
+    position_offsets,
+)
+
+IMAGE, TEXT = 9, 1
+
+
+@dataclass(frozen=True)
+class Place:
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    """As much of vLLM's ``MultiModalFeatureSpec`` as is read."""
+
+    mm_position: Place
+    height: int
+    width: int
+
+
+def stock(ids: list[int], features: list[Any]) -> tuple[Tensor, int]:
+    """Text one by one; an image's tokens by row and column; text goes on past the longer side."""
+    positions, at, next_one = [], 0, 0
+    for feature in sorted(features, key=lambda f: f.mm_position.offset):
+        while at < feature.mm_position.offset:
+            positions.append((next_one,) * 3)
+            at, next_one = at + 1, next_one + 1
+        assert feature.mm_position.length == feature.height * feature.width
+        positions += [
+            (next_one, next_one + y, next_one + x)
+            for y in range(feature.height)
+            for x in range(feature.width)
+        ]
+        at += feature.height * feature.width
+        next_one += max(feature.height, feature.width)
+    while at < len(ids):
+        positions.append((next_one,) * 3)
+        at, next_one = at + 1, next_one + 1
+    return torch.tensor(positions).T, next_one - len(ids)
+
+
+SHAPES = [[(4, 3)], [(3, 5)], [(6, 2), (2, 3)], [(2, 2), (5, 4), (1, 7)]]
+
+
+def _prompt(shapes: list[tuple[int, int]], kept: int | None) -> tuple[list[int], list[Feature]]:
+    """Text, then images of ``kept`` placeholders with two words between them, then text."""
+    ids, features = [TEXT] * 3, []
+    for height, width in shapes:
+        length = height * width if kept is None else min(kept, height * width)
+        features.append(Feature(Place(len(ids), length), height, width))
+        ids += [IMAGE] * length + [TEXT] * 2
+    return ids, features
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
+    shapes: list[tuple[int, int]], step: int
+) -> None:
+    source = torch.Generator().manual_seed(len(shapes))
+    full_ids, full_features = _prompt(shapes, None)
+    full, full_delta = stock(full_ids, full_features)
+    ids, features = _prompt(shapes, 3)
+    unpruned = {i: h * w for i, (h, w) in enumerate(shapes)}
+    positions, delta = compute_input_positions(stock, ids, features, unpruned)
+    assert delta + len(ids) == full_delta + len(full_ids), "decoding goes on at the same position"
+
+    kept, carried = [], []
+    for height, width in shapes:
+        rows = torch.randperm(height * width, generator=source)[:3].sort().values
+        kept.append(rows)
+        carried.append(position_channels(height, width, torch.device("cpu"))[rows].bfloat16())
+    survivors = []
+    left = iter(kept)
+    starts = {f.mm_position.offset: f for f in full_features}
+    inside = 0
+    for at in range(len(full_ids)):
+        if at in starts:
+            survivors += (at + next(left)).tolist()
+            inside = starts[at].mm_position.length
+        if inside:
+            inside -= 1
+        else:
+            survivors.append(at)
+    wanted = full[:, survivors]
+    # Prefill in steps; each is done twice, as after a preemption.
+    for start in range(0, len(ids), step):
+        now = [
+            rows[max(0, start - f.mm_position.offset) : max(0, start + step - f.mm_position.offset)]
+            for f, rows in zip(features, carried, strict=True)
+        ]
+        now = [rows for rows in now if len(rows)]
+        for _ in range(2 if now else 0):
+            positions = place_image_tokens(torch.tensor(ids), positions, now, IMAGE, start)
+    assert torch.equal(positions, wanted)
+
+
+def test_whole_images_are_placed_by_the_stock_code_alone() -> None:
+    ids, features = _prompt([(4, 3), (2, 5)], None)
+    positions, delta = compute_input_positions(stock, ids, features, {0: 12, 1: 10})
+    expected, expected_delta = stock(ids, features)
+    assert torch.equal(positions, expected)
+    assert delta == expected_delta
+
+
+def test_places_survive_the_coarsest_dtype() -> None:
+    """bfloat16 cannot hold 257; the channels can."""
+    carried = position_channels(300, 400, torch.device("cpu")).bfloat16()
+    found = position_offsets(carried)
+    assert torch.equal(found[0], torch.zeros(300 * 400, dtype=torch.int64))
+    assert torch.equal(found[1].view(300, 400)[:, 7], torch.arange(300))
+    assert torch.equal(found[2].view(300, 400)[7], torch.arange(400))
+
+
+def test_an_image_token_that_a_user_typed_stays_where_it_is() -> None:
+    """vLLM takes the first ones for images, so what is typed comes after all kept tokens."""
+    image = 9
+    ids = torch.tensor([5, image, image, 7, image, image, 6])
+    positions = torch.arange(7).expand(3, -1)
+    kept = position_channels(4, 4, torch.device("cpu"))[[2, 13]]
+    placed = place_image_tokens(ids, positions, [kept], image, 0)
+    assert placed[:, 3:].tolist() == positions[:, 3:].tolist()
+    assert placed[:, 1].tolist() == [1, 1, 3]

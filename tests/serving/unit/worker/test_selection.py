@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tpdsl.samples import images, state
+from vllm_autoprune import PruningPolicy, VisualTokens, materialize, refine
+from vllm_autoprune.ops.rowwise import evenly_spaced
+from vllm_autoprune.serving.worker import selection as under_test
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.tpdsl.executor.refine import keep_reference
+
+
+@pytest.fixture
+def policy() -> PruningPolicy:
+    return materialize(state(), 8)
+
+
+def failing(*names: str) -> Any:
+    def fail(*_: object) -> Any:
+        raise RuntimeError(f"broken: {names}")
+
+    return fail
+
+
+def test_a_sound_policy_is_refine(policy: PruningPolicy) -> None:
+    reporter, tokens = FallbackReporter(), images()
+    found, expected = select_with_fallback(policy, tokens, reporter), refine(policy, tokens)
+    assert torch.equal(found.indices, expected.indices)
+    assert torch.equal(found.features, expected.features)
+    assert reporter.meter.counts() == {"none": 2, "reference": 0, "uniform": 0}
+    assert reporter.meter.errors == {}
+
+
+def test_features_that_follow_derivatives_are_no_failure(policy: PruningPolicy) -> None:
+    """vLLM's warm-up on a CPU hands over such."""
+    reporter, tokens = FallbackReporter(), images()
+    tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
+    found = select_with_fallback(policy, tracked, reporter)
+    assert reporter.meter.errors == {} and reporter.meter.counts()["none"] == 2
+    assert torch.equal(
+        found.indices, select_with_fallback(policy, tokens, FallbackReporter()).indices
+    )
+    assert not found.features.requires_grad
+
+
+def test_an_exception_costs_the_exchange_and_not_the_engine(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter, tokens = FallbackReporter(), images()
+    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
+    found = select_with_fallback(policy, tokens, reporter)
+    assert torch.equal(found.indices, keep_reference(policy, tokens).indices)
+    assert reporter.meter.counts() == {"none": 0, "reference": 2, "uniform": 0}
+    assert reporter.meter.errors == {"RuntimeError": 1}
+
+
+def test_a_base_policy_that_raises_leaves_an_even_spread(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter, tokens = FallbackReporter(), images()
+    monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
+    monkeypatch.setattr(under_test, "keep_reference", failing("base"))
+    found = select_with_fallback(policy, tokens, reporter)
+    assert torch.equal(found.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
+    assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 2}
+    assert reporter.meter.errors == {"RuntimeError": 2}
+
+
+def test_an_input_that_is_missing_costs_the_exchange_too() -> None:
+    """The worker made no instruction for a state that reads one."""
+    policy = materialize(state({"/base_policy": {"name": "divprune"}}), 8)
+    reporter, tokens = FallbackReporter(), images()
+    found = select_with_fallback(policy, VisualTokens(tokens.features, tokens.grid), reporter)
+    assert found.indices.shape == (2, 8)
+    assert reporter.meter.errors == {"SelectionError": 1}
+    assert reporter.meter.counts()["reference"] == 2
+
+
+def test_an_interrupt_is_not_swallowed(
+    policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(under_test, "select_tokens", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        select_with_fallback(policy, images(), FallbackReporter())
+
+
+def test_not_a_number_counts_by_image(policy: PruningPolicy) -> None:
+    tokens = images(batch=3)
+    tokens.features[1, 5] = torch.nan
+    reporter = FallbackReporter()
+    select_with_fallback(policy, tokens, reporter)
+    select_with_fallback(policy, tokens, reporter)
+    assert reporter.meter.counts() == {"none": 4, "reference": 0, "uniform": 2}
+
+
+def test_the_meter_adds_up_and_tells_of_each_kind_once(logged: pytest.LogCaptureFixture) -> None:
+    reporter = FallbackReporter()
+    assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 0}
+    for codes in ([0, 0], [1, 0], [1, 1], [0], [2], [2], [1], [0]):
+        reporter.report(torch.tensor(codes, dtype=torch.uint8))
+    assert reporter.meter.counts() == {"none": 5, "reference": 4, "uniform": 2}
+    told = [record.getMessage() for record in logged.records]
+    assert [("reference" in line, "uniform" in line) for line in told] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_nothing_is_told_while_nothing_falls_back(logged: pytest.LogCaptureFixture) -> None:
+    reporter = FallbackReporter()
+    for _ in range(3):
+        reporter.report(torch.zeros(4, dtype=torch.uint8))
+    assert logged.records == []
+
+
+def test_errors_are_logged_once_a_type_with_their_traceback(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    reporter = FallbackReporter()
+    for error in (ValueError("a"), ValueError("b"), KeyError("c")):
+        reporter.report_error(error)
+    assert reporter.meter.errors == {"ValueError": 2, "KeyError": 1}
+    assert [r.exc_info[0] for r in logged.records if r.exc_info] == [ValueError, KeyError]
+
+
+def test_a_random_keep_is_untouched_tokens_in_raster_order() -> None:
+    tokens = images(batch=3)
+    found = select_at_random(8, tokens, [(1, 0), (2, 0), (1, 9)])
+    assert (found.indices.diff(dim=1) > 0).all()
+    rows = [tokens.features[b][found.indices[b]] for b in range(3)]
+    assert torch.equal(found.features, torch.stack(rows))
+    assert torch.equal(found.indices[0], found.indices[2])
+    assert not torch.equal(found.indices[0], found.indices[1])
+    assert (found.fallback == 0).all()

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+
+def test_every_block_is_collected_once() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.collect() == []
+    for seconds in (0.02, 0.0):
+        with watch.running():
+            time.sleep(seconds)
+    first, second = watch.collect()
+    assert 0.02 <= first < 5
+    assert 0 <= second < first
+    assert watch.collect() == []
+
+
+def test_a_block_that_raises_is_not_timed() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    with pytest.raises(RuntimeError), watch.running():
+        raise RuntimeError
+    assert watch.collect() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nobody_waits() -> None:
+    watch = Stopwatch(torch.device("cuda"))
+    with watch.running():
+        torch.cuda._sleep(200_000_000)
+    assert watch.collect() == []
+    torch.cuda.synchronize()
+    (seconds,) = watch.collect()
+    assert seconds > 0.01

@@ -1,0 +1,1 @@
+"""Modules of the API server: request fields, plans, cache identities, the state endpoint."""

@@ -1,0 +1,49 @@
+"""`GET /v1/autoprune`: what this server runs, for people and tools that want to be sure.
+
+Knows nothing about what is told (``describe``). vLLM loads endpoint plugins only where
+``VLLM_PLUGINS`` names them, and below ``/v1`` its API key guards the route.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+
+from vllm_autoprune.serving.shared.description import describe_as_json
+from vllm_autoprune.serving.shared.served_state import served_state
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+    from vllm.tasks import SupportedTask
+
+NAME = "autoprune_endpoint"
+PATH = "/v1/autoprune"
+
+
+class AutopruneEndpoint:
+    """An ``EndpointPlugin`` of vLLM; reads, changes nothing, asks the engine nothing."""
+
+    name = NAME
+    required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
+
+    def __init__(self) -> None:
+        self._told: dict[str, JsonValue] = {"state": None}
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the one route."""
+        app.add_api_route(PATH, self._answer, methods=["GET"])
+
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
+        """Look up what is served, once: it does not change while the server runs."""
+        served = None if engine_client is None else served_state(engine_client.model_config)
+        if served is not None:
+            self._told = describe_as_json(served)
+
+    async def _answer(self) -> dict[str, JsonValue]:
+        return self._told

@@ -1,0 +1,142 @@
+"""Requests as they are handed to the engine: forged plans are refused, images are counted.
+
+Whatever only renders a prompt (``/tokenize``, ``/v1/messages/count_tokens``) or refuses it after
+rendering (too long for the model, too large for the encoder cache) hands nothing over, and so
+nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.feature_keys import add_feature_key
+from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan, plan_error
+from vllm_autoprune.serving.shared.plan_rules import PlanRules
+from vllm_autoprune.serving.shared.served_state import served_state
+
+if TYPE_CHECKING:
+    from vllm.config.multimodal import MMHasherAlgorithm
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+MAX_WAITING = 4096
+"""Requests between the two steps that are remembered; one that is refused in between stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCounts:
+    """What is counted of one request: the name of its policy, its images, bytes of a KV token."""
+
+    policy: str
+    choices: tuple[ImageChoice, ...]
+    kv_bytes: int
+
+
+class RenderedHashes(dict[str, list[str]]):
+    """A rendered request's cache identities, which vLLM passes on as one object, with its counts.
+
+    No client can make one, so it also tells that the plans of the request were made here.
+    """
+
+    def __init__(self, hashes: Mapping[str, list[str]], counts: ImageCounts | None) -> None:
+        super().__init__(hashes)
+        self._counts = counts
+
+    def count(self) -> None:
+        """Count the request, once: beam search hands over the same one for every token."""
+        counts, self._counts = self._counts, None
+        if counts is not None:
+            count_request(counts.policy, counts.choices, counts.kv_bytes)
+
+
+_waiting: OrderedDict[str, RenderedHashes] = OrderedDict()
+
+
+def watch_requests() -> None:
+    """Look at every request that API servers, or `LLM`, hand to the engine."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    wrap(InputProcessor, "process_inputs", wrap_process_inputs)
+    wrap(OutputProcessor, "add_request", wrap_add_request)
+
+
+def wrap_process_inputs(
+    stock: Callable[..., EngineCoreRequest],
+) -> Callable[..., EngineCoreRequest]:
+    """``InputProcessor.process_inputs``: the last step that may refuse a request by 400."""
+
+    from vllm.exceptions import VLLMValidationError
+
+    def process_inputs(
+        self: InputProcessor, request_id: str, prompt: object, *args: object, **named: object
+    ) -> EngineCoreRequest:
+        request = stock(self, request_id, prompt, *args, **named)
+        served = served_state(self.model_config)
+        if served is None or not request.mm_features:
+            return request
+        hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
+        if isinstance(hashes, RenderedHashes):
+            _waiting[request_id] = hashes
+            while len(_waiting) > MAX_WAITING:
+                _waiting.popitem(last=False)
+            return request
+        try:
+            rules = PlanRules(served, self.model_config.get_vocab_size())
+            algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
+            _check(rules, request.mm_features, request.cache_salt or "", algorithm)
+        except AutopruneError as error:
+            count_refused_request()
+            # Of all errors of this step vLLM answers only its own by 400.
+            raise VLLMValidationError(str(error), parameter=FIELD) from None
+        return request
+
+    return process_inputs
+
+
+def wrap_add_request(stock: Callable[..., None]) -> Callable[..., None]:
+    """``OutputProcessor.add_request``: a request that gets here goes to the engine next."""
+
+    def add_request(
+        self: OutputProcessor, request: EngineCoreRequest, *args: object, **named: object
+    ) -> None:
+        stock(self, request, *args, **named)
+        # Several samples of one request (n > 1) share this id; the first of them counts.
+        hashes = _waiting.pop(request.external_req_id or request.request_id, None)
+        if hashes is not None:
+            hashes.count()
+
+    return add_request
+
+
+def _check(
+    rules: PlanRules,
+    features: Sequence[MultiModalFeatureSpec],
+    salt: str,
+    algorithm: MMHasherAlgorithm,
+) -> None:
+    """Refuse plans that were not made here and are not allowed.
+
+    The key of the features is made anew: under the key of another image, the features of this one
+    would be kept for everybody who sends the other.
+    """
+    from vllm.multimodal.inputs import MultiModalBatchedField
+
+    for feature in features:
+        field = None if feature.data is None else feature.data.get(FIELD)
+        if field is None or field.data is None:
+            continue  # another kind of input, or one that the engine has already
+        if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
+            raise plan_error("is not batched on the CPU")
+        plan = ItemPlan.decode(field.data)
+        rules.check(plan, feature.mm_position.get_num_embeds())
+        field.data = add_feature_key(plan, feature.data, salt, algorithm).encode()

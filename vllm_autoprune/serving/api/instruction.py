@@ -1,0 +1,62 @@
+"""The instruction: the text of the user turn that holds an image.
+
+Knows nothing about vLLM; it reads OpenAI-style messages, or a prompt where there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from vllm_autoprune.serving.shared.plan import RELEVANCE_IDS
+
+_LAST_IDS = 4 * RELEVANCE_IDS
+"""Token ids of a prompt that are turned back into text, far more than are read of it."""
+
+_IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
+
+
+def extract_instructions(messages: Sequence[object]) -> list[str]:
+    """One instruction for each image, in the order of the images in the conversation.
+
+    Later turns never change it, so what an image keeps, and its prefix cache, survive a
+    conversation. Other turns and the chat template do not belong to it.
+    """
+    found: list[str] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, Sequence) or isinstance(content, str):
+            continue
+        texts = [text for part in content if (text := _text(part)) is not None]
+        images = sum(_is_image(part) for part in content)
+        found += ["\n".join(texts).strip()] * images
+    return found
+
+
+def _text(part: object) -> str | None:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text"):
+        text = part.get("text")
+        return text if isinstance(text, str) else None
+    return None
+
+
+def _is_image(part: object) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    return kind in _IMAGE_PARTS if kind is not None else any(key in part for key in _IMAGE_PARTS)
+
+
+def extract_prompt_instruction(
+    ids: Sequence[int], image_token: int, decode: Callable[[Sequence[int]], str], suffix: str
+) -> str:
+    """The instruction of a prompt that came without messages: the text after its last image.
+
+    ``suffix`` is what the chat template appends for generation; it is cut off where the prompt
+    ends in it. Later turns cannot be told apart here, so they belong to the instruction.
+    """
+    last = max((i for i, token in enumerate(ids) if token == image_token), default=-1)
+    text = decode(ids[max(last + 1, len(ids) - _LAST_IDS) :]).strip()
+    ending = suffix.strip()
+    return text.removesuffix(ending).strip() if ending else text

@@ -1,0 +1,82 @@
+"""The instruction as token ids, once for each need that reads it, and bounded in length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
+from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from vllm.multimodal.processing import BaseProcessingInfo
+
+LAST_WORDS = LANGUAGE_IDS
+"""Tokens that the language model's first layers see of an instruction: its last ones."""
+
+MAX_CHARACTERS = 16 * RELEVANCE_IDS
+"""Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
+
+In text of words a token has four characters, so that these are more tokens than are ever read.
+"""
+
+
+def truncate_text(text: str) -> str:
+    """The end of an instruction, all that is read of it: a pasted document would take seconds."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    cut = text[-MAX_CHARACTERS:]
+    if text[-MAX_CHARACTERS - 1].isspace():
+        return cut
+    words = cut.split(maxsplit=1)
+    return words[1] if len(words) == 2 else cut
+
+
+def truncate_clip_ids(ids: Ids) -> Ids:
+    """CLIP's token ids of an instruction, at most RELEVANCE_IDS: its start token and the last."""
+    return ids if len(ids) <= RELEVANCE_IDS else (ids[0], *ids[1 - RELEVANCE_IDS :])
+
+
+class InstructionTokenizer:
+    """Tokenizers of one served model and of the text tower beside it."""
+
+    def __init__(self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int) -> None:
+        self._info = info
+        self._tower = tower
+        self._image_token = image_token
+
+    def read(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
+        """Ids for (relevance, language model); empty where nobody reads them."""
+        end = truncate_text(text)
+        said = self._relevance(end) if "instruction" in needs else ()
+        read = self._language(end)[-LANGUAGE_IDS:] if "language" in needs else ()
+        return said, read
+
+    def read_each(
+        self, texts: Sequence[str], needs: Sequence[frozenset[Need]]
+    ) -> list[tuple[Ids, Ids]]:
+        """:meth:`read` of every image of a request: each distinct text is tokenized once."""
+        known: dict[tuple[str, frozenset[Need]], tuple[Ids, Ids]] = {}
+        for key in zip(texts, needs, strict=True):
+            if key not in known:
+                known[key] = self.read(*key)
+        return [known[key] for key in zip(texts, needs, strict=True)]
+
+    @cached_property
+    def _relevance(self) -> Callable[[str], Ids]:
+        if self._tower is None:
+            return lambda text: self._language(text)[-RELEVANCE_IDS:]
+        from transformers import AutoTokenizer
+
+        clip = AutoTokenizer.from_pretrained(self._tower.path)
+        # Not cut to one segment: long instructions become several, as CDPruner's code has it.
+        return lambda text: truncate_clip_ids(
+            tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+        )
+
+    def _language(self, text: str) -> Ids:
+        ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)
+        # A literal image token has no meaning here, and in some models no embedding.
+        return tuple(token for token in ids if token != self._image_token)

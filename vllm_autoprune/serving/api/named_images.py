@@ -1,0 +1,53 @@
+"""Images that requests name by ``uuid``: what was last sent under each name.
+
+A later request may send the name alone (``"image_url": null``). Cache identities of pruned images
+are made of content, so the name has to be resolved before a cache is asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import sha256
+from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.multimodal.parse import ImageSize
+
+MAX_NAMES = 1 << 15
+"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
+
+NamedImage = tuple[str, "ImageSize | None"]
+"""Digest of an image's content, and its size; no size where the name is not known."""
+
+
+class NamedImages:
+    """Content and size by name; names of one cache salt are unknown under another."""
+
+    def __init__(self) -> None:
+        self._images: OrderedDict[bytes, NamedImage] = OrderedDict()
+        self._lock = Lock()  # several renderer threads may share one processor
+
+    def note(self, name: str, salt: str, image: NamedImage) -> None:
+        """Remember what was sent under a name, in the place of what was sent before."""
+        key = _hash_name(name, salt)
+        with self._lock:
+            self._images[key] = image
+            self._images.move_to_end(key)
+            if len(self._images) > MAX_NAMES:
+                self._images.popitem(last=False)
+
+    def find(self, name: str, salt: str) -> NamedImage:
+        """What was sent under a name; a content that no image has where that is not known."""
+        key = _hash_name(name, salt)
+        with self._lock:
+            found = self._images.get(key)
+            if found is None:
+                return f"unknown {key.hex()}", None
+            self._images.move_to_end(key)
+            return found
+
+
+def _hash_name(name: str, salt: str) -> bytes:
+    """Of one length, because a client may send a name of megabytes."""
+    return sha256(repr((name, salt)).encode()).digest()

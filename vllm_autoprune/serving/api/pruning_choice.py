@@ -1,0 +1,159 @@
+"""From a request to what each of its images gets: K, and which policy chooses.
+
+Knows nothing about vLLM, pixels or words: extents of images in, choices out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_autoprune.serving.api.request_fields import PruningRequest, SharedBudget, request_error
+from vllm_autoprune.serving.api.request_state import load_request_state
+from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.plan import Chooser
+from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRules
+from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
+from vllm_autoprune.serving.shared.state_codec import encode_state
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.tokens import Need
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChoice:
+    """One image: the tokens it keeps of those it has, who chooses, and what that reads.
+
+    ``state`` is carried to the workers where the request brought it. ``identity`` says what
+    decides beside image, K and instruction.
+    """
+
+    kept: int
+    tokens: int
+    keep: Chooser
+    needs: frozenset[Need] = frozenset()
+    state: bytes = b""
+    identity: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """True where every token is kept: the image is then what it is in stock vLLM."""
+        return self.kept >= self.tokens
+
+    @property
+    def reads_instruction(self) -> bool:
+        """True where two questions on this image may keep different tokens."""
+        return not self.needs.isdisjoint({"instruction", "language"})
+
+
+def resolve_choices(
+    served: ServedState, request: PruningRequest, images: Sequence[Extent]
+) -> tuple[ImageChoice, ...]:
+    """What a request's images get, in order.
+
+    Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
+    """
+    _permitted(served.rules, request)
+    sizes = [image.tokens for image in images]
+    if not request.enabled:
+        for size in sizes:
+            _within(served.rules, size, "enabled", "all tokens of an image")
+        return tuple(ImageChoice(size, size, request.keep) for size in sizes)
+    state = served.state
+    if request.policy is not None:
+        state = load_request_state(request.policy, served.rules.cost)
+    choices = []
+    for budget, image in zip(_budgets(request, sizes), images, strict=True):
+        size = image.tokens
+        if request.policy is None and budget is None:
+            policy = served.policy(None, request.keep)
+        else:
+            policy = make_policy(state, budget, request.keep)
+            field = "policy" if budget is None else "budget"
+            _within(served.rules, policy.at(size, image.tiles).budget, field, "K")
+        kept = policy.tokens_kept(size, image.tiles)
+        if kept >= size:
+            choices.append(ImageChoice(size, size, request.keep))
+            continue
+        needs = policy.needs if request.keep != "random" else frozenset()
+        _available(served, needs, policy)
+        carried = b"" if request.policy is None else encode_state(state)
+        identity = served.identity_of(state)
+        choices.append(ImageChoice(kept, size, request.keep, needs, carried, identity))
+    return tuple(choices)
+
+
+def state_label(served: ServedState, request: PruningRequest) -> str:
+    """What a request's policy is counted under; a state of its own has no name worth keeping."""
+    if not request.enabled:
+        return "off"
+    if request.policy is None:
+        return served.state.name
+    return request.policy if isinstance(request.policy, str) else "request"
+
+
+def _permitted(rules: RequestRules, request: PruningRequest) -> None:
+    asked: list[tuple[str, Level]] = []
+    if request.budget is not None:
+        asked.append(("budget", "budget"))
+    if request.keep != "state":
+        asked.append(("keep", "budget"))
+    if not request.enabled:
+        asked.append(("enabled", "budget"))
+    if request.policy is not None:
+        asked.append(("policy", "policies" if isinstance(request.policy, str) else "states"))
+    for field, level in asked:
+        if not rules.allows(level):
+            what = f"this server's requests may set: {rules} ({FLAG})"
+            raise request_error(field, what, f"leave it out, or serve with {FLAG} {level}")
+
+
+def _within(rules: RequestRules, budget: int, field: str, name: str) -> None:
+    if not rules.contain(budget):
+        what = f"{name} = {budget}, and requests may ask for {rules.least} to {rules.most}"
+        raise request_error(field, what, "ask for a number in the range")
+
+
+def _budgets(request: PruningRequest, sizes: Sequence[int]) -> Sequence[int | None]:
+    """The budget asked for each image; None: the state's own."""
+    asked = request.budget
+    if isinstance(asked, SharedBudget):
+        if asked.shared < len(sizes):
+            what = f"{asked.shared} tokens for {len(sizes)} images"
+            raise request_error("budget/shared", what, "give at least one token an image")
+        return split_shared_budget(asked.shared, sizes)
+    if isinstance(asked, tuple):
+        if len(asked) != len(sizes):
+            what = f"{len(asked)} budgets for {len(sizes)} images"
+            raise request_error("budget", what, "give one an image, in their order")
+        return asked
+    return [asked] * len(sizes)
+
+
+def _available(served: ServedState, needs: frozenset[Need], policy: PruningPolicy) -> None:
+    missing = needs - served.needs
+    if not missing:
+        return
+    reasons = dict(served.lacks)
+    told = "; ".join(f"{need!r} ({reasons.get(need, 'not set up')})" for need in sorted(missing))
+    what = f"its base policy {policy.base.name!r} or its atoms read what is not made here: {told}"
+    raise request_error("policy", what, "bring a state that does not read it")
+
+
+def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
+    """``total`` tokens over images of these sizes: evenly, earlier images taking the remainder.
+
+    What an image is too small to use goes to the others, evenly again. The budgets add up to
+    ``total``, or to all the tokens there are where that is less.
+    """
+    total = min(total, sum(sizes))
+    left, level = total, 0
+    for i, size in enumerate(sorted(sizes)):
+        level = left // (len(sizes) - i)
+        if size > level:
+            break
+        left -= size
+    budgets = [min(size, level) for size in sizes]
+    rest = total - sum(budgets)
+    for i in [i for i, size in enumerate(sizes) if size > level][:rest]:
+        budgets[i] += 1
+    return budgets

@@ -1,0 +1,92 @@
+"""The renderer: hands each image's instruction and the request's cache salt to the processor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from vllm.renderers.hf import HfRenderer
+
+from vllm_autoprune.serving.api.instruction import extract_instructions
+from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
+from vllm_autoprune.serving.compat import let_pass
+from vllm_autoprune.serving.shared.served_state import served_state
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam, ConversationMessage
+    from vllm.renderers.inputs import DictPrompt
+    from vllm.renderers.params import ChatParams
+    from vllm.tokenizers.hf import HfTokenizer
+
+_STASH = "_autoprune_instructions"
+
+
+class AutopruneHfRenderer(HfRenderer):
+    """HfRenderer that hands the instruction of every image to the multi-modal processor.
+
+    The messages are seen here, the processor's arguments are built later
+    (``_apply_prompt_extras`` overwrites them), so the instruction waits in the prompt between.
+    """
+
+    def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
+        super().__init__(config, tokenizer)
+        served = served_state(config.model_config)
+        if served is not None and served.rules.stated:
+            let_pass(REQUEST_FIELD)
+
+    def render_messages(
+        self, messages: list[ChatCompletionMessageParam], params: ChatParams
+    ) -> tuple[list[ConversationMessage], DictPrompt]:
+        """As stock, with the instructions noted (``BaseRenderer.render_messages``)."""
+        conversation, prompt = super().render_messages(messages, params)
+        return conversation, self._noted(messages, prompt)
+
+    async def render_messages_async(
+        self, messages: list[ChatCompletionMessageParam], params: ChatParams
+    ) -> tuple[list[ConversationMessage], DictPrompt]:
+        """As stock, with the instructions noted."""
+        conversation, prompt = await super().render_messages_async(messages, params)
+        return conversation, self._noted(messages, prompt)
+
+    def _noted(self, messages: list[ChatCompletionMessageParam], prompt: DictPrompt) -> DictPrompt:
+        if served_state(self.model_config) is not None and prompt.get("multi_modal_data"):
+            prompt[_STASH] = extract_instructions(messages)
+        return prompt
+
+    def _process_tokens(
+        self, prompt: TokensPrompt, **kwargs: bool
+    ) -> TokensInput | MultiModalInput:
+        return super()._process_tokens(self._prepare(prompt), **kwargs)
+
+    async def _process_tokens_async(
+        self, prompt: TokensPrompt, **kwargs: bool
+    ) -> TokensInput | MultiModalInput:
+        return await super()._process_tokens_async(self._prepare(prompt), **kwargs)
+
+    def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
+        if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):
+            return prompt
+        return _add_salt(_handed_over(prompt))
+
+
+def _handed_over(prompt: TokensPrompt) -> TokensPrompt:
+    instructions = cast("dict[str, object]", prompt).pop(_STASH, None)
+    if instructions is None:
+        return prompt
+    given = dict(prompt.get("mm_processor_kwargs") or {})
+    asked = given.get(REQUEST_FIELD)
+    asked = {} if asked is None else asked
+    if isinstance(asked, dict):  # anything else is refused by the processor, with a reason
+        given[REQUEST_FIELD] = {**asked, "instructions": instructions}
+    prompt["mm_processor_kwargs"] = given
+    return prompt
+
+
+def _add_salt(prompt: TokensPrompt) -> TokensPrompt:
+    """With the request's ``cache_salt`` for the processor: its caches hold what tenants sent."""
+    salt = prompt.get("cache_salt")
+    if salt:
+        given = dict(prompt.get("mm_processor_kwargs") or {})
+        prompt["mm_processor_kwargs"] = {**given, SALT: CacheSalt(salt)}
+    return prompt

@@ -1,0 +1,127 @@
+"""Whether a checkpoint, a text tower and a state fit a backbone: problems found at start-up.
+
+Knows nothing about weights: it reads configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS
+from vllm_autoprune.serving.shared.text_tower import FLAG, TextTower
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from transformers import (
+        LlavaConfig,
+        LlavaNextConfig,
+        LlavaOnevisionConfig,
+        PreTrainedConfig,
+    )
+
+_MEND = "serve another state, or another checkpoint"
+
+
+def accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
+    """Every checkpoint of the architecture will do."""
+    return ()
+
+
+def refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
+    """No CLIP was trained together with this model's vision tower."""
+    what = f"the vision tower of {config.model_type!r} has no text tower beside it"
+    fix = "leave the flag out: relevance is then measured by the model's own embeddings"
+    return (Problem(f"{FLAG} {tower.path}", what, fix),)
+
+
+_ROWS: dict[Need, str] = {
+    "tower": "the vision tower's states, one a token",
+    "next_layer": "the vision tower's next layer",
+    "language": "the language model's first layers",
+}
+
+
+def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
+    """A backbone that gives policies its tokens, their attention and the instruction."""
+    return [
+        Problem("model", f"{config.model_type!r} gives states no {what}", _MEND)
+        for need, what in _ROWS.items()
+        if need in needs
+    ]
+
+
+def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
+    """LLaVA models whose tower is CLIP's, read at one layer, without [CLS]."""
+    problems = []
+    kind = config.vision_config.model_type
+    if kind != "clip_vision_model":
+        what = f"vision tower {kind!r} has no [CLS] token to read attention from"
+        problems.append(Problem("model", what, "serve a LLaVA with a CLIP vision tower"))
+    if config.vision_feature_select_strategy != "default":
+        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+        problems.append(Problem("model", what, "only 'default' (patches without [CLS]) is known"))
+    if not isinstance(config.vision_feature_layer, int):
+        what = "reads several vision layers at once"
+        problems.append(Problem("model", what, "serve a LLaVA with one vision_feature_layer"))
+    return problems
+
+
+def check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
+    """LLaVA-OneVision as it is published: SigLIP, all patches of one layer."""
+    problems = []
+    kind = config.vision_config.model_type
+    if kind != "siglip_vision_model":
+        what = f"vision tower {kind!r}"
+        problems.append(Problem("model", what, "serve a LLaVA-OneVision with a SigLIP tower"))
+    if config.vision_feature_select_strategy != "full":
+        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+        problems.append(Problem("model", what, "only 'full' (all patches) is known"))
+    return problems
+
+
+def check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
+    """A text tower that belongs to another vision tower."""
+    width = config.vision_config.hidden_size
+    if tower.vision_width == width:
+        return ()
+    what = f"its vision tower is {tower.vision_width} wide, the model's {width}"
+    fix = "give the CLIP checkpoint that the model's vision tower comes from"
+    return (Problem(f"{FLAG} {tower.path}", what, fix),)
+
+
+def check_clip_inputs(
+    config: LlavaConfig | LlavaNextConfig, needs: Collection[Need]
+) -> Sequence[Problem]:
+    """What a state reads beyond tokens, and this checkpoint cannot give."""
+    problems = []
+    vision, text = config.vision_config, config.text_config
+    if "next_layer" in needs:
+        layers, reads = vision.num_hidden_layers, config.vision_feature_layer
+        if reads in (-1, layers):
+            what = "the model reads the vision tower's last layer, and the state the one after it"
+            problems.append(Problem("model", what, _MEND))
+    if "language" in needs:
+        if text.model_type != "llama":
+            what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
+            problems.append(Problem("model", what, _MEND))
+        elif not isinstance(text.bos_token_id, int):
+            what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
+            problems.append(Problem("model", what, _MEND))
+        longest = 1 + _most_tokens(config) + LANGUAGE_IDS
+        if text.max_position_embeddings < longest:
+            what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
+            problems.append(Problem("model", what, _MEND))
+    return problems
+
+
+def _most_tokens(config: LlavaConfig | LlavaNextConfig) -> int:
+    """The largest image: one tile, or a base view and the largest grid of crops."""
+    vision = config.vision_config
+    side = vision.image_size // vision.patch_size
+    if config.model_type != "llava_next":
+        return side * side
+    pinpoints: list[list[int]] = config.image_grid_pinpoints
+    crops = max(height * width for height, width in pinpoints) // vision.image_size**2
+    return (1 + crops) * side * side

@@ -1,0 +1,154 @@
+"""A stock model class with its images pruned, where a state is served; the same for all backbones.
+
+Knows nothing about any one model; a subclass says which :class:`Vision` is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor, nn
+from vllm.model_executor.models.utils import StageMissingLayer
+from vllm.multimodal.utils import group_and_batch_mm_items
+
+from vllm_autoprune.serving.compat import bound_encoder_calls, clear_with_worker_caches
+from vllm_autoprune.serving.models.vision import EncoderInputs, Vision, group_by_tokens
+from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.plan_rules import PlanRules
+from vllm_autoprune.serving.shared.served_state import ServedState, served_state
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.metrics import WorkerMetrics
+from vllm_autoprune.serving.worker.plan_reader import PlanReader
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+from vllm_autoprune.serving.worker.tensor_parallel import is_rank_zero
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
+    from vllm.model_executor.models.interfaces import SupportsMultiModal as _Stock
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+else:
+    _Stock = object
+
+
+class PrunedModel(_Stock):
+    """Mixin before a stock model class: K of N visual tokens, where a state is served.
+
+    Without a state on the model config it is the stock model.
+    """
+
+    autoprune_vision: ClassVar[type[Vision]]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        served = served_state(vllm_config.model_config)
+        self.autoprune: Vision | None = None
+        # `--limit-mm-per-prompt '{"image": 0}'` leaves the tower's weights out.
+        if served is None or isinstance(self.autoprune_vision.tower(self), StageMissingLayer):
+            return
+        self.autoprune_served: ServedState = served
+        self.autoprune_reporter = FallbackReporter()
+        self.autoprune_first_check = FirstImageCheck()
+        self.autoprune = self.autoprune_vision(self, served)
+        clear_with_worker_caches(_clear_features)
+        rules = PlanRules(served, vllm_config.model_config.get_vocab_size())
+        device = self.autoprune.like.device
+        self.autoprune_plans = PlanReader(rules, self.autoprune_reporter, device)
+        self.autoprune_watch = Stopwatch(self.autoprune.like.device)
+        accounts = find_metrics_setup(vllm_config.model_config)
+        self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
+        self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.autoprune_profiled = 0
+        bound_encoder_calls()
+
+    @property
+    def autoprune_bound(self) -> int:
+        """Unpruned tokens of one call: what memory profiling saw, or may see where it did not run.
+
+        That is vLLM's own encoder budget, rounded down to whole images of the largest size.
+        """
+        return self.autoprune_profiled or self.autoprune_budget
+
+    def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
+        """Runs of neighbouring items whose images have at most ``autoprune_bound`` tokens, N.
+
+        An image with more than that is a run of its own. Read from the pixels themselves, while
+        they are on the CPU: a count that came with the request would be the client's word.
+        """
+        vision = self.autoprune
+        if vision is None:
+            return [slice(0, len(items))]
+        return list(
+            group_by_tokens([_unpruned(vision, item) for item in items], self.autoprune_bound)
+        )
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``).
+
+        vLLM calls it for one modality at a time; what comes without a plan is not ours.
+        """
+        rows = kwargs.pop(FIELD, None)
+        if self.autoprune is None or rows is None:
+            return super().embed_multimodal(**kwargs)
+        assert isinstance(rows, Tensor | list)
+        return self.autoprune_pruned(self.autoprune_plans.read(rows), kwargs)
+
+    def autoprune_pruned(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
+        """``(K_i, D)`` rows of every image."""
+        vision = self.autoprune
+        assert vision is not None
+        images = vision.images(_given(inputs))
+        profile = any(plan.profile for plan in plans)
+        if profile:
+            tokens = sum(image.tokens for image in images)
+            self.autoprune_profiled = max(self.autoprune_profiled, tokens)
+        reserved = vision.cache.reserve(vision.like.device) if profile else None
+        keys = [plan.key for plan in plans]
+        shown = [image.inputs for image in images]
+        features, parts = vision.features(keys, shown, profile), vision.parts()
+        context = SelectionContext(
+            self.autoprune_served, parts, self.autoprune_reporter, self.autoprune_first_check
+        )
+        with nullcontext() if profile else self.autoprune_watch.running():
+            rows = prune_images(context, plans, features)
+        del reserved
+        if self.autoprune_metrics is not None and not profile and is_rank_zero():
+            meter, unsafe = self.autoprune_reporter.meter, self.autoprune_first_check.unsafe
+            self.autoprune_metrics.publish(self.autoprune_watch, meter, vision.cache, unsafe)
+        return rows
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As stock; other weights that the state reads are taken here too, so vLLM counts them.
+
+        A running engine may be given new weights (``reload_weights``): features of the old ones
+        are dropped.
+        """
+        if self.autoprune is None:
+            return super().load_weights(weights)
+        loaded = super().load_weights(self.autoprune.heard(weights))
+        self.autoprune.loaded()
+        return loaded
+
+
+def _clear_features(model: nn.Module) -> None:
+    vision = model.autoprune if isinstance(model, PrunedModel) else None
+    if vision is not None:
+        vision.cache.clear()
+
+
+def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:
+    """N of an image with a plan; 0 of what vLLM counts as it is."""
+    if item is None or FIELD not in item:
+        return 0
+    ((_, inputs),) = group_and_batch_mm_items([item])
+    return vision.images(_given(inputs))[0].tokens
+
+
+def _given(inputs: Mapping[str, object]) -> EncoderInputs:
+    """The fields of one call but the plans; those that it has nothing of are None."""
+    return {n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)}

@@ -1,0 +1,1 @@
+"""Modules of both API server and workers: plans, states and rules that travel between them."""

@@ -1,0 +1,85 @@
+"""What a server runs: in one line for its log, and as data for whoever asks.
+
+Knows nothing about how it is asked, nor about how it came to run this.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from vllm_autoprune import __version__
+from vllm_autoprune.serving.shared.request_rules import FLAG, RequestRules
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.text_tower import TextTower
+
+
+def format_summary(served: ServedState) -> str:
+    """What will happen to images from now on, and why."""
+    policy = served.policy()
+    own = served.state.budget.range()[1]
+    kept = f"{policy.budget} tokens of an image"
+    if served.follows:
+        kept, why = f"at most {kept}", "as the state follows its size"
+    else:
+        why = "as the state has it" if policy.budget == own else "by --autoprune-budget"
+    parts = [
+        f"Serving pruned: state {served.state.name!r} ({served.state.digest[:12]}) keeps {kept}, "
+        f"{why}: base policy {policy.base.name}, at most {policy.quota} exchanged, at least "
+        f"{policy.r_min} of its own"
+    ]
+    if policy.reads_instruction:
+        parts.append(f"relevance by {describe_relevance(served.tower)}")
+    parts.append(f"requests may set {describe_permission(served.rules)}")
+    return "; ".join(parts) + "."
+
+
+def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
+    """Where relevance comes from, and why; for clients without a path on this machine."""
+    if tower is None:
+        return (
+            "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
+            "is given"
+        )
+    local = Path(tower.path).exists() or Path(tower.path).is_absolute()
+    name = "from a local folder" if private and local else tower.path
+    return f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
+
+
+def describe_permission(rules: RequestRules) -> str:
+    """What requests may set, and why."""
+    if not rules.stated:
+        return f"nothing, because no {FLAG} is given (with --trust-request-mm-kwargs: their budget)"
+    if rules.level == "none":
+        return f"nothing, by {FLAG} none"
+    what = {"budget": "their budget", "policies": "a state that ships", "states": "any state"}
+    said = f"{what[rules.level]}, {rules.least} to {rules.most} tokens of an image, by {FLAG}"
+    if not rules.allows("policies"):
+        return said
+    return f"{said}, at a predicted {rules.cost:g} ms a selection or less"
+
+
+def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
+    """What `GET /v1/autoprune` answers: the active policy, its digest and its evidence."""
+    policy, state = served.policy(), served.state
+    evidence = state.provenance.model_dump(mode="json")
+    return {
+        "version": __version__,
+        "architecture": served.architecture,
+        "state": state.name,
+        "digest": state.digest,
+        "base_policy": policy.base.name,
+        "budget": {
+            "k": policy.budget,
+            "follows_image_size": served.follows,
+            "q_e": policy.quota,
+            "r_min": policy.r_min,
+        },
+        "reads": [*sorted(policy.needs)],
+        "relevance": describe_relevance(served.tower, private=True)
+        if policy.reads_instruction
+        else None,
+        "requests": describe_permission(served.rules),
+        "evidence": evidence,
+    }

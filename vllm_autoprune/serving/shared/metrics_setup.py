@@ -1,0 +1,78 @@
+"""What counting needs to know in every process of a server, and how it gets there.
+
+Knows nothing about what is counted. The record travels on the model config, as the state does.
+
+Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
+for several processes. Where there are several API servers vLLM has set that up, and any file in
+its folder is shown; for a single one a folder of ours is added. Workers on another machine than
+the API server write to a folder that nobody reads.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from vllm_autoprune.serving.compat import attach, attached
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+ATTRIBUTE = "autoprune_accounts"
+
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client's own variable: where there are several API servers, vLLM has set it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSetup:
+    """``folder`` is where workers write; ``kv_bytes`` what one token takes of the KV cache.
+
+    That is keys and values of all layers and ranks, as for full attention in every layer.
+    """
+
+    folder: str
+    kv_bytes: int
+
+
+def attach_metrics_setup(vllm_config: VllmConfig) -> None:
+    """Put the record on the model config, where settings are resolved: before workers start."""
+    record = MetricsSetup(_shared_folder(), _kv_bytes(vllm_config))
+    attach(vllm_config.model_config, ATTRIBUTE, record)
+
+
+def find_metrics_setup(model_config: ModelConfig) -> MetricsSetup | None:
+    """The record of the model that is served; None where it is served stock."""
+    found = attached(model_config, ATTRIBUTE)
+    assert found is None or isinstance(found, MetricsSetup)
+    return found
+
+
+@cache
+def _shared_folder() -> str:
+    given = os.environ.get(MULTIPROCESS)
+    if given:
+        return given
+    folder = tempfile.TemporaryDirectory(prefix="vllm-autoprune-metrics-")
+    _FOLDERS.append(folder)
+    MultiProcessCollector(REGISTRY, path=folder.name)  # type: ignore[no-untyped-call]
+    return folder.name
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""Kept until the process ends, which removes them."""
+
+
+def _kv_bytes(vllm_config: VllmConfig) -> int:
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads = model.get_total_num_kv_heads() * model.get_head_size()
+    return int(2 * model.get_total_num_hidden_layers() * heads * dtype.itemsize)

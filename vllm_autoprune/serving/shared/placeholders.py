@@ -1,0 +1,53 @@
+"""What is known of an image before any model runs: how many tokens it will be, in how many tiles.
+
+Knows nothing about pruning; each backbone gives its own :class:`Placeholders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.multimodal.parse import ImageSize
+    from vllm.multimodal.processing import BaseProcessingInfo
+    from vllm.multimodal.processing.processor import PromptUpdateDetails
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """An image of N tokens, in T tiles of the vision tower."""
+
+    tokens: int
+    tiles: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """How one backbone writes images into a prompt.
+
+    ``extent`` of an image of some size under a request's processor arguments; ``most`` of any
+    image; ``token`` is the id that holds the place of visual tokens.
+    """
+
+    extent: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], Extent]
+    most: Callable[[BaseProcessingInfo], Extent]
+    token: Callable[[BaseProcessingInfo], int]
+
+
+def shorten_placeholders(content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:
+    """The text of one image with its first K placeholders; what stands around them stays."""
+    held = (
+        [True] * len(content.full)
+        if content.is_embed is None
+        else content.is_embed(content.full).tolist()
+    )
+    if sum(held) <= budget:
+        return content
+    left, kept = budget, []
+    for token, is_placeholder in zip(content.full, held, strict=True):
+        if not is_placeholder or left > 0:
+            kept.append(token)
+            left -= is_placeholder
+    return replace(content, full=kept)

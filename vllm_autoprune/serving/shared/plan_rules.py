@@ -1,0 +1,97 @@
+"""Plans against the rules of the server, whoever made them.
+
+A server's own API makes only plans that its rules allow. But vLLM's ``/inference/v1/generate``
+takes processed inputs, plans among them, from its client. They are looked at twice: the API server
+refuses a request whose plan is not allowed, and the worker, which has to live whatever reaches it,
+carries out another plan instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from pydantic import ValidationError
+
+from vllm_autoprune.errors import StateError
+from vllm_autoprune.serving.shared.plan import ItemPlan, plan_error
+from vllm_autoprune.serving.shared.request_rules import FLAG
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.state_codec import MAX_CACHED_STATES, decode_state, encode_state
+from vllm_autoprune.tpdsl.cost import require_affordable
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRules:
+    """What plans of this server may hold: its state and rules, and the language model's words."""
+
+    served: ServedState
+    vocabulary: int
+
+    def check(self, plan: ItemPlan, placeholders: int) -> None:
+        """Raise :class:`RequestError` unless a request with this plan may be served.
+
+        ``placeholders`` is the number of rows that the prompt has room for.
+        """
+        if plan.profile:
+            raise plan_error("is one of memory profiling")
+        if plan.budget != placeholders:
+            raise plan_error(f"keeps K = {plan.budget} tokens for {placeholders} placeholders")
+        self.check_budget(plan)
+        self.check_words(plan)
+        self.check_choice(plan)
+
+    def check_budget(self, plan: ItemPlan) -> None:
+        """Raise where the plan keeps more tokens than the server's state and its rules allow."""
+        rules, most = self.served.rules, self.served.budget
+        if rules.allows("budget"):
+            most = max(most, rules.most)
+        if plan.budget > most:
+            raise plan_error(f"keeps K = {plan.budget} tokens, and requests may keep {most}")
+
+    def check_words(self, plan: ItemPlan) -> None:
+        """Raise where a token id is beyond a vocabulary: to look it up would end the worker."""
+        tower = self.served.tower
+        said = self.vocabulary if tower is None else tower.vocabulary
+        if max(plan.instruction, default=0) >= said:
+            raise plan_error(f"has a token id for relevance beyond the vocabulary of {said}")
+        if max(plan.language, default=0) >= self.vocabulary:
+            raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
+
+    def check_choice(self, plan: ItemPlan) -> None:
+        """Raise where requests may not choose who selects, or not by this state."""
+        served = self.served
+        if plan.keep != "state" and not served.rules.allows("budget"):
+            raise plan_error(f"has keep = {plan.keep!r}, and requests may set nothing ({FLAG})")
+        if not plan.state:
+            return
+        if problem := _state_problem(served, plan.state):
+            raise plan_error(f"carries a state that {problem}")
+        if missing := served.planned(plan).needs - served.needs:
+            raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def _state_problem(served: ServedState, text: bytes) -> str:
+    """Why a server does not run a state that a plan carries; empty where it does."""
+    rules = served.rules
+    if not rules.allows("policies"):
+        return f"requests may not bring: they may set {rules} ({FLAG})"
+    if not rules.allows("states") and text not in _shipped():
+        return f"does not ship, and requests may only name those that do ({FLAG})"
+    try:
+        state = decode_state(text)
+        if encode_state(state) != text:
+            return "is not in its canonical form"
+        require_affordable(state, rules.cost)
+    except (ValidationError, StateError) as error:
+        return f"cannot be served: {str(error)[:400]}"
+    return ""
+
+
+@cache
+def _shipped() -> frozenset[bytes]:
+    """The states that requests may name, as plans carry them; each alone and without exchange."""
+    states = [load_state(file) for file in shipped_states().values()]
+    return frozenset(encode_state(s) for state in states for s in (state, state.without_exchange()))

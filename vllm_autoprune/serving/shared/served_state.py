@@ -1,0 +1,111 @@
+"""What a server runs, from its start to its end, and how it travels to other processes.
+
+Knows nothing about where it comes from: who reads settings makes one, who serves a request asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, get_args
+
+from vllm_autoprune.serving.compat import attached
+from vllm_autoprune.serving.shared.plan import Chooser, ItemPlan
+from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
+from vllm_autoprune.serving.shared.state_codec import decode_state
+from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy, materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+ATTRIBUTE = "autoprune"
+
+UnavailableInputs = tuple[tuple[Need, str], ...]
+"""Inputs that cannot be made as this model is served, each with the reason."""
+
+
+@dataclass(frozen=True)
+class ServedState:
+    """What a server runs: a state, its default budget, and where relevance comes from.
+
+    ``follows`` where K follows from an image's size, as the state has it; budget is then the
+    most. ``rules`` say what requests may set; ``lacks`` what no state of theirs can read.
+    """
+
+    architecture: str
+    state: PruningState
+    budget: int
+    tower: TextTower | None
+    cache_bytes: int
+    follows: bool = False
+    rules: RequestRules = DEFAULT_RULES
+    lacks: UnavailableInputs = ()
+
+    def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
+        """The policy at the server's budget, or at a request's; raises BudgetError."""
+        if budget is None and not self.follows:
+            budget = self.budget
+        return make_policy(self.state, budget, keep)
+
+    def planned(self, plan: ItemPlan) -> PruningPolicy:
+        """The policy that a plan asks for, by the server's state or by one that it carries."""
+        state = decode_state(plan.state) if plan.state else self.state
+        return make_policy(state, plan.budget, plan.keep)
+
+    def identity_of(self, state: PruningState) -> str:
+        """What decides which tokens a state keeps, beside image, K and instruction."""
+        tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
+        return state.digest + tower
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inputs that any request may make the workers read: quotas grow with K.
+
+        Where requests bring states, that is all that can be made: which ones they read is not
+        known before, and an image's features are made once, for all of them.
+        """
+        quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
+        own = required_inputs(self.state, exchange=quota > 0)
+        if not self.rules.allows("policies"):
+            return own
+        return own | (frozenset(NEEDS) - {need for need, _ in self.lacks})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As text, because parameter models are made from the registry and have no import path.
+        rest = (self.budget, self.tower, self.cache_bytes, self.follows, self.rules, self.lacks)
+        return _revive, (self.architecture, self.state.dumps(), *rest)
+
+
+NEEDS: tuple[Need, ...] = get_args(Need)
+
+
+def _revive(
+    architecture: str,
+    text: str,
+    budget: int,
+    tower: TextTower | None,
+    cache_bytes: int,
+    follows: bool,
+    rules: RequestRules,
+    lacks: UnavailableInputs,
+) -> ServedState:
+    state = load_state(text)
+    return ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
+
+
+@lru_cache(maxsize=512)
+def make_policy(state: PruningState, budget: int | None, keep: Chooser = "state") -> PruningPolicy:
+    """The policy of a state at a budget; of its base policy alone where the plan keeps that."""
+    return materialize(state if keep == "state" else state.without_exchange(), budget)
+
+
+def served_state(model_config: ModelConfig) -> ServedState | None:
+    """The state that this model is served with; None where it is served stock."""
+    found = attached(model_config, ATTRIBUTE)
+    assert found is None or isinstance(found, ServedState)
+    return found

@@ -1,0 +1,39 @@
+"""A state on its way to the workers: canonical bytes, so that nobody has to have it already.
+
+Knows nothing about requests. Sent with every image that needs it, because no API server can know
+what a worker, perhaps just restarted, still holds; beside the pixels a kilobyte is nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.serving.shared.plan import MAX_STATE
+from vllm_autoprune.tpdsl.states.state import Provenance, PruningState
+
+MAX_ENCODED_BYTES = MAX_STATE
+"""Bytes of one carried state; those that ship take 1,200."""
+
+MAX_CACHED_STATES = 256
+"""States that a process keeps ready, the least recently used dropped first."""
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def encode_state(state: PruningState) -> bytes:
+    """What decides behaviour and nothing else: states of one digest are the same bytes.
+
+    Raises :class:`StateError` for a state larger than MAX_CARRIED.
+    """
+    bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
+    text = state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
+    if len(text) > MAX_ENCODED_BYTES:
+        what = f"{len(text)} bytes of behaviour, and a request may bring {MAX_ENCODED_BYTES}"
+        raise StateError("state", [Problem("", what, "use fewer signals or pools", "size")])
+    return text
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def decode_state(text: bytes) -> PruningState:
+    """Inverse of :func:`encode_state`, up to name and provenance."""
+    return PruningState.model_validate_json(text)

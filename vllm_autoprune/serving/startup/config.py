@@ -1,0 +1,168 @@
+"""From settings to a resolved state on the model config, with every problem told at once.
+
+Knows nothing about requests: what is decided here holds for the life of the server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
+from vllm_autoprune.serving.compat import attach, require_vllm, rust_frontend
+from vllm_autoprune.serving.models import BACKBONES, Backbone
+from vllm_autoprune.serving.shared.description import format_summary
+from vllm_autoprune.serving.shared.metrics_setup import attach_metrics_setup
+from vllm_autoprune.serving.shared.request_rules import parse_rules
+from vllm_autoprune.serving.shared.served_state import (
+    ATTRIBUTE,
+    NEEDS,
+    ServedState,
+    UnavailableInputs,
+)
+from vllm_autoprune.serving.shared.state_safety import replace_unsafe_state
+from vllm_autoprune.serving.startup.activation import ATTRIBUTE as ACTIVATION
+from vllm_autoprune.serving.startup.activation import Activation
+from vllm_autoprune.serving.startup.flags import SETTINGS_KEY
+from vllm_autoprune.serving.startup.hooks import require_hooks
+from vllm_autoprune.serving.startup.settings import (
+    SETTINGS,
+    read_budget,
+    read_cache_bytes,
+    read_request_cost,
+    read_state,
+    read_tower,
+)
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Need
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.autoprune")
+
+
+def apply_settings(vllm_config: VllmConfig) -> None:
+    """Move our settings from ``additional_config`` to the model config, resolved and checked.
+
+    Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
+    command line the process ends with that message alone instead of a traceback.
+    """
+    additional = vllm_config.additional_config
+    if vllm_config.model_config is None or not isinstance(additional, Mapping):
+        return
+    if SETTINGS_KEY not in additional:
+        return
+    settings = additional[SETTINGS_KEY]
+    # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
+    vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
+    try:
+        require_vllm()
+        served = resolve_settings(settings, vllm_config)
+        require_hooks(BACKBONES[served.architecture].stock)
+    except AutopruneError as error:
+        if isinstance(settings, Mapping) and settings.get("from_flags"):
+            raise SystemExit(f"\nvllm-autoprune: {error}") from None
+        raise
+    attach(vllm_config.model_config, ACTIVATION, Activation(served.architecture))
+    attach(vllm_config.model_config, ATTRIBUTE, served)
+    attach_metrics_setup(vllm_config)
+    logger.info("%s", format_summary(served))
+
+
+def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
+    """Check every setting against the state and the model; raises ConfigError listing all."""
+    if not isinstance(settings, Mapping):
+        problem = Problem(
+            f"additional_config/{SETTINGS_KEY}", "not an object", 'give {"state": ...}'
+        )
+        raise ConfigError("settings", [problem])
+    problems = [
+        Problem(
+            f"additional_config/{SETTINGS_KEY}/{name}",
+            "unknown setting",
+            f"use: {', '.join(SETTINGS)}",
+        )
+        for name in settings
+        if name not in (*SETTINGS, "from_flags")
+    ]
+    state = read_state(settings.get("state"), problems)
+    budget = read_budget(settings.get("budget"), state, problems)
+    tower = read_tower(settings.get("text_tower"), problems)
+    cache_bytes = read_cache_bytes(settings.get("feature_cache_gb"), problems)
+    rules = parse_rules(settings.get("requests"), problems)
+    rules = replace(rules, cost=read_request_cost(settings.get("request_cost"), problems))
+    architecture, backbone = _backbone(vllm_config, problems)
+    if state is not None and budget is not None and not problems:
+        state = _safe(state, budget, problems)
+    if tower is not None and backbone is not None:
+        problems += backbone.tower_problems(vllm_config.model_config.hf_config, tower)
+    if problems or state is None or budget is None:
+        raise ConfigError("cannot serve pruned", problems)
+    follows = settings.get("budget") is None and materialize(state).varies
+    lacks = _lacks(vllm_config, backbone)
+    served = ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
+    if problems := _input_problems(vllm_config, backbone, served.needs):
+        raise ConfigError("cannot serve pruned", problems)
+    return served
+
+
+def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
+    model = vllm_config.model_config
+    architecture = str(model.architecture)
+    if rust_frontend():
+        fix = "unset VLLM_USE_RUST_FRONTEND"
+        problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
+    backbone = BACKBONES.get(architecture)
+    if backbone is None:
+        what = f"architecture {architecture!r} has no pruned form"
+        problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
+        return architecture, None
+    problems += backbone.problems(model.hf_config)
+    lora = vllm_config.lora_config
+    if lora is not None and lora.enable_tower_connector_lora:
+        # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
+        what = "the vision tower would differ between requests"
+        problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
+    compilation = vllm_config.compilation_config
+    for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
+        if vars(compilation).get(name):
+            what = "the vision tower would run around what listens to it"
+            where = f"--compilation-config {name}"
+            problems.append(Problem(where, what, "serve without it"))
+    return architecture, backbone
+
+
+def _lacks(vllm_config: VllmConfig, backbone: Backbone | None) -> UnavailableInputs:
+    wrong = ((need, _input_problems(vllm_config, backbone, {need})) for need in NEEDS)
+    return tuple((need, f"{found[0].where}: {found[0].what}") for need, found in wrong if found)
+
+
+def _input_problems(
+    vllm_config: VllmConfig, backbone: Backbone | None, needs: Collection[Need]
+) -> list[Problem]:
+    """What is read of the model, against the checkpoint and the way it is served."""
+    problems: list[Problem] = []
+    if backbone is not None:
+        problems += backbone.input_problems(vllm_config.model_config.hf_config, needs)
+    if "language" not in needs:
+        return problems
+    fix = "serve without it, or another state"
+    if vllm_config.lora_config is not None:
+        what = "the state reads the language model's first layers, which are run as they are"
+        problems.append(Problem("--enable-lora", what, fix))
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        what = "the state reads the language model's first layers on every rank"
+        problems.append(Problem("--pipeline-parallel-size", what, fix))
+    return problems
+
+
+def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
+    try:
+        return replace_unsafe_state(state, budget)
+    except StateError as error:
+        problems += [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
+        return state

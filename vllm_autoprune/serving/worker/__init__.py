@@ -1,0 +1,1 @@
+"""Modules of the GPU or CPU worker: features, relevance, selection, positions, metrics."""

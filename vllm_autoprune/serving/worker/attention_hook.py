@@ -1,0 +1,64 @@
+"""The attention that tokens get in a tower without [CLS]: a mean over all that look at them.
+
+Knows nothing about layouts. Every tower of vLLM hands queries and keys, already rotated, to one
+attention module; they are heard there, and the probabilities, which fused kernels never form, are
+made anew a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm_autoprune.serving.worker.tensor_parallel import sum_over_ranks, world_size
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+
+_AT_ONCE = 512
+"""Queries whose probabilities are held at a time."""
+
+
+class AttentionHook:
+    """Hears the ``MMEncoderAttention`` of one layer by a forward hook."""
+
+    def __init__(self, attention: MMEncoderAttention) -> None:
+        self._heads: int = attention.num_heads
+        self._scale: float = attention.scale
+        self._said: tuple[Tensor, Tensor] | None = None
+        attention.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        query, key = (named["query"], named["key"]) if not given else given[:2]
+        self._said = query, key
+
+    def take(self, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """``(n,)`` float32 for every sequence of the batch that just went through the tower.
+
+        ``counts`` are the lengths of sequences that lie one behind another in a batch of one.
+        """
+        assert self._said is not None, "the vision tower has not run"
+        (query, key), self._said = self._said, None
+        query, key = (
+            part if part.dim() == 4 else part.unflatten(-1, (self._heads, -1))
+            for part in (query, key)
+        )
+        if counts is not None:
+            queries, keys = query[0].split(list(counts)), key[0].split(list(counts))
+        else:
+            queries, keys = query.unbind(), key.unbind()
+        return [self._received(q, k) for q, k in zip(queries, keys, strict=True)]
+
+    def _received(self, query: Tensor, key: Tensor) -> Tensor:
+        """Mean over heads and queries ``(n,)`` of one sequence, from ``(n, h, d)`` each."""
+        keys = key.float().transpose(0, 1)
+        total = torch.zeros(key.shape[0], device=key.device)
+        for some in query.float().transpose(0, 1).split(_AT_ONCE, dim=1):
+            scores = some @ keys.transpose(1, 2) * self._scale
+            total += scores.softmax(dim=-1).sum(dim=(0, 1))
+        shared = world_size()
+        total = sum_over_ranks(total) if shared > 1 else total
+        return total / (self._heads * shared * query.shape[0])

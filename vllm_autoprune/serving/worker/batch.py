@@ -1,0 +1,275 @@
+"""From images with plans to rows for the language model, in as few selections as possible.
+
+Knows nothing about any one model: features come in, K rows an image go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.serving.shared.plan import Ids, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.relevance import RelevanceSpace
+from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.refine import keep_evenly
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tiles import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """What of the model a policy's inputs are made with, beside the features of each image.
+
+    project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; language reads the
+    language model's first layers over one image ``(N, D)`` and its instruction. None where the
+    served state needs none.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    relevance: RelevanceSpace | None = None
+    language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """What the images of one batch are selected with, and where failures are reported.
+
+    ``first_check`` is the safety check on a state's first real images; None skips it.
+    """
+
+    served: ServedState
+    parts: ModelParts
+    reporter: FallbackReporter
+    first_check: FirstImageCheck | None = None
+
+
+def prune_images(
+    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+) -> list[Tensor]:
+    """``(K_i, D + E)`` rows of every image, in the order given.
+
+    Images of one budget and one shape are selected together; others make selections of their own.
+    """
+    rows: list[Tensor | None] = [None] * len(plans)
+    for members in _groups(context.served, plans, images):
+        plan, first = plans[members[0]], images[members[0]]
+        if plan.budget >= first.candidates:
+            for i in members:
+                rows[i] = images[i].rows(plan.budget)
+            continue
+        kept = _select_rows(context, [plans[i] for i in members], [images[i] for i in members])
+        for row, i in enumerate(members):
+            # Profiling is told the unpruned size, and has paid for the selection by now.
+            rows[i] = images[i].rows() if plans[i].profile else kept[row]
+    done = [row for row in rows if row is not None]
+    return [_fit_rows(*one, context.reporter) for one in zip(done, plans, images, strict=True)]
+
+
+def _groups(
+    served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+) -> Iterator[list[int]]:
+    """Positions of the images that are selected together."""
+    found: dict[object, list[int]] = {}
+    for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
+        found.setdefault((plan.group, _shape(image)), []).append(i)
+    for members in found.values():
+        plan = plans[members[0]]
+        chosen = plan.budget < images[members[0]].candidates and plan.keep != "random"
+        if chosen and "language" in served.planned(plan).needs:
+            # Instructions differ in length, and neither padding nor a batch may change a choice.
+            yield from ([i] for i in members)
+        else:
+            yield members
+
+
+def _shape(image: ImageFeatures) -> tuple[object, ...]:
+    return (image.gaps, *((region.grid, region.share) for region in image.regions))
+
+
+def _select_rows(
+    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+) -> Tensor:
+    """``(B, K, D + E)`` of images of one budget, below N, and one shape."""
+    plan = plans[0]
+    policy = None if plan.keep == "random" else context.served.planned(plan)
+    split = split_over_regions(plan.budget, images[0].regions)
+    rows, places = [], []
+    for at, budget in enumerate(split):
+        if budget == 0:
+            continue
+        regions = [image.regions[at] for image in images]
+        if policy is None:
+            refined = select_at_random(budget, _bare(regions), [plan.key for plan in plans])
+        else:
+            quota = split_over_regions(policy.quota, images[0].regions)[at]
+            own = policy
+            if len(split) > 1:
+                own = replace(policy, budget=budget, quota=quota, r_min=min(policy.r_min, budget))
+            refined = _refine_regions(context, own, plans, regions)
+        rows.append(_with_riders(refined, regions))
+        places.append(_places(refined, regions))
+    joined = torch.cat(rows, dim=1)
+    by_quality = policy is not None and orders_by_quality(policy.state.reassembly)
+    if by_quality or images[0].regions[0].order is None:
+        return joined
+    order = torch.cat(places, dim=1).argsort(dim=1, stable=True)
+    return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
+
+
+def _with_riders(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
+    """``(B, K, D + E)``: what goes along with a token goes with its row.
+
+    A row that stands for no single token takes the riders of the last one that is kept.
+    """
+    riders = _stacked([region.riders for region in regions])
+    if riders is None:
+        return refined.features
+    last = refined.indices[:, -1:].expand(-1, refined.extra)
+    of = torch.cat([refined.indices, last], dim=1)
+    gone = riders.gather(1, of[:, :, None].expand(-1, -1, riders.shape[2]))
+    return torch.cat([refined.features, gone.to(refined.features.dtype)], dim=2)
+
+
+def _places(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
+    """``(B, K)``: where each row lies among all rows of its image, those without a token last."""
+    orders = _stacked([region.order for region in regions])
+    found = refined.indices if orders is None else orders.gather(1, refined.indices)
+    last = found.new_full((found.shape[0], refined.extra), torch.iinfo(found.dtype).max)
+    return torch.cat([found, last], dim=1)
+
+
+def _bare(regions: Sequence[Region]) -> VisualTokens:
+    return VisualTokens(torch.stack([region.projected for region in regions]), regions[0].grid)
+
+
+def _refine_regions(
+    context: SelectionContext,
+    policy: PruningPolicy,
+    plans: Sequence[ItemPlan],
+    regions: Sequence[Region],
+) -> RefinedTokens:
+    """One selection from the same region of every image."""
+    try:
+        tokens = _tokens(policy, plans, regions, context.parts)
+    except Exception as error:  # as in prune(): the engine has to live
+        context.reporter.report_error(error)
+        refined = keep_evenly(policy.budget, _bare(regions))
+        context.reporter.report(refined.fallback, "error")
+        return refined
+    if context.first_check is not None and not plans[0].profile:
+        policy = context.first_check.replace_unsafe(policy, tokens)
+    return select_with_fallback(policy, tokens, context.reporter)
+
+
+def _tokens(
+    policy: PruningPolicy,
+    plans: Sequence[ItemPlan],
+    regions: Sequence[Region],
+    parts: ModelParts,
+) -> VisualTokens:
+    features = torch.stack([region.projected for region in regions])
+    instruction, language = None, None
+    if "instruction" in policy.needs and parts.relevance is not None:
+        text, segments = parts.relevance.instructions([plan.instruction for plan in plans])
+        patches = _stacked([region.patches for region in regions])
+        instruction = Instruction(
+            features if patches is None else patches, text, segments, parts.relevance.sign
+        )
+    if "language" in policy.needs and parts.language is not None:
+        (plan,) = plans
+        language = parts.language(features[0], plan.language)
+    return VisualTokens(
+        features,
+        regions[0].grid,
+        _stacked([region.cls_attention for region in regions]),
+        instruction,
+        _stacked([region.cosine for region in regions]),
+        _tower(regions, parts.project),
+        language,
+    )
+
+
+def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> TowerStates | None:
+    seen = [region.tower for region in regions if region.tower is not None]
+    if len(seen) < len(regions):
+        return None
+    attention = _stacked([tower.next_attention for tower in seen])
+    keys = _stacked([tower.next_keys for tower in seen])
+    return TowerStates(
+        patches=torch.stack([tower.patches for tower in seen]),
+        keys=torch.stack([tower.keys for tower in seen]),
+        project=project,
+        cls=torch.stack([tower.cls for tower in seen]),
+        next_layer=None if attention is None or keys is None else NextLayer(attention, keys),
+    )
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """One tensor of what every image has; None where it was not made."""
+    made = [part for part in parts if part is not None]
+    return torch.stack(made) if len(made) == len(parts) else None
+
+
+def _fit_rows(
+    rows: Tensor, plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter
+) -> Tensor:
+    """As many rows as the image has placeholders: the budget of its plan.
+
+    vLLM cuts a row too many off in silence, and its engine ends where one is missing. Neither
+    happens while the API server foretells N as the model has it; where it does not, rows are
+    dropped at the end or the last one is repeated, and the mismatch is counted.
+    """
+    wanted = image.tokens if plan.profile else plan.budget
+    if rows.shape[0] == wanted:
+        return rows
+    reporter.report_error(
+        SelectionError(f"{rows.shape[0]} rows for a placeholder of {wanted}"),
+        "cutting its rows off, or repeating the last one",
+    )
+    return rows[torch.arange(wanted, device=rows.device).clamp(max=rows.shape[0] - 1)]
+
+
+class SizedRegion(Protocol):
+    """What a region is to a budget: its tokens, and its share in tiles of the vision tower."""
+
+    @property
+    def grid(self) -> Grid:
+        """Where its tokens lie."""
+
+    @property
+    def share(self) -> int:
+        """Tiles that it stands for."""
+
+
+def split_over_regions(budget: int, regions: Sequence[SizedRegion]) -> tuple[int, ...]:
+    """K over regions: K / T for every tile a region stands for, the first tiles taking the rest.
+
+    What does not fit into a region goes to the next that has room. Where K is at least the
+    number of tokens, every region gets all of its own.
+    """
+    tiles = split_over_tiles(budget, sum(region.share for region in regions))
+    wanted, first = [], 0
+    for region in regions:
+        wanted.append(sum(tiles[first : first + region.share]))
+        first += region.share
+    room = [region.grid.tokens for region in regions]
+    given = [min(one, size) for one, size in zip(wanted, room, strict=True)]
+    left = min(budget, sum(room)) - sum(given)
+    for i, size in enumerate(room):
+        more = min(left, size - given[i])
+        given[i] += more
+        left -= more
+    return tuple(given)

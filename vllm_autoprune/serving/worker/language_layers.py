@@ -1,0 +1,139 @@
+"""The served language model's first layers over [start, image, instruction], before prefill.
+
+Knows nothing about what is read from them. The layers' own projections, norms and MLP are called
+with plain attention: no KV cache, no attention metadata, outside of the compiled graph.
+
+One image at a time and without padding, so an image's choice cannot depend on its batch, and
+memory is that of one sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_autoprune.serving.shared.plan import Ids
+from vllm_autoprune.serving.worker.tensor_parallel import gather_over_ranks, world_size
+from vllm_autoprune.tpdsl.language_prefix import attention_rows
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
+
+
+class FirstLanguageLayers:
+    """The first layers of a Llama, as they are served."""
+
+    def __init__(self, model: LlamaModel, start: Ids, device: torch.device) -> None:
+        self._model = model
+        self._start = start
+        self._device = device
+
+    def read(self, image: Tensor, instruction: Ids) -> LlamaPrefix:
+        """The prefix of one image ``(N, D)``; nothing but the embeddings is computed yet.
+
+        An empty instruction is the start token once more: policies ask for at least one word.
+        """
+        words = instruction or self._start
+        ids = torch.tensor([*self._start, *words], device=self._device)
+        embedded = self._model.embed_tokens(ids)
+        before, after = embedded.split([len(self._start), len(words)])
+        sequence = torch.cat([before, image.to(embedded.dtype), after])
+        return LlamaPrefix(self._model, sequence, len(self._start), len(words))
+
+
+class LlamaPrefix:
+    """:class:`~vllm_autoprune.tpdsl.language_prefix.LanguagePrefix` of one image, layer by layer.
+
+    Every tensor-parallel rank has to ask for the same things in the same order; all of them get
+    the same bits.
+    """
+
+    def __init__(self, model: LlamaModel, sequence: Tensor, start: int, words: int) -> None:
+        self.layers = len(model.layers)
+        self.start = start
+        self._model = model
+        self._words = words
+        self._positions = torch.arange(len(sequence), device=sequence.device)
+        self._entering = [sequence]
+        self._heads: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def text(self) -> Tensor:
+        """``(1, Lt)``: no padding."""
+        return torch.ones(1, self._words, dtype=torch.bool, device=self._positions.device)
+
+    def embeddings(self) -> Tensor:
+        """``(1, L, D)``: what enters layer 0."""
+        return self._entering[0][None]
+
+    def states(self, layer: int) -> Tensor:
+        """``(1, L, D)``: what leaves ``layer``, before any final norm."""
+        return self._enters(layer + 1)[None]
+
+    def normed(self, layer: int) -> Tensor:
+        """``(1, L, D)``: :meth:`states` after the model's final norm."""
+        normed: Tensor = self._model.norm(self._enters(layer + 1))
+        return normed[None]
+
+    def keys(self, layer: int) -> Tensor:
+        """``(1, Hk, L, d)``: the layer's attention keys, with rotary positions."""
+        _, key, _ = self._projected(layer)
+        shared = world_size()
+        if shared == 1:
+            return key[None]
+        attention = self._layer(layer).self_attn
+        # Where there are more ranks than key heads, neighbours hold the same one.
+        copies = max(1, shared // attention.total_num_kv_heads)
+        return gather_over_ranks(key, dim=0)[::copies][None]
+
+    def attention(self, layer: int) -> Tensor:
+        """``(1, H, Lt, L)`` float32: attention probabilities of the text tokens' rows."""
+        query, key, _ = self._projected(layer)
+        rows = attention_rows(query[:, -self._words :], key)
+        return (rows if world_size() == 1 else gather_over_ranks(rows, dim=0))[None]
+
+    def _layer(self, layer: int) -> LlamaDecoderLayer:
+        return self._model.layers[layer]
+
+    def _enters(self, layer: int) -> Tensor:
+        """``(L, D)``: what enters ``layer``, after running those before it."""
+        while len(self._entering) <= layer:
+            self._entering.append(self._through(len(self._entering) - 1))
+        return self._entering[layer]
+
+    def _projected(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query ``(h, L, d)``, key and value ``(hk, L, d)`` of this rank's heads, rotated."""
+        while len(self._heads) <= layer:
+            at = len(self._heads)
+            entering, attention = self._enters(at), self._layer(at).self_attn
+            packed, _ = attention.qkv_proj(self._layer(at).input_layernorm(entering))
+            sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+            query, key, value = packed.split(sizes, dim=-1)
+            query, key = attention.rotary_emb(self._positions, query, key)
+            heads = [
+                part.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+                for part in (query, key, value)
+            ]
+            self._heads.append((heads[0], heads[1], heads[2]))
+        return self._heads[layer]
+
+    def _through(self, layer: int) -> Tensor:
+        """``(L, D)``: what leaves ``layer``."""
+        entering, block = self._enters(layer), self._layer(layer)
+        query, key, value = self._projected(layer)
+        mixed = functional.scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            is_causal=True,
+            scale=block.self_attn.scaling,
+            enable_gqa=len(query) != len(key),
+        )
+        attended, _ = block.self_attn.o_proj(mixed[0].transpose(0, 1).flatten(1))
+        # Norms are called without a residual: with one they would write into their inputs.
+        between = entering + attended
+        leaving: Tensor = between + block.mlp(block.post_attention_layernorm(between))
+        return leaving

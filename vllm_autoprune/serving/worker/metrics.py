@@ -1,0 +1,122 @@
+"""What a worker counts, written where the API servers' ``/metrics`` finds it (``accounts``).
+
+Knows nothing about how images are selected: totals come in, files come out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+
+from vllm_autoprune.serving.worker.fallbacks import FallbackMeter
+from vllm_autoprune.serving.worker.features import FeatureCache
+from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+logger = logging.getLogger("vllm.autoprune")
+
+SELECTION = "autoprune_selection_seconds"
+FALLBACKS = "autoprune_fallbacks"
+ERRORS = "autoprune_selection_errors"
+UNSAFE = "autoprune_unsafe_states"
+HITS, MISSES = "autoprune_feature_cache_hits", "autoprune_feature_cache_misses"
+CACHE_BYTES = "autoprune_feature_cache_bytes"
+
+HELP: Mapping[str, str] = {
+    SELECTION: "Seconds that one selection took, over the images of one step.",
+    FALLBACKS: "Images whose policy gave way: whose tokens were kept instead, and why.",
+    ERRORS: "Exceptions within selection, by type.",
+    UNSAFE: "States that failed their safety check on the first real image.",
+    HITS: "Images whose features were there already, so that the vision tower was skipped.",
+    MISSES: "Images that went through the vision tower.",
+    CACHE_BYTES: "Bytes that the feature caches hold now.",
+}
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, float("inf"))
+EDGES = tuple("+Inf" if edge == float("inf") else repr(edge) for edge in BUCKETS)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class WorkerMetrics:
+    """Totals of one worker; each is written as it is, so writing one twice changes nothing.
+
+    For one rank of those that count the same. A folder that cannot be written is told once:
+    counting never stops a worker.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._files: dict[str, MmapedDict] = {}
+        self._writes = True
+        self._seconds = [0] * len(BUCKETS)
+        self._spent = 0.0
+
+    def publish(
+        self, watch: Stopwatch, meter: FallbackMeter, cache: FeatureCache, unsafe_states: int
+    ) -> None:
+        """Write what these have counted so far."""
+        self.selections(watch.collect())
+        for (kept, reason), count in meter.counts_on_host().items():
+            self.total(FALLBACKS, count, (("kept", kept), ("reason", reason)))
+        for error, count in meter.errors.items():
+            self.total(ERRORS, count, (("error", error),))
+        self.total(UNSAFE, unsafe_states)
+        self.total(HITS, cache.hits)
+        self.total(MISSES, cache.misses)
+        self.now(CACHE_BYTES, cache.held)
+
+    def close(self) -> None:
+        """Let go of the files; a worker does not, it ends."""
+        for file in self._files.values():
+            file.close()  # type: ignore[no-untyped-call]
+        self._files.clear()
+
+    def selections(self, seconds: Iterable[float]) -> None:
+        """Enter how long selections took."""
+        for taken in seconds:
+            self._seconds[bisect_left(BUCKETS, taken)] += 1
+            self._spent += taken
+        for edge, found in zip(EDGES, self._seconds, strict=True):
+            self._write("histogram", SELECTION, found, (("le", edge),), "_bucket")
+        self._write("histogram", SELECTION, self._spent, suffix="_sum")
+
+    def total(self, name: str, count: float, labels: Labels = ()) -> None:
+        """Enter a counter's total."""
+        self._write("counter", name, count, labels, "_total")
+
+    def now(self, name: str, value: float) -> None:
+        """Enter a gauge; those of several workers add up."""
+        self._write("gauge_livesum", name, value)
+
+    def _write(
+        self, kind: str, name: str, value: float, labels: Labels = (), suffix: str = ""
+    ) -> None:
+        if not self._writes:
+            return
+        try:
+            self._file(kind).write_value(  # type: ignore[no-untyped-call]
+                _key(name, suffix, labels), float(value), 0.0
+            )
+        except OSError as error:
+            self._writes = False
+            logger.warning("What this worker counts stays here: %s: %s.", self._folder, error)
+
+    def _file(self, kind: str) -> MmapedDict:
+        if kind not in self._files:
+            # Apart from prometheus_client's own files of this process, should it have any.
+            path = self._folder / f"{kind}_autoprune-{os.getpid()}.db"
+            self._files[kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        return self._files[kind]
+
+
+@cache
+def _key(name: str, suffix: str, labels: Labels) -> str:
+    """As prometheus_client writes it; there are some dozens, and each is written every step."""
+    keys, values = [key for key, _ in labels], [text for _, text in labels]
+    return mmap_key(name, name + suffix, keys, values, HELP[name])

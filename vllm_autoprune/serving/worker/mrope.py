@@ -1,0 +1,110 @@
+"""M-RoPE: every kept token has the position in time, height and width that it had unpruned.
+
+Knows nothing about which tokens are kept. The text of a prompt stands where the whole images would
+have put it, so it is known when a request arrives; positions of image tokens travel with their
+rows, as trailing channels, because they are only known once the tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+    Stock = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
+
+CHANNELS = 4
+"""Height and width within the image, each as two digits of base 128: bfloat16 is exact to 256."""
+
+_BASE = 128
+
+
+def position_channels(height: int, width: int, device: torch.device) -> Tensor:
+    """``(N, 4)`` float32: where each token of a grid lies, in raster order."""
+    rows = torch.arange(height, device=device)[:, None].expand(height, width).flatten()
+    columns = torch.arange(width, device=device).repeat(height)
+    digits = [rows // _BASE, rows % _BASE, columns // _BASE, columns % _BASE]
+    return torch.stack(digits, dim=1).float()
+
+
+def position_offsets(carried: Tensor) -> Tensor:
+    """``(3, M)`` int64 from channels ``(M, 4)``: time, height and width from the image's first."""
+    digits = carried.long()
+    rows, columns = digits[:, 0] * _BASE + digits[:, 1], digits[:, 2] * _BASE + digits[:, 3]
+    return torch.stack([torch.zeros_like(rows), rows, columns])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One image in a prompt: K placeholders from ``start`` on, where N would be."""
+
+    start: int
+    kept: int
+    unpruned: int
+
+
+def compute_input_positions(
+    stock: Stock,
+    ids: Sequence[int],
+    features: Sequence[MultiModalFeatureSpec],
+    unpruned: Mapping[int, int],
+) -> tuple[Tensor, int]:
+    """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
+
+    ``unpruned`` is N of every image, by its index in ``features``. The model's own code places
+    the whole images; then placeholders that are not there are left out. Image tokens of which
+    some are missing all stand at the image's first position until :func:`place_image_tokens`
+    is told which they are.
+    """
+    runs = {
+        i: _Run(f.mm_position.offset, f.mm_position.length, unpruned[i])
+        for i, f in enumerate(features)
+        if i in unpruned
+    }
+    whole: list[int] = []
+    source: list[int] = []
+    moved = list(features)
+    done = 0
+    for i in sorted(range(len(features)), key=lambda i: features[i].mm_position.offset):
+        place = features[i].mm_position
+        source += range(len(whole), len(whole) + place.offset - done)
+        whole += ids[done : place.offset]
+        length = runs[i].unpruned if i in runs else place.length
+        moved[i] = replace(
+            features[i], mm_position=replace(place, offset=len(whole), length=length)
+        )
+        if length == place.length:
+            source += range(len(whole), len(whole) + length)
+            whole += ids[place.offset : place.offset + length]
+        else:
+            source += [len(whole)] * place.length
+            whole += [ids[place.offset]] * length
+        done = place.offset + place.length
+    source += range(len(whole), len(whole) + len(ids) - done)
+    whole += ids[done:]
+    positions, delta = stock(whole, moved)
+    return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(whole) - len(ids)
+
+
+def place_image_tokens(
+    ids: Tensor, positions: Tensor, carried: Sequence[Tensor], image: int, computed: int
+) -> Tensor:
+    """Positions ``(3, L)`` with the image tokens of one prefill step put where they belong.
+
+    carried holds channels ``(m, 4)`` of the step's image rows, in the order of the prompt; the
+    step begins at token ``computed``. All tokens of an image have its first position in time, so
+    that is what heights and widths count from, however often this is done. No host sync.
+    """
+    found = position_offsets(torch.cat(list(carried))).to(positions.device)
+    at = torch.arange(len(ids), device=positions.device)
+    is_image = (ids.to(positions.device) == image) & (at >= computed)
+    rank = is_image.cumsum(0) - 1
+    told = is_image & (rank < found.shape[1])
+    placed = positions[:1] + found[:, rank.clamp(0, found.shape[1] - 1)]
+    return torch.where(told, placed.to(positions.dtype), positions)

@@ -1,0 +1,96 @@
+"""The vision-tower layer after the one that the model reads, as far as PruMerge+ looks into it.
+
+Knows nothing about merging. vLLM builds the tower only up to the feature layer, so this layer's
+norm and its two projections are taken from the checkpoint as it streams by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_autoprune.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import CLIPVisionConfig
+
+PARTS = ("layer_norm1", "self_attn.q_proj", "self_attn.k_proj")
+NAMES = tuple(f"{part}.{kind}" for part in PARTS for kind in ("weight", "bias"))
+
+
+class NextTowerLayer:
+    """``layer_norm1``, ``q_proj`` and ``k_proj`` of one CLIP layer, whole on every rank.
+
+    Not a module: vLLM's loader must not look for its weights.
+    """
+
+    def __init__(self, config: CLIPVisionConfig, layer: int) -> None:
+        self.layer = layer
+        self._width = int(config.hidden_size)
+        self._eps = float(config.layer_norm_eps)
+        self._found: dict[str, Tensor] = {}
+        names = "|".join(map(re.escape, NAMES))
+        # Checkpoints differ in what is before `vision_tower` and in whether the tower is wrapped.
+        self._own = re.compile(
+            rf"(?:^|\.)vision_tower\.(?:vision_model\.)?encoder\.layers\.{layer}\.({names})$"
+        )
+
+    def heard(
+        self, weights: Iterable[tuple[str, Tensor]], like: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The same weights; this layer's are copied, to the device and dtype of ``like``."""
+        for name, weight in weights:
+            own = self._own.search(name)
+            if own is not None:
+                self._found[own[1]] = weight.detach().to(like.device, like.dtype, copy=True)
+            yield name, weight
+
+    def require(self) -> None:
+        """Raises :class:`ConfigError` with every part that the checkpoint does not have."""
+        problems = []
+        for name in NAMES:
+            where = f"vision_tower...encoder.layers.{self.layer}.{name}"
+            found, shape = self._found.get(name), self._shape(name)
+            if found is None:
+                what = "is not in the checkpoint, and the state's base policy reads it"
+            elif found.shape != shape:
+                what = f"has shape {tuple(found.shape)}, not {shape}"
+            else:
+                continue
+            fix = "serve a checkpoint with the whole vision tower, or another base policy"
+            problems.append(Problem(where, what, fix))
+        if problems:
+            raise ConfigError("next layer of the vision tower", problems)
+
+    def make_up(self, like: Tensor) -> None:
+        """Weights where none were loaded at all (``--load-format dummy``)."""
+        if self._found:
+            return
+        source = torch.Generator().manual_seed(self.layer)
+        for name in NAMES:
+            made = torch.empty(self._shape(name)).uniform_(-1e-3, 1e-3, generator=source)
+            self._found[name] = made.to(like.device, like.dtype)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention ``(B, N)`` float32 and keys ``(B, N, Dv)`` of states ``(B, 1 + N, Dv)``.
+
+        A single head as wide as the tower, over [CLS] and patches; the [CLS] row, patches only.
+        """
+        norm, query, key = (
+            (self._found[f"{part}.weight"], self._found[f"{part}.bias"]) for part in PARTS
+        )
+        normed = functional.layer_norm(hidden, (self._width,), *norm, self._eps)
+        asked = functional.linear(normed[:, 0], *query)
+        keys = functional.linear(normed, *key)
+        scores = torch.einsum("bd,bnd->bn", asked.float(), keys.float())
+        row = (scores * self._width**-0.5).softmax(dim=-1)
+        return row[:, 1:], keys[:, 1:]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        square = name.endswith("proj.weight")
+        return (self._width, self._width) if square else (self._width,)

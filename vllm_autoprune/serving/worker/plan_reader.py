@@ -1,0 +1,61 @@
+"""Decoding of the plans that reach a worker; a plan that is not allowed is replaced, never raised.
+
+The worker has to survive whatever a client sends through vLLM's ``/inference/v1/generate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.shared.plan import NO_KEY, ItemPlan
+from vllm_autoprune.serving.shared.plan_rules import PlanRules
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+
+
+class PlanReader:
+    """Reads plans in the worker; nothing that reaches it raises.
+
+    A row that is no plan becomes the server's own budget chosen by the base policy alone; what a
+    plan may not ask for is taken out of it. Either is counted, and the first is logged.
+    """
+
+    def __init__(self, rules: PlanRules, reporter: FallbackReporter, device: torch.device) -> None:
+        self._rules = rules
+        self._reporter = reporter
+        self._device = device
+
+    def read(self, rows: Sequence[object] | Tensor) -> list[ItemPlan]:
+        """The plan of every image."""
+        return [self._read(row) for row in rows]
+
+    def _read(self, row: object) -> ItemPlan:
+        try:
+            plan = ItemPlan.decode(row)
+        except Exception as error:  # whatever a client made of it
+            self._reporter.report_refused_plan(error, self._device)
+            return ItemPlan(self._rules.served.budget, NO_KEY, keep="reference")
+        try:
+            self._rules.check_words(plan)
+            self._rules.check_choice(plan)
+        except AutopruneError as error:
+            self._reporter.report_refused_plan(error, self._device)
+            plan = replace(plan, instruction=(), language=(), keep="state", state=b"")
+        return self._possible(plan)
+
+    def _possible(self, plan: ItemPlan) -> ItemPlan:
+        """The plan, or a control in its place where the state cannot have its budget.
+
+        An image that is kept whole has such a plan rightfully, and then nobody selects by it.
+        """
+        for one in (plan, replace(plan, keep="reference")):
+            try:
+                self._rules.served.planned(one)
+            except AutopruneError:
+                continue
+            return one
+        return replace(plan, keep="random", state=b"")

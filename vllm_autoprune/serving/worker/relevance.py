@@ -1,0 +1,134 @@
+"""Where relevance is measured in the worker: CLIP's space, or the language model's own.
+
+Knows nothing about how relevance is used, nor which tokens are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vllm_autoprune.serving.shared.plan import Ids
+from vllm_autoprune.serving.shared.text_tower import TextTower
+
+MAX_CACHED_TEXTS = 1024
+"""Pooled instructions that are kept, the oldest dropped first."""
+
+
+class RelevanceSpace(Protocol):
+    """Embeds tokens and instructions into one space."""
+
+    sign: int
+
+    def patches(self, hidden: Tensor) -> Tensor | None:
+        """Vision-tower states ``(B, N, Dv)`` in that space; None where it is the projected one."""
+
+    def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """Text ``(B, M, C)`` and which of its rows are segments ``(B, M)``."""
+
+
+class InputEmbeddings:
+    """Relevance in the language model's input space: the mean embedding of the instruction.
+
+    The sign is +1: CLIP's inversion is a matter of CLIP (CDPruner's authors, and how others
+    carried the method over to models without a text tower).
+    """
+
+    sign = 1
+
+    def __init__(self, embed: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        self._embed = embed
+        self._device = device
+
+    def patches(self, hidden: Tensor) -> None:
+        """None: the projected features are compared themselves."""
+        return None
+
+    def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """One segment each; an empty instruction has none."""
+        # One lookup for the batch: under tensor parallelism every lookup is a collective.
+        flat = torch.tensor([t for row in ids for t in row] or [0], device=self._device)
+        embedded = self._embed(flat).float()
+        lengths = [len(row) for row in ids]
+        parts = embedded[: sum(lengths)].split(lengths)
+        zero = embedded.new_zeros(embedded.shape[1])
+        means = [part.mean(dim=0) if len(part) else zero for part in parts]
+        used = torch.tensor([[n > 0] for n in lengths], device=self._device)
+        return torch.stack(means)[:, None], used
+
+
+class ClipTower:
+    """Relevance in CLIP's joint space, as CDPruner's code measures it on LLaVA.
+
+    Patches are the states that the model itself reads, through CLIP's post_layernorm and visual
+    projection; the text tower's pooled output is projected. All of it in float32, as published.
+    """
+
+    def __init__(self, tower: TextTower, device: torch.device) -> None:
+        from transformers import CLIPModel
+
+        self.sign = tower.sign
+        self._segment = tower.segment
+        self._device = device
+        self._known: OrderedDict[Ids, Tensor] = OrderedDict()
+        clip = CLIPModel.from_pretrained(tower.path, dtype=torch.float32)
+        self._text = nn.ModuleDict({"model": clip.text_model, "projection": clip.text_projection})
+        self._vision = nn.Sequential(clip.vision_model.post_layernorm, clip.visual_projection)
+        for part in (self._text, self._vision):
+            part.to(device).eval().requires_grad_(False)
+
+    def patches(self, hidden: Tensor) -> Tensor:
+        """``(B, N, Dv)`` -> ``(B, N, C)``."""
+        projected: Tensor = self._vision(hidden.float())
+        return projected
+
+    def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """One row for each segment; all segments of a batch go through the tower at once."""
+        fresh = [row for row in dict.fromkeys(ids) if row not in self._known]
+        cut = [split_segments(row, self._segment) for row in fresh]
+        made: dict[Ids, Tensor] = {}
+        if cut:
+            pooled = self._pooled([segment for row in cut for segment in row])
+            made = dict(zip(fresh, pooled.split([len(row) for row in cut]), strict=True))
+        parts = [self._known[row] if row in self._known else made[row] for row in ids]
+        self._remember(made)
+        text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        counts = torch.tensor([len(part) for part in parts], device=self._device)
+        used = torch.arange(text.shape[1], device=self._device)[None] < counts[:, None]
+        return text, used
+
+    def _remember(self, made: Mapping[Ids, Tensor]) -> None:
+        # Services ask the same question of many images; a pooled text is a few kilobytes.
+        for row, pooled in made.items():
+            if len(pooled) == 1:
+                self._known[row] = pooled.clone()
+        while len(self._known) > MAX_CACHED_TEXTS:
+            self._known.popitem(last=False)
+
+    def _pooled(self, rows: Sequence[Ids]) -> Tensor:
+        # The tower is causal and pools at the end token, so padding behind the longest row
+        # would change nothing but the time it takes.
+        length = max(1, *map(len, rows))  # some tokenizers make nothing of an empty instruction
+        ids = torch.zeros(len(rows), length, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        output = self._text["model"](
+            input_ids=ids.to(self._device), attention_mask=mask.to(self._device)
+        )
+        projected: Tensor = self._text["projection"](output.pooler_output)
+        return projected
+
+
+def split_segments(ids: Ids, size: int) -> list[Ids]:
+    """Token ids cut into segments of the tower's length, the last one shorter.
+
+    CDPruner pads the whole to a multiple of the length instead of truncating; later segments
+    have no start token and pool where the tower finds its end token, faithfully so.
+    """
+    return [ids[i : i + size] for i in range(0, max(len(ids), 1), size)]

@@ -1,0 +1,83 @@
+"""Pruning at run time: a policy over a batch, that can fail but never stops the engine.
+
+Knows nothing about models or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vllm_autoprune.serving.shared.plan import Key
+from vllm_autoprune.serving.worker.fallbacks import FallbackReason, FallbackReporter
+from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.refine import (
+    assemble_rows,
+    keep_all,
+    keep_evenly,
+    keep_indices,
+    keep_reference,
+    select_tokens,
+)
+from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+@torch.no_grad()
+def select_with_fallback(
+    policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
+) -> RefinedTokens:
+    """As :func:`vllm_autoprune.refine`, but an exception costs quality instead of the engine.
+
+    The policy, then its base policy's selection, then an even spread: the last reads nothing.
+    Without derivatives, because vLLM warms up on a CPU outside of its inference mode.
+    """
+    policy = policy.at(tokens.count, tokens.grid.tiles)
+    reason: FallbackReason = "scores"
+    try:
+        if policy.budget >= tokens.count:
+            refined = keep_all(tokens)
+        else:
+            refined = assemble_rows(
+                policy, tokens, _broadcast_selection(select_tokens(policy, tokens))
+            )
+    except Exception as error:  # whatever a policy does, the engine has to live
+        reporter.report_error(error)
+        reason = "error"
+        try:
+            refined = keep_reference(policy, tokens)
+        except Exception as second:
+            reporter.report_error(second)
+            refined = keep_evenly(policy.budget, tokens)
+    reporter.report(refined.fallback, reason)
+    return refined
+
+
+def select_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> RefinedTokens:
+    """K random tokens an image, drawn from its pixels' key: a control, not a policy.
+
+    The draw depends on nothing else, so it is the same on every rank, in every batch and under
+    every name of the image.
+    """
+    picks = []
+    for high, _ in keys:
+        generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
+        picks.append(torch.randperm(tokens.count, generator=generator)[:budget])
+    return keep_indices(tokens, torch.stack(picks).to(tokens.features.device))
+
+
+def _broadcast_selection(chosen: TokenSelection) -> TokenSelection:
+    """All tensor-parallel ranks keep what rank 0 keeps.
+
+    Inputs are bit-equal on all ranks and so are the choices; but ranks that disagreed would
+    serve garbage without any error, and K indices are little to send.
+    """
+    if world_size() == 1:
+        return chosen
+    told = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
+    told = broadcast_rank_zero(told)
+    indices, fallback = told[:, :-1].contiguous(), told[:, -1].to(torch.uint8)
+    return replace(chosen, indices=indices, fallback=fallback)

@@ -1,0 +1,46 @@
+"""Tensor-parallel ranks: what they hold in parts is put together, so that all hold the same bits.
+
+Knows nothing about what is put together. Every rank has to call these at the same point.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def world_size() -> int:
+    """How many ranks share the model; 1 where nothing is distributed."""
+    from vllm.distributed import get_tp_group, model_parallel_is_initialized
+
+    return int(get_tp_group().world_size) if model_parallel_is_initialized() else 1
+
+
+def is_rank_zero() -> bool:
+    """True on rank 0, and where nothing is distributed."""
+    from vllm.distributed import get_tp_group
+
+    return world_size() == 1 or int(get_tp_group().rank_in_group) == 0
+
+
+def sum_over_ranks(part: Tensor) -> Tensor:
+    """The sum of every rank's tensor, the same bits everywhere."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    total: Tensor = tensor_model_parallel_all_reduce(part)
+    return total
+
+
+def gather_over_ranks(part: Tensor, dim: int) -> Tensor:
+    """Every rank's tensor side by side in ``dim``, in the order of ranks."""
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    whole: Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim)
+    return whole
+
+
+def broadcast_rank_zero(decided: Tensor) -> Tensor:
+    """Rank 0's tensor, on every rank."""
+    from vllm.distributed import get_tp_group
+
+    told: Tensor = get_tp_group().broadcast(decided, src=0)
+    return told
