@@ -214,7 +214,7 @@ def _pruning_options(state: PruningState | None, budget: int) -> Mapping[str, ob
     if state is None:
         return {"enabled": False}
     policy = state.model_dump(mode="json", exclude={"provenance"})
-    return {"policy": policy, "budget": budget}
+    return {"state": policy, "budget": budget}
 
 
 def scoring_request(

@@ -93,7 +93,7 @@ def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
 
 
 def test_levels_and_fields_are_all_on_the_page() -> None:
-    levels = re.findall(r"^\| `(\w+)` \| (?:nothing|a budget|also)", SERVING, flags=re.MULTILINE)
+    levels = re.findall(r"^\| `([\w-]+)` \| (?:nothing|a budget|also)", SERVING, flags=re.MULTILINE)
     assert tuple(levels) == LEVELS
     fields = set(re.findall(r'^\| `"(\w+)":', SERVING, flags=re.MULTILINE))
     assert fields == set(PruningRequest.model_fields) - {"instructions"}

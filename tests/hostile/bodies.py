@@ -115,9 +115,9 @@ def entries() -> list[Any]:
         {"budget": 8, "keep": "reference"},
         {"keep": "random", "enabled": True},
         {"enabled": False},
-        {"policy": "visionzip", "budget": 8},
-        *({"policy": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
-        *({"policy": copy.deepcopy(whole)} for whole in (shipped(), state) for _ in range(6)),
+        {"state": "visionzip", "budget": 8},
+        *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
+        *({"state": copy.deepcopy(whole)} for whole in (shipped(), state) for _ in range(6)),
     ]
 
 
@@ -125,8 +125,8 @@ def _mutate_kwargs(kind: str, random: Random) -> Any:
     entry = random.choice(entries())
     kwargs: Any = {REQUEST_FIELD: entry}
     if kind == "state":
-        kwargs[REQUEST_FIELD] = {"policy": shipped(), "budget": random.choice((None, 8, 16))}
-        mutate(kwargs[REQUEST_FIELD]["policy"], random)
+        kwargs[REQUEST_FIELD] = {"state": shipped(), "budget": random.choice((None, 8, 16))}
+        mutate(kwargs[REQUEST_FIELD]["state"], random)
     elif kind == "entry":
         mutate(entry, random)
     elif kind == "kwargs":
@@ -141,11 +141,11 @@ def _mutate_kwargs(kind: str, random: Random) -> Any:
 def _draw_huge_entry(random: Random) -> Any:
     deep: Any = 1
     for _ in range(random.choice((300, 900))):
-        deep = {"policy": deep}
+        deep = {"state": deep}
     return random.choice(
         (
-            {"policy": {**shipped(), "provenance": {"notes": "n" * 10_000_000}}},
-            {"policy": "n" * 10_000_000},
+            {"state": {**shipped(), "provenance": {"notes": "n" * 10_000_000}}},
+            {"state": "n" * 10_000_000},
             {"budget": [8] * 1_000_000},
             {"n" * 1_000_000: 8},
             {str(i): i for i in range(50_000)},

@@ -21,7 +21,7 @@ def model(body: Body, number: int) -> Answer:
     if "mm_processor_kwargs" not in body:
         return said(VALID_REPLIES[number % len(VALID_REPLIES)])
     answer = body["messages"][-1]["content"]
-    signals = body["mm_processor_kwargs"]["autoprune"].get("policy", {}).get("scoring", {})
+    signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
     names = json.dumps(signals)
     value = -0.1 - 0.1 * (len(names) % 7)
     token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}

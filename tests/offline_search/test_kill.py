@@ -51,7 +51,7 @@ def model(body: Body, number: int) -> Answer:
         return said(VALID_REPLIES[scripted(messages, body.get("seed", 0)) % len(VALID_REPLIES)])
     time.sleep(0.002)
     answer = body["messages"][-1]["content"]
-    signals = body["mm_processor_kwargs"]["autoprune"].get("policy", {}).get("scoring", {})
+    signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
     value = -0.1 - 0.1 * (len(json.dumps(signals)) % 7)
     token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}
     return 200, json.dumps({"prompt_logprobs": [None, token]}).encode(), {}

@@ -1,7 +1,4 @@
-"""An engine inside this process, for tests that have to look into it.
-
-Knows nothing about what is tested. Used by scenarios, each of which runs in a process of its own.
-"""
+"""An engine inside this process, for tests that have to look into it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Chat requests over HTTP, as an OpenAI client sends them.
-
-Knows nothing about what is tested.
-"""
+"""Chat requests over HTTP, as an OpenAI client sends them."""
 
 from __future__ import annotations
 

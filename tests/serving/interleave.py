@@ -1,10 +1,4 @@
-"""``python -m tests.serving.interleave``: requests of every kind at once, beside each one alone.
-
-Knows nothing about servers: one engine in this process, float32, so that rounding is small against
-what decides a token. Requests are drawn from images x questions x budgets x policies; caches,
-chunked prefill and prefix caching are on, 16 run at once. "Alone" is one request on emptied caches,
-the plugin's feature cache included. Exit status 0 where all say the same.
-"""
+"""``python -m tests.serving.interleave``: requests of every kind at once, beside each one alone."""
 
 from __future__ import annotations
 
@@ -77,7 +71,7 @@ def _prompt(asked: Sequence[Any], which: int, budget: int, policy: str | None) -
     elif policy == "random":
         entry["keep"] = "random"
     elif policy is not None:
-        entry["policy"] = policy
+        entry["state"] = policy
     return {**prompt(asked[which]), "mm_processor_kwargs": {"autoprune": entry}}
 
 

@@ -1,8 +1,4 @@
-"""What a policy keeps of mini-LLaVA's tokens, computed with transformers alone, in float32.
-
-Knows nothing about vLLM: every input that a server makes is made here a second way, from eager
-attention and whole forward passes.
-"""
+"""What a policy keeps of mini-LLaVA's tokens, computed with transformers alone, in float32."""
 
 from __future__ import annotations
 

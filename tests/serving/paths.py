@@ -1,7 +1,4 @@
-"""Which checkpoint the engine tests serve.
-
-Knows nothing about the tests. ``MINILLAVA=DIR`` serves another training of the same tasks.
-"""
+"""Which checkpoint the engine tests serve."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def test_fallbacks_are_counted_by_reason(runner: Runner) -> None:
 
 def test_fallbacks_are_in_the_metrics(runner: Runner) -> None:
     exported = runner.run("hostile")["exported"]
-    assert exported['autoprune_fallbacks_total{kept="uniform",reason="scores"}'] == 2
-    assert exported['autoprune_fallbacks_total{kept="reference",reason="error"}'] == 1
+    assert exported['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] == 2
+    assert exported['autoprune_fallbacks_total{fallback="reference",reason="error"}'] == 1
     assert exported['autoprune_selection_errors_total{error="RuntimeError"}'] == 1
     assert exported["autoprune_unsafe_states_total"] == 1
 

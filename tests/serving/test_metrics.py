@@ -50,7 +50,7 @@ def test_one_front_end(pruned: Server) -> None:
         for k, example in enumerate(asked):
             ask(pruned, example, **budget(50 + k))
         ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"enabled": False}})
-        ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"policy": "dart", "budget": 9}})
+        ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"state": "dart", "budget": 9}})
         bad = body(pruned, asked[0], **budget(0))
         assert pruned.post("/v1/chat/completions", bad)[0] == 400
         # Not served, not counted.
@@ -58,11 +58,11 @@ def test_one_front_end(pruned: Server) -> None:
         assert pruned.post("/tokenize", looked_at)[0] == 200
 
     by = grown(pruned, asking)
-    assert by("autoprune_requests_total policy=autoprune") == 4
-    assert by("autoprune_requests_total policy=off") == 1
-    assert by("autoprune_requests_total policy=dart") == 1
+    assert by("autoprune_requests_total state=autoprune") == 4
+    assert by("autoprune_requests_total state=off") == 1
+    assert by("autoprune_requests_total state=dart") == 1
     assert by("autoprune_requests_refused_total") == 1
-    assert by("autoprune_images_total keep=state") == 6
+    assert by("autoprune_images_total chooser=state") == 6
     kept = 50 + 51 + 52 + 53 + TOKENS + 9
     assert by("autoprune_visual_tokens_total stage=before") == 6 * TOKENS
     assert by("autoprune_visual_tokens_total stage=after") == kept
@@ -75,7 +75,7 @@ def test_one_front_end(pruned: Server) -> None:
     assert hits >= 6 - len({example.image_id for example in asked})
     assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
     assert by("autoprune_unsafe_states_total") == 0
-    assert by("autoprune_fallbacks_total kept=reference reason=error") == 0
+    assert by("autoprune_fallbacks_total fallback=reference reason=error") == 0
 
 
 def test_two_front_ends_show_the_same_sums(two_front_ends: Server) -> None:
@@ -86,15 +86,15 @@ def test_two_front_ends_show_the_same_sums(two_front_ends: Server) -> None:
             ask(two_front_ends, asked[i % 2])
 
     by = grown(two_front_ends, asking)
-    assert by("autoprune_requests_total policy=autoprune") == 20
-    assert by("autoprune_images_total keep=state") == 20
+    assert by("autoprune_requests_total state=autoprune") == 20
+    assert by("autoprune_images_total chooser=state") == 20
     assert by("autoprune_visual_tokens_total stage=before") == 20 * TOKENS
     assert by("autoprune_visual_tokens_total stage=after") == 20 * 16
     assert by("autoprune_kv_bytes_saved_total") == 20 * (TOKENS - 16) * KV_BYTES
     # Whichever front end answers shows all of it, the workers' part as well.
     shown = [samples(two_front_ends) for _ in range(8)]
     for name in (
-        "autoprune_requests_total policy=autoprune",
+        "autoprune_requests_total state=autoprune",
         "autoprune_selection_seconds_count",
     ):
         assert len({each[name] for each in shown}) == 1

@@ -139,7 +139,7 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
         assert server.post("/v1/chat/completions", long)[0] == 400
 
     by = grown(server, asking)
-    served = by("autoprune_requests_total policy=autoprune")
+    served = by("autoprune_requests_total state=autoprune")
     assert served == 0 and by("autoprune_visual_tokens_total stage=before") == 0
 
     def answered() -> None:
@@ -148,5 +148,5 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
         ask(server, example, use_beam_search=True, n=2)
 
     by = grown(server, answered)
-    assert by("autoprune_requests_total policy=autoprune") == 3
+    assert by("autoprune_requests_total state=autoprune") == 3
     assert by("autoprune_visual_tokens_total stage=before") == 3 * TOKENS

@@ -81,7 +81,7 @@ def test_policies_over_http_without_trust_in_anything_else(pruned: Server) -> No
     example = examples(1)[0]
     full = prompt_tokens(ask(pruned, example, **entry(enabled=False)))
     for policy in ("visionzip", "dart", edited(shipped(), {"/constraints/selector/q_e": 3})):
-        answer = ask(pruned, example, **entry(policy=policy, budget=20))
+        answer = ask(pruned, example, **entry(state=policy, budget=20))
         assert prompt_tokens(answer) == full - TOKENS + 20
         assert text_of(answer)
     kwargs = {"autoprune": {"budget": 8}, "size": {"height": 10_000, "width": 10_000}}
@@ -100,10 +100,10 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
 
 
 def test_a_refusal_says_where_and_how_to_fix_it(pruned: Server) -> None:
-    assert "did you mean 'visionzip'" in refusal(pruned, policy="visionzi")
+    assert "did you mean 'visionzip'" in refusal(pruned, state="visionzi")
     broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
-    said = refusal(pruned, policy=broken)
+    said = refusal(pruned, state=broken)
     assert "mm_processor_kwargs/autoprune/policy/scoring/fusion/atom" in said
     assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
     huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
-    assert "a request may bring" in refusal(pruned, policy=huge)
+    assert "a request may bring" in refusal(pruned, state=huge)

@@ -1,7 +1,4 @@
-"""Notes what the plugin does inside an engine: which tokens are kept, in which batches.
-
-Knows nothing about why a test wants to know.
-"""
+"""Notes what the plugin does inside an engine: which tokens are kept, in which batches."""
 
 from __future__ import annotations
 

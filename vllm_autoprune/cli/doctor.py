@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from vllm_autoprune import __version__
 from vllm_autoprune.errors import AutopruneError, ConfigError
-from vllm_autoprune.serving.compat import require_vllm, rust_frontend, vllm_version
+from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm_version
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.startup.hooks import HOOKS, find_missing_names
@@ -110,7 +110,7 @@ def _plugin() -> Iterator[Finding]:
         yield Finding("environment", "fail", what, f"add {ENTRY} to it, or unset it")
     if disabled():
         yield Finding("environment", "fail", f"{DISABLE} turns the plugin off", "unset it")
-    if rust_frontend():
+    if uses_rust_frontend():
         what = "VLLM_USE_RUST_FRONTEND bypasses the processors that plan"
         yield Finding("environment", "fail", what, "unset it")
 

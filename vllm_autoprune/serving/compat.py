@@ -1,7 +1,4 @@
-"""Every shim over vLLM's internals: why it is needed, and when it can go.
-
-Knows nothing about pruning.
-"""
+"""Every patch of vLLM's internals: why it is needed, and when it can be removed."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ def register_renderer(mode: str, module: str, name: str) -> None:
     RENDERER_REGISTRY.renderers[mode] = (module, name)
 
 
-def let_pass(key: str) -> None:
+def allow_mm_kwarg(key: str) -> None:
     """Let one entry of a request's ``mm_processor_kwargs`` pass vLLM's check of them.
 
     Why: ``--trust-request-mm-kwargs`` is all or nothing, and an operator who lets clients choose
@@ -122,7 +119,7 @@ def let_pass(key: str) -> None:
     online_renderer.validate_request_mm_kwargs = validate
 
 
-def rust_frontend() -> bool:
+def uses_rust_frontend() -> bool:
     """True where requests would bypass the Python processors that do the planning.
 
     Remove when: the Rust front end calls Python multi-modal processors.
@@ -130,7 +127,7 @@ def rust_frontend() -> bool:
     return os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
 
 
-def attached(model_config: ModelConfig, name: str) -> object:
+def get_attachment(model_config: ModelConfig, name: str) -> object:
     """Our attribute on vLLM's ModelConfig, None where this model is served without a state.
 
     Why: of everything that reaches processors and workers, only an attribute of the model
@@ -141,14 +138,14 @@ def attached(model_config: ModelConfig, name: str) -> object:
 
 
 def attach(model_config: ModelConfig, name: str, value: object) -> None:
-    """Set what :func:`attached` reads."""
+    """Set what :func:`get_attachment` reads."""
     setattr(model_config, name, value)
 
 
 _POSITIONS = "autoprune_positions"
 
 
-def keep_positions(config: MultiModalConfig) -> None:
+def request_positions(config: MultiModalConfig) -> None:
     """Have the model asked for the positions of its image tokens, now that it has chosen them.
 
     Why: runners ask ``recompute_mrope_positions`` only where video pruning is on. Turning that on
@@ -157,18 +154,20 @@ def keep_positions(config: MultiModalConfig) -> None:
     number of tokens.
     Remove when: runners ask every model that declares ``supports_multimodal_pruning``.
     """
-    wrap(type(config), "is_multimodal_pruning_enabled", _or_positions)
+    wrap(type(config), "is_multimodal_pruning_enabled", _wrap_pruning_question)
     setattr(config, _POSITIONS, True)
 
 
-def _or_positions(stock: Callable[[MultiModalConfig], bool]) -> Callable[[MultiModalConfig], bool]:
+def _wrap_pruning_question(
+    stock: Callable[[MultiModalConfig], bool],
+) -> Callable[[MultiModalConfig], bool]:
     def enabled(self: MultiModalConfig) -> bool:
         return stock(self) or getattr(self, _POSITIONS, False)
 
     return enabled
 
 
-def let_cpu_runner_ask() -> None:
+def request_positions_on_cpu() -> None:
     """Let the CPU's model runner V1 ask for positions too.
 
     Why: ``CPUModelRunner.load_model`` replaces the method that looks whether to ask.
@@ -180,10 +179,10 @@ def let_cpu_runner_ask() -> None:
         return
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    wrap(CPUModelRunner, "load_model", _then_ask)
+    wrap(CPUModelRunner, "load_model", _wrap_load_model)
 
 
-def _then_ask(stock: Callable[..., None]) -> Callable[..., None]:
+def _wrap_load_model(stock: Callable[..., None]) -> Callable[..., None]:
     def load_model(self: CPUModelRunner, *args: bool, **named: bool) -> None:
         from vllm.model_executor.models.interfaces import supports_multimodal_pruning
 
@@ -216,10 +215,10 @@ def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     for name in _WORKER_RESETS:
-        wrap(Worker, name, functools.partial(_then_clear, clear))
+        wrap(Worker, name, functools.partial(_wrap_reset, clear))
 
 
-def _then_clear(
+def _wrap_reset(
     clear: Callable[[nn.Module], None], stock: Callable[..., object]
 ) -> Callable[..., object]:
     def reset(self: Worker, *args: object, **named: object) -> object:
@@ -251,11 +250,11 @@ def bound_encoder_calls() -> None:
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    wrap(GPUModelRunner, "_execute_mm_encoder", _in_groups_v1)
-    wrap(EncoderRunner, "execute_mm_encoder", _in_groups_v2)
+    wrap(GPUModelRunner, "_execute_mm_encoder", _wrap_encoder_v1)
+    wrap(EncoderRunner, "execute_mm_encoder", _wrap_encoder_v2)
 
 
-def _in_groups_v1(
+def _wrap_encoder_v1(
     stock: Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]],
 ) -> Callable[[GPUModelRunner, SchedulerOutput], list[Tensor]]:
     def execute(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> list[Tensor]:
@@ -280,7 +279,7 @@ def _in_groups_v1(
     return execute
 
 
-def _in_groups_v2(
+def _wrap_encoder_v2(
     stock: Callable[[EncoderRunner, list[tuple[str, MultiModalKwargsItem]]], list[Tensor]],
 ) -> Callable[[EncoderRunner, list[tuple[str, MultiModalKwargsItem]]], list[Tensor]]:
     def execute(

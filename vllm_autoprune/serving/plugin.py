@@ -1,6 +1,6 @@
-"""Entry point of the plugin: adds the flags and listens for a state; inert without one.
+"""Entry point of the plugin: adds the flags and reads the settings; inert without a state.
 
-Knows nothing about models: those are registered once a state asks for them.
+Model classes are registered only once a state asks for them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _VLLM_COUNTERS = (
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
 )
-_LABELS = ("policy", "keep", "stage")
+_LABELS = ("state", "chooser", "stage")
 _FAILURES = (
     "autoprune_fallbacks_total",
     "autoprune_selection_errors_total",
@@ -136,7 +136,7 @@ def compare_counts(
 ) -> list[CountPair]:
     """Every figure that both count; one that only the server reports is 0 at the client.
 
-    ``kv_bytes``: size of one token. ``autoprune_fallbacks_total{kept="none"}`` is not exported:
+    ``kv_bytes``: size of one token. ``autoprune_fallbacks_total{fallback="none"}`` is not exported:
     it is no failure.
     """
     client: dict[str, float] = {

@@ -130,13 +130,13 @@ class RequestMix:
 
     def _policy(self, random: Random) -> Request:
         name, budget = random.choice(POLICIES), random.choice(BUDGETS)
-        return self._build("policy", random, {"policy": name, "budget": budget}, [budget], name)
+        return self._build("policy", random, {"state": name, "budget": budget}, [budget], name)
 
     def _state(self, random: Random) -> Request:
         """A state of the request's own, unlike nearly all others."""
         state, budget = json.loads(load_state(self.state).dumps()), random.choice(OWN_BUDGETS)
         state["scoring"]["signals"][0]["weight"] = round(random.uniform(0.1, 0.9), 3)
-        return self._build("own", random, {"policy": state, "budget": budget}, [budget], "request")
+        return self._build("own", random, {"state": state, "budget": budget}, [budget], "request")
 
     def _control(self, random: Random) -> Request:
         keep, budget = random.choice(("reference", "random")), random.choice(BUDGETS)
@@ -153,7 +153,7 @@ class RequestMix:
 
     def _bad(self, random: Random) -> Request:
         entry = random.choice(
-            ({"budget": 0}, {"policy": "nobody"}, {"buget": 8}, {"budget": [8, 8]})
+            ({"budget": 0}, {"state": "nobody"}, {"buget": 8}, {"budget": [8, 8]})
         )
         return self._build("bad", random, entry, [self.budget], "", status=400)
 

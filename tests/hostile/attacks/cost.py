@@ -38,7 +38,7 @@ def dear_states(site: Site) -> Iterable[str]:
     usual = min(site.ask(_PICTURE).seconds for _ in range(3))
     for variant in range(2):
         with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(site.ask, _PICTURE, **entry(policy=dear_state(variant)))
+            job = pool.submit(site.ask, _PICTURE, **entry(state=dear_state(variant)))
             time.sleep(0.1)
             beside = site.ask(Picture(9, *LARGE))
             dear = job.result()

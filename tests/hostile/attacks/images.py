@@ -142,6 +142,6 @@ def flat_first_image(site: Site) -> Iterable[str]:
             made += 1
             state["scoring"]["signals"][0]["weight"] = 0.4 + made / 1000  # a digest not seen yet
             flat = Picture(shade, 448, 448 - 28 * i, flat=True)
-            yield from server_errors(site.ask(flat, **entry(policy=state, budget=budget)))
+            yield from server_errors(site.ask(flat, **entry(state=state, budget=budget)))
     if blamed := site.client.metric(name) - before:
         yield f"{blamed:.0f} of {made} sound states are replaced by their base policy"

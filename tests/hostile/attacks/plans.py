@@ -204,7 +204,7 @@ def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     def carry(plan: Tensor) -> Tensor:
         return replace(ItemPlan.decode(plan), state=state).encode()
 
-    refused = site.ask(_PICTURE, **entry(policy="visionzip"))
+    refused = site.ask(_PICTURE, **entry(state="visionzip"))
     if refused.status != 400:
         yield f"a state by name: {refused}"
     own = site.client.send(GENERATE, forged(request, lambda plan: plan, 1 << 42))

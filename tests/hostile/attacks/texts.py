@@ -25,9 +25,9 @@ def control_characters(site: Site) -> Iterable[str]:
         text = f"a{control}{_MARK}"
         for kwargs in (
             {"autoprune": {text: 8}},
-            {"autoprune": {"policy": text}},
-            {"autoprune": {"policy": {text: 1}}},
-            {"autoprune": {"policy": {"scoring": {"fusion": {"atom": text}}}}},
+            {"autoprune": {"state": text}},
+            {"autoprune": {"state": {text: 1}}},
+            {"autoprune": {"state": {"scoring": {"fusion": {"atom": text}}}}},
             {"autoprune": {"keep": text}},
             {"autoprune": {"budget": {text: 1}}},
             {text: 1, "autoprune": {}},

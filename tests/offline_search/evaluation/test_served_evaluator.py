@@ -52,7 +52,7 @@ async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dat
     assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
     body = server.asked[0]
     assert body["mm_processor_kwargs"]["autoprune"]["budget"] == 8
-    assert load_state(json.dumps(body["mm_processor_kwargs"]["autoprune"]["policy"])) == (
+    assert load_state(json.dumps(body["mm_processor_kwargs"]["autoprune"]["state"])) == (
         STATE.model_copy(update={"provenance": type(STATE.provenance)()})
     )
     assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")

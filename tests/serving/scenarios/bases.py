@@ -1,8 +1,4 @@
-"""Every base policy alone on a real engine, beside the same policy computed with transformers.
-
-Knows nothing about how close they should be. Everything is float32, so that rounding is small
-against what decides between two tokens.
-"""
+"""Every base policy alone on a real engine, beside the same policy computed with transformers."""
 
 from __future__ import annotations
 

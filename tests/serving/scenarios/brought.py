@@ -1,7 +1,4 @@
-"""States that requests bring to a server of another state, beside servers of those states.
-
-Knows nothing about what they should agree in.
-"""
+"""States that requests bring to a server of another state, beside servers of those states."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def _bringing(key: str, asked: list[Example]) -> dict[str, object]:
     name, budget, i = key.split("/")
     whole = json.loads(load_state(name).dumps())
     policy = name if i == "0" else whole
-    entry = {"policy": policy, "budget": int(budget)}
+    entry = {"state": policy, "budget": int(budget)}
     return {**prompt(asked[int(i)]), "mm_processor_kwargs": {"autoprune": entry}}
 
 

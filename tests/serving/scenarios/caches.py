@@ -1,7 +1,4 @@
-"""What questions on one image share, and what relevance is measured by.
-
-Knows nothing about what should be shared.
-"""
+"""What questions on one image share, and what relevance is measured by."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from tests.serving.engine import (
 )
 from tests.serving.scenarios import Report, scenario
 from tests.serving.watch import watch
-from vllm_autoprune.serving.api import processor
+from vllm_autoprune.serving.api import request_plan
 from vllm_autoprune.serving.shared.plan import make_cache_identity
 
 
@@ -69,7 +66,7 @@ def instruction_left_out() -> Report:
     asked = examples(6)
     right = [ask(llm, e).plain() for e in asked]
     llm.reset_prefix_cache()
-    with patch.object(processor, "pruned_identity", without):
+    with patch.object(request_plan, "make_cache_identity", without):
         wrong = [ask(llm, e).plain() for e in asked]
     return {"right": right, "wrong": wrong, "answers": [e.answer for e in asked]}
 

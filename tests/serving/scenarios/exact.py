@@ -1,7 +1,4 @@
-"""How a prompt is processed: with and without a state, in one step or many, caches on or off.
-
-Knows nothing about which of them should agree.
-"""
+"""How a prompt is processed: with and without a state, in one step or many, caches on or off."""
 
 from __future__ import annotations
 

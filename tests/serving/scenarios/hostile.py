@@ -111,7 +111,7 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
     report: dict[str, Any] = {}
 
     def said(name: str, about: Example, keep: str) -> None:
-        entry = {"policy": state, "budget": 8, "keep": keep}
+        entry = {"state": state, "budget": 8, "keep": keep}
         raw = {**prompt(about), "mm_processor_kwargs": {"autoprune": entry}}
         forget(llm)
         report[name] = generate(llm, [raw])[0].plain()

@@ -1,7 +1,4 @@
-"""Many images at once: mixed budgets, bounded vision batches, long conversations.
-
-Knows nothing about what is right.
-"""
+"""Many images at once: mixed budgets, bounded vision batches, long conversations."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def shipped_by_request() -> Report:
         own = materialize(load_state(file)).tokens_kept(TOKENS)
         forget(llm)  # several names may mean one state, whose rows vLLM's caches would have
         before = meter.counts()
-        asked: dict[int, dict[str, object]] = {own: {"policy": name}}
+        asked: dict[int, dict[str, object]] = {own: {"state": name}}
         if own >= TOKENS:
-            asked[HALF] = {"policy": name, "budget": HALF}
+            asked[HALF] = {"state": name, "budget": HALF}
         report["states"][name] = {
             "answers": {kept: _asked(llm, entry).plain() for kept, entry in asked.items()},
             "fallbacks": {kind: count - before[kind] for kind, count in meter.counts().items()},
@@ -69,7 +69,7 @@ def _served(file: str) -> Report:
     llm = start({"state": file, "text_tower": STATE["text_tower"]}, **SMALL)
     try:
         model = model_of(llm)
-        own = model.autoprune_served.policy().tokens_kept(TOKENS)
+        own = model.autoprune_state.policy().tokens_kept(TOKENS)
         answers = {own: _asked(llm, {}).plain()}
         if own >= TOKENS:
             answers[HALF] = _asked(llm, {"budget": HALF}).plain()

@@ -69,7 +69,7 @@ def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Repo
         report = {"answers": said, "kept": llm.collective_rpc(seen_here), "policies": {}}
         for name in policies:
             llm.collective_rpc(begin_watching)
-            entry = {"autoprune": {"policy": alone(name), "budget": 16}}
+            entry = {"autoprune": {"state": alone(name), "budget": 16}}
             raw = [{**prompt(e), "mm_processor_kwargs": entry} for e in examples(2)]
             answers = [generate(llm, [each])[0].plain() for each in raw]
             kept = llm.collective_rpc(seen_here)

@@ -1,7 +1,4 @@
-"""Requests from the renderer to the engine's door, without an engine behind it.
-
-Knows nothing about what should become of them.
-"""
+"""Requests from the renderer to the engine's door, without an engine behind it."""
 
 from __future__ import annotations
 
@@ -151,7 +148,7 @@ def _config(*, pruned: bool = True) -> VllmConfig:
 
 
 def _counted() -> float:
-    return REGISTRY.get_sample_value("autoprune_requests_total", {"policy": "autoprune"}) or 0.0
+    return REGISTRY.get_sample_value("autoprune_requests_total", {"state": "autoprune"}) or 0.0
 
 
 def _long(renderer: Any, example: Any) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""Plans, images and a model without weights, for batches of images.
-
-Knows nothing about what is selected of them.
-"""
+"""Plans, images and a model without weights, for batches of images."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(activation, "_active", set())
     monkeypatch.setattr(compat, "register_model", lambda *said: noted.models.append(said))
     monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
-    monkeypatch.setattr(compat, "let_cpu_runner_ask", lambda: None)
+    monkeypatch.setattr(compat, "request_positions_on_cpu", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
     monkeypatch.setattr(compat, "refuse_sleep", lambda reason: None)
     # Whether vLLM's names are there is a test of its own; here it would import all of them.

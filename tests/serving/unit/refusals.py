@@ -1,7 +1,4 @@
-"""What is said of settings that are refused.
-
-Knows nothing about what is wrong with them.
-"""
+"""What is said of settings that are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Small stand-ins for what vLLM hands to the plugin, and tiny CLIP checkpoints.
-
-Knows nothing about what is expected of them.
-"""
+"""Small stand-ins for what vLLM hands to the plugin, and tiny CLIP checkpoints."""
 
 from __future__ import annotations
 

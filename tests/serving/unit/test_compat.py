@@ -97,9 +97,9 @@ def test_a_method_that_has_gone_is_noticed() -> None:
 
 @pytest.mark.parametrize(("said", "used"), [("1", True), ("true", True), ("0", False)])
 def test_the_rust_front_end_is_seen(monkeypatch: pytest.MonkeyPatch, said: str, used: bool) -> None:
-    assert not compat.rust_frontend()
+    assert not compat.uses_rust_frontend()
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", said)
-    assert compat.rust_frontend() is used
+    assert compat.uses_rust_frontend() is used
 
 
 def test_what_is_attached_is_found_again() -> None:
@@ -107,9 +107,9 @@ def test_what_is_attached_is_found_again() -> None:
         pass
 
     config = Config()
-    assert compat.attached(config, "autoprune") is None
+    assert compat.get_attachment(config, "autoprune") is None
     compat.attach(config, "autoprune", 3)
-    assert compat.attached(config, "autoprune") == 3
+    assert compat.get_attachment(config, "autoprune") == 3
 
 
 @pytest.mark.compat
@@ -119,9 +119,9 @@ def test_one_entry_passes_vllm_s_check_and_no_other_does(monkeypatch: pytest.Mon
 
     name = "validate_request_mm_kwargs"
     monkeypatch.setattr(online_renderer, name, getattr(online_renderer, name))
-    compat.let_pass("ours")
+    compat.allow_mm_kwarg("ours")
     wrapped = getattr(online_renderer, name)
-    compat.let_pass("ours")
+    compat.allow_mm_kwarg("ours")
     assert getattr(online_renderer, name) is wrapped
 
     def validate(kwargs: object, media: object = None, trusted: bool = False) -> None:
@@ -146,7 +146,7 @@ def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
 
     ours, theirs = Config(), Config()
     for _ in range(2):
-        compat.keep_positions(ours)
+        compat.request_positions(ours)
     assert (ours.is_multimodal_pruning_enabled(), theirs.is_multimodal_pruning_enabled()) == (
         True,
         False,

@@ -1,7 +1,4 @@
-"""``python -m tests.serving.versions VERSION [--check]``: keep what a release has of our hooks.
-
-Knows nothing about what has to be there: ``tests/serving/unit/startup/test_versions.py`` does.
-"""
+"""``python -m tests.serving.versions VERSION [--check]``: keep what a release has of our hooks."""
 
 from __future__ import annotations
 

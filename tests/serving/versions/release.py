@@ -1,7 +1,4 @@
-"""What one release of vLLM has of our hooks, kept as a small file of names and signatures.
-
-Knows nothing about what should be there. No source of vLLM is kept, only digests of it.
-"""
+"""What one release of vLLM has of our hooks, kept as a small file of names and signatures."""
 
 from __future__ import annotations
 

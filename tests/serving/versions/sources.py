@@ -1,7 +1,4 @@
-"""Python sources of a package: as they are installed, or within a wheel that stays where it is.
-
-Knows nothing about what is looked for in them.
-"""
+"""Python sources of a package: as they are installed, or within a wheel that stays where it is."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Finds a name in Python sources without importing them: where it is defined, and how it is called.
-
-Knows nothing about which names matter. Follows imports from one module to another, base classes,
-module-level instances of a class, and a module's ``__getattr__``. What only type checkers see is
-not there.
-"""
+"""Finds a name in Python sources without importing them: where it is defined, and how it is called."""
 
 from __future__ import annotations
 

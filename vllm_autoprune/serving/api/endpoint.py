@@ -1,7 +1,7 @@
-"""`GET /v1/autoprune`: what this server runs, for people and tools that want to be sure.
+"""`GET /v1/autoprune`: the served state as JSON.
 
-Knows nothing about what is told (``describe``). vLLM loads endpoint plugins only where
-``VLLM_PLUGINS`` names them, and below ``/v1`` its API key guards the route.
+vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them, and below ``/v1`` its API key
+guards the route.
 """
 
 from __future__ import annotations

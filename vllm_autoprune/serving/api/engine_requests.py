@@ -1,8 +1,8 @@
-"""Requests as they are handed to the engine: forged plans are refused, images are counted.
+"""Hooks on requests that the engine is handed: forged plans are refused, images are counted.
 
-Whatever only renders a prompt (``/tokenize``, ``/v1/messages/count_tokens``) or refuses it after
-rendering (too long for the model, too large for the encoder cache) hands nothing over, and so
-nothing is counted.
+A prompt that is only rendered (``/tokenize``, ``/v1/messages/count_tokens``), or refused after
+rendering (too long for the model, too large for the encoder cache), is not handed over and so is
+not counted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class ImageCounts:
-    """What is counted of one request: the name of its policy, its images, bytes of a KV token."""
+    """What metrics count of one request: its state's label, its images, KV bytes of a token."""
 
-    policy: str
+    label: str
     choices: tuple[ImageChoice, ...]
     kv_bytes: int
 
@@ -55,7 +55,7 @@ class RenderedHashes(dict[str, list[str]]):
         """Count the request, once: beam search hands over the same one for every token."""
         counts, self._counts = self._counts, None
         if counts is not None:
-            count_request(counts.policy, counts.choices, counts.kv_bytes)
+            count_request(counts.label, counts.choices, counts.kv_bytes)
 
 
 _waiting: OrderedDict[str, RenderedHashes] = OrderedDict()

@@ -1,6 +1,6 @@
-"""The key under which workers keep an image's features: a digest of its processed tensors.
+"""Keys of the workers' feature cache: a digest of an image's processed tensors.
 
-Made where the tensors are made, on the CPU, and carried in the plan beside them: every rank has the
+Made where the tensors are made, on the CPU, and sent in the plan beside them: every rank has the
 same key, and vLLM's caches hold both or neither.
 """
 

@@ -1,6 +1,6 @@
-"""The instruction: the text of the user turn that holds an image.
+"""Extraction of the instruction: the text of the user turn that holds an image.
 
-Knows nothing about vLLM; it reads OpenAI-style messages, or a prompt where there are none.
+It comes from OpenAI-style messages, or from a prompt where there are none.
 """
 
 from __future__ import annotations

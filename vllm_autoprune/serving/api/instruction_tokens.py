@@ -1,4 +1,4 @@
-"""The instruction as token ids, once for each need that reads it, and bounded in length."""
+"""Tokenization of the instruction, once for each input that reads it, bounded in length."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ class InstructionTokenizer:
         self._tower = tower
         self._image_token = image_token
 
-    def read(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
+    def tokenize(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
         """Ids for (relevance, language model); empty where nobody reads them."""
         end = truncate_text(text)
         said = self._relevance(end) if "instruction" in needs else ()
         read = self._language(end)[-LANGUAGE_IDS:] if "language" in needs else ()
         return said, read
 
-    def read_each(
+    def tokenize_each(
         self, texts: Sequence[str], needs: Sequence[frozenset[Need]]
     ) -> list[tuple[Ids, Ids]]:
-        """:meth:`read` of every image of a request: each distinct text is tokenized once."""
+        """:meth:`tokenize` of every image of a request: each distinct text is tokenized once."""
         known: dict[tuple[str, frozenset[Need]], tuple[Ids, Ids]] = {}
         for key in zip(texts, needs, strict=True):
             if key not in known:
-                known[key] = self.read(*key)
+                known[key] = self.tokenize(*key)
         return [known[key] for key in zip(texts, needs, strict=True)]
 
     @cached_property

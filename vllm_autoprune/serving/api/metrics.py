@@ -1,6 +1,4 @@
-"""What ``/metrics`` says about pruning: every name, and the counters of the API server.
-
-Knows nothing about workers, which write down their own (``worker_metrics``).
+"""Prometheus counters of the API server; those of workers are in ``worker.metrics``.
 
 Names do not begin with "vllm:", because vLLM drops every collector that does when it sets up its
 own (``unregister_vllm_metrics``).
@@ -16,12 +14,14 @@ from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 
 _REQUESTS = Counter(
     "autoprune_requests",
-    "Requests with images that the engine was handed, by the policy they asked for: a name, "
+    "Requests with images that the engine was handed, by the state that they ran: a name, "
     "'request' for a state of their own, 'off' for none.",
-    ["policy"],
+    ["state"],
 )
 _REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
-_IMAGES = Counter("autoprune_images", "Images of those requests, by who chose tokens.", ["keep"])
+_IMAGES = Counter(
+    "autoprune_images", "Images of those requests, by what chose their tokens.", ["chooser"]
+)
 _TOKENS = Counter(
     "autoprune_visual_tokens", "Their visual tokens: as the model has them, and kept.", ["stage"]
 )
@@ -31,9 +31,9 @@ _KV_BYTES = Counter(
 )
 
 
-def count_request(policy: str, choices: Iterable[ImageChoice], kv_bytes: int) -> None:
-    """Count one request and its images."""
-    _REQUESTS.labels(policy).inc()
+def count_request(state: str, choices: Iterable[ImageChoice], kv_bytes: int) -> None:
+    """Count one request and its images; ``kv_bytes`` is the KV cache of one token."""
+    _REQUESTS.labels(state).inc()
     for choice in choices:
         _IMAGES.labels(choice.keep).inc()
         _TOKENS.labels("before").inc(choice.tokens)
@@ -42,5 +42,5 @@ def count_request(policy: str, choices: Iterable[ImageChoice], kv_bytes: int) ->
 
 
 def count_refused_request() -> None:
-    """Count one request that asked for what it cannot have."""
+    """Count one request that is refused."""
     _REFUSED.inc()

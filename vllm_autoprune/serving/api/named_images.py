@@ -1,7 +1,7 @@
-"""Images that requests name by ``uuid``: what was last sent under each name.
+"""Registry of images that requests name by ``uuid``: what was last sent under each name.
 
 A later request may send the name alone (``"image_url": null``). Cache identities of pruned images
-are made of content, so the name has to be resolved before a cache is asked.
+are made of content, so the name has to be resolved before a cache is looked up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NamedImages:
         self._images: OrderedDict[bytes, NamedImage] = OrderedDict()
         self._lock = Lock()  # several renderer threads may share one processor
 
-    def note(self, name: str, salt: str, image: NamedImage) -> None:
+    def remember(self, name: str, salt: str, image: NamedImage) -> None:
         """Remember what was sent under a name, in the place of what was sent before."""
         key = _hash_name(name, salt)
         with self._lock:

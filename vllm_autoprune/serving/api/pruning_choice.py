@@ -1,7 +1,4 @@
-"""From a request to what each of its images gets: K, and which policy chooses.
-
-Knows nothing about vLLM, pixels or words: extents of images in, choices out.
-"""
+"""Resolution of a request: the budget K of each of its images, and what chooses their tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class ImageChoice:
     identity: str = ""
 
     @property
-    def whole(self) -> bool:
+    def keeps_all(self) -> bool:
         """True where every token is kept: the image is then what it is in stock vLLM."""
         return self.kept >= self.tokens
 
@@ -59,16 +56,16 @@ def resolve_choices(
             _within(served.rules, size, "enabled", "all tokens of an image")
         return tuple(ImageChoice(size, size, request.keep) for size in sizes)
     state = served.state
-    if request.policy is not None:
-        state = load_request_state(request.policy, served.rules.cost)
+    if request.state is not None:
+        state = load_request_state(request.state, served.rules.cost)
     choices = []
     for budget, image in zip(_budgets(request, sizes), images, strict=True):
         size = image.tokens
-        if request.policy is None and budget is None:
+        if request.state is None and budget is None:
             policy = served.policy(None, request.keep)
         else:
             policy = make_policy(state, budget, request.keep)
-            field = "policy" if budget is None else "budget"
+            field = "state" if budget is None else "budget"
             _within(served.rules, policy.at(size, image.tiles).budget, field, "K")
         kept = policy.tokens_kept(size, image.tiles)
         if kept >= size:
@@ -76,8 +73,8 @@ def resolve_choices(
             continue
         needs = policy.needs if request.keep != "random" else frozenset()
         _available(served, needs, policy)
-        carried = b"" if request.policy is None else encode_state(state)
-        identity = served.identity_of(state)
+        carried = b"" if request.state is None else encode_state(state)
+        identity = served.selection_identity(state)
         choices.append(ImageChoice(kept, size, request.keep, needs, carried, identity))
     return tuple(choices)
 
@@ -86,9 +83,9 @@ def state_label(served: ServedState, request: PruningRequest) -> str:
     """What a request's policy is counted under; a state of its own has no name worth keeping."""
     if not request.enabled:
         return "off"
-    if request.policy is None:
+    if request.state is None:
         return served.state.name
-    return request.policy if isinstance(request.policy, str) else "request"
+    return request.state if isinstance(request.state, str) else "request"
 
 
 def _permitted(rules: RequestRules, request: PruningRequest) -> None:
@@ -99,8 +96,8 @@ def _permitted(rules: RequestRules, request: PruningRequest) -> None:
         asked.append(("keep", "budget"))
     if not request.enabled:
         asked.append(("enabled", "budget"))
-    if request.policy is not None:
-        asked.append(("policy", "policies" if isinstance(request.policy, str) else "states"))
+    if request.state is not None:
+        asked.append(("state", "shipped-states" if isinstance(request.state, str) else "states"))
     for field, level in asked:
         if not rules.allows(level):
             what = f"this server's requests may set: {rules} ({FLAG})"
@@ -108,8 +105,8 @@ def _permitted(rules: RequestRules, request: PruningRequest) -> None:
 
 
 def _within(rules: RequestRules, budget: int, field: str, name: str) -> None:
-    if not rules.contain(budget):
-        what = f"{name} = {budget}, and requests may ask for {rules.least} to {rules.most}"
+    if not rules.contains(budget):
+        what = f"{name} = {budget}, and requests may ask for {rules.minimum} to {rules.maximum}"
         raise request_error(field, what, "ask for a number in the range")
 
 
@@ -133,10 +130,10 @@ def _available(served: ServedState, needs: frozenset[Need], policy: PruningPolic
     missing = needs - served.needs
     if not missing:
         return
-    reasons = dict(served.lacks)
+    reasons = dict(served.unavailable)
     told = "; ".join(f"{need!r} ({reasons.get(need, 'not set up')})" for need in sorted(missing))
     what = f"its base policy {policy.base.name!r} or its atoms read what is not made here: {told}"
-    raise request_error("policy", what, "bring a state that does not read it")
+    raise request_error("state", what, "bring a state that does not read it")
 
 
 def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The renderer: hands each image's instruction and the request's cache salt to the processor."""
+"""Chat renderer that passes each image's instruction and the request's salt to the processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.renderers.hf import HfRenderer
 
 from vllm_autoprune.serving.api.instruction import extract_instructions
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
-from vllm_autoprune.serving.compat import let_pass
+from vllm_autoprune.serving.compat import allow_mm_kwarg
 from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class AutopruneHfRenderer(HfRenderer):
     def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
         super().__init__(config, tokenizer)
         served = served_state(config.model_config)
-        if served is not None and served.rules.stated:
-            let_pass(REQUEST_FIELD)
+        if served is not None and served.rules.explicit:
+            allow_mm_kwarg(REQUEST_FIELD)
 
     def render_messages(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams

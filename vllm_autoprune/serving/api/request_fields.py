@@ -1,10 +1,10 @@
-"""What one request may say about pruning: the ``autoprune`` entry of its processor arguments.
-
-Knows nothing about who is allowed to say it (``rules``), nor about what comes of it.
-"""
+"""Request fields: the ``autoprune`` entry of a request's ``mm_processor_kwargs``, parsed."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
@@ -14,63 +14,65 @@ from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.shared.plan import Chooser
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 
+logger = logging.getLogger("vllm.autoprune")
+
 REQUEST_FIELD = "autoprune"
-"""Our place within a request's ``mm_processor_kwargs``."""
+"""Key of the plugin's entry in a request's ``mm_processor_kwargs``."""
 
 ENTRY = f"mm_processor_kwargs/{REQUEST_FIELD}"
-"""Where problems of it are."""
+"""Location of the entry in error messages."""
 
 SALT = "_autoprune_salt"
-"""Beside the entry, from the renderer: the request's ``cache_salt`` as a :class:`CacheSalt`."""
+"""Key beside the entry under which the renderer passes on the request's :class:`CacheSalt`."""
 
 MAX_PROBLEMS = 16
-"""Problems that one answer tells."""
+"""Problems listed in one error."""
 
 
 class CacheSalt(str):
-    """A request's ``cache_salt``; of a type of its own, so that no request can say it here."""
+    """A request's ``cache_salt``; a type of its own, so that no JSON body can send it here."""
 
     __slots__ = ()
 
 
 class SharedBudget(BaseModel):
-    """``{"shared": K}``: K tokens for all images of the request together."""
+    """Budget form ``{"shared": K}``: K tokens for all images of the request together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     shared: int
 
 
-def _budget(value: object) -> object:
-    if value is None or _whole(value):
+def _parse_budget(value: object) -> object:
+    if value is None or _is_integer(value):
         return value
-    if isinstance(value, list) and value and all(_whole(item) for item in value):
+    if isinstance(value, list) and value and all(_is_integer(item) for item in value):
         return tuple(value)
-    if isinstance(value, dict) and list(value) == ["shared"] and _whole(value["shared"]):
+    if isinstance(value, dict) and list(value) == ["shared"] and _is_integer(value["shared"]):
         return SharedBudget(**value)
     raise PydanticCustomError("budget", "not a number of tokens in any of its three forms")
 
 
-def _whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _policy(value: object) -> object:
+def _parse_state(value: object) -> object:
     if value is None or isinstance(value, str | dict):
         return value
-    raise PydanticCustomError("policy", "neither a name nor a state")
+    raise PydanticCustomError("state", "neither a name nor a state")
 
 
-# Each with one error in our words, where a union has one for every form that a value is not.
-Budget = Annotated[int | tuple[int, ...] | SharedBudget | None, PlainValidator(_budget)]
-Policy = Annotated[str | dict[str, object] | None, PlainValidator(_policy)]
+# Plain validators, because a union reports one error for every form that a value does not have.
+Budget = Annotated[int | tuple[int, ...] | SharedBudget | None, PlainValidator(_parse_budget)]
+State = Annotated[str | dict[str, object] | None, PlainValidator(_parse_state)]
 
 
 class PruningRequest(BaseModel):
-    """All that a request can say; a field that is left out is the server's own choice.
+    """Fields of the entry; the server's own choice holds for each one that is left out.
 
-    ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``policy``: the
-    name of a state that ships, or a whole state. ``enabled`` false: every token is kept.
+    ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``state``:
+    the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
     ``keep``: the state, or for measuring ``"reference"`` (its base policy alone) or ``"random"``.
     ``instructions`` has one text an image; the renderer fills it from the chat messages, a
     request without messages may fill it itself.
@@ -79,39 +81,61 @@ class PruningRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     budget: Budget = None
-    policy: Policy = None
+    state: State = None
     enabled: bool = True
     keep: Chooser = "state"
     instructions: list[str] | None = None
 
 
-_MEND = {
+_FIX = {
     "budget": 'give 64, [64, 32] with one number an image, or {"shared": 96} for all images',
-    "policy": 'give a shipped name such as "visionzip", or a whole state as an object',
+    "state": 'give a shipped name such as "visionzip", or a whole state as an object',
     "enabled": "give true or false",
     "keep": 'give "state", "reference" or "random"',
     "instructions": "give a list of texts, one an image",
 }
 
+_OLD_STATE_FIELD = "policy"
+"""Deprecated spelling of ``state``."""
 
-def parse_request(asked: object) -> PruningRequest:
+
+def parse_request(entry: object) -> PruningRequest:
     """The parsed entry; raises RequestError with every problem, which vLLM answers by 400."""
-    if asked is None:
+    if entry is None:
         return PruningRequest()
-    if isinstance(asked, dict) and not all(isinstance(key, str) for key in asked):
-        raise request_error("", "has keys that are no text", f"use: {', '.join(_MEND)}")
+    if isinstance(entry, dict):
+        if not all(isinstance(key, str) for key in entry):
+            raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
+        entry = _rename_state_field(entry)
     try:
-        return PruningRequest.model_validate(asked)
+        return PruningRequest.model_validate(entry)
     except ValidationError as error:
         problems: dict[str, Problem] = {}
         for detail in error.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]:
             place = [str(step) for step in detail["loc"]]
             where = "/".join([ENTRY, *(escape_unprintable(step, 40) for step in place)])
-            fix = _MEND.get(place[0] if place else "", f"use: {', '.join(_MEND)}")
+            fix = _FIX.get(place[0] if place else "", f"use: {', '.join(_FIX)}")
             problems.setdefault(where, Problem(where, escape_unprintable(detail["msg"], 200), fix))
         raise RequestError("request", list(problems.values())) from None
 
 
+def _rename_state_field(entry: Mapping[str, object]) -> Mapping[str, object]:
+    """The entry with ``state`` where it has the deprecated ``policy``."""
+    if _OLD_STATE_FIELD not in entry:
+        return entry
+    if "state" in entry:
+        what = "is the old name of 'state', which is given as well"
+        raise request_error(_OLD_STATE_FIELD, what, "give 'state' alone")
+    _warn_old_state_field()
+    return {"state" if key == _OLD_STATE_FIELD else key: entry[key] for key in entry}
+
+
+@cache
+def _warn_old_state_field() -> None:
+    """Warn once a process: clients choose how often they send the old field."""
+    logger.warning("The request field 'policy' is deprecated; use 'state' with the same value.")
+
+
 def request_error(field: str, what: str, fix: str) -> RequestError:
-    """The error for one field of the entry."""
+    """The error for one field of the entry, of which ``fix`` says how to correct it."""
     return RequestError("request", [Problem("/".join(filter(None, [ENTRY, field])), what, fix)])

@@ -1,7 +1,4 @@
-"""States that requests bring, by name or whole: read within bounds, checked, and kept by digest.
-
-Knows nothing about budgets or images, nor about whether this request may bring one.
-"""
+"""States in requests, by name or whole: size-limited, safety-checked, cached by digest."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ def load_request_state(
         return verdict
     except StateError as error:
         problems = [
-            Problem(f"{ENTRY}/policy{p.where}", p.what, p.fix)
-            for p in error.problems[:MAX_PROBLEMS]
+            Problem(f"{ENTRY}/state{p.where}", p.what, p.fix) for p in error.problems[:MAX_PROBLEMS]
         ]
         raise RequestError("request", problems) from None
 
@@ -54,7 +50,7 @@ def _named(name: str) -> PruningState:
     file = _shipped().get(name)
     if file is None:
         what = f"no state of the name {escape_unprintable(name[:80], 80)!r} ships with this server"
-        raise request_error("policy", what, suggest_name(name[:80], list(_shipped())))
+        raise request_error("state", what, suggest_name(name[:80], list(_shipped())))
     return _read(file)
 
 
@@ -67,7 +63,7 @@ def _text(state: Mapping[str, object]) -> str:
         ) from None
     if len(text) > MAX_STATE_CHARACTERS:
         what = f"{len(text)} characters, and a request may bring {MAX_STATE_CHARACTERS}"
-        raise request_error("policy", what, "a state is a few kilobytes: shorten its provenance")
+        raise request_error("state", what, "a state is a few kilobytes: shorten its provenance")
     return text
 
 

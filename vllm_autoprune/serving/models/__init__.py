@@ -1,6 +1,6 @@
-"""The backbones that can be served pruned: one record each, the model classes stay unloaded.
+"""Registry of backbones that can be served pruned.
 
-Knows nothing about vLLM at import, so that settings are checked before models are built.
+Model classes are named by import path: settings are checked before vLLM's models are imported.
 """
 
 from __future__ import annotations

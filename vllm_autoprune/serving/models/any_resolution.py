@@ -1,7 +1,7 @@
 """Any-resolution images: a base view, then crops stitched into one map with a newline a row.
 
-Knows nothing about towers. The model's own code joins the crops; where each row came from is
-learned by sending marks through it, so padding is cut off and rows are counted as the model does.
+The model's own code joins the crops. Where each row came from is found by sending marked tiles
+through it, so padding is cut off and rows are counted as the model does.
 """
 
 from __future__ import annotations

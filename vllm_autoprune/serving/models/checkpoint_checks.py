@@ -1,7 +1,4 @@
-"""Whether a checkpoint, a text tower and a state fit a backbone: problems found at start-up.
-
-Knows nothing about weights: it reads configurations.
-"""
+"""Start-up checks of a backbone's configuration, text tower and state inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
         PreTrainedConfig,
     )
 
-_MEND = "serve another state, or another checkpoint"
+_FIX = "serve another state, or another checkpoint"
 
 
 def accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
@@ -46,7 +43,7 @@ _ROWS: dict[Need, str] = {
 def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
     """A backbone that gives policies its tokens, their attention and the instruction."""
     return [
-        Problem("model", f"{config.model_type!r} gives states no {what}", _MEND)
+        Problem("model", f"{config.model_type!r} gives states no {what}", _FIX)
         for need, what in _ROWS.items()
         if need in needs
     ]
@@ -101,18 +98,18 @@ def check_clip_inputs(
         layers, reads = vision.num_hidden_layers, config.vision_feature_layer
         if reads in (-1, layers):
             what = "the model reads the vision tower's last layer, and the state the one after it"
-            problems.append(Problem("model", what, _MEND))
+            problems.append(Problem("model", what, _FIX))
     if "language" in needs:
         if text.model_type != "llama":
             what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
-            problems.append(Problem("model", what, _MEND))
+            problems.append(Problem("model", what, _FIX))
         elif not isinstance(text.bos_token_id, int):
             what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
-            problems.append(Problem("model", what, _MEND))
+            problems.append(Problem("model", what, _FIX))
         longest = 1 + _most_tokens(config) + LANGUAGE_IDS
         if text.max_position_embeddings < longest:
             what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
-            problems.append(Problem("model", what, _MEND))
+            problems.append(Problem("model", what, _FIX))
     return problems
 
 

@@ -1,7 +1,4 @@
-"""The vision side of LLaVA models with a CLIP tower: [CLS], every layer that policies look into.
-
-Knows nothing about how a model cuts an image into tiles: a subclass does.
-"""
+"""Vision side of LLaVA models with a CLIP tower: [CLS] and every layer that policies read."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class ClipVision(Vision):
 
     def project(self, rows: Tensor) -> Tensor:
         """As :meth:`Vision.project`."""
-        projected: Tensor = self._model.multi_modal_projector(rows.to(self.like.dtype))
+        projected: Tensor = self._model.multi_modal_projector(rows.to(self.sample_weight.dtype))
         return projected
 
     def parts(self) -> ModelParts:
@@ -55,19 +52,25 @@ class ClipVision(Vision):
         if self._language is None and "language" in self.needs:
             first = self._model.config.text_config.bos_token_id
             model = self._model.language_model.model
-            self._language = FirstLanguageLayers(model, (first,), self.like.device)
+            self._language = FirstLanguageLayers(model, (first,), self.sample_weight.device)
         language = None if self._language is None else self._language.read
         return ModelParts(self.project, self.relevance(), language)
 
-    def heard(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """As :meth:`Vision.heard`: the next layer is in the checkpoint, not in the model."""
-        return weights if self._next is None else self._next.heard(weights, self.like)
+    def capture_weights(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """As :meth:`Vision.capture_weights`: the next layer is in the checkpoint, not in the model."""
+        return (
+            weights
+            if self._next is None
+            else self._next.capture_weights(weights, self.sample_weight)
+        )
 
-    def loaded(self) -> None:
-        """As :meth:`Vision.loaded`."""
-        super().loaded()
+    def finish_loading(self) -> None:
+        """As :meth:`Vision.finish_loading`."""
+        super().finish_loading()
         if self._next is not None:
-            self._next.require()
+            self._next.require_weights()
 
     def tiles(self, pixels: Tensor) -> Tiles:
         """One pass of the vision tower over ``(M, 3, H, W)``."""
@@ -88,6 +91,6 @@ class ClipVision(Vision):
             return None
         attention, keys = None, None
         if self._next is not None:
-            self._next.make_up(self.like)
+            self._next.init_dummy_weights(self.sample_weight)
             attention, keys = self._next(states)
         return TowerFeatures(states[:, 1:], states[:, :1], last.mean_keys(), attention, keys)

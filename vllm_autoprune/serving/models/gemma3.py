@@ -1,7 +1,4 @@
-"""Gemma 3: one pooled square of tokens an image, and one for each crop where it pans and scans.
-
-Knows nothing about the attention among an image's tokens: vLLM takes it from their placeholders.
-"""
+"""Gemma 3: one pooled square of tokens an image, and one for each crop of pan-and-scan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""InternVL as transformers has it: crops and a thumbnail, each a pixel-shuffled square of tokens.
+"""InternVL of transformers: crops and a thumbnail, each a pixel-shuffled square of tokens.
 
-Knows nothing about videos, which are left as they are.
+Videos are left as they are.
 """
 
 from __future__ import annotations

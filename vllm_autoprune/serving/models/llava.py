@@ -1,7 +1,4 @@
-"""LLaVA-1.5: one tile an image, and its tokens are its placeholders, row by row.
-
-Knows nothing about states or atoms; it fills their inputs.
-"""
+"""LLaVA-1.5: one tile an image, with its tokens in raster order."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ class LlavaVision(ClipVision):
                 None if made.attention is None else made.attention[i].clone(),
                 None if made.patches is None else made.patches[i].clone(),
                 VisualTokens(made.projected[i : i + 1], self.grid).cosine[0],
-                None if made.tower is None else made.tower.of(i),
+                None if made.tower is None else made.tower.copy_image(i),
             )
             for i in range(len(images))
         ]

@@ -1,7 +1,4 @@
-"""LLaVA-NeXT: tiles of any resolution through a CLIP tower.
-
-Knows nothing about how tiles are joined into rows: ``any_resolution`` does.
-"""
+"""LLaVA-NeXT: tiles of any resolution through a CLIP tower."""
 
 from __future__ import annotations
 

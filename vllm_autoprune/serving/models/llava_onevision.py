@@ -1,6 +1,6 @@
 """LLaVA-OneVision: tiles of any resolution through a SigLIP tower, shrunk where there are many.
 
-Knows nothing about videos, which are left as they are.
+Videos are left as they are.
 """
 
 from __future__ import annotations

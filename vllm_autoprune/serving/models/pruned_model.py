@@ -1,7 +1,4 @@
-"""A stock model class with its images pruned, where a state is served; the same for all backbones.
-
-Knows nothing about any one model; a subclass says which :class:`Vision` is its own.
-"""
+"""Mixin that prunes the images of a stock model class, the same for all backbones."""
 
 from __future__ import annotations
 
@@ -51,15 +48,15 @@ class PrunedModel(_Stock):
         # `--limit-mm-per-prompt '{"image": 0}'` leaves the tower's weights out.
         if served is None or isinstance(self.autoprune_vision.tower(self), StageMissingLayer):
             return
-        self.autoprune_served: ServedState = served
+        self.autoprune_state: ServedState = served
         self.autoprune_reporter = FallbackReporter()
         self.autoprune_first_check = FirstImageCheck()
         self.autoprune = self.autoprune_vision(self, served)
         clear_with_worker_caches(_clear_features)
         rules = PlanRules(served, vllm_config.model_config.get_vocab_size())
-        device = self.autoprune.like.device
-        self.autoprune_plans = PlanReader(rules, self.autoprune_reporter, device)
-        self.autoprune_watch = Stopwatch(self.autoprune.like.device)
+        device = self.autoprune.sample_weight.device
+        self.autoprune_plan_reader = PlanReader(rules, self.autoprune_reporter, device)
+        self.autoprune_watch = Stopwatch(self.autoprune.sample_weight.device)
         accounts = find_metrics_setup(vllm_config.model_config)
         self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
@@ -96,9 +93,9 @@ class PrunedModel(_Stock):
         if self.autoprune is None or rows is None:
             return super().embed_multimodal(**kwargs)
         assert isinstance(rows, Tensor | list)
-        return self.autoprune_pruned(self.autoprune_plans.read(rows), kwargs)
+        return self.autoprune_rows(self.autoprune_plan_reader.read(rows), kwargs)
 
-    def autoprune_pruned(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
+    def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
         """``(K_i, D)`` rows of every image."""
         vision = self.autoprune
         assert vision is not None
@@ -107,14 +104,14 @@ class PrunedModel(_Stock):
         if profile:
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
-        reserved = vision.cache.reserve(vision.like.device) if profile else None
+        reserved = vision.cache.reserve(vision.sample_weight.device) if profile else None
         keys = [plan.key for plan in plans]
         shown = [image.inputs for image in images]
         features, parts = vision.features(keys, shown, profile), vision.parts()
         context = SelectionContext(
-            self.autoprune_served, parts, self.autoprune_reporter, self.autoprune_first_check
+            self.autoprune_state, parts, self.autoprune_reporter, self.autoprune_first_check
         )
-        with nullcontext() if profile else self.autoprune_watch.running():
+        with nullcontext() if profile else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
         del reserved
         if self.autoprune_metrics is not None and not profile and is_rank_zero():
@@ -130,8 +127,8 @@ class PrunedModel(_Stock):
         """
         if self.autoprune is None:
             return super().load_weights(weights)
-        loaded = super().load_weights(self.autoprune.heard(weights))
-        self.autoprune.loaded()
+        loaded = super().load_weights(self.autoprune.capture_weights(weights))
+        self.autoprune.finish_loading()
         return loaded
 
 

@@ -1,6 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, patches merged four to one, M-RoPE.
 
-Knows nothing about which position belongs where: ``mrope`` does. Videos are left as they are.
+Videos are left as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.compat import keep_positions
+from vllm_autoprune.serving.compat import request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
 from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
@@ -135,12 +135,12 @@ class QwenVision(Vision):
                 None if attention is None else attention[i],
                 None,
                 VisualTokens(tokens[None], grid).cosine[0],
-                riders=torch.cat([levels, places], dim=1),
+                extra_channels=torch.cat([levels, places], dim=1),
             )
             made.append(ImageFeatures((region,)))
         return made
 
-    def bare(self, inputs: EncoderInputs) -> list[Tensor]:
+    def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
         """Rows of embeddings that were made elsewhere, whole, with their positions."""
         shown = self.images(inputs)
         made = []
@@ -183,7 +183,7 @@ class PrunedQwen(PrunedModel, _Stock):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if served_state(vllm_config.model_config) is not None:
-            keep_positions(vllm_config.model_config.multimodal_config)
+            request_positions(vllm_config.model_config.multimodal_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.autoprune is not None:
             # Of videos: those are what they are in the stock model.
@@ -193,7 +193,9 @@ class PrunedQwen(PrunedModel, _Stock):
         """As :meth:`PrunedModel.embed_multimodal`; rows of images carry their positions."""
         vision = self.autoprune
         if isinstance(vision, QwenVision) and kwargs.get("image_embeds") is not None:
-            return vision.bare({n: g for n, g in kwargs.items() if isinstance(g, Tensor | list)})
+            return vision.embeddings_with_positions(
+                {n: g for n, g in kwargs.items() if isinstance(g, Tensor | list)}
+            )
         return super().embed_multimodal(**kwargs)
 
     def get_mrope_input_positions(

@@ -1,7 +1,4 @@
-"""Models whose image is some equal tiles of placeholders: what the stock code makes of each, split.
-
-Knows nothing about any one of them: they name their fields and their tower's last attention.
-"""
+"""Vision side of models whose image is a number of equal tiles of placeholders."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What all backbones share: features of each image, made once, and what policies read beside them.
-
-Knows nothing about any one model: a backbone says how its images are told apart and encoded.
-"""
+"""Vision side that all backbones share: cached features of images, and inputs of policies."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ class Tiles:
                 self.projected[some],
                 None if self.attention is None else self.attention[some],
                 None if self.patches is None else self.patches[some],
-                None if self.tower is None else self.tower.some(some),
+                None if self.tower is None else self.tower.select(some),
             )
             first += count
 
@@ -99,7 +96,7 @@ class Vision(ABC):
     # ---- what follows from it ----
 
     @property
-    def like(self) -> Tensor:
+    def sample_weight(self) -> Tensor:
         """A parameter of the vision tower: its device and dtype."""
         return next(self.tower(self._model).parameters())
 
@@ -112,21 +109,23 @@ class Vision(ABC):
         if self._relevance is None and "instruction" in self.needs:
             tower = self.served.tower
             if tower is not None:
-                self._relevance = ClipTower(tower, self.like.device)
+                self._relevance = ClipTower(tower, self.sample_weight.device)
             else:
                 embed = embed_without_lora(self._model.get_language_model())
-                self._relevance = InputEmbeddings(embed, self.like.device)
+                self._relevance = InputEmbeddings(embed, self.sample_weight.device)
         return self._relevance
 
     def parts(self) -> ModelParts:
         """What policies read beside the features of an image."""
         return ModelParts(self.project, self.relevance())
 
-    def heard(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def capture_weights(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterable[tuple[str, Tensor]]:
         """The checkpoint as it streams by; what the model leaves out of it is taken here."""
         return weights
 
-    def loaded(self) -> None:
+    def finish_loading(self) -> None:
         """The weights are new: nothing made with the old ones is kept.
 
         Raises :class:`ConfigError` where the checkpoint lacks what the state reads.

@@ -1,7 +1,4 @@
-"""What a server runs: in one line for its log, and as data for whoever asks.
-
-Knows nothing about how it is asked, nor about how it came to run this.
-"""
+"""Description of the served state: one line for the log, and JSON for the endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def format_summary(served: ServedState) -> str:
     policy = served.policy()
     own = served.state.budget.range()[1]
     kept = f"{policy.budget} tokens of an image"
-    if served.follows:
+    if served.budget_varies:
         kept, why = f"at most {kept}", "as the state follows its size"
     else:
         why = "as the state has it" if policy.budget == own else "by --autoprune-budget"
@@ -49,13 +46,13 @@ def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
 
 def describe_permission(rules: RequestRules) -> str:
     """What requests may set, and why."""
-    if not rules.stated:
+    if not rules.explicit:
         return f"nothing, because no {FLAG} is given (with --trust-request-mm-kwargs: their budget)"
     if rules.level == "none":
         return f"nothing, by {FLAG} none"
-    what = {"budget": "their budget", "policies": "a state that ships", "states": "any state"}
-    said = f"{what[rules.level]}, {rules.least} to {rules.most} tokens of an image, by {FLAG}"
-    if not rules.allows("policies"):
+    what = {"budget": "their budget", "shipped-states": "a state that ships", "states": "any state"}
+    said = f"{what[rules.level]}, {rules.minimum} to {rules.maximum} tokens of an image, by {FLAG}"
+    if not rules.allows("shipped-states"):
         return said
     return f"{said}, at a predicted {rules.cost:g} ms a selection or less"
 
@@ -72,7 +69,7 @@ def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
         "base_policy": policy.base.name,
         "budget": {
             "k": policy.budget,
-            "follows_image_size": served.follows,
+            "follows_image_size": served.budget_varies,
             "q_e": policy.quota,
             "r_min": policy.r_min,
         },

@@ -1,10 +1,8 @@
-"""What counting needs to know in every process of a server, and how it gets there.
-
-Knows nothing about what is counted. The record travels on the model config, as the state does.
+"""Metrics folder and KV-cache size of a token, sent to every process on the model config.
 
 Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
-for several processes. Where there are several API servers vLLM has set that up, and any file in
-its folder is shown; for a single one a folder of ours is added. Workers on another machine than
+for several processes. With several API servers vLLM has set that up, and any file in its folder
+is exported; for a single one a folder of the plugin's is added. Workers on another machine than
 the API server write to a folder that nobody reads.
 """
 
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_autoprune.serving.compat import attach, attached
+from vllm_autoprune.serving.compat import attach, get_attachment
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -49,7 +47,7 @@ def attach_metrics_setup(vllm_config: VllmConfig) -> None:
 
 def find_metrics_setup(model_config: ModelConfig) -> MetricsSetup | None:
     """The record of the model that is served; None where it is served stock."""
-    found = attached(model_config, ATTRIBUTE)
+    found = get_attachment(model_config, ATTRIBUTE)
     assert found is None or isinstance(found, MetricsSetup)
     return found
 

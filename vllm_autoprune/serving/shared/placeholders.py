@@ -1,7 +1,4 @@
-"""What is known of an image before any model runs: how many tokens it will be, in how many tiles.
-
-Knows nothing about pruning; each backbone gives its own :class:`Placeholders`.
-"""
+"""Placeholders of an image: how many tokens, in how many tiles, before any model runs."""
 
 from __future__ import annotations
 

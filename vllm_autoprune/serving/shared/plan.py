@@ -1,7 +1,4 @@
-"""ItemPlan: what the API server decides about one image and the worker carries out.
-
-Knows nothing about vLLM; it only turns a decision into a tensor and back.
-"""
+"""ItemPlan: the API server's decision about one image, as the tensor that reaches the worker."""
 
 from __future__ import annotations
 

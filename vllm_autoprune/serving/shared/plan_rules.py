@@ -1,9 +1,9 @@
-"""Plans against the rules of the server, whoever made them.
+"""Checks of plans against the rules of the server.
 
-A server's own API makes only plans that its rules allow. But vLLM's ``/inference/v1/generate``
-takes processed inputs, plans among them, from its client. They are looked at twice: the API server
-refuses a request whose plan is not allowed, and the worker, which has to live whatever reaches it,
-carries out another plan instead.
+The server's own API makes only plans that its rules allow. But vLLM's ``/inference/v1/generate``
+takes processed inputs, plans among them, from its client. They are checked twice: the API server
+refuses a request with a plan that is not allowed; the worker, which must survive any input,
+replaces the plan (``worker.plan_reader``).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class PlanRules:
         if plan.budget != placeholders:
             raise plan_error(f"keeps K = {plan.budget} tokens for {placeholders} placeholders")
         self.check_budget(plan)
-        self.check_words(plan)
+        self.check_token_ids(plan)
         self.check_choice(plan)
 
     def check_budget(self, plan: ItemPlan) -> None:
         """Raise where the plan keeps more tokens than the server's state and its rules allow."""
         rules, most = self.served.rules, self.served.budget
         if rules.allows("budget"):
-            most = max(most, rules.most)
+            most = max(most, rules.maximum)
         if plan.budget > most:
             raise plan_error(f"keeps K = {plan.budget} tokens, and requests may keep {most}")
 
-    def check_words(self, plan: ItemPlan) -> None:
+    def check_token_ids(self, plan: ItemPlan) -> None:
         """Raise where a token id is beyond a vocabulary: to look it up would end the worker."""
         tower = self.served.tower
         said = self.vocabulary if tower is None else tower.vocabulary
@@ -68,7 +68,7 @@ class PlanRules:
             return
         if problem := _state_problem(served, plan.state):
             raise plan_error(f"carries a state that {problem}")
-        if missing := served.planned(plan).needs - served.needs:
+        if missing := served.policy_for_plan(plan).needs - served.needs:
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
 
 
@@ -76,7 +76,7 @@ class PlanRules:
 def _state_problem(served: ServedState, text: bytes) -> str:
     """Why a server does not run a state that a plan carries; empty where it does."""
     rules = served.rules
-    if not rules.allows("policies"):
+    if not rules.allows("shipped-states"):
         return f"requests may not bring: they may set {rules} ({FLAG})"
     if not rules.allows("states") and text not in _shipped():
         return f"does not ship, and requests may only name those that do ({FLAG})"

@@ -1,10 +1,8 @@
-"""What requests may set about pruning: ``--autoprune-requests``, as data.
-
-Knows nothing about how a request says it, nor about what it then gets.
-"""
+"""Permissions of requests: the parsed value of ``--autoprune-requests``."""
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,65 +11,79 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 
+logger = logging.getLogger("vllm.autoprune")
+
 FLAG = "--autoprune-requests"
 
-Level = Literal["none", "budget", "policies", "states"]
-"""Each allows what the ones before it do: nothing; a budget, a control, or no pruning at all; a
-policy that ships with the package; any state."""
+Level = Literal["none", "budget", "shipped-states", "states"]
+"""What requests may set: nothing; a budget, a control, or no pruning at all; also a state that ships
+with the package; also any state. Each level allows what the ones before it do."""
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 
-_FORM = re.compile(r"(?P<level>[a-z]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
+_OLD_LEVELS: dict[str, Level] = {"policies": "shipped-states"}
+"""Deprecated names of levels, still understood with a warning."""
+
+_FORM = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """The level, and the tokens of one image that a request may ask for, both ends included.
+    """Level of permission, and the budgets of one image that requests may ask for, ends included.
 
-    ``stated`` where the operator said so: vLLM's own check of ``mm_processor_kwargs`` then lets
-    our entry pass. Otherwise it needs ``--trust-request-mm-kwargs``. ``cost`` is the most that a
-    state of a request may cost, in predicted milliseconds (:mod:`vllm_autoprune.tpdsl.cost`).
+    ``explicit`` where the operator gave the flag: vLLM's own check of ``mm_processor_kwargs`` then
+    lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
+    bounds the predicted milliseconds of a request's state (:mod:`vllm_autoprune.tpdsl.cost`).
     """
 
     level: Level = "budget"
-    least: int = 1
-    most: int = MAX_BUDGET
-    stated: bool = False
+    minimum: int = 1
+    maximum: int = MAX_BUDGET
+    explicit: bool = False
     cost: float = DEFAULT_COST
 
     def allows(self, level: Level) -> bool:
         """Whether requests may set what belongs to a level."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
 
-    def contain(self, budget: int) -> bool:
+    def contains(self, budget: int) -> bool:
         """Whether requests may ask for so many tokens of an image."""
-        return self.least <= budget <= self.most
+        return self.minimum <= budget <= self.maximum
 
     def __str__(self) -> str:
         if self.level == "none":
             return self.level
-        return f"{self.level}:{self.least}-{self.most}"
+        return f"{self.level}:{self.minimum}-{self.maximum}"
 
 
 DEFAULT_RULES = RequestRules()
 
 
 def parse_rules(value: object, problems: list[Problem]) -> RequestRules:
-    """The rules in a setting's value, such as ``"policies"`` or ``"budget:16-256"``.
+    """Parse a setting's value, such as ``"shipped-states"`` or ``"budget:16-256"``.
 
-    Appends a problem where there are none in it.
+    Appends to ``problems`` where the value is malformed.
     """
     if value is None:
         return DEFAULT_RULES
-    found = _FORM.fullmatch(str(value).strip())
-    level = next((known for known in LEVELS if found and known == found["level"]), None)
-    if found is None or level is None:
+    match = _FORM.fullmatch(str(value).strip())
+    level = None if match is None else _parse_level(match["level"])
+    if match is None or level is None:
         what = f"{str(value)[:80]!r} is not known"
         fix = f"give one of {', '.join(LEVELS)}, with a range where wanted: budget:16-256"
         problems.append(Problem(FLAG, what, fix))
-        return RequestRules("none", stated=True)
-    least, most = int(found["least"] or 1), int(found["most"] or MAX_BUDGET)
+        return RequestRules("none", explicit=True)
+    least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)
     if not 1 <= least <= most <= MAX_BUDGET:
         what = f"{least}-{most} is no range of tokens"
         problems.append(Problem(FLAG, what, f"give two numbers from 1 to {MAX_BUDGET}, in order"))
-    return RequestRules(level, least, most, stated=True)
+    return RequestRules(level, least, most, explicit=True)
+
+
+def _parse_level(name: str) -> Level | None:
+    """The level of a name, old names included; None where there is none."""
+    if name in _OLD_LEVELS:
+        level = _OLD_LEVELS[name]
+        logger.warning("%s %s is deprecated; use %s %s.", FLAG, name, FLAG, level)
+        return level
+    return next((level for level in LEVELS if level == name), None)

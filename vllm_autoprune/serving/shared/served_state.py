@@ -1,7 +1,4 @@
-"""What a server runs, from its start to its end, and how it travels to other processes.
-
-Knows nothing about where it comes from: who reads settings makes one, who serves a request asks it.
-"""
+"""ServedState: what a server runs from start to end, pickled to every process."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, get_args
 
-from vllm_autoprune.serving.compat import attached
+from vllm_autoprune.serving.compat import get_attachment
 from vllm_autoprune.serving.shared.plan import Chooser, ItemPlan
 from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.shared.state_codec import decode_state
@@ -34,7 +31,7 @@ class ServedState:
     """What a server runs: a state, its default budget, and where relevance comes from.
 
     ``follows`` where K follows from an image's size, as the state has it; budget is then the
-    most. ``rules`` say what requests may set; ``lacks`` what no state of theirs can read.
+    most. ``rules`` say what requests may set; ``unavailable`` what no state of theirs can read.
     """
 
     architecture: str
@@ -42,22 +39,22 @@ class ServedState:
     budget: int
     tower: TextTower | None
     cache_bytes: int
-    follows: bool = False
+    budget_varies: bool = False
     rules: RequestRules = DEFAULT_RULES
-    lacks: UnavailableInputs = ()
+    unavailable: UnavailableInputs = ()
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
-        if budget is None and not self.follows:
+        if budget is None and not self.budget_varies:
             budget = self.budget
         return make_policy(self.state, budget, keep)
 
-    def planned(self, plan: ItemPlan) -> PruningPolicy:
+    def policy_for_plan(self, plan: ItemPlan) -> PruningPolicy:
         """The policy that a plan asks for, by the server's state or by one that it carries."""
         state = decode_state(plan.state) if plan.state else self.state
         return make_policy(state, plan.budget, plan.keep)
 
-    def identity_of(self, state: PruningState) -> str:
+    def selection_identity(self, state: PruningState) -> str:
         """What decides which tokens a state keeps, beside image, K and instruction."""
         tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
         return state.digest + tower
@@ -71,13 +68,20 @@ class ServedState:
         """
         quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
         own = required_inputs(self.state, exchange=quota > 0)
-        if not self.rules.allows("policies"):
+        if not self.rules.allows("shipped-states"):
             return own
-        return own | (frozenset(NEEDS) - {need for need, _ in self.lacks})
+        return own | (frozenset(NEEDS) - {need for need, _ in self.unavailable})
 
     def __reduce__(self) -> tuple[object, ...]:
         # As text, because parameter models are made from the registry and have no import path.
-        rest = (self.budget, self.tower, self.cache_bytes, self.follows, self.rules, self.lacks)
+        rest = (
+            self.budget,
+            self.tower,
+            self.cache_bytes,
+            self.budget_varies,
+            self.rules,
+            self.unavailable,
+        )
         return _revive, (self.architecture, self.state.dumps(), *rest)
 
 
@@ -90,12 +94,14 @@ def _revive(
     budget: int,
     tower: TextTower | None,
     cache_bytes: int,
-    follows: bool,
+    budget_varies: bool,
     rules: RequestRules,
-    lacks: UnavailableInputs,
+    unavailable: UnavailableInputs,
 ) -> ServedState:
     state = load_state(text)
-    return ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
+    return ServedState(
+        architecture, state, budget, tower, cache_bytes, budget_varies, rules, unavailable
+    )
 
 
 @lru_cache(maxsize=512)
@@ -106,6 +112,6 @@ def make_policy(state: PruningState, budget: int | None, keep: Chooser = "state"
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
     """The state that this model is served with; None where it is served stock."""
-    found = attached(model_config, ATTRIBUTE)
+    found = get_attachment(model_config, ATTRIBUTE)
     assert found is None or isinstance(found, ServedState)
     return found

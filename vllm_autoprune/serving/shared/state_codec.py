@@ -1,7 +1,7 @@
-"""A state on its way to the workers: canonical bytes, so that nobody has to have it already.
+"""Canonical bytes of a state, for the plans that carry it to the workers.
 
-Knows nothing about requests. Sent with every image that needs it, because no API server can know
-what a worker, perhaps just restarted, still holds; beside the pixels a kilobyte is nothing.
+Sent with every image that needs it, because no API server can know what a worker, perhaps just
+restarted, still holds; beside the pixels a kilobyte is nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Algorithm 1, line 4: a state that breaks its promises is replaced by its base policy, or refused.
-
-Knows nothing about where the state comes from.
-"""
+"""Safety check of a state before it is served (Algorithm 1, line 4)."""
 
 from __future__ import annotations
 

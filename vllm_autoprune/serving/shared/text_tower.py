@@ -1,7 +1,4 @@
-"""The CLIP text tower as data: where it lies, which direction means relevance, and why.
-
-Knows nothing about weights; those are loaded in the worker.
-"""
+"""Description of a CLIP text tower: path, sign of its relevance, sizes. Loads no weights."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def activate(architecture: str) -> None:
     backbone = BACKBONES[architecture]
     compat.register_model(architecture, backbone.model)
     if backbone.mrope:
-        compat.let_cpu_runner_ask()
+        compat.request_positions_on_cpu()
     engine_requests.watch_requests()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     compat.refuse_sleep(sleep_problem)

@@ -1,7 +1,4 @@
-"""From settings to a resolved state on the model config, with every problem told at once.
-
-Knows nothing about requests: what is decided here holds for the life of the server.
-"""
+"""Settings resolved to a served state on the model config; reports all problems at once."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
-from vllm_autoprune.serving.compat import attach, require_vllm, rust_frontend
+from vllm_autoprune.serving.compat import attach, require_vllm, uses_rust_frontend
 from vllm_autoprune.serving.models import BACKBONES, Backbone
 from vllm_autoprune.serving.shared.description import format_summary
 from vllm_autoprune.serving.shared.metrics_setup import attach_metrics_setup
@@ -113,7 +110,7 @@ def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
 def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
     model = vllm_config.model_config
     architecture = str(model.architecture)
-    if rust_frontend():
+    if uses_rust_frontend():
         fix = "unset VLLM_USE_RUST_FRONTEND"
         problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
     backbone = BACKBONES.get(architecture)

@@ -1,9 +1,8 @@
-"""The flags of `vllm serve`, in a group of their own, and how they travel.
-
-Knows nothing about what their values mean: they are checked where the model is known.
+"""Flags of `vllm serve`, in a group of their own.
 
 A flag writes plain data into ``additional_config["autoprune"]``, the same place that
 ``LLM(..., additional_config={"autoprune": {...}})`` fills, so both ways are one from there on.
+Values are checked later, where the model is known.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
     (
         "requests",
         "LEVEL[:MIN-MAX]",
-        "What a request may set for itself: `none`; `budget`, a budget or no pruning; `policies`, "
-        "also a state that ships; `states`, any state. A range bounds the tokens of one image. "
+        "What a request may set for itself: `none`; `budget`, a budget or no pruning; "
+        "`shipped-states`, also a state that ships; `states`, any state. A range bounds the tokens of one image. "
         "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
     ),
     (

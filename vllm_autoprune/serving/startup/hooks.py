@@ -1,7 +1,4 @@
-"""Every name within vLLM that the plugin holds on to, and whether this installation has it.
-
-Knows nothing about what is done with them: the module named beside each hook does.
-"""
+"""Names within vLLM that the plugin depends on, and a check that this installation has them."""
 
 from __future__ import annotations
 
@@ -214,7 +211,7 @@ def require_hooks(stock: str) -> None:
     finds builds that differ from the release they name.
     """
     problems = [
-        Problem(f"{hook.module}.{name}", f"is not there ({hook.used_by})", _MEND)
+        Problem(f"{hook.module}.{name}", f"is not there ({hook.used_by})", _FIX)
         for hook in HOOKS
         if hook.only in ("", stock)
         for name in find_missing_names(hook)
@@ -223,7 +220,7 @@ def require_hooks(stock: str) -> None:
         raise ConfigError("this vLLM is not the one that the plugin was written for", problems)
 
 
-_MEND = "install a released vLLM in the supported range, and see `vllm-autoprune doctor`"
+_FIX = "install a released vLLM in the supported range, and see `vllm-autoprune doctor`"
 
 
 def find_missing_names(hook: Hook) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Each setting by itself: what was typed becomes a value, or a problem with a place and a way out.
+"""Parsers of single settings: each returns a value or appends problems with place and fix.
 
-Knows nothing about the model: whether settings fit it, and each other, is said in ``config``.
+Whether settings fit the model, and each other, is checked in ``config``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is and is not supported, in one table from which the README's is made.
-
-Knows nothing about how: each row says where it was seen, or that nobody has looked.
-"""
+"""Support table: backbones and features, with what was tested; the README's is made from it."""
 
 from __future__ import annotations
 

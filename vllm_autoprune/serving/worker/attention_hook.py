@@ -1,8 +1,7 @@
-"""The attention that tokens get in a tower without [CLS]: a mean over all that look at them.
+"""Forward hook that measures the attention each token receives, for towers without [CLS].
 
-Knows nothing about layouts. Every tower of vLLM hands queries and keys, already rotated, to one
-attention module; they are heard there, and the probabilities, which fused kernels never form, are
-made anew a few rows at a time.
+vLLM hands queries and keys, already rotated, to one attention module in every tower. Fused
+kernels never form probabilities, so they are recomputed here, a few rows at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From images with plans to rows for the language model, in as few selections as possible.
-
-Knows nothing about any one model: features come in, K rows an image go out.
-"""
+"""Batched selection: from images with plans to rows for the language model."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ def _groups(
     for members in found.values():
         plan = plans[members[0]]
         chosen = plan.budget < images[members[0]].candidates and plan.keep != "random"
-        if chosen and "language" in served.planned(plan).needs:
+        if chosen and "language" in served.policy_for_plan(plan).needs:
             # Instructions differ in length, and neither padding nor a batch may change a choice.
             yield from ([i] for i in members)
         else:
@@ -104,7 +101,7 @@ def _select_rows(
 ) -> Tensor:
     """``(B, K, D + E)`` of images of one budget, below N, and one shape."""
     plan = plans[0]
-    policy = None if plan.keep == "random" else context.served.planned(plan)
+    policy = None if plan.keep == "random" else context.served.policy_for_plan(plan)
     split = split_over_regions(plan.budget, images[0].regions)
     rows, places = [], []
     for at, budget in enumerate(split):
@@ -119,7 +116,7 @@ def _select_rows(
             if len(split) > 1:
                 own = replace(policy, budget=budget, quota=quota, r_min=min(policy.r_min, budget))
             refined = _refine_regions(context, own, plans, regions)
-        rows.append(_with_riders(refined, regions))
+        rows.append(_append_extra_channels(refined, regions))
         places.append(_places(refined, regions))
     joined = torch.cat(rows, dim=1)
     by_quality = policy is not None and orders_by_quality(policy.state.reassembly)
@@ -129,17 +126,17 @@ def _select_rows(
     return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
 
 
-def _with_riders(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
+def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
     """``(B, K, D + E)``: what goes along with a token goes with its row.
 
-    A row that stands for no single token takes the riders of the last one that is kept.
+    A row that stands for no single token takes the extra_channels of the last one that is kept.
     """
-    riders = _stacked([region.riders for region in regions])
-    if riders is None:
+    extra_channels = _stacked([region.extra_channels for region in regions])
+    if extra_channels is None:
         return refined.features
     last = refined.indices[:, -1:].expand(-1, refined.extra)
     of = torch.cat([refined.indices, last], dim=1)
-    gone = riders.gather(1, of[:, :, None].expand(-1, -1, riders.shape[2]))
+    gone = extra_channels.gather(1, of[:, :, None].expand(-1, -1, extra_channels.shape[2]))
     return torch.cat([refined.features, gone.to(refined.features.dtype)], dim=2)
 
 

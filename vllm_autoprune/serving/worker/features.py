@@ -1,7 +1,7 @@
-"""Vision features of an image, kept per image so that further questions skip the vision tower.
+"""Vision features of an image, and their cache, by which further questions skip the tower.
 
-What is kept depends on the pixels alone, and so does the key that it is kept under: never on a
-question, a budget or a name that a client gave the image.
+They depend on the pixels alone, and so does their key: never on a question, a budget or a name
+that a client gave the image.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TowerFeatures:
         held = (self.patches, self.cls, self.keys, self.next_attention, self.next_keys)
         yield from (part for part in held if part is not None)
 
-    def some(self, images: slice) -> TowerFeatures:
+    def select(self, images: slice) -> TowerFeatures:
         """Some images of a batch, as views."""
         attention, keys = self.next_attention, self.next_keys
         return TowerFeatures(
@@ -47,7 +47,7 @@ class TowerFeatures:
             None if keys is None else keys[images],
         )
 
-    def of(self, image: int) -> TowerFeatures:
+    def copy_image(self, image: int) -> TowerFeatures:
         """One image of a batch, copied: a view would keep the whole batch alive."""
         attention, keys = self.next_attention, self.next_keys
         return TowerFeatures(
@@ -65,7 +65,7 @@ class Region:
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
     where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the projected tokens; tower only where the state reads it. riders ``(N, E)`` go along
+    between the projected tokens; tower only where the state reads it. extra_channels ``(N, E)`` go along
     with each row as they are: nothing chooses by them or merges them. order ``(N,)`` is the place
     of each token among all rows that the model makes of the image, None where it is its own
     index. share is the region's part of the budget, in tiles of the vision tower.
@@ -77,23 +77,23 @@ class Region:
     patches: Tensor | None = None
     cosine: Tensor | None = None
     tower: TowerFeatures | None = None
-    riders: Tensor | None = None
+    extra_channels: Tensor | None = None
     order: Tensor | None = None
     share: int = 1
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is held."""
         held = (self.projected, self.cls_attention, self.patches, self.cosine)
-        yield from (part for part in (*held, self.riders, self.order) if part is not None)
+        yield from (part for part in (*held, self.extra_channels, self.order) if part is not None)
         if self.tower is not None:
             yield from self.tower.tensors()
 
     @property
     def rows(self) -> Tensor:
         """``(N, D + E)``: every token as the model reads it."""
-        if self.riders is None:
+        if self.extra_channels is None:
             return self.projected
-        return torch.cat([self.projected, self.riders.to(self.projected.dtype)], dim=1)
+        return torch.cat([self.projected, self.extra_channels.to(self.projected.dtype)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class FeatureCache:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held = 0
+        self.used_bytes = 0
         self.hits = 0
         self.misses = 0
         self._entries: OrderedDict[Hashable, ImageFeatures] = OrderedDict()
@@ -175,15 +175,15 @@ class FeatureCache:
         if features.nbytes > self.limit or key in self._entries:
             return
         self._entries[key] = features
-        self.held += features.nbytes
-        while self.held > self.limit:
+        self.used_bytes += features.nbytes
+        while self.used_bytes > self.limit:
             _, dropped = self._entries.popitem(last=False)
-            self.held -= dropped.nbytes
+            self.used_bytes -= dropped.nbytes
 
     def clear(self) -> None:
         """Forget every image: other weights would see them otherwise."""
         self._entries.clear()
-        self.held = 0
+        self.used_bytes = 0
 
     def reserve(self, device: torch.device) -> Tensor | None:
         """A buffer of the bound's size, to be held while vLLM profiles a device's memory.

@@ -1,7 +1,4 @@
-"""Safety check of a served state on its first real images; start-up has only synthetic ones.
-
-A state is checked once for each budget and number of tiles that it is asked to select with.
-"""
+"""Safety check of a served state on its first real images; start-up has only synthetic ones."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The served language model's first layers over [start, image, instruction], before prefill.
+"""First layers of the served language model over [start, image, instruction], before prefill.
 
-Knows nothing about what is read from them. The layers' own projections, norms and MLP are called
-with plain attention: no KV cache, no attention metadata, outside of the compiled graph.
-
-One image at a time and without padding, so an image's choice cannot depend on its batch, and
-memory is that of one sequence.
+The layers' own projections, norms and MLP are called with plain attention: no KV cache, no
+attention metadata, outside of the compiled graph. One image at a time and without padding, so an
+image's selection cannot depend on its batch, and memory is that of one sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a worker counts, written where the API servers' ``/metrics`` finds it (``accounts``).
-
-Knows nothing about how images are selected: totals come in, files come out.
-"""
+"""Prometheus metrics of a worker, written to files that the API servers' ``/metrics`` reads."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ CACHE_BYTES = "autoprune_feature_cache_bytes"
 
 HELP: Mapping[str, str] = {
     SELECTION: "Seconds that one selection took, over the images of one step.",
-    FALLBACKS: "Images whose policy gave way: whose tokens were kept instead, and why.",
+    FALLBACKS: "Images whose state's selection failed: the fallback that chose their tokens, and why.",
     ERRORS: "Exceptions within selection, by type.",
     UNSAFE: "States that failed their safety check on the first real image.",
     HITS: "Images whose features were there already, so that the vision tower was skipped.",
@@ -61,15 +58,15 @@ class WorkerMetrics:
         self, watch: Stopwatch, meter: FallbackMeter, cache: FeatureCache, unsafe_states: int
     ) -> None:
         """Write what these have counted so far."""
-        self.selections(watch.collect())
-        for (kept, reason), count in meter.counts_on_host().items():
-            self.total(FALLBACKS, count, (("kept", kept), ("reason", reason)))
+        self.add_selections(watch.collect())
+        for (kind, reason), count in meter.counts_on_host().items():
+            self.set_counter(FALLBACKS, count, (("fallback", kind), ("reason", reason)))
         for error, count in meter.errors.items():
-            self.total(ERRORS, count, (("error", error),))
-        self.total(UNSAFE, unsafe_states)
-        self.total(HITS, cache.hits)
-        self.total(MISSES, cache.misses)
-        self.now(CACHE_BYTES, cache.held)
+            self.set_counter(ERRORS, count, (("error", error),))
+        self.set_counter(UNSAFE, unsafe_states)
+        self.set_counter(HITS, cache.hits)
+        self.set_counter(MISSES, cache.misses)
+        self.set_gauge(CACHE_BYTES, cache.used_bytes)
 
     def close(self) -> None:
         """Let go of the files; a worker does not, it ends."""
@@ -77,7 +74,7 @@ class WorkerMetrics:
             file.close()  # type: ignore[no-untyped-call]
         self._files.clear()
 
-    def selections(self, seconds: Iterable[float]) -> None:
+    def add_selections(self, seconds: Iterable[float]) -> None:
         """Enter how long selections took."""
         for taken in seconds:
             self._seconds[bisect_left(BUCKETS, taken)] += 1
@@ -86,11 +83,11 @@ class WorkerMetrics:
             self._write("histogram", SELECTION, found, (("le", edge),), "_bucket")
         self._write("histogram", SELECTION, self._spent, suffix="_sum")
 
-    def total(self, name: str, count: float, labels: Labels = ()) -> None:
+    def set_counter(self, name: str, count: float, labels: Labels = ()) -> None:
         """Enter a counter's total."""
         self._write("counter", name, count, labels, "_total")
 
-    def now(self, name: str, value: float) -> None:
+    def set_gauge(self, name: str, value: float) -> None:
         """Enter a gauge; those of several workers add up."""
         self._write("gauge_livesum", name, value)
 

@@ -1,8 +1,8 @@
-"""M-RoPE: every kept token has the position in time, height and width that it had unpruned.
+"""M-RoPE positions: every kept token keeps its unpruned position in time, height and width.
 
-Knows nothing about which tokens are kept. The text of a prompt stands where the whole images would
-have put it, so it is known when a request arrives; positions of image tokens travel with their
-rows, as trailing channels, because they are only known once the tokens are chosen.
+The text of a prompt stands where the whole images would have put it, so its positions are known
+when a request arrives; those of image tokens travel with their rows, as trailing channels, because
+they are known only once the tokens are selected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The vision-tower layer after the one that the model reads, as far as PruMerge+ looks into it.
+"""Vision-tower layer after the one that the model reads, as far as PruMerge+ reads it.
 
-Knows nothing about merging. vLLM builds the tower only up to the feature layer, so this layer's
-norm and its two projections are taken from the checkpoint as it streams by.
+vLLM builds the tower only up to the feature layer, so this layer's norm and its two projections
+are copied from the checkpoint while it is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NextTowerLayer:
             rf"(?:^|\.)vision_tower\.(?:vision_model\.)?encoder\.layers\.{layer}\.({names})$"
         )
 
-    def heard(
+    def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]], like: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
         """The same weights; this layer's are copied, to the device and dtype of ``like``."""
@@ -50,7 +50,7 @@ class NextTowerLayer:
                 self._found[own[1]] = weight.detach().to(like.device, like.dtype, copy=True)
             yield name, weight
 
-    def require(self) -> None:
+    def require_weights(self) -> None:
         """Raises :class:`ConfigError` with every part that the checkpoint does not have."""
         problems = []
         for name in NAMES:
@@ -67,7 +67,7 @@ class NextTowerLayer:
         if problems:
             raise ConfigError("next layer of the vision tower", problems)
 
-    def make_up(self, like: Tensor) -> None:
+    def init_dummy_weights(self, like: Tensor) -> None:
         """Weights where none were loaded at all (``--load-format dummy``)."""
         if self._found:
             return

@@ -40,7 +40,7 @@ class PlanReader:
             self._reporter.report_refused_plan(error, self._device)
             return ItemPlan(self._rules.served.budget, NO_KEY, keep="reference")
         try:
-            self._rules.check_words(plan)
+            self._rules.check_token_ids(plan)
             self._rules.check_choice(plan)
         except AutopruneError as error:
             self._reporter.report_refused_plan(error, self._device)
@@ -54,7 +54,7 @@ class PlanReader:
         """
         for one in (plan, replace(plan, keep="reference")):
             try:
-                self._rules.served.planned(one)
+                self._rules.served.policy_for_plan(one)
             except AutopruneError:
                 continue
             return one

@@ -1,10 +1,8 @@
-"""Attention of the vision tower's last layer that is built, read from its projections.
+"""Forward hook that reads queries and keys of the vision tower's last layer.
 
-Knows nothing about who needs it. Fused attention kernels never form probabilities, so the [CLS]
-row is recomputed; keys are there anyway.
-
-vLLM builds the tower only up to the feature layer, so its last layer is the one whose output the
-model reads (``attentions[-2]`` of the full tower for LLaVA-1.5).
+Fused attention kernels never form probabilities, so the [CLS] row is recomputed from them. vLLM
+builds the tower only up to the feature layer, so its last layer is the one whose output the model
+reads (``attentions[-2]`` of the full tower for LLaVA-1.5).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where relevance is measured in the worker: CLIP's space, or the language model's own.
-
-Knows nothing about how relevance is used, nor which tokens are kept.
-"""
+"""Embedding spaces in which relevance is measured: CLIP's, or the language model's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pruning at run time: a policy over a batch, that can fail but never stops the engine.
-
-Knows nothing about models or requests.
-"""
+"""Selection with fallback: a policy over a batch, whose failure never stops the engine."""
 
 from __future__ import annotations
 

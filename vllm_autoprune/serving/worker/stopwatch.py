@@ -1,7 +1,4 @@
-"""Seconds that a device works, measured without waiting for it.
-
-Knows nothing about what it works on.
-"""
+"""Timer of work on a device that does not wait for the device."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Stopwatch:
         self._over: list[float] = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Time a block; a block that raises is not timed."""
         if not self._cuda:
             begun = time.perf_counter()

@@ -1,7 +1,4 @@
-"""Tensor-parallel ranks: what they hold in parts is put together, so that all hold the same bits.
-
-Knows nothing about what is put together. Every rank has to call these at the same point.
-"""
+"""Collectives over tensor-parallel ranks; every rank has to call them at the same point."""
 
 from __future__ import annotations
 

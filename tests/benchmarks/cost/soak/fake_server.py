@@ -65,7 +65,7 @@ class PlannedReplies:
             counts.clear()
             counts.update(before)
         if due["fallen"]:
-            counts['autoprune_fallbacks_total{kept="uniform",reason="scores"}'] += 1
+            counts['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] += 1
         return Reply(usage={"prompt_tokens": prompt, "completion_tokens": answer})
 
     def _plan(self, body: Body) -> int:
@@ -76,8 +76,8 @@ class PlannedReplies:
         choices = resolve_choices(self._state, request, [Extent(TOKENS)] * images)
         kept = sum(choice.kept for choice in choices)
         called = state_label(self._state, request)
-        self.counts[f'autoprune_requests_total{{policy="{called}"}}'] += 1
-        self.counts[f'autoprune_images_total{{keep="{request.keep}"}}'] += images
+        self.counts[f'autoprune_requests_total{{state="{called}"}}'] += 1
+        self.counts[f'autoprune_images_total{{chooser="{request.keep}"}}'] += images
         self.counts['autoprune_visual_tokens_total{stage="before"}'] += images * TOKENS
         self.counts['autoprune_visual_tokens_total{stage="after"}'] += kept
         self.counts["autoprune_kv_bytes_saved_total"] += (images * TOKENS - kept) * KV_BYTES

@@ -1,9 +1,4 @@
-"""Arithmetic of bfloat16 in Triton's interpreter, which keeps it as bit patterns in ``uint16``.
-
-Knows nothing about kernels. Without this, sums and products are taken of the patterns: Qwen3-VL's
-positions of patches (``_bilinear_pos_embed_kernel``) come out as NaN.
-Remove when: ``InterpreterBuilder.binary_op`` looks at the type.
-"""
+"""Arithmetic of bfloat16 in Triton's interpreter, which keeps it as bit patterns in ``uint16``."""
 
 from __future__ import annotations
 

@@ -37,29 +37,31 @@ def info() -> Any:
 
 def test_only_who_reads_is_told() -> None:
     words = InstructionTokenizer(info(), None, IMAGE)
-    assert words.read("ab", ()) == ((), ())
-    assert words.read("ab", {"cls_attention", "tower", "next_layer"}) == ((), ())
-    assert words.read("ab", {"instruction"}) == ((97, 98), ())
-    assert words.read("ab", {"language"}) == ((), (97, 98))
-    assert words.read("ab", {"instruction", "language"}) == ((97, 98), (97, 98))
+    assert words.tokenize("ab", ()) == ((), ())
+    assert words.tokenize("ab", {"cls_attention", "tower", "next_layer"}) == ((), ())
+    assert words.tokenize("ab", {"instruction"}) == ((97, 98), ())
+    assert words.tokenize("ab", {"language"}) == ((), (97, 98))
+    assert words.tokenize("ab", {"instruction", "language"}) == ((97, 98), (97, 98))
 
 
 def test_a_text_tower_has_words_of_its_own(tiny_clip: TinyClip) -> None:
     words = InstructionTokenizer(info(), read_text_tower(str(tiny_clip.folder)), IMAGE)
-    said, read = words.read("the cat", {"instruction", "language"})
+    said, read = words.tokenize("the cat", {"instruction", "language"})
     assert (said[0], said[-1], len(said)) == (BOS, EOS, 4)
     assert read == tuple(map(ord, "the cat"))
 
 
 def test_a_literal_image_token_is_no_word() -> None:
     words = InstructionTokenizer(info(), None, IMAGE)
-    assert words.read("a#b", {"instruction", "language"}) == ((97, 98), (97, 98))
-    assert words.read("#", {"language"}) == ((), ())
+    assert words.tokenize("a#b", {"instruction", "language"}) == ((97, 98), (97, 98))
+    assert words.tokenize("#", {"language"}) == ((), ())
 
 
 def test_only_the_end_of_a_long_instruction_is_read() -> None:
     long = "a" * 10_000 + "b" * (LANGUAGE_IDS - 1)
-    said, read = InstructionTokenizer(info(), None, IMAGE).read(long, {"instruction", "language"})
+    said, read = InstructionTokenizer(info(), None, IMAGE).tokenize(
+        long, {"instruction", "language"}
+    )
     assert said == tuple(map(ord, long))[-RELEVANCE_IDS:]
     assert read == (97,) + (98,) * (LANGUAGE_IDS - 1)
 
@@ -74,7 +76,7 @@ def test_a_text_of_many_images_is_tokenized_once_and_only_its_end() -> None:
     known: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
     document = "words " * 100_000 + "what is it?"
     needs: frozenset[Need] = frozenset({"instruction"})
-    ids = InstructionTokenizer(known, None, IMAGE).read_each(
+    ids = InstructionTokenizer(known, None, IMAGE).tokenize_each(
         [document] * 100 + ["what?"], [needs] * 101
     )
     assert len(asked) == 2

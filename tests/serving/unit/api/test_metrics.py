@@ -24,10 +24,10 @@ def grown() -> Callable[..., float]:
 def test_a_request_and_its_images(grown: Callable[..., float]) -> None:
     count_request("dart", [ImageChoice(16, 144, "state"), ImageChoice(144, 144, "state")], 100)
     count_request("off", [ImageChoice(50, 50, "random")], 100)
-    assert grown("autoprune_requests_total", policy="dart") == 1
-    assert grown("autoprune_requests_total", policy="off") == 1
-    assert grown("autoprune_images_total", keep="state") == 2
-    assert grown("autoprune_images_total", keep="random") == 1
+    assert grown("autoprune_requests_total", state="dart") == 1
+    assert grown("autoprune_requests_total", state="off") == 1
+    assert grown("autoprune_images_total", chooser="state") == 2
+    assert grown("autoprune_images_total", chooser="random") == 1
     assert grown("autoprune_visual_tokens_total", stage="before") == 338
     assert grown("autoprune_visual_tokens_total", stage="after") == 210
     assert grown("autoprune_kv_bytes_saved_total") == 12_800
@@ -36,4 +36,4 @@ def test_a_request_and_its_images(grown: Callable[..., float]) -> None:
 def test_a_refusal(grown: Callable[..., float]) -> None:
     count_refused_request()
     assert grown("autoprune_requests_refused_total") == 1
-    assert grown("autoprune_images_total", keep="state") == 0
+    assert grown("autoprune_images_total", chooser="state") == 0

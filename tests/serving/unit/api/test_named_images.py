@@ -8,14 +8,14 @@ from vllm_autoprune.serving.api.named_images import NamedImages
 
 def test_a_name_means_what_was_last_sent_under_it() -> None:
     images = NamedImages()
-    images.note("cat", "", ("first", None))
-    images.note("cat", "", ("second", None))
+    images.remember("cat", "", ("first", None))
+    images.remember("cat", "", ("second", None))
     assert images.find("cat", "") == ("second", None)
 
 
 def test_names_of_one_salt_are_unknown_under_another() -> None:
     images = NamedImages()
-    images.note("cat", "a", ("a cat", None))
+    images.remember("cat", "a", ("a cat", None))
     assert images.find("cat", "a") == ("a cat", None)
     unknown = [images.find("cat", "b"), images.find("cat", ""), images.find("ca", "ta")]
     assert all(size is None and content.startswith("unknown ") for content, size in unknown)
@@ -26,9 +26,9 @@ def test_the_least_recently_used_names_go_first(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(named_images, "MAX_NAMES", 2)
     images = NamedImages()
     for name in ("one", "two"):
-        images.note(name, "", (name, None))
+        images.remember(name, "", (name, None))
     images.find("one", "")
-    images.note("three", "", ("three", None))
+    images.remember("three", "", ("three", None))
     assert images.find("one", "")[0] == "one"
     assert images.find("two", "")[0].startswith("unknown ")
     assert images.find("three", "")[0] == "three"

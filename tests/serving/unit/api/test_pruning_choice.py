@@ -78,12 +78,12 @@ def test_a_range_bounds_every_way_to_ask() -> None:
         {"budget": {"shared": 14}},
         {"budget": {"shared": 140}},
         {"enabled": False},
-        {"policy": edited(shipped(), {"/budget": {"atom": "fixed_budget@128"}})},
+        {"state": edited(shipped(), {"/budget": {"atom": "fixed_budget@128"}})},
     ):
         assert "8 to 64" in refused(asked, N, N, on=bounded)
     assert kept({"budget": [8, 64]}, N, N, on=bounded) == [8, 64]
     assert kept(None, N, N, on=server(least=16, most=64)) == [8, 8]
-    assert kept({"policy": "visionzip", "budget": 64}, on=bounded) == [64]
+    assert kept({"state": "visionzip", "budget": 64}, on=bounded) == [64]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_range_bounds_every_way_to_ask() -> None:
         ({"budget": 8}, "budget"),
         ({"keep": "random"}, "budget"),
         ({"enabled": False}, "budget"),
-        ({"policy": "visionzip"}, "policies"),
-        ({"policy": shipped()}, "states"),
+        ({"state": "visionzip"}, "shipped-states"),
+        ({"state": shipped()}, "states"),
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_each_field_belongs_to_a_level(asked: object, least: Any) -> None:
 def test_a_budget_that_follows_the_tiles() -> None:
     tiled = edited(shipped(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
     images = [Extent(N, tiles=3), Extent(N, tiles=1)]
-    request = parse_request({"policy": tiled})
+    request = parse_request({"state": tiled})
     assert [c.kept for c in resolve_choices(server(), request, images)] == [30, 10]
     with pytest.raises(RequestError, match="K = 30"):
         resolve_choices(server(most=20), request, images)
@@ -118,35 +118,35 @@ def test_a_budget_that_follows_the_tiles() -> None:
 
 def test_no_pruning_is_what_stock_vllm_does() -> None:
     (choice,) = chosen({"enabled": False})
-    assert choice.whole
+    assert choice.keeps_all
     assert (choice.kept, choice.needs, choice.state) == (N, frozenset(), b"")
 
 
 def test_a_policy_brings_its_state_its_budget_and_its_identity() -> None:
-    (own,) = chosen({"policy": "visionzip"})
+    (own,) = chosen({"state": "visionzip"})
     state = load_state("visionzip")
     assert own.kept == min(state.budget.range()[1], N)
     assert own.identity == state.digest != chosen(None)[0].identity
     assert decode_state(own.state).digest == state.digest
-    (other,) = chosen({"policy": "visionzip", "budget": 7})
+    (other,) = chosen({"state": "visionzip", "budget": 7})
     assert (other.kept, other.state) == (7, encode_state(state))
 
 
 def test_what_a_choice_reads_is_what_its_policy_reads() -> None:
     assert chosen(None)[0].reads_instruction
-    assert not chosen({"policy": "visionzip", "budget": 8})[0].reads_instruction
-    assert chosen({"policy": "fastv", "budget": 8})[0].needs >= {"language"}
+    assert not chosen({"state": "visionzip", "budget": 8})[0].reads_instruction
+    assert chosen({"state": "fastv", "budget": 8})[0].needs >= {"language"}
     assert chosen({"keep": "random"})[0].needs == frozenset()
     assert chosen({"budget": N})[0].needs == frozenset()
 
 
 def test_a_server_that_brings_states_makes_all_it_can_and_refuses_the_rest() -> None:
     assert server("budget").needs == served().needs
-    assert server("policies").needs == set(NEEDS)
-    poor = server(lacks=(("language", "--enable-lora: because"),))
+    assert server("shipped-states").needs == set(NEEDS)
+    poor = server(unavailable=(("language", "--enable-lora: because"),))
     assert poor.needs == set(NEEDS) - {"language"}
-    said = refused({"policy": "fastv", "budget": 8}, on=poor)
+    said = refused({"state": "fastv", "budget": 8}, on=poor)
     assert "'language' (--enable-lora: because)" in said
-    assert kept({"policy": "visionzip", "budget": 8}, on=poor) == [8]
+    assert kept({"state": "visionzip", "budget": 8}, on=poor) == [8]
     # What keeps everything reads nothing.
-    assert kept({"policy": "fastv", "budget": N}, on=poor) == [N]
+    assert kept({"state": "fastv", "budget": N}, on=poor) == [N]

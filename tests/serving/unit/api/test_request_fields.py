@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api import request_fields
 from vllm_autoprune.serving.api.request_fields import (
     MAX_PROBLEMS,
     PruningRequest,
@@ -13,7 +14,7 @@ from vllm_autoprune.serving.shared.plan import CHOOSERS
 
 
 def test_nothing_asked_is_the_server_s_own_choice() -> None:
-    nothing = PruningRequest(budget=None, policy=None, enabled=True, keep="state")
+    nothing = PruningRequest(budget=None, state=None, enabled=True, keep="state")
     assert parse_request(None) == parse_request({}) == nothing
 
 
@@ -32,9 +33,9 @@ def test_the_three_forms_of_a_budget(asked: object, read: object) -> None:
 
 
 def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
-    assert parse_request({"policy": "visionzip"}).policy == "visionzip"
+    assert parse_request({"state": "visionzip"}).state == "visionzip"
     state = {"schema": "x", "name": [{"deep": None}]}
-    assert parse_request({"policy": state}).policy == state
+    assert parse_request({"state": state}).state == state
     assert not parse_request({"enabled": False}).enabled
 
 
@@ -48,8 +49,8 @@ def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
         ({"budget": {"shared": 1.0}}, "budget"),
         ({"budget": {"shared": 8, "by": "size"}}, "budget"),
         ({"budget": {"total": 8}}, "budget"),
-        ({"policy": 3}, "policy"),
-        ({"policy": ["visionzip"]}, "policy"),
+        ({"state": 3}, "state"),
+        ({"state": ["visionzip"]}, "state"),
         ({"enabled": "false"}, "enabled"),
         ({"enabled": 0}, "enabled"),
         ({"enabled": None}, "enabled"),
@@ -101,3 +102,32 @@ def test_a_key_that_a_client_made_up_is_told_on_one_short_line(key: str) -> None
     lines = str(caught.value).split("\n")
     assert len(lines) == 3  # the subject and two problems
     assert all(line.isprintable() and len(line) < 300 for line in lines)
+
+
+@pytest.fixture
+def old_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning of the deprecated field has not been given in this process yet."""
+    request_fields._warn_old_state_field.cache_clear()
+
+
+@pytest.mark.usefixtures("old_field")
+def test_the_old_name_of_the_state_field_works_with_one_warning(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(3):
+        assert parse_request({"policy": "visionzip", "budget": 8}) == parse_request(
+            {"state": "visionzip", "budget": 8}
+        )
+    (record,) = logged.records
+    assert record.levelname == "WARNING"
+    assert "'policy' is deprecated; use 'state'" in record.getMessage()
+
+
+def test_old_and_new_name_of_the_state_field_together_are_refused() -> None:
+    with pytest.raises(RequestError, match="autoprune/policy: .*give 'state' alone"):
+        parse_request({"policy": "visionzip", "state": "visionzip"})
+
+
+def test_a_wrong_value_under_the_old_name_is_located_under_the_new_one() -> None:
+    with pytest.raises(RequestError, match="autoprune/state: "):
+        parse_request({"policy": 3})

@@ -18,7 +18,7 @@ def refused(policy: Any) -> str:
     with pytest.raises(RequestError) as caught:
         load_request_state(policy)
     for problem in caught.value.problems:
-        assert problem.where.startswith("mm_processor_kwargs/autoprune/policy")
+        assert problem.where.startswith("mm_processor_kwargs/autoprune/state")
         assert problem.what and problem.fix
     assert len(str(caught.value)) < 10_000
     return str(caught.value)
@@ -50,8 +50,8 @@ def test_a_state_with_mistakes_is_pointed_at() -> None:
     said = refused(
         edited(shipped(), {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1})
     )
-    assert "policy/scoring/fusion/atom" in said
-    assert "policy/constraints/selector/q_e" in said
+    assert "state/scoring/fusion/atom" in said
+    assert "state/constraints/selector/q_e" in said
 
 
 def test_a_state_of_many_megabytes_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

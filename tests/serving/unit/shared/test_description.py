@@ -31,9 +31,9 @@ def test_one_line_says_what_will_happen_and_why() -> None:
     [
         ({"budget": 32}, "keeps 32 tokens of an image, as the state has it"),
         ({"tower": TOWER}, "relevance by CLIP text tower some/clip, sign -1, because its config"),
-        ({"rules": RequestRules("none", stated=True)}, "nothing, by --autoprune-requests none"),
+        ({"rules": RequestRules("none", explicit=True)}, "nothing, by --autoprune-requests none"),
         ({"rules": RequestRules("budget", 8, 64, True)}, "their budget, 8 to 64 tokens"),
-        ({"rules": RequestRules("states", stated=True)}, "any state, 1 to 65536 tokens"),
+        ({"rules": RequestRules("states", explicit=True)}, "any state, 1 to 65536 tokens"),
     ],
 )
 def test_each_reason(changes: dict[str, object], said: str) -> None:

@@ -45,7 +45,7 @@ def test_one_api_server_shows_what_its_workers_write() -> None:
     folder = opened().folder
     assert opened().folder == folder, "an engine more is no folder more"
     with closing(WorkerMetrics(folder)) as worker:
-        worker.total(MISSES, 5)
+        worker.set_counter(MISSES, 5)
     assert REGISTRY.get_sample_value(f"{MISSES}_total") == 5
 
 

@@ -25,7 +25,7 @@ SHIPPED = encode_state(load_state("visionzip"))
 
 
 def rules(level: Any = "states", most: int = 64, **more: Any) -> PlanRules:
-    allowed = RequestRules(level, 1, most, stated=True, **more)
+    allowed = RequestRules(level, 1, most, explicit=True, **more)
     return PlanRules(dataclasses.replace(served(), rules=allowed), WORDS)
 
 
@@ -44,7 +44,7 @@ def test_what_the_server_s_own_api_makes_is_allowed() -> None:
     for level in LEVELS:
         rules(level).check(plan(), 8)
     rules("budget").check(plan(budget=64, keep="random"), 64)
-    rules("policies").check(plan(state=SHIPPED), 8)
+    rules("shipped-states").check(plan(state=SHIPPED), 8)
     rules("states").check(plan(state=OWN), 8)
 
 
@@ -58,7 +58,7 @@ def test_what_the_server_s_own_api_makes_is_allowed() -> None:
         (plan(instruction=(WORDS,)), "none", "vocabulary of 100"),
         (plan(language=(2**40,)), "none", "vocabulary of 100"),
         (plan(state=SHIPPED), "budget", "they may set budget"),
-        (plan(state=OWN), "policies", "does not ship"),
+        (plan(state=OWN), "shipped-states", "does not ship"),
         (plan(state=b"{}"), "states", "cannot be served"),
         (plan(state=b"\xff" * 9), "states", "cannot be served"),
         (plan(state=OWN + b" "), "states", "canonical"),
@@ -69,7 +69,7 @@ def test_what_the_server_s_own_api_makes_is_allowed() -> None:
 def test_a_forged_plan_is_refused(made: ItemPlan, level: Any, said: str) -> None:
     by = rules(level)
     if "reads" in said:
-        lacking = dataclasses.replace(by.served, lacks=(("language", "not here"),))
+        lacking = dataclasses.replace(by.served, unavailable=(("language", "not here"),))
         by = PlanRules(lacking, WORDS)
     assert said in refused(made, by)
 

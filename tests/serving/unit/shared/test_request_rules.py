@@ -12,13 +12,13 @@ def read(value: object) -> tuple[RequestRules, list[Problem]]:
 
 
 def test_nothing_stated_is_a_budget_behind_vllm_s_own_check() -> None:
-    assert read(None) == (RequestRules("budget", 1, 65536, stated=False), [])
+    assert read(None) == (RequestRules("budget", 1, 65536, explicit=False), [])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_allows_what_the_ones_before_it_do(level: str) -> None:
     rules, problems = read(level)
-    assert (rules.level, rules.stated, problems) == (level, True, [])
+    assert (rules.level, rules.explicit, problems) == (level, True, [])
     allowed = [other for other in LEVELS if rules.allows(other)]
     assert allowed == list(LEVELS[: LEVELS.index(rules.level) + 1])
 
@@ -26,7 +26,7 @@ def test_a_level_allows_what_the_ones_before_it_do(level: str) -> None:
 def test_a_range_holds_at_both_ends() -> None:
     rules, problems = read(" budget:16-256 ")
     assert problems == []
-    assert [rules.contain(k) for k in (15, 16, 256, 257)] == [False, True, True, False]
+    assert [rules.contains(k) for k in (15, 16, 256, 257)] == [False, True, True, False]
     assert str(rules) == "budget:16-256"
     assert read(str(rules))[0] == rules
 
@@ -48,3 +48,12 @@ def test_anything_else_is_a_problem_and_allows_nothing(value: object) -> None:
 def test_a_range_that_is_none(value: str) -> None:
     _, (problem,) = read(value)
     assert "no range" in problem.what
+
+
+def test_the_old_name_of_a_level_works_with_a_warning(logged: pytest.LogCaptureFixture) -> None:
+    assert parse_rules("policies:8-64", []) == RequestRules("shipped-states", 8, 64, explicit=True)
+    (record,) = logged.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "--autoprune-requests policies is deprecated; use --autoprune-requests shipped-states."
+    )

@@ -31,12 +31,12 @@ def test_needs_are_those_of_every_budget_a_request_may_ask_for() -> None:
 def test_a_served_state_survives_pickling_and_copying(how: str) -> None:
     tower = TextTower("some/clip", 1, "because", 77, 768, 1024)
     sent = served({"/base_policy": {"name": "divprune"}}, 16, tower, cache_bytes=5)
-    rules = RequestRules("states", 8, 64, stated=True)
-    sent = dataclasses.replace(sent, rules=rules, lacks=(("language", "because"),))
+    rules = RequestRules("states", 8, 64, explicit=True)
+    sent = dataclasses.replace(sent, rules=rules, unavailable=(("language", "because"),))
     found = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
     assert isinstance(found, ServedState)
     assert found.state.digest == sent.state.digest
     assert found.policy() == sent.policy()
     assert found.policy(8, "reference") == sent.policy(8, "reference")
     assert (found.budget, found.tower, found.cache_bytes) == (16, tower, 5)
-    assert (found.rules, found.lacks) == (rules, sent.lacks)
+    assert (found.rules, found.unavailable) == (rules, sent.unavailable)

@@ -87,7 +87,7 @@ def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
 def test_what_cannot_be_read_limits_only_what_requests_may_bring() -> None:
     config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
     found = resolve_settings({"state": "autoprune", "requests": "states"}, config)
-    ((need, reason),) = found.lacks
+    ((need, reason),) = found.unavailable
     assert (need, reason.partition(":")[0]) == ("language", "--enable-lora")
     assert found.needs == {"cls_attention", "instruction", "tower", "next_layer"}
     resolve_settings({"state": "autoprune", "requests": "budget:16-64"}, config)

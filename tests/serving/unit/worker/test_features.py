@@ -47,7 +47,7 @@ def test_an_image_of_a_batch_holds_nothing_of_the_others() -> None:
         torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 5, 2),
         torch.randn(3, 5), torch.randn(3, 5, 8),
     )  # fmt: skip
-    one = batch.of(1)
+    one = batch.copy_image(1)
     for part, whole in zip(one.tensors(), batch.tensors(), strict=True):
         assert torch.equal(part, whole[1])
         assert part.untyped_storage().nbytes() == part.nbytes
@@ -58,9 +58,9 @@ def test_the_bound_holds_whatever_is_put_in(limit: int, puts: list[tuple[int, in
     cache = FeatureCache(16 * limit)
     for key, units in puts:
         cache.put((key, 0), sized(units))
-        assert cache.held <= cache.limit
+        assert cache.used_bytes <= cache.limit
         inside = [found for k in range(9) if (found := cache.get((k, 0))) is not None]
-        assert cache.held == sum(found.nbytes for found in inside)
+        assert cache.used_bytes == sum(found.nbytes for found in inside)
         assert len(cache) == len(inside)
 
 
@@ -86,7 +86,7 @@ def test_what_is_too_large_stays_out_and_drops_nothing() -> None:
 def test_a_bound_of_zero_holds_nothing() -> None:
     cache = FeatureCache(0)
     cache.put((1, 0), sized(1))
-    assert (len(cache), cache.held) == (0, 0)
+    assert (len(cache), cache.used_bytes) == (0, 0)
     assert cache.reserve(torch.device("cuda")) is None
 
 
@@ -95,7 +95,7 @@ def test_a_key_is_both_of_its_numbers_and_is_counted_once() -> None:
     first = sized(1)
     cache.put((1, 2), first)
     cache.put((1, 2), sized(1))
-    assert cache.held == 16
+    assert cache.used_bytes == 16
     assert cache.get((1, 2)) is first
     assert cache.get((2, 1)) is None
     assert (cache.hits, cache.misses) == (1, 1)
@@ -106,7 +106,7 @@ def test_cleared_it_is_empty_and_counts_on() -> None:
     cache.put((1, 0), sized(1))
     cache.get((1, 0))
     cache.clear()
-    assert (len(cache), cache.held, cache.hits) == (0, 0, 1)
+    assert (len(cache), cache.used_bytes, cache.hits) == (0, 0, 1)
     assert cache.get((1, 0)) is None
     cache.put((1, 0), sized(1))
     assert len(cache) == 1

@@ -34,27 +34,27 @@ def test_what_a_worker_counts_is_shown(tmp_path: Path) -> None:
     cache.get((1, 1))
     cache.get((2, 2))
     watch = Stopwatch(torch.device("cpu"))
-    with watch.running():
+    with watch.measure():
         pass
     with closing(WorkerMetrics(str(tmp_path))) as worker:
         for _ in range(2):  # totals: once more changes nothing
             worker.publish(watch, meter, cache, 1)
     found = shown(tmp_path)
-    assert found['autoprune_fallbacks_total{kept="reference",reason="scores"}'] == 2
-    assert found['autoprune_fallbacks_total{kept="uniform",reason="scores"}'] == 1
-    assert found['autoprune_fallbacks_total{kept="reference",reason="error"}'] == 1
+    assert found['autoprune_fallbacks_total{fallback="reference",reason="scores"}'] == 2
+    assert found['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] == 1
+    assert found['autoprune_fallbacks_total{fallback="reference",reason="error"}'] == 1
     assert found['autoprune_selection_errors_total{error="ValueError"}'] == 1
     assert found["autoprune_unsafe_states_total"] == 1
     assert found["autoprune_feature_cache_hits_total"] == 1
     assert found["autoprune_feature_cache_misses_total"] == 1
-    assert found["autoprune_feature_cache_bytes"] == cache.held > 0
+    assert found["autoprune_feature_cache_bytes"] == cache.used_bytes > 0
     assert found["autoprune_selection_seconds_count"] == 1
 
 
 def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
     with closing(WorkerMetrics(str(tmp_path))) as worker:
-        worker.selections([0.0005, 0.001, 0.3])
-        worker.selections([99.0])
+        worker.add_selections([0.0005, 0.001, 0.3])
+        worker.add_selections([99.0])
     found = shown(tmp_path)
     edges = {f'{SELECTION}_bucket{{le="{edge}"}}': n for edge, n in
              (("0.001", 2), ("0.25", 2), ("0.5", 3), ("2.5", 3), ("+Inf", 4))}  # fmt: skip
@@ -68,7 +68,7 @@ def test_workers_add_up_also_after_a_restart(
     for process, hits in ((10, 3), (11, 4)):
         monkeypatch.setattr("os.getpid", lambda process=process: process)
         with closing(WorkerMetrics(str(tmp_path))) as worker:
-            worker.total("autoprune_feature_cache_hits", hits)
+            worker.set_counter("autoprune_feature_cache_hits", hits)
     assert shown(tmp_path)["autoprune_feature_cache_hits_total"] == 7
 
 
@@ -78,6 +78,6 @@ def test_a_folder_that_is_not_there_is_told_once(
     """The API server is on another machine."""
     worker = WorkerMetrics(str(tmp_path / "elsewhere"))
     for _ in range(3):
-        worker.total("autoprune_feature_cache_hits", 1)
+        worker.set_counter("autoprune_feature_cache_hits", 1)
     (record,) = logged.records
     assert "elsewhere" in record.getMessage()

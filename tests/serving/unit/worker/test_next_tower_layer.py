@@ -42,11 +42,11 @@ def checkpoint(tower: Any, prefix: str = PREFIXES[0]) -> Iterator[tuple[str, Ten
             yield prefix + rest, weight
 
 
-def loaded(tower: Any, prefix: str = PREFIXES[0], like: Tensor = LIKE) -> NextTowerLayer:
+def load_layer(tower: Any, prefix: str = PREFIXES[0], like: Tensor = LIKE) -> NextTowerLayer:
     layer = NextTowerLayer(CONFIG, NEXT)
-    for _ in layer.heard(checkpoint(tower, prefix), like):
+    for _ in layer.capture_weights(checkpoint(tower, prefix), like):
         pass
-    layer.require()
+    layer.require_weights()
     return layer
 
 
@@ -62,7 +62,7 @@ def test_it_is_one_wide_head_of_the_layer_after_the_one_that_is_read(
         normed = block.layer_norm1(states)
         query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
         whole = (query @ key.transpose(1, 2) * CONFIG.hidden_size**-0.5).softmax(dim=-1)
-    attention, keys = loaded(tower, prefix)(states)
+    attention, keys = load_layer(tower, prefix)(states)
     torch.testing.assert_close(attention, whole[:, 0, 1:])
     torch.testing.assert_close(keys, key[:, 1:])
 
@@ -70,7 +70,7 @@ def test_it_is_one_wide_head_of_the_layer_after_the_one_that_is_read(
 def test_the_stream_goes_on_unchanged(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     for (name, weight), (own, same) in zip(
-        layer.heard(checkpoint(tower), LIKE), checkpoint(tower), strict=True
+        layer.capture_weights(checkpoint(tower), LIKE), checkpoint(tower), strict=True
     ):
         assert name == own
         assert weight is same or torch.equal(weight, same)
@@ -80,13 +80,13 @@ def test_copies_are_kept_in_the_tower_s_dtype(tower: Any) -> None:
     """Loaders reuse their buffers, and serve in another dtype than checkpoints have."""
     weights = {name: weight.clone() for name, weight in checkpoint(tower)}
     layer = NextTowerLayer(CONFIG, NEXT)
-    for _ in layer.heard(iter(weights.items()), LIKE):
+    for _ in layer.capture_weights(iter(weights.items()), LIKE):
         pass
     for weight in weights.values():
         weight.fill_(torch.nan)
     attention, keys = layer(torch.randn(1, 5, CONFIG.hidden_size))
     assert attention.isfinite().all() and keys.isfinite().all()
-    half = loaded(tower, like=torch.zeros(1, dtype=torch.bfloat16))
+    half = load_layer(tower, like=torch.zeros(1, dtype=torch.bfloat16))
     attention, keys = half(torch.randn(1, 5, CONFIG.hidden_size, dtype=torch.bfloat16))
     assert (attention.dtype, keys.dtype) == (torch.float32, torch.bfloat16)
 
@@ -95,10 +95,10 @@ def test_copies_are_kept_in_the_tower_s_dtype(tower: Any) -> None:
 def test_what_the_checkpoint_lacks_is_said_by_name(tower: Any, lost: str) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     weights = ((n, w) for n, w in checkpoint(tower) if not n.endswith(f"layers.{NEXT}.{lost}"))
-    for _ in layer.heard(weights, LIKE):
+    for _ in layer.capture_weights(weights, LIKE):
         pass
     with pytest.raises(ConfigError) as caught:
-        layer.require()
+        layer.require_weights()
     (problem,) = caught.value.problems
     assert problem.where.endswith(f"encoder.layers.{NEXT}.{lost}")
     assert "not in the checkpoint" in problem.what
@@ -106,10 +106,12 @@ def test_what_the_checkpoint_lacks_is_said_by_name(tower: Any, lost: str) -> Non
 
 def test_a_checkpoint_that_ends_before_it_lacks_everything(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
-    for _ in layer.heard((w for w in checkpoint(tower) if f"layers.{NEXT}." not in w[0]), LIKE):
+    for _ in layer.capture_weights(
+        (w for w in checkpoint(tower) if f"layers.{NEXT}." not in w[0]), LIKE
+    ):
         pass
     with pytest.raises(ConfigError) as caught:
-        layer.require()
+        layer.require_weights()
     assert len(caught.value.problems) == len(NAMES)
 
 
@@ -119,21 +121,21 @@ def test_packed_weights_are_refused_and_not_multiplied(tower: Any) -> None:
         (name, weight[:, :3] if name.endswith("k_proj.weight") else weight)
         for name, weight in checkpoint(tower)
     )
-    for _ in layer.heard(packed, LIKE):
+    for _ in layer.capture_weights(packed, LIKE):
         pass
     with pytest.raises(ConfigError, match=r"has shape \(24, 3\), not \(24, 24\)"):
-        layer.require()
+        layer.require_weights()
 
 
 def test_a_part_that_is_loaded_again_replaces_the_old_one(tower: Any) -> None:
     """vLLM reloads weights in pieces; what a piece does not hold stays as it was."""
-    layer = loaded(tower)
+    layer = load_layer(tower)
     states = torch.randn(1, 5, CONFIG.hidden_size)
     _, before = layer(states)
     bias = f"{PREFIXES[0]}{NEXT}.self_attn.k_proj.bias"
-    for _ in layer.heard([(bias, torch.zeros(CONFIG.hidden_size))], LIKE):
+    for _ in layer.capture_weights([(bias, torch.zeros(CONFIG.hidden_size))], LIKE):
         pass
-    layer.require()
+    layer.require_weights()
     _, after = layer(states)
     old = dict(checkpoint(tower))[bias]
     torch.testing.assert_close(before - after, old.expand_as(after))
@@ -142,12 +144,12 @@ def test_a_part_that_is_loaded_again_replaces_the_old_one(tower: Any) -> None:
 def test_dummies_serve_where_nothing_was_loaded(tower: Any) -> None:
     """``--load-format dummy`` never shows the model a checkpoint."""
     layer = NextTowerLayer(CONFIG, NEXT)
-    layer.make_up(LIKE)
+    layer.init_dummy_weights(LIKE)
     attention, keys = layer(torch.randn(2, 10, CONFIG.hidden_size))
     assert attention.shape == (2, 9)
     assert keys.shape == (2, 9, CONFIG.hidden_size)
     assert attention.isfinite().all()
-    real = loaded(tower)
+    real = load_layer(tower)
     before = real(torch.ones(1, 3, CONFIG.hidden_size))[1]
-    real.make_up(LIKE)
+    real.init_dummy_weights(LIKE)
     assert torch.equal(real(torch.ones(1, 3, CONFIG.hidden_size))[1], before)

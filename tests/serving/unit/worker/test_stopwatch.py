@@ -12,7 +12,7 @@ def test_every_block_is_collected_once() -> None:
     watch = Stopwatch(torch.device("cpu"))
     assert watch.collect() == []
     for seconds in (0.02, 0.0):
-        with watch.running():
+        with watch.measure():
             time.sleep(seconds)
     first, second = watch.collect()
     assert 0.02 <= first < 5
@@ -22,7 +22,7 @@ def test_every_block_is_collected_once() -> None:
 
 def test_a_block_that_raises_is_not_timed() -> None:
     watch = Stopwatch(torch.device("cpu"))
-    with pytest.raises(RuntimeError), watch.running():
+    with pytest.raises(RuntimeError), watch.measure():
         raise RuntimeError
     assert watch.collect() == []
 
@@ -31,7 +31,7 @@ def test_a_block_that_raises_is_not_timed() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_nobody_waits() -> None:
     watch = Stopwatch(torch.device("cuda"))
-    with watch.running():
+    with watch.measure():
         torch.cuda._sleep(200_000_000)
     assert watch.collect() == []
     torch.cuda.synchronize()

@@ -1,0 +1,184 @@
+"""Plans of a request's images: K, cache identity, instruction ids; before anything is processed.
+
+All of it follows from image sizes, the state and the request. Cached data of an image is found by
+content: by the digest of the source here, by that of the processed pixels in the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vllm.multimodal.parse import ImageEmbeddingItems
+
+from vllm_autoprune.serving.api.instruction import extract_prompt_instruction
+from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
+from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
+from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.plan import (
+    LANGUAGE_IDS,
+    NO_KEY,
+    ItemPlan,
+    make_cache_identity,
+)
+from vllm_autoprune.serving.shared.served_state import ServedState
+
+if TYPE_CHECKING:
+    from vllm.inputs import MultiModalHashes
+    from vllm.multimodal.parse import ImageSize, MultiModalDataItems
+    from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
+
+    HashInputs = Callable[[ProcessorInputs], MultiModalHashes]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """Plans of a request's images and the cache identities of all its items.
+
+    ``choices`` are what the plans were made from, and ``label`` the name that metrics count them
+    under; there are none where vLLM profiles. ``salt`` is the request's ``cache_salt``.
+    """
+
+    items: tuple[ItemPlan, ...]
+    hashes: Mapping[str, list[str]]
+    choices: tuple[ImageChoice, ...] = ()
+    label: str = ""
+    salt: str = ""
+
+
+class RequestPlanner:
+    """Makes the plans of one served model's requests.
+
+    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``.
+    """
+
+    def __init__(
+        self,
+        info: BaseProcessingInfo,
+        served: ServedState,
+        placeholders: Placeholders,
+        hash_inputs: HashInputs,
+    ) -> None:
+        self._info = info
+        self._served = served
+        self._placeholders = placeholders
+        self._hash_inputs = hash_inputs
+        self._named = NamedImages()
+
+    @cached_property
+    def _tokenizer(self) -> InstructionTokenizer:
+        image_token = self._placeholders.token(self._info)
+        return InstructionTokenizer(self._info, self._served.tower, image_token)
+
+    @cached_property
+    def _suffix(self) -> str:
+        """What the chat template puts after the last user turn; empty where there is none."""
+        mark = "\u2402"
+        try:
+            rendered = self._info.get_tokenizer().apply_chat_template(
+                [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+            )
+        except (ValueError, TypeError, AttributeError):
+            return ""
+        return str(rendered).rpartition(mark)[2]
+
+    def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
+        """Plans of dummy images: the server's own budget, the longest text that may be read."""
+        hashes = self._hash_inputs(inputs)
+        policy = self._served.policy()
+        instruction, _ = self._tokenizer.tokenize("profile", policy.needs)
+        longest = (0,) * LANGUAGE_IDS if "language" in policy.needs else ()
+        plans = []
+        for i in range(len(hashes.get("image", []))):
+            whole = self._extent(inputs, inputs.mm_data_items["image"].get_image_size(i))
+            budget, size = policy.at(whole.tokens, whole.tiles).budget, whole.tokens
+            plans.append(ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=size))
+        return RequestPlan(tuple(plans), hashes)
+
+    def plan_request(self, inputs: ProcessorInputs, fields: object, salt: str) -> RequestPlan:
+        """Plans and cache identities of a request's images; ``fields`` is its pruning entry.
+
+        Raises BudgetError or RequestError.
+        """
+        hashes = self._hash_inputs(inputs)
+        images = hashes.get("image", [])
+        request = parse_request(fields)
+        if not images or not prunable(inputs.mm_data_items):
+            return RequestPlan((), hashes)
+        contents = self._identify_contents(inputs, images, salt)
+        extents = [self._extent(inputs, size) for _, size in contents]
+        choices = resolve_choices(self._served, request, extents)
+        texts = self._instructions(inputs, request.instructions, choices)
+        ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
+        plans = tuple(
+            ItemPlan(c.kept, NO_KEY, *pair, c.keep, state=c.state, tokens=extent.tokens)
+            for pair, c, extent in zip(ids, choices, extents, strict=True)
+        )
+        identities = [
+            # Where everything is kept the image is what it is in stock vLLM, caches included.
+            image
+            if c.keeps_all
+            else make_cache_identity(
+                content, c.identity, c.kept, c.keep, pair if c.reads_instruction else None
+            )
+            for image, (content, _), pair, c in zip(images, contents, ids, choices, strict=True)
+        ]
+        label = state_label(self._served, request)
+        return RequestPlan(plans, {**hashes, "image": identities}, choices, label, salt)
+
+    def _identify_contents(
+        self, inputs: ProcessorInputs, images: Sequence[str], salt: str
+    ) -> list[NamedImage]:
+        """Digest of each image's content under the request's salt, and its size.
+
+        A client's ``uuid`` is no part of it: under one name two requests may send two pictures.
+        An image that comes by its ``uuid`` alone is the one last sent under it.
+        """
+        names = (inputs.mm_uuid_items or {}).get("image")
+        digests: Sequence[str] = images
+        if names is not None:
+            only = inputs.mm_data_items.select({"image"})
+            unnamed = replace(inputs, mm_data_items=only, mm_uuid_items=None)
+            digests = self._hash_inputs(unnamed)["image"]
+        items = inputs.mm_data_items["image"]
+        contents: list[NamedImage] = []
+        for i, (name, digest) in enumerate(zip(images, digests, strict=True)):
+            if items.get(i) is None:
+                contents.append(self._named.find(name, salt))
+                continue
+            contents.append((repr((digest, salt)), items.get_image_size(i)))
+            if names is not None and names[i] is not None and inputs.cache is not None:
+                self._named.remember(name, salt, contents[i])
+        return contents
+
+    def _extent(self, inputs: ProcessorInputs, size: ImageSize | None) -> Extent:
+        """N and the tiles of an image, a pure function of its size and of the request."""
+        if size is None:  # an unknown uuid, which vLLM's caches will not know either
+            return self._placeholders.most(self._info)
+        return self._placeholders.extent(self._info, size, inputs.hf_processor_mm_kwargs)
+
+    def _instructions(
+        self, inputs: ProcessorInputs, texts: Sequence[str] | None, choices: Sequence[ImageChoice]
+    ) -> list[str]:
+        """One text an image: the request's, else what the prompt holds after its last image."""
+        if not any(choice.reads_instruction for choice in choices):
+            return [""] * len(choices)
+        if texts is not None and len(texts) == len(choices):
+            return list(texts)
+        # No messages (a raw prompt), or messages of a form in which the images were not found.
+        text = extract_prompt_instruction(
+            inputs.prompt,
+            self._placeholders.token(self._info),
+            self._info.get_tokenizer().decode,
+            self._suffix,
+        )
+        return [text] * len(choices)
+
+
+def prunable(mm_items: MultiModalDataItems) -> bool:
+    """False for embeddings made elsewhere: they come without the signals that states read."""
+    return "image" in mm_items and not isinstance(mm_items["image"], ImageEmbeddingItems)
