@@ -69,6 +69,21 @@ class Exchange:
     stock: Reply | None
 
 
+def _count_exchange(tally: Tally, exchange: Exchange) -> bool:
+    """Count one request; True where the server failed."""
+    reply, stock = exchange.reply, exchange.stock
+    failed = not 0 < reply.status < 500
+    tally.kinds[exchange.mutant.kind] += 1
+    tally.statuses[reply.status] += 1
+    if reply.status == 200:
+        tally.answers += len(reply.body["choices"])
+    if failed:
+        tally.errors[_cause(reply)] += 1
+    if stock is not None and stock.status >= 500:
+        tally.stock_errors[_cause(stock)] += 1
+    return failed
+
+
 def run(
     server: Server,
     count: int,
@@ -103,15 +118,8 @@ def run(
         for one in pool.map(exchange, range(count)):
             if one is None:
                 break
-            tally.kinds[one.mutant.kind] += 1
-            tally.statuses[one.reply.status] += 1
-            if one.reply.status == 200:
-                tally.answers += len(one.reply.body["choices"])
-            if not 0 < one.reply.status < 500:
+            if _count_exchange(tally, one):
                 wrong.append(one)
-                tally.errors[_cause(one.reply)] += 1
-            if one.stock is not None and one.stock.status >= 500:
-                tally.stock_errors[_cause(one.stock)] += 1
     # After the last one: what stock answers to a request depends on those before it.
     tally.faults += [
         f"seed {seed} number {one.number} ({one.mutant.kind}): {one.mutant.shown[:SHOWN]} -> "

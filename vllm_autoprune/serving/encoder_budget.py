@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class UnprunedBudgetManager(EncoderCacheManager):
-    """As stock, but a step's images have at most ``step_budget`` unpruned tokens, or are one image.
+    """Cache manager that limits a step to ``step_budget`` unpruned tokens, or to one image.
 
-    The cache itself is stock's, in tokens that are kept.
+    The size of the cache itself is counted as in stock vLLM, in tokens that are kept.
     """
 
     def __init__(self, cache_size: int) -> None:
         super().__init__(cache_size)
         self.step_budget = cache_size
-        self._step = 0
-        self._request = 0
+        self._step_cost = 0
+        self._request_cost = 0
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> UnprunedBudgetManager:
@@ -49,27 +49,29 @@ class UnprunedBudgetManager(EncoderCacheManager):
     ) -> bool:
         """As stock, and within what is left of the step's unpruned tokens."""
         if num_embeds_to_schedule == 0:
-            self._request = 0  # the first of this request's inputs; it may have been tried before
+            self._request_cost = (
+                0  # the first of this request's inputs; it may have been tried before
+            )
         cost = _cost(request, input_id)
-        taken = self._step + self._request
-        if taken > 0 and taken + cost > self.step_budget:
+        used = self._step_cost + self._request_cost
+        if used > 0 and used + cost > self.step_budget:
             return False
         if not super().can_allocate(
             request, input_id, encoder_compute_budget, num_embeds_to_schedule
         ):
             return False
-        self._request += cost
+        self._request_cost += cost
         return True
 
     def allocate(self, request: Request, input_id: int) -> None:
         """As stock; from now on the input is part of the step."""
         super().allocate(request, input_id)
-        self._step += _cost(request, input_id)
-        self._request = 0
+        self._step_cost += _cost(request, input_id)
+        self._request_cost = 0
 
     def get_freed_mm_hashes(self) -> list[str]:
         """As stock; vLLM's scheduler asks once, at the end of each step."""
-        self._step = self._request = 0
+        self._step_cost = self._request_cost = 0
         freed: list[str] = super().get_freed_mm_hashes()
         return freed
 

@@ -1,4 +1,7 @@
-"""Every base policy alone on a real engine, beside the same policy computed with transformers."""
+"""Every base policy alone on a real engine, beside the same policy computed with transformers.
+
+Everything is float32, so that rounding is small against the margin between two tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds a name in Python sources without importing them: where it is defined, and how it is called."""
+"""Lookup of names in Python sources without importing them: definition and call signature."""
 
 from __future__ import annotations
 
@@ -103,21 +103,41 @@ def _in_module(
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
             return _Found(module, node)
         if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                every = alias.name == "*" and not name.startswith("_")
-                if not every and (alias.asname or alias.name) != name:
-                    continue
-                origin = _absolute(sources, module, node)
-                meant = name if every else alias.name
-                found = _in_module(sources, origin, meant, passed | {(module, name)})
-                if found is not None:
-                    return found
-        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-            if name in texts:
-                return _Found(module, ast.Assign([], ast.Constant(None)))
+            imported = _imported(sources, module, node, name, passed)
+            if imported is not None:
+                return imported
+        if _served_by_getattr(node, name):
+            return _Found(module, ast.Assign([], ast.Constant(None)))
     below = f"{module}.{name}"
     return _Found(below, ast.Module([], [])) if _tree(sources, below) is not None else None
+
+
+def _imported(
+    sources: Sources,
+    module: str,
+    node: ast.ImportFrom,
+    name: str,
+    passed: frozenset[tuple[str, str]],
+) -> _Found | None:
+    """The definition that one import statement of ``module`` binds to ``name``."""
+    for alias in node.names:
+        every = alias.name == "*" and not name.startswith("_")
+        if not every and (alias.asname or alias.name) != name:
+            continue
+        origin = _absolute(sources, module, node)
+        definition = _in_module(
+            sources, origin, name if every else alias.name, passed | {(module, name)}
+        )
+        if definition is not None:
+            return definition
+    return None
+
+
+def _served_by_getattr(node: ast.stmt, name: str) -> bool:
+    """True for a module-level ``__getattr__`` that mentions the name."""
+    if not isinstance(node, ast.FunctionDef) or node.name != "__getattr__":
+        return False
+    return name in {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
 
 
 def _attribute(sources: Sources, found: _Found, name: str) -> _Found | None:

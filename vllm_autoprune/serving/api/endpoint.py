@@ -25,25 +25,25 @@ PATH = "/v1/autoprune"
 
 
 class AutopruneEndpoint:
-    """An ``EndpointPlugin`` of vLLM; reads, changes nothing, asks the engine nothing."""
+    """``EndpointPlugin`` of vLLM that answers with a fixed description; never calls the engine."""
 
     name = NAME
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
 
     def __init__(self) -> None:
-        self._told: dict[str, JsonValue] = {"state": None}
+        self._description: dict[str, JsonValue] = {"state": None}
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the one route."""
+        """Add the route."""
         app.add_api_route(PATH, self._answer, methods=["GET"])
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Look up what is served, once: it does not change while the server runs."""
+        """Describe the served state, once: it does not change while the server runs."""
         served = None if engine_client is None else served_state(engine_client.model_config)
         if served is not None:
-            self._told = describe_as_json(served)
+            self._description = describe_as_json(served)
 
     async def _answer(self) -> dict[str, JsonValue]:
-        return self._told
+        return self._description

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
 
 MAX_WAITING = 4096
-"""Requests between the two steps that are remembered; one that is refused in between stays."""
+"""Bound of requests remembered between the two hooks: one refused in between is never removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,10 @@ class ImageCounts:
 
 
 class RenderedHashes(dict[str, list[str]]):
-    """A rendered request's cache identities, which vLLM passes on as one object, with its counts.
+    """Cache identities of a rendered request, with what metrics are to count of it.
 
-    No client can make one, so it also tells that the plans of the request were made here.
+    vLLM passes this object on as it is. No client can send one, so its type also shows that the
+    plans of the request were made by this server.
     """
 
     def __init__(self, hashes: Mapping[str, list[str]], counts: ImageCounts | None) -> None:
@@ -62,7 +63,7 @@ _waiting: OrderedDict[str, RenderedHashes] = OrderedDict()
 
 
 def watch_requests() -> None:
-    """Look at every request that API servers, or `LLM`, hand to the engine."""
+    """Install the hooks on every request that API servers, or `LLM`, hand to the engine."""
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -124,10 +125,10 @@ def _check(
     salt: str,
     algorithm: MMHasherAlgorithm,
 ) -> None:
-    """Refuse plans that were not made here and are not allowed.
+    """Raise for plans that are not allowed, and recompute the feature key of the others.
 
-    The key of the features is made anew: under the key of another image, the features of this one
-    would be kept for everybody who sends the other.
+    Under the key of another image, this image's features would be cached for everybody who sends
+    the other.
     """
     from vllm.multimodal.inputs import MultiModalBatchedField
 

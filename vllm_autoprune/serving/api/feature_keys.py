@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_feature_key(
     plan: ItemPlan, image: MultiModalKwargsItem, salt: str, algorithm: MMHasherAlgorithm
 ) -> ItemPlan:
-    """The plan with the key of this image under the request's ``cache_salt``."""
+    """Return the plan with the key of this image under the request's ``cache_salt``."""
     return replace(plan, key=make_feature_key(hash_pixels(image, algorithm), salt))
 
 

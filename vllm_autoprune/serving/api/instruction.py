@@ -10,26 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from vllm_autoprune.serving.shared.plan import RELEVANCE_IDS
 
 _LAST_IDS = 4 * RELEVANCE_IDS
-"""Token ids of a prompt that are turned back into text, far more than are read of it."""
+"""Token ids of a prompt that are decoded, far more than are used of the text."""
 
 _IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
 
 
 def extract_instructions(messages: Sequence[object]) -> list[str]:
-    """One instruction for each image, in the order of the images in the conversation.
+    """Extract one instruction for each image, in the order of the images in the conversation.
 
     Later turns never change it, so what an image keeps, and its prefix cache, survive a
     conversation. Other turns and the chat template do not belong to it.
     """
-    found: list[str] = []
+    instructions: list[str] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, Sequence) or isinstance(content, str):
             continue
         texts = [text for part in content if (text := _text(part)) is not None]
         images = sum(_is_image(part) for part in content)
-        found += ["\n".join(texts).strip()] * images
-    return found
+        instructions += ["\n".join(texts).strip()] * images
+    return instructions
 
 
 def _text(part: object) -> str | None:
@@ -51,7 +51,7 @@ def _is_image(part: object) -> bool:
 def extract_prompt_instruction(
     ids: Sequence[int], image_token: int, decode: Callable[[Sequence[int]], str], suffix: str
 ) -> str:
-    """The instruction of a prompt that came without messages: the text after its last image.
+    """Extract the text after the last image, for a prompt that came without messages.
 
     ``suffix`` is what the chat template appends for generation; it is cut off where the prompt
     ends in it. Later turns cannot be told apart here, so they belong to the instruction.

@@ -19,12 +19,12 @@ LAST_WORDS = LANGUAGE_IDS
 MAX_CHARACTERS = 16 * RELEVANCE_IDS
 """Characters of an instruction that are tokenized: its last ones, from the beginning of a word.
 
-In text of words a token has four characters, so that these are more tokens than are ever read.
+A token of prose has about four characters, so this is more text than is ever read.
 """
 
 
 def truncate_text(text: str) -> str:
-    """The end of an instruction, all that is read of it: a pasted document would take seconds."""
+    """Cut an instruction to its end: a pasted document would take seconds to tokenize."""
     if len(text) <= MAX_CHARACTERS:
         return text
     cut = text[-MAX_CHARACTERS:]
@@ -40,7 +40,7 @@ def truncate_clip_ids(ids: Ids) -> Ids:
 
 
 class InstructionTokenizer:
-    """Tokenizers of one served model and of the text tower beside it."""
+    """Tokenizer of instructions, by the served model's vocabulary and the text tower's."""
 
     def __init__(self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int) -> None:
         self._info = info
@@ -48,11 +48,11 @@ class InstructionTokenizer:
         self._image_token = image_token
 
     def tokenize(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
-        """Ids for (relevance, language model); empty where nobody reads them."""
+        """Ids for (relevance, language model); empty where ``needs`` lacks the input."""
         end = truncate_text(text)
-        said = self._relevance(end) if "instruction" in needs else ()
-        read = self._language(end)[-LANGUAGE_IDS:] if "language" in needs else ()
-        return said, read
+        relevance = self._relevance(end) if "instruction" in needs else ()
+        language = self._language(end)[-LANGUAGE_IDS:] if "language" in needs else ()
+        return relevance, language
 
     def tokenize_each(
         self, texts: Sequence[str], needs: Sequence[frozenset[Need]]

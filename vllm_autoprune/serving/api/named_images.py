@@ -22,14 +22,14 @@ NamedImage = tuple[str, "ImageSize | None"]
 
 
 class NamedImages:
-    """Content and size by name; names of one cache salt are unknown under another."""
+    """LRU map from name to content and size; names of one cache salt are unknown under another."""
 
     def __init__(self) -> None:
         self._images: OrderedDict[bytes, NamedImage] = OrderedDict()
         self._lock = Lock()  # several renderer threads may share one processor
 
     def remember(self, name: str, salt: str, image: NamedImage) -> None:
-        """Remember what was sent under a name, in the place of what was sent before."""
+        """Store the image sent under a name, replacing the one sent before."""
         key = _hash_name(name, salt)
         with self._lock:
             self._images[key] = image
@@ -38,16 +38,16 @@ class NamedImages:
                 self._images.popitem(last=False)
 
     def find(self, name: str, salt: str) -> NamedImage:
-        """What was sent under a name; a content that no image has where that is not known."""
+        """The image last sent under a name; unknown names get a content that no image has."""
         key = _hash_name(name, salt)
         with self._lock:
-            found = self._images.get(key)
-            if found is None:
+            image = self._images.get(key)
+            if image is None:
                 return f"unknown {key.hex()}", None
             self._images.move_to_end(key)
-            return found
+            return image
 
 
 def _hash_name(name: str, salt: str) -> bytes:
-    """Of one length, because a client may send a name of megabytes."""
+    """Fixed-length key of a name, because a client may send one of megabytes."""
     return sha256(repr((name, salt)).encode()).digest()

@@ -18,10 +18,10 @@ from vllm_autoprune.tpdsl.tokens import Need
 
 @dataclass(frozen=True, slots=True)
 class ImageChoice:
-    """One image: the tokens it keeps of those it has, who chooses, and what that reads.
+    """What one image gets: tokens kept of those it has, what chooses them, the inputs it reads.
 
-    ``state`` is carried to the workers where the request brought it. ``identity`` says what
-    decides beside image, K and instruction.
+    ``state`` is the encoded state of the request, empty for the server's own. ``identity`` is what
+    determines the kept tokens beside image, K and instruction.
     """
 
     kept: int
@@ -45,15 +45,15 @@ class ImageChoice:
 def resolve_choices(
     served: ServedState, request: PruningRequest, images: Sequence[Extent]
 ) -> tuple[ImageChoice, ...]:
-    """What a request's images get, in order.
+    """Resolve the choice for each of a request's images, in order.
 
     Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
     """
-    _permitted(served.rules, request)
+    _require_permission(served.rules, request)
     sizes = [image.tokens for image in images]
     if not request.enabled:
         for size in sizes:
-            _within(served.rules, size, "enabled", "all tokens of an image")
+            _require_in_range(served.rules, size, "enabled", "all tokens of an image")
         return tuple(ImageChoice(size, size, request.keep) for size in sizes)
     state = served.state
     if request.state is not None:
@@ -66,21 +66,21 @@ def resolve_choices(
         else:
             policy = make_policy(state, budget, request.keep)
             field = "state" if budget is None else "budget"
-            _within(served.rules, policy.at(size, image.tiles).budget, field, "K")
+            _require_in_range(served.rules, policy.at(size, image.tiles).budget, field, "K")
         kept = policy.tokens_kept(size, image.tiles)
         if kept >= size:
             choices.append(ImageChoice(size, size, request.keep))
             continue
         needs = policy.needs if request.keep != "random" else frozenset()
-        _available(served, needs, policy)
-        carried = b"" if request.state is None else encode_state(state)
+        _require_inputs(served, needs, policy)
+        encoded = b"" if request.state is None else encode_state(state)
         identity = served.selection_identity(state)
-        choices.append(ImageChoice(kept, size, request.keep, needs, carried, identity))
+        choices.append(ImageChoice(kept, size, request.keep, needs, encoded, identity))
     return tuple(choices)
 
 
 def state_label(served: ServedState, request: PruningRequest) -> str:
-    """What a request's policy is counted under; a state of its own has no name worth keeping."""
+    """Metric label of a request's state; a state of its own is counted as ``request``."""
     if not request.enabled:
         return "off"
     if request.state is None:
@@ -88,56 +88,56 @@ def state_label(served: ServedState, request: PruningRequest) -> str:
     return request.state if isinstance(request.state, str) else "request"
 
 
-def _permitted(rules: RequestRules, request: PruningRequest) -> None:
-    asked: list[tuple[str, Level]] = []
+def _require_permission(rules: RequestRules, request: PruningRequest) -> None:
+    levels: list[tuple[str, Level]] = []
     if request.budget is not None:
-        asked.append(("budget", "budget"))
+        levels.append(("budget", "budget"))
     if request.keep != "state":
-        asked.append(("keep", "budget"))
+        levels.append(("keep", "budget"))
     if not request.enabled:
-        asked.append(("enabled", "budget"))
+        levels.append(("enabled", "budget"))
     if request.state is not None:
-        asked.append(("state", "shipped-states" if isinstance(request.state, str) else "states"))
-    for field, level in asked:
+        levels.append(("state", "shipped-states" if isinstance(request.state, str) else "states"))
+    for field, level in levels:
         if not rules.allows(level):
             what = f"this server's requests may set: {rules} ({FLAG})"
             raise request_error(field, what, f"leave it out, or serve with {FLAG} {level}")
 
 
-def _within(rules: RequestRules, budget: int, field: str, name: str) -> None:
+def _require_in_range(rules: RequestRules, budget: int, field: str, name: str) -> None:
     if not rules.contains(budget):
         what = f"{name} = {budget}, and requests may ask for {rules.minimum} to {rules.maximum}"
         raise request_error(field, what, "ask for a number in the range")
 
 
 def _budgets(request: PruningRequest, sizes: Sequence[int]) -> Sequence[int | None]:
-    """The budget asked for each image; None: the state's own."""
-    asked = request.budget
-    if isinstance(asked, SharedBudget):
-        if asked.shared < len(sizes):
-            what = f"{asked.shared} tokens for {len(sizes)} images"
+    """Requested budget of each image; None for the state's own."""
+    budget = request.budget
+    if isinstance(budget, SharedBudget):
+        if budget.shared < len(sizes):
+            what = f"{budget.shared} tokens for {len(sizes)} images"
             raise request_error("budget/shared", what, "give at least one token an image")
-        return split_shared_budget(asked.shared, sizes)
-    if isinstance(asked, tuple):
-        if len(asked) != len(sizes):
-            what = f"{len(asked)} budgets for {len(sizes)} images"
+        return split_shared_budget(budget.shared, sizes)
+    if isinstance(budget, tuple):
+        if len(budget) != len(sizes):
+            what = f"{len(budget)} budgets for {len(sizes)} images"
             raise request_error("budget", what, "give one an image, in their order")
-        return asked
-    return [asked] * len(sizes)
+        return budget
+    return [budget] * len(sizes)
 
 
-def _available(served: ServedState, needs: frozenset[Need], policy: PruningPolicy) -> None:
+def _require_inputs(served: ServedState, needs: frozenset[Need], policy: PruningPolicy) -> None:
     missing = needs - served.needs
     if not missing:
         return
     reasons = dict(served.unavailable)
-    told = "; ".join(f"{need!r} ({reasons.get(need, 'not set up')})" for need in sorted(missing))
-    what = f"its base policy {policy.base.name!r} or its atoms read what is not made here: {told}"
+    inputs = "; ".join(f"{need!r} ({reasons.get(need, 'not set up')})" for need in sorted(missing))
+    what = f"its base policy {policy.base.name!r} or its atoms read what is not made here: {inputs}"
     raise request_error("state", what, "bring a state that does not read it")
 
 
 def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
-    """``total`` tokens over images of these sizes: evenly, earlier images taking the remainder.
+    """Split ``total`` tokens evenly over images of these sizes, the first taking the remainder.
 
     What an image is too small to use goes to the others, evenly again. The budgets add up to
     ``total``, or to all the tokens there are where that is less.

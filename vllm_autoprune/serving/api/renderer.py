@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.renderers.params import ChatParams
     from vllm.tokenizers.hf import HfTokenizer
 
-_STASH = "_autoprune_instructions"
+_INSTRUCTIONS = "_autoprune_instructions"
 
 
 class AutopruneHfRenderer(HfRenderer):
@@ -38,20 +38,22 @@ class AutopruneHfRenderer(HfRenderer):
     def render_messages(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ConversationMessage], DictPrompt]:
-        """As stock, with the instructions noted (``BaseRenderer.render_messages``)."""
+        """As stock, and store the instructions in the prompt (``BaseRenderer.render_messages``)."""
         conversation, prompt = super().render_messages(messages, params)
-        return conversation, self._noted(messages, prompt)
+        return conversation, self._store_instructions(messages, prompt)
 
     async def render_messages_async(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ConversationMessage], DictPrompt]:
-        """As stock, with the instructions noted."""
+        """As stock, and store the instructions in the prompt."""
         conversation, prompt = await super().render_messages_async(messages, params)
-        return conversation, self._noted(messages, prompt)
+        return conversation, self._store_instructions(messages, prompt)
 
-    def _noted(self, messages: list[ChatCompletionMessageParam], prompt: DictPrompt) -> DictPrompt:
+    def _store_instructions(
+        self, messages: list[ChatCompletionMessageParam], prompt: DictPrompt
+    ) -> DictPrompt:
         if served_state(self.model_config) is not None and prompt.get("multi_modal_data"):
-            prompt[_STASH] = extract_instructions(messages)
+            prompt[_INSTRUCTIONS] = extract_instructions(messages)
         return prompt
 
     def _process_tokens(
@@ -67,26 +69,26 @@ class AutopruneHfRenderer(HfRenderer):
     def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
         if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):
             return prompt
-        return _add_salt(_handed_over(prompt))
+        return _add_salt(_pass_instructions(prompt))
 
 
-def _handed_over(prompt: TokensPrompt) -> TokensPrompt:
-    instructions = cast("dict[str, object]", prompt).pop(_STASH, None)
+def _pass_instructions(prompt: TokensPrompt) -> TokensPrompt:
+    instructions = cast("dict[str, object]", prompt).pop(_INSTRUCTIONS, None)
     if instructions is None:
         return prompt
-    given = dict(prompt.get("mm_processor_kwargs") or {})
-    asked = given.get(REQUEST_FIELD)
-    asked = {} if asked is None else asked
-    if isinstance(asked, dict):  # anything else is refused by the processor, with a reason
-        given[REQUEST_FIELD] = {**asked, "instructions": instructions}
-    prompt["mm_processor_kwargs"] = given
+    kwargs = dict(prompt.get("mm_processor_kwargs") or {})
+    entry = kwargs.get(REQUEST_FIELD)
+    entry = {} if entry is None else entry
+    if isinstance(entry, dict):  # anything else is refused by the processor, with a reason
+        kwargs[REQUEST_FIELD] = {**entry, "instructions": instructions}
+    prompt["mm_processor_kwargs"] = kwargs
     return prompt
 
 
 def _add_salt(prompt: TokensPrompt) -> TokensPrompt:
-    """With the request's ``cache_salt`` for the processor: its caches hold what tenants sent."""
+    """Pass the ``cache_salt`` to the processor, whose caches hold what several tenants sent."""
     salt = prompt.get("cache_salt")
     if salt:
-        given = dict(prompt.get("mm_processor_kwargs") or {})
-        prompt["mm_processor_kwargs"] = {**given, SALT: CacheSalt(salt)}
+        kwargs = dict(prompt.get("mm_processor_kwargs") or {})
+        prompt["mm_processor_kwargs"] = {**kwargs, SALT: CacheSalt(salt)}
     return prompt

@@ -19,23 +19,27 @@ from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_STATE_CHARACTERS = 1 << 16
-"""Characters of a whole state as JSON; what decides behaviour is bounded again, much lower."""
+"""Bound of a whole state as JSON; the encoded behaviour has a lower bound of its own."""
 
 
 def load_request_state(
-    policy: str | Mapping[str, object], cost: float = DEFAULT_COST
+    state_field: str | Mapping[str, object], cost: float = DEFAULT_COST
 ) -> PruningState:
-    """The state that a request names or holds, fit to be served.
+    """Load the state that a request names or holds, safety-checked for serving.
 
     Raises :class:`RequestError`, before the state is run where its selection is predicted to take
     more than ``cost`` milliseconds. A name is looked up among the states that ship and is never a
     path.
     """
     try:
-        state = _named(policy) if isinstance(policy, str) else _loaded(_text(policy))
+        state = (
+            _load_shipped(state_field)
+            if isinstance(state_field, str)
+            else _parse(_dump(state_field))
+        )
         text = encode_state(state)
         require_affordable(state, cost)
-        verdict = _verdict(text)
+        verdict = _check(text)
         if isinstance(verdict, StateError):
             raise verdict
         return verdict
@@ -46,15 +50,15 @@ def load_request_state(
         raise RequestError("request", problems) from None
 
 
-def _named(name: str) -> PruningState:
-    file = _shipped().get(name)
+def _load_shipped(name: str) -> PruningState:
+    file = _shipped_files().get(name)
     if file is None:
         what = f"no state of the name {escape_unprintable(name[:80], 80)!r} ships with this server"
-        raise request_error("state", what, suggest_name(name[:80], list(_shipped())))
-    return _read(file)
+        raise request_error("state", what, suggest_name(name[:80], list(_shipped_files())))
+    return _read_file(file)
 
 
-def _text(state: Mapping[str, object]) -> str:
+def _dump(state: Mapping[str, object]) -> str:
     try:
         text = json.dumps(state)
     except (TypeError, ValueError, RecursionError) as error:
@@ -68,23 +72,23 @@ def _text(state: Mapping[str, object]) -> str:
 
 
 @cache
-def _shipped() -> dict[str, Path]:
+def _shipped_files() -> dict[str, Path]:
     return shipped_states()
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
-def _read(file: Path) -> PruningState:
+def _read_file(file: Path) -> PruningState:
     return load_state(file)
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
-def _loaded(text: str) -> PruningState:
+def _parse(text: str) -> PruningState:
     return load_state(text)
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
-def _verdict(text: bytes) -> PruningState | StateError:
-    """The state to serve, or why there is none: either is found out once a digest."""
+def _check(text: bytes) -> PruningState | StateError:
+    """The state to serve, or the error where there is none; computed once a digest."""
     state = decode_state(text)
     try:
         return replace_unsafe_state(state, min(materialize(state).budget, CHECKED_REQUEST_BUDGET))

@@ -39,8 +39,8 @@ class ClipVision(Vision):
     @staticmethod
     def tower(model: LlavaForConditionalGeneration) -> nn.Module:
         """As :meth:`Vision.tower`."""
-        found: nn.Module = model.vision_tower
-        return found
+        tower: nn.Module = model.vision_tower
+        return tower
 
     def project(self, rows: Tensor) -> Tensor:
         """As :meth:`Vision.project`."""
@@ -59,7 +59,7 @@ class ClipVision(Vision):
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterable[tuple[str, Tensor]]:
-        """As :meth:`Vision.capture_weights`: the next layer is in the checkpoint, not in the model."""
+        """Also copy the next layer, which is in the checkpoint and not in the model."""
         return (
             weights
             if self._next is None

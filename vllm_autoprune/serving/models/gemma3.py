@@ -32,8 +32,8 @@ class Gemma3Vision(TiledVision):
     @staticmethod
     def tower(model: Gemma3ForConditionalGeneration) -> nn.Module:
         """As :meth:`Vision.tower`."""
-        found: nn.Module = model.vision_tower
-        return found
+        tower: nn.Module = model.vision_tower
+        return tower
 
     def tile_tokens(self) -> int:
         """As :meth:`TiledVision.tile_tokens`."""
@@ -42,8 +42,8 @@ class Gemma3Vision(TiledVision):
     def last_attention(self) -> nn.Module:
         """As :meth:`TiledVision.last_attention`."""
         layers = self._model.vision_tower.vision_model.encoder.layers
-        found: nn.Module = layers[-1].self_attn.attn
-        return found
+        attention: nn.Module = layers[-1].self_attn.attn
+        return attention
 
     def rows(self, tiles: Tensor) -> Tensor:
         """As :meth:`TiledVision.rows`."""

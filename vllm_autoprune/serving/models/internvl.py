@@ -35,8 +35,8 @@ class InternVLVision(TiledVision):
     @staticmethod
     def tower(model: InternS1ForConditionalGeneration) -> nn.Module:
         """As :meth:`Vision.tower`."""
-        found: nn.Module = model.vision_tower
-        return found
+        tower: nn.Module = model.vision_tower
+        return tower
 
     def tile_tokens(self) -> int:
         """As :meth:`TiledVision.tile_tokens`."""
@@ -44,8 +44,8 @@ class InternVLVision(TiledVision):
 
     def last_attention(self) -> nn.Module:
         """As :meth:`TiledVision.last_attention`."""
-        found: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
-        return found
+        attention: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
+        return attention
 
     def rows(self, tiles: Tensor) -> Tensor:
         """As :meth:`TiledVision.rows`."""

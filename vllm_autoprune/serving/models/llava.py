@@ -58,16 +58,16 @@ class LlavaVision(ClipVision):
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`."""
-        made = self.tiles(stack_field(images, "pixel_values"))
+        tiles = self.tiles(stack_field(images, "pixel_values"))
         # Rows are copied: a view would keep the whole batch alive in the cache.
         regions = [
             Region(
                 self.grid,
-                made.projected[i].clone(),
-                None if made.attention is None else made.attention[i].clone(),
-                None if made.patches is None else made.patches[i].clone(),
-                VisualTokens(made.projected[i : i + 1], self.grid).cosine[0],
-                None if made.tower is None else made.tower.copy_image(i),
+                tiles.projected[i].clone(),
+                None if tiles.attention is None else tiles.attention[i].clone(),
+                None if tiles.patches is None else tiles.patches[i].clone(),
+                VisualTokens(tiles.projected[i : i + 1], self.grid).cosine[0],
+                None if tiles.tower is None else tiles.tower.copy_image(i),
             )
             for i in range(len(images))
         ]

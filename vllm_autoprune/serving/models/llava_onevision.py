@@ -40,13 +40,13 @@ class OnevisionVision(Vision):
         self.side: int = config.image_size // config.patch_size
         layers = model.vision_tower.vision_model.encoder.layers
         reads = "cls_attention" in self.needs
-        self._heard = AttentionHook(layers[-1].self_attn.attn) if reads else None
+        self._attention_hook = AttentionHook(layers[-1].self_attn.attn) if reads else None
 
     @staticmethod
     def tower(model: LlavaOnevisionForConditionalGeneration) -> nn.Module:
         """As :meth:`Vision.tower`."""
-        found: nn.Module = model.vision_tower
-        return found
+        tower: nn.Module = model.vision_tower
+        return tower
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`."""
@@ -61,7 +61,7 @@ class OnevisionVision(Vision):
         hidden = model._image_pixels_to_features(model.vision_tower, pixels)
         made = Tiles(
             model.multi_modal_projector(hidden),
-            None if self._heard is None else torch.stack(self._heard.take()),
+            None if self._attention_hook is None else torch.stack(self._attention_hook.take()),
         )
         return [
             join_features(one, self._join(image), model.image_newline, self.side)

@@ -99,7 +99,7 @@ class PrunedModel(_Stock):
         """``(K_i, D)`` rows of every image."""
         vision = self.autoprune
         assert vision is not None
-        images = vision.images(_given(inputs))
+        images = vision.images(_tensor_fields(inputs))
         profile = any(plan.profile for plan in plans)
         if profile:
             tokens = sum(image.tokens for image in images)
@@ -143,9 +143,9 @@ def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:
     if item is None or FIELD not in item:
         return 0
     ((_, inputs),) = group_and_batch_mm_items([item])
-    return vision.images(_given(inputs))[0].tokens
+    return vision.images(_tensor_fields(inputs))[0].tokens
 
 
-def _given(inputs: Mapping[str, object]) -> EncoderInputs:
-    """The fields of one call but the plans; those that it has nothing of are None."""
+def _tensor_fields(inputs: Mapping[str, object]) -> EncoderInputs:
+    """The tensor fields of one call, without the plans; absent ones are None."""
     return {n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)}

@@ -91,13 +91,13 @@ class QwenVision(Vision):
             fix = "serve without it, or a state that does not read [CLS] attention"
             problem = Problem("--mm-encoder-tp-mode data", what, fix)
             raise ConfigError("cannot serve pruned", [problem])
-        self._heard = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
+        self._attention_hook = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
 
     @staticmethod
     def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
         """As :meth:`Vision.tower`."""
-        found: nn.Module = model.visual
-        return found
+        tower: nn.Module = model.visual
+        return tower
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`; the patches of all images come in one tensor."""
@@ -124,7 +124,7 @@ class QwenVision(Vision):
         assert checked is not None
         rows = self._model._process_image_input(checked)
         attention = self._attention(grids)
-        made = []
+        features = []
         for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
             grid = Grid(height // self._merge, width // self._merge)
             tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
@@ -137,27 +137,27 @@ class QwenVision(Vision):
                 VisualTokens(tokens[None], grid).cosine[0],
                 extra_channels=torch.cat([levels, places], dim=1),
             )
-            made.append(ImageFeatures((region,)))
-        return made
+            features.append(ImageFeatures((region,)))
+        return features
 
     def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
         """Rows of embeddings that were made elsewhere, whole, with their positions."""
-        shown = self.images(inputs)
-        made = []
-        for image in shown:
+        all_rows = []
+        for image in self.images(inputs):
             rows = image.inputs["image_embeds"].to(self._model.visual.dtype)
             _, height, width = image.inputs["image_grid_thw"].tolist()
             places = position_channels(height // self._merge, width // self._merge, rows.device)
-            made.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
-        return made
+            all_rows.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
+        return all_rows
 
     def _attention(self, grids: Tensor) -> list[Tensor] | None:
         """Attention that each merged token gets ``(N,)``: the mean of its patches."""
-        if self._heard is None:
+        if self._attention_hook is None:
             return None
         unit = self._merge**2
         received = [
-            part.view(-1, unit).mean(dim=1) for part in self._heard.take(grids.prod(-1).tolist())
+            part.view(-1, unit).mean(dim=1)
+            for part in self._attention_hook.take(grids.prod(-1).tolist())
         ]
         if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
             return received

@@ -42,7 +42,7 @@ def largest_extent(info: TiledInfo) -> Extent:
 
 
 class TiledVision(Vision):
-    """The vision side of such a model: the tiles of all images come in one tensor."""
+    """Vision side whose images' tiles come in one tensor."""
 
     pixels: ClassVar[str]
     """The field of tiles ``(M, 3, H, W)``."""
@@ -53,7 +53,7 @@ class TiledVision(Vision):
         super().__init__(model, served)
         self.side = isqrt(self.tile_tokens())
         reads = "cls_attention" in self.needs
-        self._heard = AttentionHook(self.last_attention()) if reads else None
+        self._attention_hook = AttentionHook(self.last_attention()) if reads else None
 
     @abstractmethod
     def tile_tokens(self) -> int:
@@ -80,8 +80,10 @@ class TiledVision(Vision):
         """As :meth:`Vision.encode`."""
         counts = [len(image[self.pixels]) for image in images]
         rows = self.rows(torch.cat([image[self.pixels] for image in images]))
-        attention = None if self._heard is None else self._pooled(self._heard.take())
-        made, first = [], 0
+        attention = (
+            None if self._attention_hook is None else self._pooled(self._attention_hook.take())
+        )
+        features, first = [], 0
         for count in counts:
             some = slice(first, first + count)
             grid = Grid(self.side, self.side, count)
@@ -94,9 +96,9 @@ class TiledVision(Vision):
                 VisualTokens(tokens[None], grid).cosine[0],
                 share=count,
             )
-            made.append(ImageFeatures((region,)))
+            features.append(ImageFeatures((region,)))
             first += count
-        return made
+        return features
 
     def _pooled(self, received: Sequence[Tensor]) -> Tensor:
         """``(M, n)``: attention of patches, the mean of those that one token is made of."""

@@ -21,7 +21,7 @@ EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
 
 ImageInputs = Mapping[str, Tensor]
-"""What of them belongs to one image."""
+"""The part of them that belongs to one image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,6 @@ class Vision(ABC):
         self._model = model
         self._relevance: RelevanceSpace | None = None
 
-    # ---- what a backbone says ----
-
     @staticmethod
     @abstractmethod
     def tower(model: SupportsMultiModal) -> nn.Module:
@@ -92,8 +90,6 @@ class Vision(ABC):
     def project(self, rows: Tensor) -> Tensor:
         """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
         raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
-
-    # ---- what follows from it ----
 
     @property
     def sample_weight(self) -> Tensor:
@@ -122,11 +118,11 @@ class Vision(ABC):
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterable[tuple[str, Tensor]]:
-        """The checkpoint as it streams by; what the model leaves out of it is taken here."""
+        """Pass the checkpoint's weights through, copying those that the stock model leaves out."""
         return weights
 
     def finish_loading(self) -> None:
-        """The weights are new: nothing made with the old ones is kept.
+        """Drop features of old weights after new ones were loaded, and load the relevance space.
 
         Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
         """
@@ -153,14 +149,14 @@ class Vision(ABC):
         for entry, image in zip(entries, images, strict=True):
             if entry in known or entry in missing:
                 continue
-            found = self.cache.get(entry)
-            if found is None:
+            features = self.cache.get(entry)
+            if features is None:
                 missing[entry] = image
             else:
-                known[entry] = found
+                known[entry] = features
         if missing:
-            made = self._encoded(list(missing.values()))
-            for entry, features in zip(missing, made, strict=True):
+            encoded = self._encoded(list(missing.values()))
+            for entry, features in zip(missing, encoded, strict=True):
                 known[entry] = features
                 if not isinstance(entry, int):  # those without a key are counted, not kept
                     self.cache.put(entry, features)
@@ -173,12 +169,12 @@ class Vision(ABC):
 
 def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
     """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one."""
-    start, held = 0, 0
+    start, total = 0, 0
     for at, size in enumerate(sizes):
-        if at > start and held + size > bound:
+        if at > start and total + size > bound:
             yield slice(start, at)
-            start, held = at, 0
-        held += size
+            start, total = at, 0
+        total += size
     if start < len(sizes):
         yield slice(start, len(sizes))
 

@@ -13,7 +13,7 @@ from vllm_autoprune.serving.shared.text_tower import TextTower
 
 
 def format_summary(served: ServedState) -> str:
-    """What will happen to images from now on, and why."""
+    """One line for the log: how many tokens images keep, by which state, and why."""
     policy = served.policy()
     own = served.state.budget.range()[1]
     kept = f"{policy.budget} tokens of an image"
@@ -33,7 +33,7 @@ def format_summary(served: ServedState) -> str:
 
 
 def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
-    """Where relevance comes from, and why; for clients without a path on this machine."""
+    """Where relevance is measured, and why; ``private`` leaves out paths of this machine."""
     if tower is None:
         return (
             "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
@@ -45,20 +45,20 @@ def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
 
 
 def describe_permission(rules: RequestRules) -> str:
-    """What requests may set, and why."""
+    """What requests may set, and by which flag."""
     if not rules.explicit:
         return f"nothing, because no {FLAG} is given (with --trust-request-mm-kwargs: their budget)"
     if rules.level == "none":
         return f"nothing, by {FLAG} none"
     what = {"budget": "their budget", "shipped-states": "a state that ships", "states": "any state"}
-    said = f"{what[rules.level]}, {rules.minimum} to {rules.maximum} tokens of an image, by {FLAG}"
+    text = f"{what[rules.level]}, {rules.minimum} to {rules.maximum} tokens of an image, by {FLAG}"
     if not rules.allows("shipped-states"):
-        return said
-    return f"{said}, at a predicted {rules.cost:g} ms a selection or less"
+        return text
+    return f"{text}, at a predicted {rules.cost:g} ms a selection or less"
 
 
 def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
-    """What `GET /v1/autoprune` answers: the active policy, its digest and its evidence."""
+    """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence."""
     policy, state = served.policy(), served.state
     evidence = state.provenance.model_dump(mode="json")
     return {

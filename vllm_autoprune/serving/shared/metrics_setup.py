@@ -22,7 +22,7 @@ from vllm_autoprune.serving.compat import attach, get_attachment
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-ATTRIBUTE = "autoprune_accounts"
+ATTRIBUTE = "autoprune_metrics_setup"
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's own variable: where there are several API servers, vLLM has set it."""
@@ -30,9 +30,9 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 @dataclass(frozen=True, slots=True)
 class MetricsSetup:
-    """``folder`` is where workers write; ``kv_bytes`` what one token takes of the KV cache.
+    """Folder that workers write metrics to, and bytes of one token in the KV cache.
 
-    That is keys and values of all layers and ranks, as for full attention in every layer.
+    ``kv_bytes`` are keys and values of all layers and ranks, as for full attention in every layer.
     """
 
     folder: str
@@ -40,23 +40,23 @@ class MetricsSetup:
 
 
 def attach_metrics_setup(vllm_config: VllmConfig) -> None:
-    """Put the record on the model config, where settings are resolved: before workers start."""
-    record = MetricsSetup(_shared_folder(), _kv_bytes(vllm_config))
-    attach(vllm_config.model_config, ATTRIBUTE, record)
+    """Create the setup and put it on the model config; before workers start."""
+    setup = MetricsSetup(_shared_folder(), _kv_bytes(vllm_config))
+    attach(vllm_config.model_config, ATTRIBUTE, setup)
 
 
 def find_metrics_setup(model_config: ModelConfig) -> MetricsSetup | None:
-    """The record of the model that is served; None where it is served stock."""
-    found = get_attachment(model_config, ATTRIBUTE)
-    assert found is None or isinstance(found, MetricsSetup)
-    return found
+    """The setup on a model config; None where the model is served without a state."""
+    setup = get_attachment(model_config, ATTRIBUTE)
+    assert setup is None or isinstance(setup, MetricsSetup)
+    return setup
 
 
 @cache
 def _shared_folder() -> str:
-    given = os.environ.get(MULTIPROCESS)
-    if given:
-        return given
+    configured = os.environ.get(MULTIPROCESS)
+    if configured:
+        return configured
     folder = tempfile.TemporaryDirectory(prefix="vllm-autoprune-metrics-")
     _FOLDERS.append(folder)
     MultiProcessCollector(REGISTRY, path=folder.name)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """An image of N tokens, in T tiles of the vision tower."""
+    """Size of an image in the prompt: N tokens, in T tiles of the vision tower."""
 
     tokens: int
     tiles: int = 1
@@ -34,16 +34,16 @@ class Placeholders:
 
 
 def shorten_placeholders(content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:
-    """The text of one image with its first K placeholders; what stands around them stays."""
-    held = (
+    """Keep the first K placeholders of one image's prompt text, and all other tokens."""
+    is_embed = (
         [True] * len(content.full)
         if content.is_embed is None
         else content.is_embed(content.full).tolist()
     )
-    if sum(held) <= budget:
+    if sum(is_embed) <= budget:
         return content
     left, kept = budget, []
-    for token, is_placeholder in zip(content.full, held, strict=True):
+    for token, is_placeholder in zip(content.full, is_embed, strict=True):
         if not is_placeholder or left > 0:
             kept.append(token)
             left -= is_placeholder

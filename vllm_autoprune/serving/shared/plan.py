@@ -16,8 +16,8 @@ FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
 
 Chooser = Literal["state", "reference", "random"]
-"""Who chooses: the state, its base policy alone, or a random keep. The latter two are controls,
-so that a running server can be measured against them on its own traffic."""
+"""What chooses an image's tokens: the state, its base policy alone, or a random draw. The latter
+two are controls, so that a running server can be compared with them on its own traffic."""
 
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
 
@@ -25,10 +25,11 @@ Ids = tuple[int, ...]
 """Token ids of a text."""
 
 Key = tuple[int, int]
-"""What an image's features are kept under (:func:`make_feature_key`)."""
+"""Key of an image in the feature cache (:func:`make_feature_key`)."""
 
 NO_KEY: Key = (0, 0)
-"""The key of an image whose features are not kept."""
+"""The key of an image whose features are not cached."""
+
 RELEVANCE_IDS = 1024
 """Token ids of an instruction that relevance reads: its last ones."""
 
@@ -53,7 +54,7 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """One image: its budget, the key of its pixels alone, and its instruction as token ids.
+    """Plan of one image: its budget, the key of its pixels, its instruction as token ids.
 
     The instruction comes once for each need that reads it, since their tokenizers differ:
     ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
@@ -75,7 +76,7 @@ class ItemPlan:
 
     @property
     def group(self) -> tuple[int, Chooser, bytes]:
-        """Images that are alike in this are selected by one policy."""
+        """Grouping key: images with the same group are selected by one policy."""
         return self.budget, self.keep, self.state
 
     def encode(self) -> Tensor:
@@ -110,9 +111,11 @@ class ItemPlan:
         _require(0 <= tokens <= MAX_BUDGET, f"has N = {tokens}")
         for size, most in zip(sizes, (MAX_STATE, RELEVANCE_IDS, LANGUAGE_IDS), strict=True):
             _require(0 <= size <= most, f"has a part of {size}, and at most {most} are allowed")
-        size, said, read = sizes
+        size, instruction, language = sizes
         words = -(-size // _WORD)
-        _require(row.shape[0] == _HEAD + words + said + read, f"has {row.shape[0]} numbers")
+        _require(
+            row.shape[0] == _HEAD + words + instruction + language, f"has {row.shape[0]} numbers"
+        )
         rest = row[_HEAD:].tolist()
         padded = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in rest[:words])
         _require(not any(padded[size:]), "carries more than its state")
@@ -121,8 +124,8 @@ class ItemPlan:
         return ItemPlan(
             budget=budget,
             key=(high, low),
-            instruction=tuple(ids[:said]),
-            language=tuple(ids[said:]),
+            instruction=tuple(ids[:instruction]),
+            language=tuple(ids[instruction:]),
             keep=CHOOSERS[keep],
             profile=bool(profile),
             state=padded[:size],
@@ -144,9 +147,9 @@ def plan_error(what: str) -> RequestError:
     return RequestError("request", [Problem(FIELD, what, fix)])
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise plan_error(otherwise)
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise plan_error(problem)
 
 
 def make_feature_key(content: str, salt: str = "") -> Key:

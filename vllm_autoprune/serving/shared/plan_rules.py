@@ -24,7 +24,7 @@ from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """What plans of this server may hold: its state and rules, and the language model's words."""
+    """Rules for plans: those of the served state, and the language model's vocabulary size."""
 
     served: ServedState
     vocabulary: int
@@ -51,16 +51,16 @@ class PlanRules:
             raise plan_error(f"keeps K = {plan.budget} tokens, and requests may keep {most}")
 
     def check_token_ids(self, plan: ItemPlan) -> None:
-        """Raise where a token id is beyond a vocabulary: to look it up would end the worker."""
+        """Raise for token ids beyond a vocabulary: looking them up would crash the worker."""
         tower = self.served.tower
-        said = self.vocabulary if tower is None else tower.vocabulary
-        if max(plan.instruction, default=0) >= said:
-            raise plan_error(f"has a token id for relevance beyond the vocabulary of {said}")
+        size = self.vocabulary if tower is None else tower.vocabulary
+        if max(plan.instruction, default=0) >= size:
+            raise plan_error(f"has a token id for relevance beyond the vocabulary of {size}")
         if max(plan.language, default=0) >= self.vocabulary:
             raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
 
     def check_choice(self, plan: ItemPlan) -> None:
-        """Raise where requests may not choose who selects, or not by this state."""
+        """Raise where requests may not set what chooses the tokens, or not this state."""
         served = self.served
         if plan.keep != "state" and not served.rules.allows("budget"):
             raise plan_error(f"has keep = {plan.keep!r}, and requests may set nothing ({FLAG})")
@@ -74,7 +74,7 @@ class PlanRules:
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
 def _state_problem(served: ServedState, text: bytes) -> str:
-    """Why a server does not run a state that a plan carries; empty where it does."""
+    """Why a server refuses the state in a plan; empty where it accepts it."""
     rules = served.rules
     if not rules.allows("shipped-states"):
         return f"requests may not bring: they may set {rules} ({FLAG})"

@@ -16,8 +16,8 @@ logger = logging.getLogger("vllm.autoprune")
 FLAG = "--autoprune-requests"
 
 Level = Literal["none", "budget", "shipped-states", "states"]
-"""What requests may set: nothing; a budget, a control, or no pruning at all; also a state that ships
-with the package; also any state. Each level allows what the ones before it do."""
+"""What requests may set: nothing; a budget, a control, or no pruning at all; also a state that
+ships with the package; also any state. Each level allows what the ones before it do."""
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 
@@ -43,7 +43,7 @@ class RequestRules:
     cost: float = DEFAULT_COST
 
     def allows(self, level: Level) -> bool:
-        """Whether requests may set what belongs to a level."""
+        """Whether requests may set what a level adds."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
 
     def contains(self, budget: int) -> bool:

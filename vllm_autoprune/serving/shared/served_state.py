@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 ATTRIBUTE = "autoprune"
 
 UnavailableInputs = tuple[tuple[Need, str], ...]
-"""Inputs that cannot be made as this model is served, each with the reason."""
+"""Inputs that this server cannot provide, each with the reason."""
 
 
 @dataclass(frozen=True)
 class ServedState:
-    """What a server runs: a state, its default budget, and where relevance comes from.
+    """The state that a server runs, with its default budget, text tower and request rules.
 
     ``follows`` where K follows from an image's size, as the state has it; budget is then the
     most. ``rules`` say what requests may set; ``unavailable`` what no state of theirs can read.
@@ -50,12 +50,12 @@ class ServedState:
         return make_policy(self.state, budget, keep)
 
     def policy_for_plan(self, plan: ItemPlan) -> PruningPolicy:
-        """The policy that a plan asks for, by the server's state or by one that it carries."""
+        """The policy of a plan: of the state that it carries, or of the server's own."""
         state = decode_state(plan.state) if plan.state else self.state
         return make_policy(state, plan.budget, plan.keep)
 
     def selection_identity(self, state: PruningState) -> str:
-        """What decides which tokens a state keeps, beside image, K and instruction."""
+        """What determines the tokens that a state keeps, beside image, K and instruction."""
         tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
         return state.digest + tower
 
@@ -112,6 +112,6 @@ def make_policy(state: PruningState, budget: int | None, keep: Chooser = "state"
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
     """The state that this model is served with; None where it is served stock."""
-    found = get_attachment(model_config, ATTRIBUTE)
-    assert found is None or isinstance(found, ServedState)
-    return found
+    served = get_attachment(model_config, ATTRIBUTE)
+    assert served is None or isinstance(served, ServedState)
+    return served

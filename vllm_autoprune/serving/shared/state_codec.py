@@ -13,15 +13,15 @@ from vllm_autoprune.serving.shared.plan import MAX_STATE
 from vllm_autoprune.tpdsl.states.state import Provenance, PruningState
 
 MAX_ENCODED_BYTES = MAX_STATE
-"""Bytes of one carried state; those that ship take 1,200."""
+"""Bound of one encoded state in bytes; those that ship take 1,200."""
 
 MAX_CACHED_STATES = 256
-"""States that a process keeps ready, the least recently used dropped first."""
+"""States that a process caches, the least recently used dropped first."""
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
 def encode_state(state: PruningState) -> bytes:
-    """What decides behaviour and nothing else: states of one digest are the same bytes.
+    """Encode what determines behaviour, nothing else: equal digests give equal bytes.
 
     Raises :class:`StateError` for a state larger than MAX_CARRIED.
     """

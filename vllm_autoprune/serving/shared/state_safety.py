@@ -12,29 +12,29 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 logger = logging.getLogger("vllm.autoprune")
 
 CHECKED_BUDGET = 256
-"""Nobody must wait for a very large K: promises are kept or broken at a smaller one."""
+"""Bound of K for the check at start-up, which a very large K would delay."""
 
 CHECKED_REQUEST_BUDGET = 64
-"""The same for states of requests: they are checked in the API server, between its requests."""
+"""Bound of K for states of requests, which the API server checks between its requests."""
 
 
 def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
-    """The state to serve at a budget; raises :class:`StateError` where there is none.
+    """The state to serve at a budget: itself, or its base policy where the check fails.
 
-    A state that fails its safety check is served as its base policy where it lists
-    ``fallback_to_selection``; the log says so.
+    A failing state is replaced where it lists ``fallback_to_selection``, with a warning in the
+    log; otherwise :class:`StateError` is raised.
     """
     least = state.constraints.selector.insists_on or 0
     policy = materialize(state, max(min(budget, CHECKED_BUDGET), least))
     record = safety_check(policy)
     if record.valid:
         return state
-    told = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
+    failures = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
     if not policy.falls_back:
         fix = 'fix the state, or list "fallback_to_selection" under safety'
-        problem = Problem("/safety", f"the safety check fails ({told})", fix, "safety")
+        problem = Problem("/safety", f"the safety check fails ({failures})", fix, "safety")
         raise StateError(f"state {state.name!r}", [problem])
     logger.warning(
-        "State %r fails its safety check (%s): serving its base policy.", state.name, told
+        "State %r fails its safety check (%s): serving its base policy.", state.name, failures
     )
     return state.without_exchange()

@@ -15,7 +15,7 @@ FLAG = "--autoprune-text-tower"
 
 @dataclass(frozen=True, slots=True)
 class TextTower:
-    """Description of a CLIP checkpoint used for relevance; ``vocabulary`` as OpenAI's CLIP."""
+    """CLIP checkpoint used for relevance; ``vocabulary`` defaults to that of OpenAI's CLIP."""
 
     path: str
     sign: int

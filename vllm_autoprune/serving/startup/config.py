@@ -43,7 +43,7 @@ logger = logging.getLogger("vllm.autoprune")
 
 
 def apply_settings(vllm_config: VllmConfig) -> None:
-    """Move our settings from ``additional_config`` to the model config, resolved and checked.
+    """Move the plugin's settings from ``additional_config`` to the model config, checked.
 
     Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
     command line the process ends with that message alone instead of a traceback.
@@ -71,7 +71,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
 
 
 def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
-    """Check every setting against the state and the model; raises ConfigError listing all."""
+    """Check all settings against the state and the model; raises ConfigError with all problems."""
     if not isinstance(settings, Mapping):
         problem = Problem(
             f"additional_config/{SETTINGS_KEY}", "not an object", 'give {"state": ...}'
@@ -92,22 +92,22 @@ def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
     cache_bytes = read_cache_bytes(settings.get("feature_cache_gb"), problems)
     rules = parse_rules(settings.get("requests"), problems)
     rules = replace(rules, cost=read_request_cost(settings.get("request_cost"), problems))
-    architecture, backbone = _backbone(vllm_config, problems)
+    architecture, backbone = _find_backbone(vllm_config, problems)
     if state is not None and budget is not None and not problems:
-        state = _safe(state, budget, problems)
+        state = _check_safety(state, budget, problems)
     if tower is not None and backbone is not None:
         problems += backbone.tower_problems(vllm_config.model_config.hf_config, tower)
     if problems or state is None or budget is None:
         raise ConfigError("cannot serve pruned", problems)
     follows = settings.get("budget") is None and materialize(state).varies
-    lacks = _lacks(vllm_config, backbone)
+    lacks = _find_unavailable(vllm_config, backbone)
     served = ServedState(architecture, state, budget, tower, cache_bytes, follows, rules, lacks)
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
 
 
-def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
+def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Backbone | None]:
     model = vllm_config.model_config
     architecture = str(model.architecture)
     if uses_rust_frontend():
@@ -127,21 +127,21 @@ def _backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[str, Ba
     compilation = vllm_config.compilation_config
     for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
         if vars(compilation).get(name):
-            what = "the vision tower would run around what listens to it"
+            what = "the vision tower would bypass the hooks that read its attention"
             where = f"--compilation-config {name}"
             problems.append(Problem(where, what, "serve without it"))
     return architecture, backbone
 
 
-def _lacks(vllm_config: VllmConfig, backbone: Backbone | None) -> UnavailableInputs:
+def _find_unavailable(vllm_config: VllmConfig, backbone: Backbone | None) -> UnavailableInputs:
     wrong = ((need, _input_problems(vllm_config, backbone, {need})) for need in NEEDS)
-    return tuple((need, f"{found[0].where}: {found[0].what}") for need, found in wrong if found)
+    return tuple((need, f"{first[0].where}: {first[0].what}") for need, first in wrong if first)
 
 
 def _input_problems(
     vllm_config: VllmConfig, backbone: Backbone | None, needs: Collection[Need]
 ) -> list[Problem]:
-    """What is read of the model, against the checkpoint and the way it is served."""
+    """Problems of inputs that the checkpoint, or the way it is served, cannot provide."""
     problems: list[Problem] = []
     if backbone is not None:
         problems += backbone.input_problems(vllm_config.model_config.hf_config, needs)
@@ -157,7 +157,7 @@ def _input_problems(
     return problems
 
 
-def _safe(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
+def _check_safety(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:
     try:
         return replace_unsafe_state(state, budget)
     except StateError as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 SETTINGS_KEY = "autoprune"
-"""Our place within vLLM's ``additional_config``."""
+"""Key of the plugin's settings in vLLM's ``additional_config``."""
 
 _FLAGS: tuple[tuple[str, str, str], ...] = (
     (
@@ -46,7 +46,8 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
         "requests",
         "LEVEL[:MIN-MAX]",
         "What a request may set for itself: `none`; `budget`, a budget or no pruning; "
-        "`shipped-states`, also a state that ships; `states`, any state. A range bounds the tokens of one image. "
+        "`shipped-states`, also a state that ships; `states`, any state. A range bounds the tokens "
+        "of one image. "
         "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
     ),
     (
@@ -84,7 +85,7 @@ def _merge(namespace: argparse.Namespace, extra: Mapping[str, object]) -> None:
 
 
 def _merging(action: argparse.Action) -> None:
-    """Let `--additional-config` add to what our flags already put there, in either order."""
+    """Let `--additional-config` add to what the plugin's flags set, in either order."""
     stock = type(action)
 
     class Merging(stock):  # type: ignore[misc, valid-type]
@@ -97,11 +98,11 @@ def _merging(action: argparse.Action) -> None:
         ) -> None:
             before = vars(namespace).get("additional_config")
             super().__call__(parser, namespace, values, option_string)
-            given = namespace.additional_config
-            if not isinstance(given, Mapping):
-                raise argparse.ArgumentError(self, f"not a JSON object: {given!r}")
+            parsed = namespace.additional_config
+            if not isinstance(parsed, Mapping):
+                raise argparse.ArgumentError(self, f"not a JSON object: {parsed!r}")
             namespace.additional_config = before
-            _merge(namespace, given)
+            _merge(namespace, parsed)
 
     action.__class__ = Merging
 
@@ -109,7 +110,7 @@ def _merging(action: argparse.Action) -> None:
 def wrap_add_cli_args(
     add_cli_args: Callable[..., FlexibleArgumentParser],
 ) -> Callable[..., FlexibleArgumentParser]:
-    """Wrap ``EngineArgs.add_cli_args`` so that the parser knows our flags."""
+    """Wrap ``EngineArgs.add_cli_args`` so that it adds the plugin's flags."""
 
     def add_with_flags(
         parser: FlexibleArgumentParser, *args: object, **kwargs: object

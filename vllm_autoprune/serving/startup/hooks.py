@@ -11,7 +11,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Names below ``module``, dotted where they are attributes, that ``used_by`` relies on."""
+    """Names in ``module``, dotted for attributes, that ``used_by`` depends on."""
 
     module: str
     names: tuple[str, ...]
@@ -101,7 +101,11 @@ HOOKS: tuple[Hook, ...] = (
         ),
         "processor: the plan, and the key beside it; engine_requests: forged plans",
     ),
-    Hook("vllm.multimodal.hasher", ("MultiModalHasher.hash_kwargs",), "processor: feature keys"),
+    Hook(
+        "vllm.multimodal.hasher",
+        ("MultiModalHasher.hash_kwargs",),
+        "feature_keys: digest of tensors",
+    ),
     Hook(
         "vllm.multimodal.parse",
         ("ImageEmbeddingItems", "ImageProcessorItems.get_image_size", "MultiModalDataItems.select"),
@@ -188,7 +192,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.utils.torch_utils",
         ("kv_cache_dtype_str_to_dtype",),
-        "accounts: bytes of one token",
+        "metrics_setup: bytes of one token",
     ),
     Hook("vllm.model_executor.models.utils", ("StageMissingLayer",), "models: text-only"),
     Hook(
@@ -199,13 +203,13 @@ HOOKS: tuple[Hook, ...] = (
             "tensor_model_parallel_all_gather",
             "tensor_model_parallel_all_reduce",
         ),
-        "ranks: the same tokens everywhere",
+        "tensor_parallel: the same tokens on all ranks",
     ),
 )
 
 
 def require_hooks(stock: str) -> None:
-    """Refuse a vLLM in which something has moved that serving this model class relies on.
+    """Refuse a vLLM that lacks a name which serving this model class depends on.
 
     Raises :class:`ConfigError` with every name. Within the versions that are allowed at all this
     finds builds that differ from the release they name.
@@ -224,10 +228,10 @@ _FIX = "install a released vLLM in the supported range, and see `vllm-autoprune 
 
 
 def find_missing_names(hook: Hook) -> tuple[str, ...]:
-    """The names of a hook that this vLLM does not have; all of them where its module fails."""
+    """The names of a hook that this vLLM lacks; the module itself where its import fails."""
     try:
         module = importlib.import_module(hook.module)
-    except Exception as error:  # whatever a broken installation raises is what is being found out
+    except Exception as error:  # a broken installation may raise anything
         return (f"{hook.module} ({type(error).__name__}: {error})",)
     return tuple(name for name in hook.names if not _has(module, name))
 

@@ -21,7 +21,7 @@ MAX_COST = 1e6
 
 
 def read_state(value: object, problems: list[Problem]) -> PruningState | None:
-    """The state in a file, under a shipped name, in a dictionary, or as it is."""
+    """The state of a file, a shipped name, a dictionary, or a state object."""
     if value is None:
         what = "no state is given, and the other settings mean nothing without one"
         problems.append(Problem("--autoprune-state", what, "give a file or a shipped name"))
@@ -49,7 +49,7 @@ def _as_json(value: Mapping[object, object]) -> str:
 
 
 def read_budget(value: object, state: PruningState | None, problems: list[Problem]) -> int | None:
-    """K of the setting, or of the state where there is none; None where it cannot be."""
+    """K of the setting, or of the state where there is none; None where it is invalid."""
     flag, budget = "--autoprune-budget", None
     if value is not None:
         try:
@@ -87,7 +87,7 @@ def read_request_cost(value: object, problems: list[Problem]) -> float:
 
 
 def read_tower(value: object, problems: list[Problem]) -> TextTower | None:
-    """What the checkpoint of a text tower says about itself."""
+    """Description of a text tower's checkpoint."""
     if value is None:
         return None
     try:

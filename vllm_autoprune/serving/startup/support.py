@@ -10,7 +10,7 @@ Status = Literal["yes", "refused", "no", "untested"]
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """One thing people ask about."""
+    """Support of one feature."""
 
     feature: str
     status: Status
@@ -85,7 +85,9 @@ SUPPORT: tuple[Support, ...] = (
         "their placeholders are split into rows or tiles with text between",
     ),
     Support(
-        "Compiled vision towers, encoder CUDA graphs", "refused", "nothing could listen to them"
+        "Compiled vision towers, encoder CUDA graphs",
+        "refused",
+        "nothing could listen to them",
     ),
     Support("`/v1/chat/completions`, `LLM.chat`, `LLM.generate`", "yes", "one identity for all"),
     Support("Several images, several turns", "yes", "instruction of the turn with the image"),

@@ -17,30 +17,32 @@ from vllm_autoprune.serving.worker.tensor_parallel import sum_over_ranks, world_
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import MMEncoderAttention
 
-_AT_ONCE = 512
-"""Queries whose probabilities are held at a time."""
+_MAX_QUERIES = 512
+"""Queries whose probabilities are in memory at a time."""
 
 
 class AttentionHook:
-    """Hears the ``MMEncoderAttention`` of one layer by a forward hook."""
+    """Forward hook on the ``MMEncoderAttention`` of one layer."""
 
     def __init__(self, attention: MMEncoderAttention) -> None:
         self._heads: int = attention.num_heads
         self._scale: float = attention.scale
-        self._said: tuple[Tensor, Tensor] | None = None
-        attention.register_forward_pre_hook(self._note, with_kwargs=True)
+        self._projections: tuple[Tensor, Tensor] | None = None
+        attention.register_forward_pre_hook(self._store, with_kwargs=True)
 
-    def _note(self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        query, key = (named["query"], named["key"]) if not given else given[:2]
-        self._said = query, key
+    def _store(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
+        query, key = (kwargs["query"], kwargs["key"]) if not args else args[:2]
+        self._projections = query, key
 
     def take(self, counts: Sequence[int] | None = None) -> list[Tensor]:
         """``(n,)`` float32 for every sequence of the batch that just went through the tower.
 
         ``counts`` are the lengths of sequences that lie one behind another in a batch of one.
         """
-        assert self._said is not None, "the vision tower has not run"
-        (query, key), self._said = self._said, None
+        assert self._projections is not None, "the vision tower has not run"
+        (query, key), self._projections = self._projections, None
         query, key = (
             part if part.dim() == 4 else part.unflatten(-1, (self._heads, -1))
             for part in (query, key)
@@ -55,7 +57,7 @@ class AttentionHook:
         """Mean over heads and queries ``(n,)`` of one sequence, from ``(n, h, d)`` each."""
         keys = key.float().transpose(0, 1)
         total = torch.zeros(key.shape[0], device=key.device)
-        for some in query.float().transpose(0, 1).split(_AT_ONCE, dim=1):
+        for some in query.float().transpose(0, 1).split(_MAX_QUERIES, dim=1):
             scores = some @ keys.transpose(1, 2) * self._scale
             total += scores.softmax(dim=-1).sum(dim=(0, 1))
         shared = world_size()

@@ -28,7 +28,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerState
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What of the model a policy's inputs are made with, beside the features of each image.
+    """Parts of the model that a policy's inputs are made with, beside the image features.
 
     project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; language reads the
     language model's first layers over one image ``(N, D)`` and its instruction. None where the
@@ -69,24 +69,24 @@ def prune_images(
             continue
         kept = _select_rows(context, [plans[i] for i in members], [images[i] for i in members])
         for row, i in enumerate(members):
-            # Profiling is told the unpruned size, and has paid for the selection by now.
+            # Profiling gets the unpruned size, after the selection has used its memory.
             rows[i] = images[i].rows() if plans[i].profile else kept[row]
-    done = [row for row in rows if row is not None]
-    return [_fit_rows(*one, context.reporter) for one in zip(done, plans, images, strict=True)]
+    selected = [row for row in rows if row is not None]
+    return [_fit_rows(*one, context.reporter) for one in zip(selected, plans, images, strict=True)]
 
 
 def _groups(
     served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> Iterator[list[int]]:
     """Positions of the images that are selected together."""
-    found: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
-        found.setdefault((plan.group, _shape(image)), []).append(i)
-    for members in found.values():
+        groups.setdefault((plan.group, _shape(image)), []).append(i)
+    for members in groups.values():
         plan = plans[members[0]]
-        chosen = plan.budget < images[members[0]].candidates and plan.keep != "random"
-        if chosen and "language" in served.policy_for_plan(plan).needs:
-            # Instructions differ in length, and neither padding nor a batch may change a choice.
+        selects = plan.budget < images[members[0]].candidates and plan.keep != "random"
+        if selects and "language" in served.policy_for_plan(plan).needs:
+            # Instructions differ in length, and neither padding nor a batch may change a selection.
             yield from ([i] for i in members)
         else:
             yield members
@@ -99,17 +99,19 @@ def _shape(image: ImageFeatures) -> tuple[object, ...]:
 def _select_rows(
     context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> Tensor:
-    """``(B, K, D + E)`` of images of one budget, below N, and one shape."""
+    """Select ``(B, K, D + E)`` rows of images of one budget, below N, and one shape."""
     plan = plans[0]
     policy = None if plan.keep == "random" else context.served.policy_for_plan(plan)
     split = split_over_regions(plan.budget, images[0].regions)
-    rows, places = [], []
+    rows, positions = [], []
     for at, budget in enumerate(split):
         if budget == 0:
             continue
         regions = [image.regions[at] for image in images]
         if policy is None:
-            refined = select_at_random(budget, _bare(regions), [plan.key for plan in plans])
+            refined = select_at_random(
+                budget, _projected_only(regions), [plan.key for plan in plans]
+            )
         else:
             quota = split_over_regions(policy.quota, images[0].regions)[at]
             own = policy
@@ -117,38 +119,38 @@ def _select_rows(
                 own = replace(policy, budget=budget, quota=quota, r_min=min(policy.r_min, budget))
             refined = _refine_regions(context, own, plans, regions)
         rows.append(_append_extra_channels(refined, regions))
-        places.append(_places(refined, regions))
+        positions.append(_row_positions(refined, regions))
     joined = torch.cat(rows, dim=1)
     by_quality = policy is not None and orders_by_quality(policy.state.reassembly)
     if by_quality or images[0].regions[0].order is None:
         return joined
-    order = torch.cat(places, dim=1).argsort(dim=1, stable=True)
+    order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
     return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
 
 
 def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
-    """``(B, K, D + E)``: what goes along with a token goes with its row.
+    """``(B, K, D + E)``: selected rows with the extra channels of their tokens appended.
 
-    A row that stands for no single token takes the extra_channels of the last one that is kept.
+    A row that stands for no single token takes the channels of the last one that is kept.
     """
     extra_channels = _stacked([region.extra_channels for region in regions])
     if extra_channels is None:
         return refined.features
     last = refined.indices[:, -1:].expand(-1, refined.extra)
-    of = torch.cat([refined.indices, last], dim=1)
-    gone = extra_channels.gather(1, of[:, :, None].expand(-1, -1, extra_channels.shape[2]))
-    return torch.cat([refined.features, gone.to(refined.features.dtype)], dim=2)
+    sources = torch.cat([refined.indices, last], dim=1)[:, :, None]
+    extra = extra_channels.gather(1, sources.expand(-1, -1, extra_channels.shape[2]))
+    return torch.cat([refined.features, extra.to(refined.features.dtype)], dim=2)
 
 
-def _places(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
-    """``(B, K)``: where each row lies among all rows of its image, those without a token last."""
+def _row_positions(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
+    """``(B, K)``: position of each row among all rows of its image; rows without a token last."""
     orders = _stacked([region.order for region in regions])
-    found = refined.indices if orders is None else orders.gather(1, refined.indices)
-    last = found.new_full((found.shape[0], refined.extra), torch.iinfo(found.dtype).max)
-    return torch.cat([found, last], dim=1)
+    positions = refined.indices if orders is None else orders.gather(1, refined.indices)
+    shape, end = (positions.shape[0], refined.extra), torch.iinfo(positions.dtype).max
+    return torch.cat([positions, positions.new_full(shape, end)], dim=1)
 
 
-def _bare(regions: Sequence[Region]) -> VisualTokens:
+def _projected_only(regions: Sequence[Region]) -> VisualTokens:
     return VisualTokens(torch.stack([region.projected for region in regions]), regions[0].grid)
 
 
@@ -163,7 +165,7 @@ def _refine_regions(
         tokens = _tokens(policy, plans, regions, context.parts)
     except Exception as error:  # as in prune(): the engine has to live
         context.reporter.report_error(error)
-        refined = keep_evenly(policy.budget, _bare(regions))
+        refined = keep_evenly(policy.budget, _projected_only(regions))
         context.reporter.report(refined.fallback, "error")
         return refined
     if context.first_check is not None and not plans[0].profile:
@@ -200,34 +202,34 @@ def _tokens(
 
 
 def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> TowerStates | None:
-    seen = [region.tower for region in regions if region.tower is not None]
-    if len(seen) < len(regions):
+    towers = [region.tower for region in regions if region.tower is not None]
+    if len(towers) < len(regions):
         return None
-    attention = _stacked([tower.next_attention for tower in seen])
-    keys = _stacked([tower.next_keys for tower in seen])
+    attention = _stacked([tower.next_attention for tower in towers])
+    keys = _stacked([tower.next_keys for tower in towers])
     return TowerStates(
-        patches=torch.stack([tower.patches for tower in seen]),
-        keys=torch.stack([tower.keys for tower in seen]),
+        patches=torch.stack([tower.patches for tower in towers]),
+        keys=torch.stack([tower.keys for tower in towers]),
         project=project,
-        cls=torch.stack([tower.cls for tower in seen]),
+        cls=torch.stack([tower.cls for tower in towers]),
         next_layer=None if attention is None or keys is None else NextLayer(attention, keys),
     )
 
 
 def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of what every image has; None where it was not made."""
-    made = [part for part in parts if part is not None]
-    return torch.stack(made) if len(made) == len(parts) else None
+    """Stack one tensor of every image; None where an image has none."""
+    present = [part for part in parts if part is not None]
+    return torch.stack(present) if len(present) == len(parts) else None
 
 
 def _fit_rows(
     rows: Tensor, plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter
 ) -> Tensor:
-    """As many rows as the image has placeholders: the budget of its plan.
+    """Cut or extend rows to the number of the image's placeholders, the budget of its plan.
 
-    vLLM cuts a row too many off in silence, and its engine ends where one is missing. Neither
-    happens while the API server foretells N as the model has it; where it does not, rows are
-    dropped at the end or the last one is repeated, and the mismatch is counted.
+    vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither happens
+    while the API server predicts N correctly; otherwise rows are dropped at the end or the last one
+    is repeated, and the mismatch is counted.
     """
     wanted = image.tokens if plan.profile else plan.budget
     if rows.shape[0] == wanted:
@@ -240,7 +242,7 @@ def _fit_rows(
 
 
 class SizedRegion(Protocol):
-    """What a region is to a budget: its tokens, and its share in tiles of the vision tower."""
+    """Region with tokens, and a share of the budget in tiles of the vision tower."""
 
     @property
     def grid(self) -> Grid:
@@ -252,7 +254,7 @@ class SizedRegion(Protocol):
 
 
 def split_over_regions(budget: int, regions: Sequence[SizedRegion]) -> tuple[int, ...]:
-    """K over regions: K / T for every tile a region stands for, the first tiles taking the rest.
+    """Split K over regions: K / T for each of their tiles, the first tiles taking the remainder.
 
     What does not fit into a region goes to the next that has room. Where K is at least the
     number of tokens, every region gets all of its own.
@@ -263,10 +265,10 @@ def split_over_regions(budget: int, regions: Sequence[SizedRegion]) -> tuple[int
         wanted.append(sum(tiles[first : first + region.share]))
         first += region.share
     room = [region.grid.tokens for region in regions]
-    given = [min(one, size) for one, size in zip(wanted, room, strict=True)]
-    left = min(budget, sum(room)) - sum(given)
+    budgets = [min(one, size) for one, size in zip(wanted, room, strict=True)]
+    left = min(budget, sum(room)) - sum(budgets)
     for i, size in enumerate(room):
-        more = min(left, size - given[i])
-        given[i] += more
+        more = min(left, size - budgets[i])
+        budgets[i] += more
         left -= more
-    return tuple(given)
+    return tuple(budgets)

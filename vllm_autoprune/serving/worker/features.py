@@ -32,9 +32,9 @@ class TowerFeatures:
     next_keys: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that is held."""
-        held = (self.patches, self.cls, self.keys, self.next_attention, self.next_keys)
-        yield from (part for part in held if part is not None)
+        """All tensors of the record."""
+        parts = (self.patches, self.cls, self.keys, self.next_attention, self.next_keys)
+        yield from (part for part in parts if part is not None)
 
     def select(self, images: slice) -> TowerFeatures:
         """Some images of a batch, as views."""
@@ -61,14 +61,14 @@ class TowerFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Tokens of one image that are chosen from together, in equal tiles.
+    """Tokens of one image that one selection chooses from, in equal tiles.
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
     where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the projected tokens; tower only where the state reads it. extra_channels ``(N, E)`` go along
-    with each row as they are: nothing chooses by them or merges them. order ``(N,)`` is the place
-    of each token among all rows that the model makes of the image, None where it is its own
-    index. share is the region's part of the budget, in tiles of the vision tower.
+    between the projected tokens; tower only where the state reads it. extra_channels ``(N, E)``
+    are appended to each row as they are: nothing selects by them or merges them. order
+    ``(N,)`` is the position of each token among all rows that the model makes of the image, None
+    where it is its own index. share is the region's part of the budget, in tiles of the vision tower.
     """
 
     grid: Grid
@@ -82,9 +82,10 @@ class Region:
     share: int = 1
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that is held."""
-        held = (self.projected, self.cls_attention, self.patches, self.cosine)
-        yield from (part for part in (*held, self.extra_channels, self.order) if part is not None)
+        """All tensors of the record."""
+        parts = (self.projected, self.cls_attention, self.patches, self.cosine)
+        more = (self.extra_channels, self.order)
+        yield from (part for part in (*parts, *more) if part is not None)
         if self.tower is not None:
             yield from self.tower.tensors()
 
@@ -137,18 +138,18 @@ class ImageFeatures:
         return whole[late.to(torch.uint8).argsort(stable=True)[:count]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that is held, but the filler: it is a weight of the model."""
+        """All tensors of the image, but not the filler, which is a weight of the model."""
         for region in self.regions:
             yield from region.tensors()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all tensors."""
         return sum(part.numel() * part.element_size() for part in self.tensors())
 
 
 class FeatureCache:
-    """Least recently used images, bounded in bytes."""
+    """LRU cache of image features, bounded in bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -162,13 +163,13 @@ class FeatureCache:
 
     def get(self, key: Hashable) -> ImageFeatures | None:
         """The features of an image, now the most recently used, or None."""
-        found = self._entries.get(key)
-        if found is None:
+        features = self._entries.get(key)
+        if features is None:
             self.misses += 1
             return None
         self._entries.move_to_end(key)
         self.hits += 1
-        return found
+        return features
 
     def put(self, key: Hashable, features: ImageFeatures) -> None:
         """Keep an image's features, dropping the least recently used ones beyond the bound."""
@@ -181,12 +182,12 @@ class FeatureCache:
             self.used_bytes -= dropped.nbytes
 
     def clear(self) -> None:
-        """Forget every image: other weights would see them otherwise."""
+        """Drop all images, as when the weights that they were made with are replaced."""
         self._entries.clear()
         self.used_bytes = 0
 
     def reserve(self, device: torch.device) -> Tensor | None:
-        """A buffer of the bound's size, to be held while vLLM profiles a device's memory.
+        """Allocate a buffer of the bound's size, for the time that vLLM profiles device memory.
 
         vLLM gives all memory that profiling left free to the KV cache, so what this cache will
         hold later has to be seen then. The CPU's KV cache has a fixed size: nothing to reserve.

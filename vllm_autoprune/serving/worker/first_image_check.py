@@ -16,18 +16,18 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 logger = logging.getLogger("vllm.autoprune")
 
 MAX_VERDICTS = 4096
-"""Verdicts that are remembered, the least recently used forgotten first."""
+"""Verdicts that are cached, the least recently used dropped first."""
 
 VerdictKey = tuple[str, int, int, int, int]
-"""What a verdict is about: a state's digest, K, q_e and r_min on these images, and their tiles."""
+"""State digest, K, q_e and r_min on these images, and their number of tiles."""
 
 
 class FirstImageCheck:
     """Checks a state on the first images that it selects from, at each budget and tile count.
 
-    Both decide what a state does and promises: one that fails at K = 1 may be sound at K = 64,
-    and a budget that one client asks for must not decide what others are served. ``unsafe``
-    counts the states that failed at any; where they did their base policy serves.
+    A state that fails at K = 1 may be sound at K = 64, and a budget that one client asks for must
+    not decide what others are served. ``unsafe`` counts the states that failed at any budget;
+    where they did, their base policy serves.
     """
 
     def __init__(self) -> None:
@@ -38,16 +38,16 @@ class FirstImageCheck:
         """The policy itself, or its base policy alone where its state has failed."""
         state, tiles = policy.state, tokens.grid.tiles
         here = policy.at(tokens.count, tiles)
-        checked = (state.digest, here.budget, here.quota, here.r_min, tiles)
-        if checked not in self._safe:
+        key = (state.digest, here.budget, here.quota, here.r_min, tiles)
+        if key not in self._safe:
             safe = self._check(policy, tokens)
             if safe is None:
                 return policy
-            self._safe[checked] = safe
+            self._safe[key] = safe
             while len(self._safe) > MAX_VERDICTS:
                 self._safe.popitem(last=False)
-        self._safe.move_to_end(checked)
-        if self._safe[checked]:
+        self._safe.move_to_end(key)
+        if self._safe[key]:
             return policy
         return replace(
             policy, state=state.without_exchange(), quota=0, r_min=policy.budget, varies=False
@@ -56,13 +56,13 @@ class FirstImageCheck:
     def _check(self, policy: PruningPolicy, tokens: VisualTokens) -> bool | None:
         """Whether the state is safe; None where these images cannot tell."""
         record = safety_check(policy, [tokens])
-        if _everywhere(record.valid, tokens.features.device):
+        if _verdict_of_rank_zero(record.valid, tokens.features.device):
             return True
         if not bool(tokens.features.isfinite().all()):
-            return None  # no policy could have kept its promises on these
+            return None  # no policy passes on non-finite features
         digest = policy.state.digest
-        if any(key[0] == digest and not safe for key, safe in self._safe.items()):
-            return False  # told once: clients choose budgets, and could fill the log with them
+        if any(other[0] == digest and not safe for other, safe in self._safe.items()):
+            return False  # logged once: clients choose budgets, and could fill the log with them
         self.unsafe += 1
         logger.error(
             "State %r (%s) FAILS ITS SAFETY CHECK ON THE FIRST REAL IMAGE, at K = %d: %s. At this "
@@ -76,9 +76,9 @@ class FirstImageCheck:
         return False
 
 
-def _everywhere(valid: bool, device: torch.device) -> bool:
+def _verdict_of_rank_zero(valid: bool, device: torch.device) -> bool:
     """Rank 0's verdict: ranks that disagreed would serve different tokens."""
     if world_size() == 1:
         return valid
-    told = broadcast_rank_zero(torch.tensor([int(valid)], device=device))
-    return bool(told.item())
+    verdict = broadcast_rank_zero(torch.tensor([int(valid)], device=device))
+    return bool(verdict.item())

@@ -26,7 +26,7 @@ CACHE_BYTES = "autoprune_feature_cache_bytes"
 
 HELP: Mapping[str, str] = {
     SELECTION: "Seconds that one selection took, over the images of one step.",
-    FALLBACKS: "Images whose state's selection failed: the fallback that chose their tokens, and why.",
+    FALLBACKS: "Images whose selection failed: the fallback that chose their tokens, and why.",
     ERRORS: "Exceptions within selection, by type.",
     UNSAFE: "States that failed their safety check on the first real image.",
     HITS: "Images whose features were there already, so that the vision tower was skipped.",
@@ -41,10 +41,10 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class WorkerMetrics:
-    """Totals of one worker; each is written as it is, so writing one twice changes nothing.
+    """Writer of one worker's totals; totals are overwritten, so writing is idempotent.
 
-    For one rank of those that count the same. A folder that cannot be written is told once:
-    counting never stops a worker.
+    Only one of the ranks that count the same may write. A folder that cannot be written is logged
+    once: counting never stops a worker.
     """
 
     def __init__(self, folder: str) -> None:
@@ -52,12 +52,12 @@ class WorkerMetrics:
         self._files: dict[str, MmapedDict] = {}
         self._writes = True
         self._seconds = [0] * len(BUCKETS)
-        self._spent = 0.0
+        self._sum = 0.0
 
     def publish(
         self, watch: Stopwatch, meter: FallbackMeter, cache: FeatureCache, unsafe_states: int
     ) -> None:
-        """Write what these have counted so far."""
+        """Write all totals so far."""
         self.add_selections(watch.collect())
         for (kind, reason), count in meter.counts_on_host().items():
             self.set_counter(FALLBACKS, count, (("fallback", kind), ("reason", reason)))
@@ -69,26 +69,26 @@ class WorkerMetrics:
         self.set_gauge(CACHE_BYTES, cache.used_bytes)
 
     def close(self) -> None:
-        """Let go of the files; a worker does not, it ends."""
+        """Close the files; a worker's are closed by its exit."""
         for file in self._files.values():
             file.close()  # type: ignore[no-untyped-call]
         self._files.clear()
 
     def add_selections(self, seconds: Iterable[float]) -> None:
-        """Enter how long selections took."""
-        for taken in seconds:
-            self._seconds[bisect_left(BUCKETS, taken)] += 1
-            self._spent += taken
-        for edge, found in zip(EDGES, self._seconds, strict=True):
-            self._write("histogram", SELECTION, found, (("le", edge),), "_bucket")
-        self._write("histogram", SELECTION, self._spent, suffix="_sum")
+        """Add durations of selections to the histogram."""
+        for duration in seconds:
+            self._seconds[bisect_left(BUCKETS, duration)] += 1
+            self._sum += duration
+        for edge, count in zip(EDGES, self._seconds, strict=True):
+            self._write("histogram", SELECTION, count, (("le", edge),), "_bucket")
+        self._write("histogram", SELECTION, self._sum, suffix="_sum")
 
     def set_counter(self, name: str, count: float, labels: Labels = ()) -> None:
-        """Enter a counter's total."""
+        """Write a counter's total."""
         self._write("counter", name, count, labels, "_total")
 
     def set_gauge(self, name: str, value: float) -> None:
-        """Enter a gauge; those of several workers add up."""
+        """Write a gauge; those of several workers are summed."""
         self._write("gauge_livesum", name, value)
 
     def _write(
@@ -102,7 +102,9 @@ class WorkerMetrics:
             )
         except OSError as error:
             self._writes = False
-            logger.warning("What this worker counts stays here: %s: %s.", self._folder, error)
+            logger.warning(
+                "This worker's metrics cannot be written to %s: %s.", self._folder, error
+            )
 
     def _file(self, kind: str) -> MmapedDict:
         if kind not in self._files:
@@ -114,6 +116,6 @@ class WorkerMetrics:
 
 @cache
 def _key(name: str, suffix: str, labels: Labels) -> str:
-    """As prometheus_client writes it; there are some dozens, and each is written every step."""
+    """Key in prometheus_client's file; cached, because each is written every step."""
     keys, values = [key for key, _ in labels], [text for _, text in labels]
     return mmap_key(name, name + suffix, keys, values, HELP[name])

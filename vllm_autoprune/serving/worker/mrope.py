@@ -101,10 +101,10 @@ def place_image_tokens(
     step begins at token ``computed``. All tokens of an image have its first position in time, so
     that is what heights and widths count from, however often this is done. No host sync.
     """
-    found = position_offsets(torch.cat(list(carried))).to(positions.device)
+    offsets = position_offsets(torch.cat(list(carried))).to(positions.device)
     at = torch.arange(len(ids), device=positions.device)
     is_image = (ids.to(positions.device) == image) & (at >= computed)
     rank = is_image.cumsum(0) - 1
-    told = is_image & (rank < found.shape[1])
-    placed = positions[:1] + found[:, rank.clamp(0, found.shape[1] - 1)]
-    return torch.where(told, placed.to(positions.dtype), positions)
+    selected = is_image & (rank < offsets.shape[1])
+    placed = positions[:1] + offsets[:, rank.clamp(0, offsets.shape[1] - 1)]
+    return torch.where(selected, placed.to(positions.dtype), positions)

@@ -33,7 +33,7 @@ class NextTowerLayer:
         self.layer = layer
         self._width = int(config.hidden_size)
         self._eps = float(config.layer_norm_eps)
-        self._found: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         names = "|".join(map(re.escape, NAMES))
         # Checkpoints differ in what is before `vision_tower` and in whether the tower is wrapped.
         self._own = re.compile(
@@ -43,11 +43,11 @@ class NextTowerLayer:
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]], like: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
-        """The same weights; this layer's are copied, to the device and dtype of ``like``."""
+        """Pass the weights through; copy this layer's to the device and dtype of ``like``."""
         for name, weight in weights:
             own = self._own.search(name)
             if own is not None:
-                self._found[own[1]] = weight.detach().to(like.device, like.dtype, copy=True)
+                self._weights[own[1]] = weight.detach().to(like.device, like.dtype, copy=True)
             yield name, weight
 
     def require_weights(self) -> None:
@@ -55,11 +55,11 @@ class NextTowerLayer:
         problems = []
         for name in NAMES:
             where = f"vision_tower...encoder.layers.{self.layer}.{name}"
-            found, shape = self._found.get(name), self._shape(name)
-            if found is None:
+            weight, shape = self._weights.get(name), self._shape(name)
+            if weight is None:
                 what = "is not in the checkpoint, and the state's base policy reads it"
-            elif found.shape != shape:
-                what = f"has shape {tuple(found.shape)}, not {shape}"
+            elif weight.shape != shape:
+                what = f"has shape {tuple(weight.shape)}, not {shape}"
             else:
                 continue
             fix = "serve a checkpoint with the whole vision tower, or another base policy"
@@ -68,13 +68,13 @@ class NextTowerLayer:
             raise ConfigError("next layer of the vision tower", problems)
 
     def init_dummy_weights(self, like: Tensor) -> None:
-        """Weights where none were loaded at all (``--load-format dummy``)."""
-        if self._found:
+        """Draw random weights where none were loaded at all (``--load-format dummy``)."""
+        if self._weights:
             return
         source = torch.Generator().manual_seed(self.layer)
         for name in NAMES:
-            made = torch.empty(self._shape(name)).uniform_(-1e-3, 1e-3, generator=source)
-            self._found[name] = made.to(like.device, like.dtype)
+            weight = torch.empty(self._shape(name)).uniform_(-1e-3, 1e-3, generator=source)
+            self._weights[name] = weight.to(like.device, like.dtype)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Attention ``(B, N)`` float32 and keys ``(B, N, Dv)`` of states ``(B, 1 + N, Dv)``.
@@ -82,12 +82,12 @@ class NextTowerLayer:
         A single head as wide as the tower, over [CLS] and patches; the [CLS] row, patches only.
         """
         norm, query, key = (
-            (self._found[f"{part}.weight"], self._found[f"{part}.bias"]) for part in PARTS
+            (self._weights[f"{part}.weight"], self._weights[f"{part}.bias"]) for part in PARTS
         )
         normed = functional.layer_norm(hidden, (self._width,), *norm, self._eps)
-        asked = functional.linear(normed[:, 0], *query)
+        queries = functional.linear(normed[:, 0], *query)
         keys = functional.linear(normed, *key)
-        scores = torch.einsum("bd,bnd->bn", asked.float(), keys.float())
+        scores = torch.einsum("bd,bnd->bn", queries.float(), keys.float())
         row = (scores * self._width**-0.5).softmax(dim=-1)
         return row[:, 1:], keys[:, 1:]
 

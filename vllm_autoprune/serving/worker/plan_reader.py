@@ -18,7 +18,7 @@ from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 
 
 class PlanReader:
-    """Reads plans in the worker; nothing that reaches it raises.
+    """Decoder of plans in the worker; no input makes it raise.
 
     A row that is no plan becomes the server's own budget chosen by the base policy alone; what a
     plan may not ask for is taken out of it. Either is counted, and the first is logged.

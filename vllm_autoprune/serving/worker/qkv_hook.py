@@ -47,19 +47,19 @@ class QueriesAndKeys:
 
 
 class QkvHook:
-    """Hears ``self_attn.qkv_proj`` of the last layer by a forward hook."""
+    """Forward hook on ``self_attn.qkv_proj`` of the last layer."""
 
     def __init__(self, attention: CLIPAttention) -> None:
         self._attention = attention
         self._qkv: Tensor | None = None
-        attention.qkv_proj.register_forward_hook(self._note)
+        attention.qkv_proj.register_forward_hook(self._store)
 
-    def _note(self, module: torch.nn.Module, inputs: object, output: object) -> None:
+    def _store(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         assert isinstance(output, tuple)
         self._qkv = output[0]
 
     def take(self) -> QueriesAndKeys:
-        """Of the batch that just went through the tower; it is held no longer."""
+        """Return, and drop, queries and keys of the batch that just went through the tower."""
         assert self._qkv is not None, "the vision tower has not run"
         qkv, self._qkv = self._qkv, None
         attention = self._attention

@@ -13,11 +13,11 @@ from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 
 MAX_CACHED_TEXTS = 1024
-"""Pooled instructions that are kept, the oldest dropped first."""
+"""Pooled instructions that are cached, the oldest dropped first."""
 
 
 class RelevanceSpace(Protocol):
-    """Embeds tokens and instructions into one space."""
+    """Space into which visual tokens and instructions are embedded."""
 
     sign: int
 
@@ -29,7 +29,7 @@ class RelevanceSpace(Protocol):
 
 
 class InputEmbeddings:
-    """Relevance in the language model's input space: the mean embedding of the instruction.
+    """The language model's input space: an instruction is the mean of its embeddings.
 
     The sign is +1: CLIP's inversion is a matter of CLIP (CDPruner's authors, and how others
     carried the method over to models without a text tower).
@@ -59,7 +59,7 @@ class InputEmbeddings:
 
 
 class ClipTower:
-    """Relevance in CLIP's joint space, as CDPruner's code measures it on LLaVA.
+    """CLIP's joint space, as CDPruner's code measures relevance on LLaVA.
 
     Patches are the states that the model itself reads, through CLIP's post_layernorm and visual
     projection; the text tower's pooled output is projected. All of it in float32, as published.
@@ -87,20 +87,20 @@ class ClipTower:
         """One row for each segment; all segments of a batch go through the tower at once."""
         fresh = [row for row in dict.fromkeys(ids) if row not in self._known]
         cut = [split_segments(row, self._segment) for row in fresh]
-        made: dict[Ids, Tensor] = {}
+        fresh_rows: dict[Ids, Tensor] = {}
         if cut:
             pooled = self._pooled([segment for row in cut for segment in row])
-            made = dict(zip(fresh, pooled.split([len(row) for row in cut]), strict=True))
-        parts = [self._known[row] if row in self._known else made[row] for row in ids]
-        self._remember(made)
+            fresh_rows = dict(zip(fresh, pooled.split([len(row) for row in cut]), strict=True))
+        parts = [self._known[row] if row in self._known else fresh_rows[row] for row in ids]
+        self._cache_texts(fresh_rows)
         text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
         counts = torch.tensor([len(part) for part in parts], device=self._device)
         used = torch.arange(text.shape[1], device=self._device)[None] < counts[:, None]
         return text, used
 
-    def _remember(self, made: Mapping[Ids, Tensor]) -> None:
+    def _cache_texts(self, rows: Mapping[Ids, Tensor]) -> None:
         # Services ask the same question of many images; a pooled text is a few kilobytes.
-        for row, pooled in made.items():
+        for row, pooled in rows.items():
             if len(pooled) == 1:
                 self._known[row] = pooled.clone()
         while len(self._known) > MAX_CACHED_TEXTS:

@@ -54,7 +54,7 @@ def select_with_fallback(
 
 
 def select_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> RefinedTokens:
-    """K random tokens an image, drawn from its pixels' key: a control, not a policy.
+    """Draw K random tokens an image, seeded by its pixels' key: a control, not a policy.
 
     The draw depends on nothing else, so it is the same on every rank, in every batch and under
     every name of the image.
@@ -67,14 +67,14 @@ def select_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> 
 
 
 def _broadcast_selection(chosen: TokenSelection) -> TokenSelection:
-    """All tensor-parallel ranks keep what rank 0 keeps.
+    """Broadcast rank 0's selection to all tensor-parallel ranks.
 
-    Inputs are bit-equal on all ranks and so are the choices; but ranks that disagreed would
+    Inputs are bit-equal on all ranks and so are the selections; but ranks that disagreed would
     serve garbage without any error, and K indices are little to send.
     """
     if world_size() == 1:
         return chosen
-    told = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
-    told = broadcast_rank_zero(told)
-    indices, fallback = told[:, :-1].contiguous(), told[:, -1].to(torch.uint8)
+    packed = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
+    packed = broadcast_rank_zero(packed)
+    indices, fallback = packed[:, :-1].contiguous(), packed[:, -1].to(torch.uint8)
     return replace(chosen, indices=indices, fallback=fallback)

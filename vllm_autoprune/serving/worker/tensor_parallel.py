@@ -35,9 +35,9 @@ def gather_over_ranks(part: Tensor, dim: int) -> Tensor:
     return whole
 
 
-def broadcast_rank_zero(decided: Tensor) -> Tensor:
+def broadcast_rank_zero(tensor: Tensor) -> Tensor:
     """Rank 0's tensor, on every rank."""
     from vllm.distributed import get_tp_group
 
-    told: Tensor = get_tp_group().broadcast(decided, src=0)
-    return told
+    broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)
+    return broadcast

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from vllm_autoprune.serving.api.renderer import _STASH, _add_salt, _handed_over
+from vllm_autoprune.serving.api.renderer import _INSTRUCTIONS, _add_salt, _pass_instructions
 from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt
 
 pytestmark = pytest.mark.compat
 
 
 def handed(asked: object, **others: object) -> Any:
-    prompt: Any = {"prompt_token_ids": [1], _STASH: ["what?"]}
+    prompt: Any = {"prompt_token_ids": [1], _INSTRUCTIONS: ["what?"]}
     if asked != "nothing":
         prompt["mm_processor_kwargs"] = {"autoprune": asked, **others}
-    return _handed_over(prompt)
+    return _pass_instructions(prompt)
 
 
 def test_the_instructions_reach_the_processor_and_the_note_is_gone() -> None:
@@ -42,14 +42,14 @@ def test_a_malformed_entry_is_left_for_the_processor_to_refuse(asked: object) ->
 
 def test_the_caller_s_own_dictionaries_are_not_changed() -> None:
     kwargs = {"autoprune": {"budget": 16}}
-    prompt: Any = {"prompt_token_ids": [1], _STASH: ["a"], "mm_processor_kwargs": kwargs}
-    _handed_over(prompt)
+    prompt: Any = {"prompt_token_ids": [1], _INSTRUCTIONS: ["a"], "mm_processor_kwargs": kwargs}
+    _pass_instructions(prompt)
     assert kwargs == {"autoprune": {"budget": 16}}
 
 
 def test_a_prompt_without_a_note_is_passed_on() -> None:
     prompt: Any = {"prompt_token_ids": [1]}
-    assert _handed_over(prompt) is prompt
+    assert _pass_instructions(prompt) is prompt
     assert prompt == {"prompt_token_ids": [1]}
 
 

@@ -124,7 +124,7 @@ def test_the_old_name_of_the_state_field_works_with_one_warning(
 
 
 def test_old_and_new_name_of_the_state_field_together_are_refused() -> None:
-    with pytest.raises(RequestError, match="autoprune/policy: .*give 'state' alone"):
+    with pytest.raises(RequestError, match=r"autoprune/policy: .*give 'state' alone"):
         parse_request({"policy": "visionzip", "state": "visionzip"})
 
 

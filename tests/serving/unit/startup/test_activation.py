@@ -30,11 +30,8 @@ def test_a_process_that_receives_the_config_registers_the_pruned_classes(
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
     monkeypatch.setattr(activation, "_active", set())  # as in another process
     travels = getattr(sent.model_config, activation.ATTRIBUTE)
-    if how == "pickle":
-        travels = pickle.loads(pickle.dumps(travels))
-    else:
-        travels = copy.deepcopy(travels)
-    assert travels.architecture == LLAVA
+    received = pickle.loads(pickle.dumps(travels)) if how == "pickle" else copy.deepcopy(travels)
+    assert received.architecture == LLAVA
     assert [architecture for architecture, _ in registered.models] == [LLAVA, LLAVA]
 
 

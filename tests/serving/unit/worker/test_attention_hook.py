@@ -56,7 +56,7 @@ def test_sequences_one_behind_another_see_only_themselves() -> None:
 def test_queries_are_taken_a_few_at_a_time() -> None:
     module = Attention()
     listening = AttentionHook(module)
-    query, key = _made(1, attention_hook._AT_ONCE + 3, HEADS, WIDTH)
+    query, key = _made(1, attention_hook._MAX_QUERIES + 3, HEADS, WIDTH)
     module(query, key, key)
     (received,) = listening.take()
     torch.testing.assert_close(received, plain(query[0], key[0]))
