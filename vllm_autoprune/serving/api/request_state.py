@@ -63,7 +63,7 @@ def _dump(state: Mapping[str, object]) -> str:
         text = json.dumps(state)
     except (TypeError, ValueError, RecursionError) as error:
         raise request_error(
-            "policy", f"no JSON: {str(error)[:200]}", "send a state as JSON"
+            "state", f"no JSON: {str(error)[:200]}", "send a state as JSON"
         ) from None
     if len(text) > MAX_STATE_CHARACTERS:
         what = f"{len(text)} characters, and a request may bring {MAX_STATE_CHARACTERS}"

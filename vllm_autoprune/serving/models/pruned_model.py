@@ -57,8 +57,8 @@ class PrunedModel(_Stock):
         device = self.autoprune.sample_weight.device
         self.autoprune_plan_reader = PlanReader(rules, self.autoprune_reporter, device)
         self.autoprune_watch = Stopwatch(self.autoprune.sample_weight.device)
-        accounts = find_metrics_setup(vllm_config.model_config)
-        self.autoprune_metrics = None if accounts is None else WorkerMetrics(accounts.folder)
+        setup = find_metrics_setup(vllm_config.model_config)
+        self.autoprune_metrics = None if setup is None else WorkerMetrics(setup.folder)
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune_profiled = 0
         bound_encoder_calls()

@@ -68,7 +68,8 @@ class Region:
     between the projected tokens; tower only where the state reads it. extra_channels ``(N, E)``
     are appended to each row as they are: nothing selects by them or merges them. order
     ``(N,)`` is the position of each token among all rows that the model makes of the image, None
-    where it is its own index. share is the region's part of the budget, in tiles of the vision tower.
+    where it is its own index. share is the region's part of the budget, in tiles of the vision
+    tower.
     """
 
     grid: Grid

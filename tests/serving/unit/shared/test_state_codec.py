@@ -28,6 +28,7 @@ def test_a_state_of_a_thousand_words_does_not_travel() -> None:
 
 
 def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_state.cache_clear()  # other tests may have encoded this state
     monkeypatch.setattr("vllm_autoprune.serving.shared.state_codec.MAX_ENCODED_BYTES", 100)
     with pytest.raises(StateError, match="100") as caught:
         encode_state(state({"/constraints/selector/q_e": 5}))

@@ -18,7 +18,7 @@ from vllm_autoprune.tpdsl.outcome import RefinedTokens
 
 
 @pytest.fixture
-def add_selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Budget and batch size of every selection that is run."""
     run: list[tuple[int, int]] = []
 
