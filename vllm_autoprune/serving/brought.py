@@ -14,8 +14,8 @@ from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.serving.carried import KEPT, packed, unpacked
 from vllm_autoprune.serving.request import ENTRY, TOLD, refusal
 from vllm_autoprune.serving.vetting import CHECKED_REQUEST_BUDGET, vetted
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
 from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, require_affordable
 from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 from vllm_autoprune.tpdsl.states.load import load_state, shipped_states

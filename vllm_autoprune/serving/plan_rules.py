@@ -22,7 +22,7 @@ from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, plan_error
 from vllm_autoprune.serving.prune import FallbackMeter
 from vllm_autoprune.serving.rules import FLAG
 from vllm_autoprune.serving.served import ServedState
-from vllm_autoprune.tpdsl.cost import require_affordable
+from vllm_autoprune.tpdsl.executor.state_cost import require_affordable
 from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 
 

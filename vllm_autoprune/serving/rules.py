@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 
 FLAG = "--autoprune-requests"
 
@@ -30,7 +30,7 @@ class RequestRules:
 
     ``stated`` where the operator said so: vLLM's own check of ``mm_processor_kwargs`` then lets
     our entry pass. Otherwise it needs ``--trust-request-mm-kwargs``. ``cost`` is the most that a
-    state of a request may cost, in predicted milliseconds (:mod:`vllm_autoprune.tpdsl.cost`).
+    state of a request may cost, in predicted ms (:mod:`vllm_autoprune.tpdsl.executor.state_cost`).
     """
 
     level: Level = "budget"
