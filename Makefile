@@ -48,7 +48,7 @@ test-all: ## make test, and the exhaustive sweeps (an hour)
 
 bench-check: venv ## the load test's stop-watch against a known schedule and vllm bench serve
 	@echo "bench-check: the stop-watch, against the mock server"
-	@$(PY) -m pytest -q tests/benchmarks/load/test_client.py tests/benchmarks/load/test_run.py
+	@$(PY) -m pytest -q tests/benchmarks/common/test_client.py tests/benchmarks/load/test_run.py
 	@echo "bench-check: vllm bench serve, against the mock server"
 	@$(PY) -m benchmarks.load check --mock --out out/load/check-mock
 	@echo "bench-check: vllm bench serve, against mini-LLaVA"

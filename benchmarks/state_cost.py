@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
-from vllm_autoprune.tpdsl.cost import REFERENCE, state_cost
+from vllm_autoprune.tpdsl.executor.state_cost import REFERENCE, state_cost
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states

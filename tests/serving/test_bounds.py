@@ -7,7 +7,12 @@ import pytest
 from tests.serving.runners import Runner
 from tests.serving.scenarios.bounds import COUNTED, TOKENS_OF_A_STEP
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.both,
+    pytest.mark.timeout(500),
+    pytest.mark.scenarios("bounds"),
+]
 
 MODELS = ("llava", COUNTED, "qwen2_5_vl", "llava_next")
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,9 @@ def end_processes() -> None:
     """End every engine process of this session, and forget the scenarios still queued."""
     for pool, process in _STARTED:
         pool.shutdown(wait=False, cancel_futures=True)
-        process.end()
+        process.kill()
+        pool.shutdown()
+        process.close()
 
 
 class EngineProcess:
@@ -94,7 +97,9 @@ class EngineProcess:
         self._environment = environment
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as this object
+        self._reader = threading.Thread()
+        self._folder = tempfile.TemporaryDirectory(prefix="engine-")
+        self._log = Path(self._folder.name) / "engine.log"
 
     def run(self, name: str, patience: float) -> Outcome:
         """A report, or the reason why there is none."""
@@ -107,47 +112,58 @@ class EngineProcess:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                self.end()
+                self.kill()
+                self.close()
                 return None, f"scenario {name}: no report after {patience:.0f} s\n{self._tail()}"
             if line is None:
-                code = process.wait()
-                self._process = None
-                return None, f"scenario {name} ended its process with {code}:\n{self._tail()}"
+                status = self.close()
+                return None, f"scenario {name} ended its process with {status}:\n{self._tail()}"
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK)), None
             if line.startswith(FAILURE):
                 failure = json.loads(line.removeprefix(FAILURE))
                 return None, f"scenario {name} failed:\n{failure}\n{self._tail()}"
 
-    def end(self) -> None:
-        """End the process and its workers."""
+    def kill(self) -> None:
+        """Kill the process and its workers."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, 9)
-            self._process.wait()
-            self._process = None
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> int:
+        """Close what belongs to a process that has ended; its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        status = process.wait()
+        self._reader.join()  # it closes the output
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        return status
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._lines = queue.SimpleQueue()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.serving.scenarios", "--serve"],
-                cwd=Path(__file__).resolve().parents[3],
-                env={**os.environ, **_ENGINE, **self._environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                start_new_session=True,
-            )
-            threading.Thread(
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.serving.scenarios", "--serve"],
+                    cwd=Path(__file__).resolve().parents[3],
+                    env={**os.environ, **_ENGINE, **self._environment},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,
+                )
+            self._reader = threading.Thread(
                 target=_read_lines, args=(self._process, self._lines), daemon=True
-            ).start()
+            )
+            self._reader.start()
         return self._process
 
     def _tail(self) -> str:
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-40:])
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
 
 def _read_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:

@@ -89,7 +89,7 @@ class TestTheList:
 
     def test_some_test_says_what_each_atom_means(self) -> None:
         for package in (tests.tpdsl, tests.ops):
-            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 if module.name.rpartition(".")[2].startswith("test_"):
                     importlib.import_module(module.name)
         assert sorted(set(EVERY) - MEANINGS) == []

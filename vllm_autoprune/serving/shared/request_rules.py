@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -33,7 +33,8 @@ class RequestRules:
 
     ``explicit`` where the operator gave the flag: vLLM's own check of ``mm_processor_kwargs`` then
     lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
-    bounds the predicted milliseconds of a request's state (:mod:`vllm_autoprune.tpdsl.cost`).
+    bounds the predicted milliseconds of a request's state
+    (:mod:`vllm_autoprune.tpdsl.executor.state_cost`).
     """
 
     level: Level = "budget"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST, FLAG
 from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, FLAG
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
 

@@ -13,7 +13,7 @@ from tests.serving.unit.samples import LLAVA, describe, vllm_config
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune.serving.shared.text_tower import SIGN_KEY
 from vllm_autoprune.serving.startup.config import resolve_settings
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST
+from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
 MISSING = "atom-that-is-not"

@@ -12,7 +12,7 @@ from benchmarks.state_cost import states
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningState, StateError, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.cost import (
+from vllm_autoprune.tpdsl.executor.state_cost import (
     DEFAULT_COST,
     REFERENCE,
     Shape,
