@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.demo.configurations import Configuration
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
-from vllm_autoprune.offline.llava import LlavaVision
+from vllm_autoprune.checkpoints.llava import LlavaVision
 from vllm_autoprune.serving.plan import make_feature_key
 from vllm_autoprune.serving.prune import keep_at_random
 from vllm_autoprune.serving.towers import describe_tower

@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     policy = materialize(load_state(options.state), options.budget)
     image = opened(options.image)
 
-    from vllm_autoprune.offline import open_vision
+    from vllm_autoprune.checkpoints import open_vision
     from vllm_autoprune.report.panels import explain
     from vllm_autoprune.report.trace import trace
 

@@ -1,0 +1,174 @@
+"""LLaVA-1.5's vision side with transformers: tower, projector, relevance, first language layers.
+
+Knows nothing about servers; its inputs are a server's up to the rounding of bfloat16 in other
+kernels, which at small budgets may exchange one of the tokens that matter least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vllm_autoprune.checkpoints import Seen
+from vllm_autoprune.checkpoints.llama import llama_prefix
+from vllm_autoprune.checkpoints.pixels import picture_of
+from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
+from vllm_autoprune.serving.relevance import ClipTower, InputEmbeddings, Relevance
+from vllm_autoprune.serving.towers import TextTower
+from vllm_autoprune.serving.words import LAST_WORDS, last_characters, last_segments
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+
+if TYPE_CHECKING:
+    from transformers import LlavaConfig, PreTrainedTokenizerBase
+
+_Hook = Callable[[nn.Module, object, Tensor], None]
+
+
+class LlavaVision:
+    """A LLaVA-1.5 checkpoint, opened once; ``model`` and ``processor`` are transformers' own."""
+
+    def __init__(self, checkpoint: Path, tower: TextTower | None) -> None:
+        from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.processor = AutoProcessor.from_pretrained(checkpoint)
+        self.model, loaded = LlavaForConditionalGeneration.from_pretrained(
+            checkpoint, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
+        )
+        # What is handed out runs the model later, outside of any no_grad.
+        self.model.requires_grad_(False)
+        _require(checkpoint, self.model.config, tower, sorted(loaded["missing_keys"]))
+        config = self.model.config.vision_config
+        side = config.image_size // config.patch_size
+        self.grid = Grid(side, side)
+        self._relevance: Relevance
+        if tower is None:
+            embed = self.model.get_input_embeddings()
+            self._relevance = InputEmbeddings(embed, torch.device("cpu"))
+            self._words = self.processor.tokenizer
+        else:
+            self._relevance = ClipTower(tower, torch.device("cpu"))
+            self._words = AutoTokenizer.from_pretrained(tower.path)
+        self._clip = tower is not None
+
+    def look(self, image: Image.Image, instruction: str) -> Seen:
+        """The image as the model's processor crops it, and its tokens."""
+        prepared = self.processor.image_processor(image.convert("RGB"), return_tensors="pt")
+        pixels = prepared["pixel_values"]
+        shown = picture_of(pixels[0], self.processor.image_processor)
+        return Seen(shown, self._tokens(pixels, instruction))
+
+    @torch.no_grad()
+    def _tokens(self, pixels: Tensor, instruction: str) -> VisualTokens:
+        tower, project = self.model.model.vision_tower, self.model.model.multi_modal_projector
+        layer = self.model.config.vision_feature_layer
+        # hidden_states begin with the embeddings, so -2 is what the last layer but one returned.
+        probe = _Projections(tower.encoder.layers[layer].self_attn)
+        behind = _Projections(tower.encoder.layers[layer + 1].self_attn) if layer < -1 else None
+        hidden = tower(pixels.to(torch.bfloat16), output_hidden_states=True).hidden_states[layer]
+        heads = tower.config.num_attention_heads
+        query, key = probe.take()
+        patches = hidden[:, 1:]
+        states = TowerStates(
+            patches=patches,
+            keys=key.unflatten(-1, (heads, -1)).mean(dim=2)[:, 1:],
+            project=project,
+            cls=hidden[:, :1],
+            next_layer=None if behind is None else _next_layer(*behind.take()),
+        )
+        features = project(patches)
+        return VisualTokens(
+            features,
+            self.grid,
+            _cls_row(query, key, heads),
+            self._instruction(patches, features, instruction),
+            tower=states,
+            language=self._language(features[0], instruction),
+        )
+
+    def _language(self, image: Tensor, instruction: str) -> LanguagePrefix:
+        tokenizer = self.processor.tokenizer
+        start = (tokenizer.bos_token_id,)
+        words = self._read(tokenizer, instruction, special=False)[-LAST_WORDS:]
+        return llama_prefix(self.model.model.language_model, start, image, words)
+
+    def _read(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
+        end = last_characters(text)
+        ids = tokenizer(end, truncation=False, verbose=False, add_special_tokens=special)
+        # A literal image token has no meaning here, and in some models no embedding.
+        image = None if special else self.model.config.image_token_id
+        return tuple(token for token in ids["input_ids"] if token != image)
+
+    def _instruction(self, patches: Tensor, features: Tensor, instruction: str) -> Instruction:
+        ids = self._read(self._words, instruction, special=self._clip)
+        ids = last_segments(ids) if self._clip else ids[-RELEVANCE_IDS:]
+        text, segments = self._relevance.instructions([ids])
+        embedded = self._relevance.patches(patches)
+        where = features if embedded is None else embedded
+        return Instruction(where, text, segments, self._relevance.sign)
+
+
+def _require(
+    checkpoint: Path, config: LlavaConfig, tower: TextTower | None, missing: Sequence[str]
+) -> None:
+    """Refuse what a server would refuse, and checkpoints that lack weights."""
+    if missing:
+        what = f"lacks weights: {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "")
+        fix = "give a complete checkpoint"
+        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)])
+    backbone = BACKBONES["LlavaForConditionalGeneration"]
+    problems = list(backbone.problems(config))
+    if problems:
+        raise UnsupportedModelError(f"checkpoint {checkpoint}", problems)
+    if tower is not None and (wrong := list(backbone.tower_problems(config, tower))):
+        raise ConfigError("text tower", wrong)
+
+
+class _Projections:
+    """Queries and keys ``(B, 1 + N, Dv)`` of one attention layer at its next run."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self._seen: dict[str, Tensor] = {}
+        self._hooks = [
+            attention.get_submodule(name).register_forward_hook(self._note(name))
+            for name in ("q_proj", "k_proj")
+        ]
+
+    def _note(self, name: str) -> _Hook:
+        def note(module: nn.Module, inputs: object, output: Tensor) -> None:
+            self._seen[name] = output
+
+        return note
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """(query, key) in float32; the hooks are gone afterwards."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._seen["q_proj"].float(), self._seen["k_proj"].float()
+
+
+def _cls_row(query: Tensor, key: Tensor, heads: int) -> Tensor:
+    """``(B, N)``: attention of [CLS] averaged over heads, [CLS] itself left out.
+
+    In float32 from queries and keys, as the plugin reads it: the layer's own probabilities have
+    been rounded to the model's dtype.
+    """
+    query, key = (x.unflatten(-1, (heads, -1)) for x in (query, key))
+    scores = torch.einsum("bhd,bnhd->bhn", query[:, 0], key) * key.shape[-1] ** -0.5
+    mean: Tensor = scores.softmax(dim=-1).mean(dim=1)
+    return mean[:, 1:]
+
+
+def _next_layer(query: Tensor, key: Tensor) -> NextLayer:
+    """The following layer taken as a single head, as PruMerge reads it."""
+    scores = torch.einsum("bd,bnd->bn", query[:, 0], key) * key.shape[-1] ** -0.5
+    return NextLayer(attention=scores.softmax(dim=-1)[:, 1:], keys=key[:, 1:])
