@@ -14,8 +14,7 @@ from benchmarks.minillava.split import CLIP, LLAVA, held_out, png
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoints import open_vision
-from vllm_autoprune.checkpoints.llava import LlavaVision
-from vllm_autoprune.checkpoints.pixels import picture_of
+from vllm_autoprune.checkpoints.llava import LlavaVision, picture_of
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.report.trace import trace
 from vllm_autoprune.tpdsl.states.state import known_base_policies

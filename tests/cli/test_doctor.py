@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.minillava.split import CLIP
-from vllm_autoprune.cli import doctor
+from vllm_autoprune.cli.commands import doctor
 from vllm_autoprune.cli.main import main
 
 Captured = pytest.CaptureFixture[str]

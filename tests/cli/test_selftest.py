@@ -10,8 +10,7 @@ from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest.checks import CHECKS
 from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.selftest.run import SelftestError
-from vllm_autoprune.selftest.runners import RUNNERS
+from vllm_autoprune.selftest.run import RUNNERS, SelftestError
 
 Asked = list[tuple[str, str]]
 Spoilt = Mapping[tuple[str, str], Mapping[str, object] | None]

@@ -6,8 +6,7 @@ import pytest
 
 from tests.tpdsl.samples import state
 from vllm_autoprune import BudgetError
-from vllm_autoprune.report.compare import compare
-from vllm_autoprune.report.describe import describe
+from vllm_autoprune.report.describe import compare, describe
 
 
 def test_what_a_state_says() -> None:

@@ -12,10 +12,19 @@ import pytest
 from PIL import Image
 
 from vllm_autoprune import Grid
-from vllm_autoprune.report.colours import ENTERED, LEFT, RAMP, heat, spread
 from vllm_autoprune.report.page import page
 from vllm_autoprune.report.panels import Explanation, Panel
-from vllm_autoprune.report.picture import SIDE, draw, heat_map, png
+from vllm_autoprune.report.picture import (
+    ENTERED,
+    LEFT,
+    RAMP,
+    SIDE,
+    draw,
+    heat,
+    heat_map,
+    png,
+    spread,
+)
 from vllm_autoprune.report.trace import SignalTrace, Trace
 
 GRID = Grid(4, 6)

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from vllm_autoprune.selftest.runners import RUNNERS, present
+from vllm_autoprune.selftest.run import RUNNERS, present
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vllm_autoprune.checkpoints import Seen
-from vllm_autoprune.checkpoints.llama import llama_prefix
-from vllm_autoprune.checkpoints.pixels import picture_of
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
@@ -28,6 +26,69 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerState
 
 if TYPE_CHECKING:
     from transformers import LlavaConfig, PreTrainedTokenizerBase
+
+
+from typing import TYPE_CHECKING
+
+from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
+
+if TYPE_CHECKING:
+    from transformers import LlamaModel
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+
+from typing import Protocol
+
+
+class Normalisation(Protocol):
+    """The part of an image processor that says how pixels were normalised."""
+
+    image_mean: list[float]
+    image_std: list[float]
+
+
+def picture_of(pixels: Tensor, normalised: Normalisation) -> Image.Image:
+    """Pixel values ``(3, H, W)`` as the picture they show: what was cropped away is not there."""
+    mean = pixels.new_tensor(normalised.image_mean)[:, None, None]
+    std = pixels.new_tensor(normalised.image_std)[:, None, None]
+    levels = ((pixels.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
+
+def llama_prefix(
+    model: LlamaModel, start: tuple[int, ...], image: Tensor, words: tuple[int, ...]
+) -> DecoderPrefix:
+    """The sequence [start, image, words] of one image ``(N, D)``; no layer has run yet.
+
+    Without words the start stands for them too, as on a server: policies ask for at least one.
+    """
+    words = words or start
+    embedded = model.embed_tokens(torch.tensor([*start, *words]))
+    before, after = embedded.split([len(start), len(words)])
+    sequence = torch.cat([before, image.to(embedded.dtype), after])[None]
+    layers = [_layer(model, block) for block in model.layers]
+    text = torch.ones(1, len(words), dtype=torch.bool)
+    return DecoderPrefix(layers, model.norm, sequence, len(start), text)
+
+
+def _layer(model: LlamaModel, block: LlamaDecoderLayer) -> DecoderLayer:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    attention = block.self_attn
+
+    def heads(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (
+            project(rows).unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cosine, sine = model.rotary_emb(rows[None], torch.arange(len(rows))[None])
+        query, key = apply_rotary_pos_emb(query[None], key[None], cosine, sine)
+        return query[0], key[0], value
+
+    return DecoderLayer(
+        block.input_layernorm, heads, attention.o_proj, block.post_attention_layernorm, block.mlp
+    )
+
 
 _Hook = Callable[[nn.Module, object, Tensor], None]
 

@@ -1,7 +1,4 @@
-"""A state in words: what it starts from, what it weighs, how far it may go, what it reads.
-
-Knows nothing about how words are laid out.
-"""
+"""Description of a state in words and fields, and comparison of two states."""
 
 from __future__ import annotations
 
@@ -10,8 +7,30 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.transfer import state_document
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two states; equal digests mean that both behave alike."""
+
+    digests: tuple[str, str]
+    changes: tuple[Change, ...]
+
+    @property
+    def same_behaviour(self) -> bool:
+        """True where only names and provenance may differ."""
+        return self.digests[0] == self.digests[1]
+
+
+def compare(first: PruningState, second: PruningState) -> Comparison:
+    """Differences field by field, defaults written out on both sides."""
+    found = list_changes(state_document(first), state_document(second))
+    return Comparison((first.digest, second.digest), found)
+
 
 Parameters = dict[str, JsonValue]
 

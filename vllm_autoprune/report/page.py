@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
-from vllm_autoprune.report.colours import ENTERED, INK, LEFT, RAMP, STAYED, css
 from vllm_autoprune.report.panels import Explanation, Panel, cell, spoken
-from vllm_autoprune.report.picture import heat_map, png
+from vllm_autoprune.report.picture import ENTERED, INK, LEFT, RAMP, STAYED, css, heat_map, png
 from vllm_autoprune.report.trace import Trace
 from vllm_autoprune.tpdsl.tokens import Grid
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.render import as_json, paragraph, table
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, format_paragraph, format_table
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 
 
@@ -97,8 +97,8 @@ def _told(shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layer
     )
     if full_layers:
         head.append(f"left after {full_layers} layers")
-    notes = [paragraph(f"- {note}") for note in ASSUMPTIONS]
-    return "\n".join([title, "", table(head, lines, ">>>>>>"), "", *notes])
+    notes = [format_paragraph(f"- {note}") for note in ASSUMPTIONS]
+    return "\n".join([title, "", format_table(head, lines, ">>>>>>"), "", *notes])
 
 
 COMMAND = Command(

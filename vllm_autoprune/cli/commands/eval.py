@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.files import write
-from vllm_autoprune.cli.render import as_json
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
@@ -64,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     (traced,) = trace(policy, seen.tokens, refine(policy, seen.tokens))
     explanation = explain(policy, seen.picture, options.question, traced)
     for path in outputs:
-        write(path, _rendered(explanation, path.suffix.lower()))
+        write_file(path, _rendered(explanation, path.suffix.lower()))
     if options.json:
         print(as_json({"summary": explanation.summary, "trace": dataclasses.asdict(traced)}))
     else:

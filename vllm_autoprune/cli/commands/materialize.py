@@ -11,9 +11,8 @@ import json
 from pathlib import Path
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.files import write
-from vllm_autoprune.cli.render import WIDTH, as_json, brief, table
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import WIDTH, as_json, format_table, format_value, write_file
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.executor.transfer import Transfer, check_transfer, transfer
 from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
@@ -42,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
     record = check_transfer(made, backbone)
     written = record.valid and options.output is not None
     if written:
-        write(options.output, made.state.dumps().encode())
+        write_file(options.output, made.state.dumps().encode())
     if options.json:
         print(as_json(_record(made, record)))
     else:
@@ -77,10 +76,12 @@ def _told(made: Transfer, safety: SafetyRecord) -> str:
     head = f"{made.state.name}: K = {made.policy.budget}, digest {made.state.digest[:12]}"
     changed = "no field changes"
     if made.changes:
-        rows = [[c.where, brief(c.before), brief(c.after), c.why] for c in made.changes]
-        changed = table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
-    rows = [[field.where, brief(field.value), field.meaning] for field in made.resolved]
-    kept = table(["resolved", "value", "meaning"], rows, wrap=WIDTH + 40)
+        rows = [
+            [c.where, format_value(c.before), format_value(c.after), c.why] for c in made.changes
+        ]
+        changed = format_table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
+    rows = [[field.where, format_value(field.value), field.meaning] for field in made.resolved]
+    kept = format_table(["resolved", "value", "meaning"], rows, wrap=WIDTH + 40)
     verdicts = [f"  {'ok  ' if v.ok else 'FAIL'} {v.name}: {v.detail}" for v in safety.verdicts]
     checked = "safety check: " + ("valid" if safety.valid else "fails; nothing is written")
     return "\n\n".join([head, changed, kept, "\n".join([checked, *verdicts])])

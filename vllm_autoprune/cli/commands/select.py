@@ -11,9 +11,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.files import write
-from vllm_autoprune.cli.render import as_json, table
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, format_table, write_file
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
@@ -40,7 +39,7 @@ def _run(options: argparse.Namespace) -> int:
     tokens = read_tokens(options.arrays, policy)
     refined = refine(policy, tokens)
     if options.output is not None:
-        write(options.output, _saved(refined))
+        write_file(options.output, _saved(refined))
     traces = trace(policy, tokens, refined)
     if options.json:
         print(as_json([dataclasses.asdict(image) for image in traces]))
@@ -80,7 +79,7 @@ def _told(number: int, image: Trace) -> str:
     for token in (*image.left, *image.entered):
         rows.append([f"token {token}", "", _scores(image, token)])
     grid = f"{image.grid.height} x {image.grid.width} x {image.grid.tiles}"
-    return f"image {number}, grid {grid}, fallback {image.fallback}\n\n" + table(
+    return f"image {number}, grid {grid}, fallback {image.fallback}\n\n" + format_table(
         ["", "tokens", ""], rows, "<><", wrap=100
     )
 

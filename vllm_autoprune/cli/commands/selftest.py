@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.render import as_json, table
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, format_table
 from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.selftest.run import SelftestError, examine
-from vllm_autoprune.selftest.runners import RUNNERS, present
+from vllm_autoprune.selftest.run import RUNNERS, SelftestError, examine, present
 
 Checked = Mapping[str, str]
 """By check: nothing where it holds, else what is wrong."""
@@ -96,7 +95,7 @@ def _told(found: Found, runners: Sequence[str]) -> str:
     """One table: a column a backbone, and whoever does not keep a promise by name."""
     checks = (SERVED, *CHECKS, *((AGREE,) if len(runners) > 1 else ()))
     rows = [[_label(check), *(_cell(by, check) for by in found.values())] for check in checks]
-    lines = [table(["what must hold", *found], rows)]
+    lines = [format_table(["what must hold", *found], rows)]
     for name, by in found.items():
         for runner, checked in by.items():
             lines += [

@@ -1,7 +1,4 @@
-"""What tiny random models are made of: shapes, a tokenizer of whole words, weights.
-
-Knows nothing about any one model.
-"""
+"""Parts of tiny random models: dimensions, a tokenizer of whole words, a checkpoint writer."""
 
 from __future__ import annotations
 
@@ -45,16 +42,16 @@ NO_NAMES: Mapping[str, str] = {}
 CLIP_NAMES: Mapping[str, str] = {"vision_tower.": "vision_tower.vision_model."}
 
 
-def words(
+def build_tokenizer(
     image: str,
     *special: str,
     image_text: str | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words; ``image`` and ``special`` are tokens of their own.
+    """A tokenizer of whole words; ``image`` and ``special`` are added as special tokens.
 
-    ``image_text`` is what a chat writes for an image, ``extra`` the names processors know tokens
-    by.
+    ``image_text`` is the text of an image in the chat template, ``extra`` maps the attribute names
+    that processors use to tokens.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -76,17 +73,19 @@ def words(
     )
 
 
-def token(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
-    """The id of one token."""
-    found = tokenizer.convert_tokens_to_ids(text)
-    assert isinstance(found, int) and found != tokenizer.unk_token_id, f"{text!r} is no token"
-    return found
+def token_id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    """The id of one token, which must be in the vocabulary."""
+    number = tokenizer.convert_tokens_to_ids(text)
+    assert isinstance(number, int) and number != tokenizer.unk_token_id, f"{text!r} is no token"
+    return number
 
 
-def write(folder: Path, config: PreTrainedConfig, renamed: Mapping[str, str] = NO_NAMES) -> None:
-    """Random weights for a config, spread so that tokens and layers differ.
+def write_checkpoint(
+    folder: Path, config: PreTrainedConfig, renamed: Mapping[str, str] = NO_NAMES
+) -> None:
+    """Write random weights for a configuration, with a spread that makes tokens and layers differ.
 
-    ``renamed`` has parts of names as transformers writes them, and as published checkpoints do.
+    ``renamed`` maps parts of weight names in transformers to those in published checkpoints.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -99,6 +98,6 @@ def write(folder: Path, config: PreTrainedConfig, renamed: Mapping[str, str] = N
     model.to(torch.bfloat16).save_pretrained(folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
-    for written, published in renamed.items():
-        weights = {name.replace(written, published): held for name, held in weights.items()}
+    for ours, published in renamed.items():
+        weights = {name.replace(ours, published): weight for name, weight in weights.items()}
     save_file(weights, file, {"format": "pt"})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
-from vllm_autoprune.cli.render import brief, error_record, table, told
+from vllm_autoprune.cli.output import error_record, format_error, format_table, format_value
 from vllm_autoprune.errors import Problem, SelectionError, StateError
 
 
 def test_columns_are_aligned() -> None:
-    assert table(["name", "n"], [["a", "1"], ["bcdefg", "22"]], "<>").splitlines() == [
+    assert format_table(["name", "n"], [["a", "1"], ["bcdefg", "22"]], "<>").splitlines() == [
         "name     n",
         "------  --",
         "a        1",
@@ -19,7 +19,7 @@ def test_columns_are_aligned() -> None:
 
 def test_the_widest_columns_are_broken_into_lines() -> None:
     long = " ".join(["word"] * 30)
-    text = table(["key", "a", "b"], [["x", long, "short"], ["y", "1", long]], wrap=80)
+    text = format_table(["key", "a", "b"], [["x", long, "short"], ["y", "1", long]], wrap=80)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert text.count("word") == 60
@@ -27,14 +27,14 @@ def test_the_widest_columns_are_broken_into_lines() -> None:
 
 
 def test_a_cell_without_text_keeps_its_place() -> None:
-    assert table(["a", "b"], [["", "x"]]).splitlines()[2] == "   x"
+    assert format_table(["a", "b"], [["", "x"]]).splitlines()[2] == "   x"
 
 
 def test_one_problem_is_one_line_and_several_are_a_list() -> None:
     one = Problem("/budget", "wrong", "fix it")
-    assert told(StateError("state x", [one])) == "state x: /budget: wrong -> fix it"
-    assert len(told(StateError("state x", [one, one])).splitlines()) == 3
-    assert told(SelectionError("does not fit")) == "does not fit"
+    assert format_error(StateError("state x", [one])) == "state x: /budget: wrong -> fix it"
+    assert len(format_error(StateError("state x", [one, one])).splitlines()) == 3
+    assert format_error(SelectionError("does not fit")) == "does not fit"
     assert error_record(StateError("state x", [one])) == {
         "error": "StateError",
         "message": "state x: /budget: wrong -> fix it",
@@ -44,4 +44,4 @@ def test_one_problem_is_one_line_and_several_are_a_list() -> None:
 
 def test_values_are_shown_as_json_but_strings_bare() -> None:
     values: list[JsonValue] = ["a b", None, True, {"a": 1}]
-    assert [brief(value) for value in values] == ["a b", "null", "true", '{"a": 1}']
+    assert [format_value(value) for value in values] == ["a b", "null", "true", '{"a": 1}']
