@@ -44,7 +44,7 @@ class Explainer:
         self, image: Image.Image, question: str, configuration: Configuration
     ) -> Explanation:
         """The tokens that a server would keep, and the answer that it would give."""
-        tokens = self._vision.look(image, question).tokens
+        tokens = self._vision.encode(image, question).tokens
         kept = self._kept(tokens, image, configuration)
         return Explanation(
             configuration, tuple(kept.tolist()), self._answer(tokens, kept, question)

@@ -122,5 +122,5 @@ def probes_from_checkpoint(
     probes = []
     for example in islice(reversed(by_image.values()), PROBE_IMAGES):
         with Image.open(dataset.folder / example.image) as image:
-            probes.append(vision.look(image, example.question).tokens)
+            probes.append(vision.encode(image, example.question).tokens)
     return probes

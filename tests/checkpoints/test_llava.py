@@ -14,9 +14,9 @@ from benchmarks.minillava.split import CLIP, LLAVA, held_out, png
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoints import open_vision
-from vllm_autoprune.checkpoints.llava import LlavaVision, picture_of
+from vllm_autoprune.checkpoints.llava import LlavaVision, restore_picture
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
-from vllm_autoprune.report.trace import trace
+from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.tpdsl.states.state import known_base_policies
 
 EXAMPLE = held_out("test", 1)[0]
@@ -24,9 +24,9 @@ EXAMPLE = held_out("test", 1)[0]
 
 @pytest.fixture(scope="module")
 def vision() -> LlavaVision:
-    found = open_vision(LLAVA, CLIP)
-    assert isinstance(found, LlavaVision)
-    return found
+    opened = open_vision(LLAVA, CLIP)
+    assert isinstance(opened, LlavaVision)
+    return opened
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def scene() -> Image.Image:
 def test_attention_and_keys_are_those_of_the_layer_that_the_model_reads(
     vision: LlavaVision, scene: Image.Image
 ) -> None:
-    tokens = vision.look(scene, EXAMPLE.question).tokens
+    tokens = vision.encode(scene, EXAMPLE.question).tokens
     pixels = vision.processor.image_processor(scene, return_tensors="pt")["pixel_values"]
     tower = vision.model.model.vision_tower
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_attention_and_keys_are_those_of_the_layer_that_the_model_reads(
 
 
 def test_the_next_layer_is_the_one_behind(vision: LlavaVision, scene: Image.Image) -> None:
-    tokens = vision.look(scene, EXAMPLE.question).tokens
+    tokens = vision.encode(scene, EXAMPLE.question).tokens
     assert tokens.tower is not None and tokens.tower.next_layer is not None
     assert tokens.tower.cls is not None
     following, width = tokens.tower.next_layer, tokens.tower.patches.shape[2]
@@ -77,7 +77,7 @@ def test_the_language_models_layers_are_those_that_transformers_runs(scene: Imag
     vision = open_vision(LLAVA, CLIP)
     assert isinstance(vision, LlavaVision)
     vision.model.float()  # in bfloat16 two kernels differ by more than a wrong layer would show
-    tokens = vision.look(scene, "the red circle").tokens
+    tokens = vision.encode(scene, "the red circle").tokens
     prefix = tokens.require_language()
     language = vision.model.model.language_model
     length = prefix.embeddings().shape[1]
@@ -92,7 +92,7 @@ def test_the_language_models_layers_are_those_that_transformers_runs(scene: Imag
     attention, states = prefix.attention(2), prefix.states(1)
     torch.testing.assert_close(attention, run.attentions[2][:, :, 145:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states, run.hidden_states[2], atol=1e-4, rtol=1e-4)
-    assert vision.look(scene, "").tokens.require_language().text.shape == (1, 1)
+    assert vision.encode(scene, "").tokens.require_language().text.shape == (1, 1)
 
 
 @pytest.mark.parametrize("name", known_base_policies())
@@ -100,16 +100,16 @@ def test_every_base_policy_finds_what_it_reads(
     vision: LlavaVision, scene: Image.Image, name: str
 ) -> None:
     alone = state({"/base_policy": {"name": name}, "/budget/atom": "fixed_budget@16"})
-    seen = vision.look(scene, EXAMPLE.question)
+    encoded = vision.encode(scene, EXAMPLE.question)
     policy = materialize(alone)
-    (traced,) = trace(policy, seen.tokens, refine(policy, seen.tokens))
-    assert traced.fallback == "none"
-    assert len(traced.kept) + traced.extra == 16
+    (image_trace,) = trace_images(policy, encoded.tokens, refine(policy, encoded.tokens))
+    assert image_trace.fallback == "none"
+    assert len(image_trace.kept) + image_trace.extra == 16
 
 
 def test_relevance_has_the_towers_sign_or_the_language_models(scene: Image.Image) -> None:
-    with_tower = open_vision(LLAVA, CLIP).look(scene, "the red circle").tokens.instruction
-    without = open_vision(LLAVA).look(scene, "the red circle").tokens
+    with_tower = open_vision(LLAVA, CLIP).encode(scene, "the red circle").tokens.instruction
+    without = open_vision(LLAVA).encode(scene, "the red circle").tokens
     assert with_tower is not None and with_tower.patches.shape[2] == 128
     assert without.instruction is not None and without.instruction.sign == 1
     assert without.instruction.patches is without.features
@@ -118,10 +118,10 @@ def test_relevance_has_the_towers_sign_or_the_language_models(scene: Image.Image
 def test_the_picture_is_what_the_model_sees(vision: LlavaVision) -> None:
     wide = Image.new("RGB", (336, 168), (10, 200, 30))
     wide.paste((250, 0, 0), (0, 0, 84, 168))  # cropped away: the centre is 84 to 252
-    seen = vision.look(wide, "?")
-    assert seen.picture.size == (168, 168)
-    assert seen.picture.getpixel((80, 80)) == (10, 200, 30)
-    assert seen.picture.getpixel((0, 80)) in {(10, 200, 30), (11, 199, 30), (12, 198, 30)}
+    encoded = vision.encode(wide, "?")
+    assert encoded.picture.size == (168, 168)
+    assert encoded.picture.getpixel((80, 80)) == (10, 200, 30)
+    assert encoded.picture.getpixel((0, 80)) in {(10, 200, 30), (11, 199, 30), (12, 198, 30)}
 
 
 def test_pixels_come_back_as_they_were() -> None:
@@ -129,7 +129,7 @@ def test_pixels_come_back_as_they_were() -> None:
     levels = torch.randint(256, (3, 5, 4), generator=torch.Generator().manual_seed(0))
     shift, scale = (torch.tensor(x)[:, None, None] for x in (mean, std))
     normalised = SimpleNamespace(image_mean=mean, image_std=std)
-    picture = picture_of((levels / 255 - shift) / scale, normalised)
+    picture = restore_picture((levels / 255 - shift) / scale, normalised)
     assert picture.size == (4, 5)
     assert picture.getpixel((3, 1)) == tuple(levels[:, 1, 3].tolist())
 

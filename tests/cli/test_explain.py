@@ -46,11 +46,11 @@ def test_any_mode_and_shape_of_image(tmp_path: Path, mode: str, capsys: Captured
 
 
 def test_what_is_transparent_is_white(tmp_path: Path) -> None:
-    from vllm_autoprune.cli.commands.explain import opened
+    from vllm_autoprune.cli.commands.explain import read_image
 
     path = tmp_path / "clear.png"
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
-    assert opened(path).getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(path).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_files_that_cannot_be_read_or_written(

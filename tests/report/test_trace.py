@@ -10,21 +10,21 @@ from PIL import Image
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.report.panels import cell, explain, spoken
-from vllm_autoprune.report.trace import Trace, trace
+from vllm_autoprune.report.panels import atom_title, cell, explain
+from vllm_autoprune.report.trace import Trace, trace_images
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 def traced(tokens: VisualTokens, changes: dict[str, object] | None = None) -> tuple[Trace, ...]:
     policy = materialize(state(changes), 12)
-    return trace(policy, tokens, refine(policy, tokens))
+    return trace_images(policy, tokens, refine(policy, tokens))
 
 
 def test_a_trace_tells_what_was_done() -> None:
     tokens = images(seed=3)
     policy = materialize(state(), 12)
     refined = refine(policy, tokens)
-    for number, image in enumerate(trace(policy, tokens, refined)):
+    for number, image in enumerate(trace_images(policy, tokens, refined)):
         assert list(image.kept) == refined.indices[number].tolist()
         assert list(image.reference) == refined.reference[number].tolist()
         assert len(image.left) == len(image.entered) == int(refined.exchanged[number])
@@ -83,7 +83,7 @@ def test_panels_show_image_selection_and_every_signal() -> None:
         "reference selection",
         "after exchange",
         "quality g",
-        *(spoken(signal.atom) for signal in image.signals),
+        *(atom_title(signal.atom) for signal in image.signals),
     ]
     assert found.panels[1].lit == image.reference
     assert found.panels[2].left == image.left and found.panels[2].entered == image.entered

@@ -1,7 +1,4 @@
-"""The vision side of a local checkpoint, run with transformers: what a server would see.
-
-Knows nothing about vLLM, nor about which tokens are kept.
-"""
+"""Visual tokens of an image from a local checkpoint, computed with transformers instead of vLLM."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One image as a model sees it.
+class EncodedImage:
+    """One image after the processor and the vision tower.
 
-    picture is what its processor leaves of the image, with all tiles side by side, so that the
-    grid of ``tokens`` (B = 1) lies over it; tokens hold every input that can be filled.
+    ``picture`` is the image after resizing and cropping, with all tiles side by side, so that the
+    grid of ``tokens`` (B = 1) covers it. ``tokens`` has every input that can be computed.
     """
 
     picture: Image.Image
@@ -33,8 +30,8 @@ class Seen:
 class Vision(Protocol):
     """The vision side of one checkpoint."""
 
-    def look(self, image: Image.Image, instruction: str) -> Seen:
-        """The image and its tokens, with relevance to the instruction."""
+    def encode(self, image: Image.Image, instruction: str) -> EncodedImage:
+        """Encode an image, with relevance to the instruction."""
 
 
 Opener = Callable[[Path, TextTower | None], Vision]
@@ -47,28 +44,28 @@ def _llava(checkpoint: Path, tower: TextTower | None) -> Vision:
 
 
 OPENERS: dict[str, Opener] = {"LlavaForConditionalGeneration": _llava}
-"""Hugging Face architecture name -> what opens its vision side; another backbone is one more."""
+"""Hugging Face architecture name -> opener of its vision side."""
 
 
 def open_vision(checkpoint: Path, text_tower: Path | None = None) -> Vision:
-    """The vision side of a checkpoint, its relevance measured by a CLIP text tower if given.
+    """Open the vision side of a checkpoint, with relevance measured by a CLIP text tower if given.
 
-    Without one the language model's own input embeddings measure it, as on a server. Raises
-    :class:`ConfigError` for folders that hold no checkpoint and :class:`UnsupportedModelError`
-    for architectures that nobody has written this for.
+    Without a text tower the language model's input embeddings measure it, as on a server. Raises
+    :class:`ConfigError` for folders without a checkpoint and :class:`UnsupportedModelError` for
+    architectures that are not in :data:`OPENERS`.
     """
     config = checkpoint / "config.json"
     try:
-        said = json.loads(config.read_text(encoding="utf-8"))
+        data = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not JSON"
         what = f"config.json cannot be read ({reason})"
         fix = "give a folder with a Hugging Face checkpoint"
         raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)]) from None
-    named = said.get("architectures") if isinstance(said, dict) else None
-    architecture = named[0] if isinstance(named, list) and named else ""
+    names = data.get("architectures") if isinstance(data, dict) else None
+    architecture = names[0] if isinstance(names, list) and names else ""
     if architecture not in OPENERS:
-        what = f"architecture {architecture or 'unknown'!s} cannot be looked into"
+        what = f"architecture {architecture or 'unknown'!s} is not supported here"
         fix = f"give a checkpoint of {', '.join(OPENERS)}"
         raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, fix)])
     tower = None if text_tower is None else describe_tower(str(text_tower))

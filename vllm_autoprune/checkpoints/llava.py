@@ -1,7 +1,7 @@
 """LLaVA-1.5's vision side with transformers: tower, projector, relevance, first language layers.
 
-Knows nothing about servers; its inputs are a server's up to the rounding of bfloat16 in other
-kernels, which at small budgets may exchange one of the tokens that matter least.
+Inputs equal a server's except for the rounding of bfloat16 in other kernels, which at small budgets
+may exchange one of the tokens of lowest rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.checkpoints import Seen
+from vllm_autoprune.checkpoints import EncodedImage
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
@@ -41,26 +41,27 @@ from typing import Protocol
 
 
 class Normalisation(Protocol):
-    """The part of an image processor that says how pixels were normalised."""
+    """Mean and standard deviation with which an image processor normalises pixels."""
 
     image_mean: list[float]
     image_std: list[float]
 
 
-def picture_of(pixels: Tensor, normalised: Normalisation) -> Image.Image:
-    """Pixel values ``(3, H, W)`` as the picture they show: what was cropped away is not there."""
-    mean = pixels.new_tensor(normalised.image_mean)[:, None, None]
-    std = pixels.new_tensor(normalised.image_std)[:, None, None]
+def restore_picture(pixels: Tensor, normalisation: Normalisation) -> Image.Image:
+    """The picture of normalised pixel values ``(3, H, W)``."""
+    mean = pixels.new_tensor(normalisation.image_mean)[:, None, None]
+    std = pixels.new_tensor(normalisation.image_std)[:, None, None]
     levels = ((pixels.float() * std + mean) * 255).round().clamp(0, 255).byte()
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 
-def llama_prefix(
+def build_prefix(
     model: LlamaModel, start: tuple[int, ...], image: Tensor, words: tuple[int, ...]
 ) -> DecoderPrefix:
-    """The sequence [start, image, words] of one image ``(N, D)``; no layer has run yet.
+    """The sequence [start, image, words] of one image ``(N, D)``, before any layer has run.
 
-    Without words the start stands for them too, as on a server: policies ask for at least one.
+    Without words the start is repeated after the image, as on a server: policies need at least one
+    text token.
     """
     words = words or start
     embedded = model.embed_tokens(torch.tensor([*start, *words]))
@@ -105,9 +106,9 @@ class LlavaVision:
         self.model, loaded = LlavaForConditionalGeneration.from_pretrained(
             checkpoint, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
         )
-        # What is handed out runs the model later, outside of any no_grad.
+        # The tokens that are returned run the model later, outside of no_grad.
         self.model.requires_grad_(False)
-        _require(checkpoint, self.model.config, tower, sorted(loaded["missing_keys"]))
+        _require_supported(checkpoint, self.model.config, tower, sorted(loaded["missing_keys"]))
         config = self.model.config.vision_config
         side = config.image_size // config.patch_size
         self.grid = Grid(side, side)
@@ -121,30 +122,32 @@ class LlavaVision:
             self._words = AutoTokenizer.from_pretrained(tower.path)
         self._clip = tower is not None
 
-    def look(self, image: Image.Image, instruction: str) -> Seen:
-        """The image as the model's processor crops it, and its tokens."""
+    def encode(self, image: Image.Image, instruction: str) -> EncodedImage:
+        """Encode an image: the picture after cropping, and its visual tokens."""
         prepared = self.processor.image_processor(image.convert("RGB"), return_tensors="pt")
         pixels = prepared["pixel_values"]
-        shown = picture_of(pixels[0], self.processor.image_processor)
-        return Seen(shown, self._tokens(pixels, instruction))
+        picture = restore_picture(pixels[0], self.processor.image_processor)
+        return EncodedImage(picture, self._tokens(pixels, instruction))
 
     @torch.no_grad()
     def _tokens(self, pixels: Tensor, instruction: str) -> VisualTokens:
         tower, project = self.model.model.vision_tower, self.model.model.multi_modal_projector
         layer = self.model.config.vision_feature_layer
-        # hidden_states begin with the embeddings, so -2 is what the last layer but one returned.
-        probe = _Projections(tower.encoder.layers[layer].self_attn)
-        behind = _Projections(tower.encoder.layers[layer + 1].self_attn) if layer < -1 else None
+        # hidden_states start with the embeddings, so -2 is the output of the second last layer.
+        reader = _ProjectionRecorder(tower.encoder.layers[layer].self_attn)
+        next_reader = (
+            _ProjectionRecorder(tower.encoder.layers[layer + 1].self_attn) if layer < -1 else None
+        )
         hidden = tower(pixels.to(torch.bfloat16), output_hidden_states=True).hidden_states[layer]
         heads = tower.config.num_attention_heads
-        query, key = probe.take()
+        query, key = reader.take()
         patches = hidden[:, 1:]
         states = TowerStates(
             patches=patches,
             keys=key.unflatten(-1, (heads, -1)).mean(dim=2)[:, 1:],
             project=project,
             cls=hidden[:, :1],
-            next_layer=None if behind is None else _next_layer(*behind.take()),
+            next_layer=None if next_reader is None else _next_layer(*next_reader.take()),
         )
         features = project(patches)
         return VisualTokens(
@@ -159,10 +162,10 @@ class LlavaVision:
     def _language(self, image: Tensor, instruction: str) -> LanguagePrefix:
         tokenizer = self.processor.tokenizer
         start = (tokenizer.bos_token_id,)
-        words = self._read(tokenizer, instruction, special=False)[-LAST_WORDS:]
-        return llama_prefix(self.model.model.language_model, start, image, words)
+        words = self._tokenize(tokenizer, instruction, special=False)[-LAST_WORDS:]
+        return build_prefix(self.model.model.language_model, start, image, words)
 
-    def _read(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
+    def _tokenize(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
         end = last_characters(text)
         ids = tokenizer(end, truncation=False, verbose=False, add_special_tokens=special)
         # A literal image token has no meaning here, and in some models no embedding.
@@ -170,7 +173,7 @@ class LlavaVision:
         return tuple(token for token in ids["input_ids"] if token != image)
 
     def _instruction(self, patches: Tensor, features: Tensor, instruction: str) -> Instruction:
-        ids = self._read(self._words, instruction, special=self._clip)
+        ids = self._tokenize(self._words, instruction, special=self._clip)
         ids = last_segments(ids) if self._clip else ids[-RELEVANCE_IDS:]
         text, segments = self._relevance.instructions([ids])
         embedded = self._relevance.patches(patches)
@@ -178,10 +181,10 @@ class LlavaVision:
         return Instruction(where, text, segments, self._relevance.sign)
 
 
-def _require(
+def _require_supported(
     checkpoint: Path, config: LlavaConfig, tower: TextTower | None, missing: Sequence[str]
 ) -> None:
-    """Refuse what a server would refuse, and checkpoints that lack weights."""
+    """Raise for models that a server refuses, and for checkpoints without all weights."""
     if missing:
         what = f"lacks weights: {', '.join(missing[:3])}" + (", ..." if len(missing) > 3 else "")
         fix = "give a complete checkpoint"
@@ -190,31 +193,31 @@ def _require(
     problems = list(backbone.problems(config))
     if problems:
         raise UnsupportedModelError(f"checkpoint {checkpoint}", problems)
-    if tower is not None and (wrong := list(backbone.tower_problems(config, tower))):
-        raise ConfigError("text tower", wrong)
+    if tower is not None and (tower_problems := list(backbone.tower_problems(config, tower))):
+        raise ConfigError("text tower", tower_problems)
 
 
-class _Projections:
-    """Queries and keys ``(B, 1 + N, Dv)`` of one attention layer at its next run."""
+class _ProjectionRecorder:
+    """Recorder of queries and keys ``(B, 1 + N, Dv)`` of one attention layer in its next run."""
 
     def __init__(self, attention: nn.Module) -> None:
-        self._seen: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
         self._hooks = [
-            attention.get_submodule(name).register_forward_hook(self._note(name))
+            attention.get_submodule(name).register_forward_hook(self._record_output(name))
             for name in ("q_proj", "k_proj")
         ]
 
-    def _note(self, name: str) -> _Hook:
-        def note(module: nn.Module, inputs: object, output: Tensor) -> None:
-            self._seen[name] = output
+    def _record_output(self, name: str) -> _Hook:
+        def record(module: nn.Module, inputs: object, output: Tensor) -> None:
+            self._outputs[name] = output
 
-        return note
+        return record
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """(query, key) in float32; the hooks are gone afterwards."""
+        """Return (query, key) in float32 and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        return self._seen["q_proj"].float(), self._seen["k_proj"].float()
+        return self._outputs["q_proj"].float(), self._outputs["k_proj"].float()
 
 
 def _cls_row(query: Tensor, key: Tensor, heads: int) -> Tensor:
@@ -230,6 +233,6 @@ def _cls_row(query: Tensor, key: Tensor, heads: int) -> Tensor:
 
 
 def _next_layer(query: Tensor, key: Tensor) -> NextLayer:
-    """The following layer taken as a single head, as PruMerge reads it."""
+    """Attention and keys of the following layer as a single head, as PruMerge uses them."""
     scores = torch.einsum("bd,bnd->bn", query[:, 0], key) * key.shape[-1] ** -0.5
     return NextLayer(attention=scores.softmax(dim=-1)[:, 1:], keys=key[:, 1:])

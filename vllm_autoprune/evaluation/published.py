@@ -150,4 +150,4 @@ def matching_definition(table: Table, row: Row) -> Follows:
 
 def _rounds_to(value: float, printed: float, decimals: int) -> bool:
     """Whether a value is within half a unit of the last printed digit, ties included."""
-    return abs(value - printed) <= 0.5 * 10**-decimals + 1e-9
+    return bool(abs(value - printed) <= 0.5 * 10**-decimals + 1e-9)

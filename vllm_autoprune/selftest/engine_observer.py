@@ -59,8 +59,8 @@ class EngineObserver:
                 self.kept_rows.append(list(map(int, place)))
             return selected
 
-        pruned.prune_images = prune_and_record  # type: ignore[assignment]
+        pruned.prune_images = prune_and_record  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            pruned.prune_images = prune_images
+            pruned.prune_images = prune_images  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """`doctor`: whether this installation can serve; `support`: what the plugin supports.
 
-Every check works without the packages that it looks for.
+Every check also works where the packages it looks for are missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOWEST = {"transformers": Version("5.16"), "pydantic": Version("2.12")}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; ``fix`` is empty where nothing needs fixing."""
+    """Result of one check; ``fix`` is empty if nothing needs fixing."""
 
     what: str
     status: Status
@@ -50,7 +50,7 @@ class Finding:
 
 
 def examine(text_tower: str | None = None) -> tuple[Finding, ...]:
-    """Every finding, in the order in which a server would stumble over them."""
+    """All findings, in the order in which a server would fail on them."""
     return tuple(
         finding
         for part in (
@@ -77,18 +77,18 @@ def _versions() -> Iterator[Finding]:
         (problem,) = error.problems
         yield Finding("vllm", "fail", problem.what, problem.fix)
     for name in ("torch", *_LOWEST):
-        yield _installed(name)
+        yield _package_version(name)
 
 
-def _installed(name: str) -> Finding:
+def _package_version(name: str) -> Finding:
     lowest = _LOWEST.get(name)
-    asked = name if lowest is None else f"'{name}>={lowest}'"
+    requirement = name if lowest is None else f"'{name}>={lowest}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "fail", "not installed", f"pip install {asked}")
+        return Finding(name, "fail", "not installed", f"pip install {requirement}")
     if lowest is not None and Version(version) < lowest:
-        return Finding(name, "fail", f"{version} is too old", f"pip install {asked}")
+        return Finding(name, "fail", f"{version} is too old", f"pip install {requirement}")
     return Finding(name, "ok", version)
 
 
@@ -103,9 +103,9 @@ def _device() -> Iterator[Finding]:
 
 
 def _plugin() -> Iterator[Finding]:
-    found = importlib.metadata.entry_points(group=GROUP, name=ENTRY)
-    if found:
-        yield Finding("entry point", "ok", f"{GROUP}: {ENTRY} = {next(iter(found)).value}")
+    entry_points = importlib.metadata.entry_points(group=GROUP, name=ENTRY)
+    if entry_points:
+        yield Finding("entry point", "ok", f"{GROUP}: {ENTRY} = {next(iter(entry_points)).value}")
     else:
         fix = "install the package into this environment: pip install vllm-autoprune"
         yield Finding("entry point", "fail", f"{GROUP} has no {ENTRY!r}", fix)
@@ -116,7 +116,7 @@ def _plugin() -> Iterator[Finding]:
     if disabled():
         yield Finding("environment", "fail", f"{DISABLE} turns the plugin off", "unset it")
     if rust_frontend():
-        what = "VLLM_USE_RUST_FRONTEND bypasses the processors that plan"
+        what = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
         yield Finding("environment", "fail", what, "unset it")
 
 
@@ -124,23 +124,23 @@ def _hooks() -> Iterator[Finding]:
     try:
         vllm_version()
     except ConfigError:
-        yield Finding("hooks", "fail", "not looked for: vLLM is not installed", "install vLLM")
+        yield Finding("hooks", "fail", "not checked: vLLM is not installed", "install vLLM")
         return
     with _quiet_vllm():
         lost = [(hook, names) for hook in HOOKS if (names := missing(hook))]
     for hook, names in lost:
         what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
-        yield Finding("hooks", "fail", what, "install a vLLM that the plugin was written for")
+        yield Finding("hooks", "fail", what, "install a supported version of vLLM")
     total = sum(len(hook.names) for hook in HOOKS)
     if not lost:
-        yield Finding("hooks", "ok", f"all {total} names that the plugin holds on to are there")
+        yield Finding("hooks", "ok", f"all {total} names that the plugin uses exist")
 
 
 @contextmanager
 def _quiet_vllm() -> Iterator[None]:
-    """vLLM logs while it is imported, and one screen is promised. What comes later may log."""
-    given = os.environ.get(_LEVEL)
-    os.environ[_LEVEL] = given or "ERROR"
+    """Hide vLLM's log messages during its import, so that the report stays on one screen."""
+    level = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = level or "ERROR"
     logger = logging.getLogger("vllm")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -148,13 +148,13 @@ def _quiet_vllm() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-        if given is None:
+        if level is None:
             del os.environ[_LEVEL]
 
 
 def _tower(path: str | None) -> Iterator[Finding]:
     if path is None:
-        what = "none given: relevance is measured in the language model's own embeddings"
+        what = "none: relevance uses the language model's input embeddings"
         yield Finding("text tower", "ok", what)
         return
     try:
@@ -176,47 +176,47 @@ def _states() -> Iterator[Finding]:
         fix = "install the package anew: its states lie in vllm_autoprune/policies"
         yield Finding("shipped states", "fail", "none found", fix)
         return
-    bad = []
+    invalid = []
     for name in names:
         try:
             materialize(load_state(name))
         except AutopruneError:
-            bad.append(name)
-    if bad:
-        fix = f"see: vllm-autoprune validate {' '.join(bad)}"
-        yield Finding("shipped states", "fail", f"{len(bad)} of {len(names)} not valid", fix)
+            invalid.append(name)
+    if invalid:
+        fix = f"see: vllm-autoprune validate {' '.join(invalid)}"
+        yield Finding("shipped states", "fail", f"{len(invalid)} of {len(names)} not valid", fix)
         return
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    # Their safety checks take half a minute; `validate` runs those.
+    # Safety checks are left to `validate`, because they take half a minute.
     yield Finding("shipped states", "ok", f"{len(names)} load and materialize: {shown}")
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--text-tower", metavar="PATH|HF_ID", help="CLIP checkpoint that is to be served with"
+        "--text-tower",
+        metavar="PATH|HF_ID",
+        help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
     )
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
-    found = examine(options.text_tower)
-    able = all(finding.status != "fail" for finding in found)
+    findings = examine(options.text_tower)
+    able = all(finding.status != "fail" for finding in findings)
     if options.json:
-        said = [dataclasses.asdict(finding) for finding in found]
-        print(as_json({"can_serve": able, "findings": said}))
+        records = [dataclasses.asdict(finding) for finding in findings]
+        print(as_json({"can_serve": able, "findings": records}))
     else:
-        print(_told(found))
+        print(_format_findings(findings))
         print("\nThis installation can serve." if able else "\nThis installation cannot serve yet.")
     return 0 if able else 1
 
 
-def _told(found: tuple[Finding, ...]) -> str:
-    rows = [[f.status, f.what, f"{f.detail} -> {f.fix}" if f.fix else f.detail] for f in found]
-    return format_table(["", "looked at", "found"], rows, wrap=WIDTH)
+def _format_findings(findings: tuple[Finding, ...]) -> str:
+    rows = [[f.status, f.what, f"{f.detail} -> {f.fix}" if f.fix else f.detail] for f in findings]
+    return format_table(["", "check", "result"], rows, wrap=WIDTH)
 
 
-DOCTOR = Command(
-    "tell in one screen whether this installation can serve", _doctor_arguments, _run_doctor
-)
+DOCTOR = Command("check whether this installation can serve", _doctor_arguments, _run_doctor)
 
 
 def _support_arguments(parser: argparse.ArgumentParser) -> None:

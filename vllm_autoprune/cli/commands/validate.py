@@ -52,11 +52,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(as_json([dataclasses.asdict(result) for result in results]))
     else:
-        print("\n".join(_told(result) for result in results))
+        print("\n".join(_format_validation(result) for result in results))
     return 0 if all(result.valid for result in results) else 1
 
 
-def _told(result: Validation) -> str:
+def _format_validation(result: Validation) -> str:
     if not result.problems:
         head = f"{result.source}: {'valid' if result.valid else 'fails its safety check'}"
         head += f", K = {result.budget}, digest {(result.digest or '')[:12]}"

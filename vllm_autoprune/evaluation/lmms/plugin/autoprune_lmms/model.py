@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, Sequence[Mapping[str, object]]]]
 Key = tuple[str, int]
 
 
-class OpenAIWithImages(OpenAICompatible):
+class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
     """The model that the package's manifest names."""
 
     def generate_until(self, requests: Sequence[Instance]) -> list[GenerationResult]:
