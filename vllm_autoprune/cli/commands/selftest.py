@@ -97,7 +97,7 @@ def _check_backbone(name: str, runners: Sequence[str], progress: bool) -> dict[s
 def _format_results(results: Results, runners: Sequence[str]) -> str:
     """A table with a column for each backbone, and one line for each failed check."""
     checks = (SERVED, *CHECKS, *((AGREE,) if len(runners) > 1 else ()))
-    rows = [[_label(check), *(_cell(by, check) for by in found.values())] for check in checks]
+    rows = [[_label(check), *(_cell(by, check) for by in results.values())] for check in checks]
     lines = [format_table(["check", *results], rows)]
     for name, by in results.items():
         for runner, verdicts in by.items():
