@@ -64,7 +64,7 @@ def test_files_that_cannot_be_read_or_written(
         (tmp_path, MODEL, "cannot be read"),
         (scene, [*MODEL, "-o", str(tmp_path / "out.gif")], ".png or .html"),
         (scene, ["--checkpoint", str(tmp_path)], "config.json cannot be read"),
-        (scene, ["--checkpoint", str(CLIP)], "cannot be looked into"),
+        (scene, ["--checkpoint", str(CLIP)], "is not supported here"),
     ):
         assert main(["explain", str(image), "?", *options]) == 1, said
         assert said in capsys.readouterr().err

@@ -64,5 +64,5 @@ def test_bad_arrays_are_told(tmp_path: Path, capsys: Captured) -> None:
     np.savez(path, allow_pickle=False, features=np.ones((35, 4)))
     assert main(["select", "autoprune", str(path)]) == 1
     said = capsys.readouterr().err
-    assert "grid: missing, and N = 35 is no square" in said
+    assert "grid: missing, and N = 35 is not a square" in said
     assert "patches: required but missing" in said

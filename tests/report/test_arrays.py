@@ -133,10 +133,10 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
 def test_files_that_are_no_archives(tmp_path: Path) -> None:
     text = tmp_path / "text.npz"
     text.write_text("not an archive")
-    assert problems(text) == {str(text): "is no .npz file"}
+    assert problems(text) == {str(text): "is not a .npz file"}
     lost = tmp_path / "lost.npz"
     assert problems(lost) == {str(lost): "no such file"}
     assert problems(tmp_path) == {str(tmp_path): "no such file"}
     cut = saved(tmp_path, arrays())
     cut.write_bytes(cut.read_bytes()[:200])
-    assert problems(cut) == {str(cut): "is no .npz file"}
+    assert problems(cut) == {str(cut): "is not a .npz file"}

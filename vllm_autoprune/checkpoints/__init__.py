@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from PIL import Image
 
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.serving.towers import TextTower, describe_tower
-from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """One image after the processor and the vision tower.
-
-    ``picture`` is the image after resizing and cropping, with all tiles side by side, so that the
-    grid of ``tokens`` (B = 1) covers it. ``tokens`` has every input that can be computed.
-    """
-
-    picture: Image.Image
-    tokens: VisualTokens
+if TYPE_CHECKING:
+    from vllm_autoprune.checkpoints.llava import EncodedImage
 
 
 class Vision(Protocol):

@@ -7,6 +7,7 @@ may exchange one of the tokens of lowest rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.checkpoints import EncodedImage
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import RELEVANCE_IDS, Ids
@@ -92,6 +92,18 @@ def _layer(model: LlamaModel, block: LlamaDecoderLayer) -> DecoderLayer:
 
 
 _Hook = Callable[[nn.Module, object, Tensor], None]
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """One image after the processor and the vision tower.
+
+    ``picture`` is the image after resizing and cropping, with all tiles side by side, so that the
+    grid of ``tokens`` (B = 1) covers it. ``tokens`` has every input that can be computed.
+    """
+
+    picture: Image.Image
+    tokens: VisualTokens
 
 
 class LlavaVision:

@@ -13,8 +13,9 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from benchmarks.common.report import Claim, Section, Table, format_spread
-from benchmarks.cost.selection import Settings, ours
+from benchmarks.cost.selection import ours
 from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, WIDTH, Images, Size, draw_images
+from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import (
     Times,
     Work,
