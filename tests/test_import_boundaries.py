@@ -20,7 +20,9 @@ MAY_IMPORT = {
 }
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
-    {"vllm_autoprune.errors", "vllm_autoprune.backbones", "vllm_autoprune.cost"},
+    {"vllm_autoprune.errors"},
+    {"vllm_autoprune.backbones"},
+    {"vllm_autoprune.cost"},
     {"vllm_autoprune.ops"},
     {"vllm_autoprune.tpdsl"},
     {"vllm_autoprune.base_policies"},
