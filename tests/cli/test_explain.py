@@ -28,9 +28,9 @@ def test_a_picture_and_a_page(scene: Path, tmp_path: Path, capsys: Captured) -> 
     picture, page = tmp_path / "out.png", tmp_path / "out.html"
     call = ["explain", str(scene), question, *MODEL, "--budget", "8"]
     assert main([*call, "-o", str(picture), "-o", str(page), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "keeps 8 of 144" in told["summary"]
-    assert len(told["trace"]["kept"]) == 8
+    record = json.loads(capsys.readouterr().out)
+    assert "keeps 8 of 144" in record["summary"]
+    assert len(record["trace"]["kept"]) == 8
     with Image.open(picture) as image:
         assert image.width > 1000
     assert question in page.read_text()
@@ -58,7 +58,7 @@ def test_files_that_cannot_be_read_or_written(
 ) -> None:
     text = tmp_path / "text.png"
     text.write_text("no image")
-    for image, options, said in (
+    for image, options, message in (
         (text, MODEL, "cannot be read"),
         (tmp_path / "lost.png", MODEL, "No such file"),
         (tmp_path, MODEL, "cannot be read"),
@@ -66,5 +66,5 @@ def test_files_that_cannot_be_read_or_written(
         (scene, ["--checkpoint", str(tmp_path)], "config.json cannot be read"),
         (scene, ["--checkpoint", str(CLIP)], "is not supported here"),
     ):
-        assert main(["explain", str(image), "?", *options]) == 1, said
-        assert said in capsys.readouterr().err
+        assert main(["explain", str(image), "?", *options]) == 1, message
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tables and errors as people read them."""
+"""Tables and error messages."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_one_runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "runners agree" not in rows(capsys.readouterr().out)
 
 
-def test_where_there_is_no_second_runner(
+def test_without_a_second_runner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = fake_runs(monkeypatch, available=("v1",))
@@ -79,7 +79,7 @@ def test_where_there_is_no_second_runner(
     assert len(calls) == 1
 
 
-def test_a_broken_promise_is_told_with_its_runner(
+def test_a_failed_check_is_reported_with_its_runner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_runs(monkeypatch, {("gemma3", "v2"): {"vision_runs": 3}, ("qwen2_vl", "v1"): None})
@@ -103,7 +103,7 @@ def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert broken == {"v1": ["positions_are_a_gather"], "v2": [], "both": ["runners_agree"]}
 
 
-def test_another_runner_than_calls_for_is_no_pass(
+def test_a_different_runner_than_requested_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_runs(monkeypatch, {("gemma3", "v2"): {"runner": "v1"}})

@@ -72,7 +72,7 @@ def test_every_page_that_a_page_links_exists(page: Path) -> None:
 
 
 def test_the_readme_lists_every_flag_of_the_server() -> None:
-    parser = with_flags(lambda parser: parser)(argparse.ArgumentParser())  # type: ignore[arg-type, return-value]
+    parser = with_flags(lambda parser: parser)(argparse.ArgumentParser())
     flags = [
         option
         for action in parser._actions

@@ -1,4 +1,4 @@
-"""Pictures and pages: the right token in the right place, and nothing from elsewhere."""
+"""Pictures and pages: tokens are in the right place, and pages fetch nothing."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_question_cannot_break_out_of_the_page() -> None:
     assert len(reader.scripts) == 2
 
 
-def test_a_page_tells_every_token() -> None:
+def test_a_page_has_the_values_of_every_token() -> None:
     reader = Reader()
     reader.feed(render_page(explanation()))
     data = json.loads(reader.scripts[0])
@@ -182,9 +182,9 @@ def test_a_page_tells_every_token() -> None:
 
 
 def test_the_picture_in_the_page_is_the_image() -> None:
-    found = re.search(
+    match = re.search(
         r"background-image:url\(data:image/png;base64,([^)]+)\)", render_page(explanation())
     )
-    assert found is not None
-    with Image.open(io.BytesIO(base64.b64decode(found[1]))) as image:
+    assert match is not None
+    with Image.open(io.BytesIO(base64.b64decode(match[1]))) as image:
         assert image.size == (120, 80) and image.getpixel((0, 0)) == (200, 40, 40)

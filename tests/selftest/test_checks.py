@@ -56,7 +56,7 @@ def good() -> Report:
     )
 
 
-def test_a_report_that_keeps_all_promises_is_not_blamed() -> None:
+def test_a_correct_report_passes_every_check() -> None:
     assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, "")
 
 
@@ -122,7 +122,7 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
 }
 
 
-def test_numbers_that_are_none_come_through() -> None:
+def test_nan_survives_json() -> None:
     broken = _with_completion("stock", logprob=math.nan)(good())
     read = Report.model_validate_json(broken.model_dump_json())
     assert math.isnan(read.stock["q"].logprob)
@@ -131,17 +131,17 @@ def test_numbers_that_are_none_come_through() -> None:
     )
 
 
-def test_every_check_is_put_to_the_test() -> None:
+def test_every_check_has_a_failing_report() -> None:
     assert set(BROKEN) == set(CHECKS)
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_promise_is_told(name: str) -> None:
+def test_a_failed_check_is_reported(name: str) -> None:
     for change in BROKEN[name]:
         assert CHECKS[name](change(good())) != ""
 
 
-def test_runners_that_differ_are_told() -> None:
+def test_runners_that_differ_are_reported() -> None:
     other = good().model_copy(update={"runner": "v2"})
     assert runners_agree(good(), other) == ""
     for change in (

@@ -59,7 +59,7 @@ class EngineObserver:
                 self.kept_rows.append(list(map(int, place)))
             return selected
 
-        pruned.prune_images = prune_and_record  # type: ignore[attr-defined]
+        pruned.prune_images = prune_and_record  # type: ignore[attr-defined, assignment]
         try:
             yield
         finally:

@@ -76,7 +76,7 @@ def _serve_settings(folder: Path) -> Report:
     results["whole"] = {name: _ask(llm, observer, name) for name in QUESTIONS}
     results["pruned"], results["again"], results["kept"] = {}, {}, {}
     before = model.autoprune.runs
-    images = {id(image) for _, shown in QUESTIONS.values() for image in shown}
+    images = {id(image) for _, pictures in QUESTIONS.values() for image in pictures}
     for name in QUESTIONS:
         with observer.recording_rows():
             results["pruned"][name] = _ask(llm, observer, name, SMALL_BUDGET)
@@ -91,8 +91,8 @@ def _serve_settings(folder: Path) -> Report:
     for way, uuid in (("unnamed", None), ("renamed", "one name for all")):
         _empty_caches(llm)
         results[way] = {
-            name: _complete(llm, observer, *asked, uuid=uuid)
-            for name, asked in QUESTIONS_WITH_BUDGETS.items()
+            name: _complete(llm, observer, *request, uuid=uuid)
+            for name, request in QUESTIONS_WITH_BUDGETS.items()
         }
     counts = model.autoprune_meter.counts()
     results["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")

@@ -100,7 +100,7 @@ def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
     from vllm_autoprune.tpdsl.states.load import load_state
 
     if options.output is not None:
-        state = load_state(as_json(winner.state))
+        state = load_state(winner.state)
         write_file(options.output, state.dumps().encode())
     if options.json:
         print(as_json(winner.model_dump(mode="json", exclude={"clock"})))
