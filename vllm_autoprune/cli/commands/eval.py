@@ -34,7 +34,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: out/eval/SUITE")
     add_run_arguments(parser)
-    parser.add_argument("--limit", type=int, help="maximum number of questions, of each task")
+    parser.add_argument(
+        "--limit", type=int, help="maximum number of questions, for lmms of each task"
+    )
     _data_arguments(parser.add_argument_group("data"))
     _lmms_arguments(parser.add_argument_group("lmms"))
 
@@ -51,7 +53,9 @@ def _data_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="STATE",
         help="state to evaluate, a file or a shipped name; repeatable (default: autoprune)",
     )
-    group.add_argument("--budgets", type=int, nargs="+", default=[64], metavar="K")
+    group.add_argument(
+        "--budgets", type=int, nargs="+", default=[64], metavar="K", help="budgets (default 64)"
+    )
 
 
 def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
