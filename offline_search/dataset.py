@@ -69,7 +69,7 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
     problems: list[Problem] = []
     splits: dict[Split, Sequence[Example]] = {}
     for split in SPLITS:
-        examples = _read_split(folder / f"{split}.jsonl", problems)
+        examples = read_split(folder / f"{split}.jsonl", problems)
         splits[split] = _shuffle_images(examples, seed, limit)
         if not examples and not problems:
             fix = "give it at least one example"
@@ -80,7 +80,8 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
     return Dataset(folder, splits)
 
 
-def _read_split(path: Path, problems: list[Problem]) -> list[Example]:
+def read_split(path: Path, problems: list[Problem]) -> list[Example]:
+    """The examples of one JSONL file; problems of the file are added to ``problems``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -91,7 +91,7 @@ def test_all_tokens_cost_the_same_however_they_are_counted() -> None:
     assert estimate_cost(LLAVA_7B, 576, full_layers=2) == estimate_cost(LLAVA_7B, 576)
 
 
-def test_every_wrong_setting_is_told() -> None:
+def test_every_wrong_setting_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         estimate_cost(LLAVA_7B, 0, text=-1, full_layers=32)
     places = [problem.where for problem in caught.value.problems]

@@ -18,6 +18,21 @@ MAY_IMPORT = {
     "tpdsl": {"ops", "backbones"},
     "base_policies": {"tpdsl", "ops"},
 }
+# All packages of the repository, lowest first: a package imports itself and those of lower layers.
+LAYERS = (
+    {"vllm_autoprune.errors"},
+    {"vllm_autoprune.backbones"},
+    {"vllm_autoprune.cost"},
+    {"vllm_autoprune.ops"},
+    {"vllm_autoprune.tpdsl"},
+    {"vllm_autoprune.base_policies"},
+    {"vllm_autoprune.serving"},
+    {"vllm_autoprune.checkpoints", "vllm_autoprune.report", "vllm_autoprune.selftest"},
+    {"offline_search"},
+    {"vllm_autoprune.evaluation"},
+    {"vllm_autoprune.cli"},
+    {"benchmarks"},
+)
 # Rooms of tpdsl, lowest first; the modules beside them are below all of them.
 ROOMS = ("atoms", "states", "executor")
 HEAVY = ("vllm", "transformers")
@@ -73,6 +88,57 @@ def test_rooms_of_the_language_import_only_lower_rooms(room: str) -> None:
 def test_the_core_has_no_import_cycle() -> None:
     paths = {dotted(path): path for folder in MAY_IMPORT for path in modules(folder)}
     graph = {name: imported_by(path) & (paths.keys() - {name}) for name, path in paths.items()}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the repository except tests and scripts."""
+    root = PACKAGE.parent
+    paths = [p for top in (PACKAGE, root / "offline_search", root / "benchmarks")
+             for p in top.rglob("*.py")]  # fmt: skip
+    return {dotted(path): path for path in paths}
+
+
+def package(module: str) -> str:
+    """The entry of :data:`LAYERS` that a module belongs to, or its own name."""
+    known = set().union(*LAYERS)
+    parts = module.split(".")
+    return next((p for p in (parts[0], ".".join(parts[:2])) if p in known), module)
+
+
+def test_every_package_has_a_layer() -> None:
+    known = set().union(*LAYERS)
+    assert {package(module) for module in sources()} - known == {"vllm_autoprune"}
+
+
+def test_no_package_imports_a_higher_one() -> None:
+    layer = {name: number for number, names in enumerate(LAYERS) for name in names}
+    modules_by_name = sources()
+    wrong = {
+        f"{module} imports {name}"
+        for module, path in modules_by_name.items()
+        if (own := package(module)) in layer
+        for name in imported_by(path) & modules_by_name.keys()
+        if (other := package(name)) in layer and other != own and layer[other] >= layer[own]
+    }
+    assert wrong == set()
+
+
+def needed_modules(path: Path, known: set[str]) -> set[str]:
+    """Modules that a file needs; of ``from package import module`` the module only."""
+    needed: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            needed.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            needed.update(name if name in known else node.module for name in names)
+    return needed & known
+
+
+def test_there_is_no_import_cycle_outside_serving() -> None:
+    paths = {n: p for n, p in sources().items() if not n.startswith("vllm_autoprune.serving")}
+    graph = {name: needed_modules(path, set(paths)) - {name} for name, path in paths.items()}
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 

@@ -1,4 +1,4 @@
-"""Shapes of the backbones that states can be transferred between, as constants."""
+"""Dimensions of the backbones that a state can be transferred between."""
 
 from __future__ import annotations
 

@@ -52,19 +52,19 @@ class Cost:
         return self.kv_bytes / MIB
 
 
-def prefill_flops(geometry: BackboneShape, schedule: tuple[int, ...]) -> int:
+def prefill_flops(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
-    d, m, k = geometry.width, geometry.feed_forward, geometry.kv_width
+    d, m, k = shape.width, shape.feed_forward, shape.kv_width
     return sum(2 * (n * d * (2 * d + 2 * k) + 2 * n * n * d + 3 * n * d * m) for n in schedule)
 
 
-def kv_bytes(geometry: BackboneShape, schedule: tuple[int, ...]) -> int:
+def kv_bytes(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
     """Bytes of the keys and values of ``schedule[i]`` tokens in layer i, 16 bits each."""
-    return sum(n * 2 * geometry.kv_width * 2 for n in schedule)
+    return sum(n * 2 * shape.kv_width * 2 for n in schedule)
 
 
 def estimate_cost(
-    geometry: BackboneShape, tokens: int, *, text: int = 0, full_layers: int = 0
+    shape: BackboneShape, tokens: int, *, text: int = 0, full_layers: int = 0
 ) -> Cost:
     """Cost of K = ``tokens`` visual tokens and ``text`` text tokens.
 
@@ -73,37 +73,37 @@ def estimate_cost(
     number for which the mean over layers is at least K. Raises :class:`ConfigError` where the F
     full layers alone exceed a mean of K.
     """
-    _check(geometry, tokens, text, full_layers)
-    visual = (tokens,) * geometry.layers
-    if full_layers and tokens < geometry.tokens:
-        rest = tokens_after_full_layers(geometry, tokens, full_layers)
-        visual = (geometry.tokens,) * full_layers + (rest,) * (geometry.layers - full_layers)
+    _check_arguments(shape, tokens, text, full_layers)
+    visual = (tokens,) * shape.layers
+    if full_layers and tokens < shape.tokens:
+        rest = tokens_after_full_layers(shape, tokens, full_layers)
+        visual = (shape.tokens,) * full_layers + (rest,) * (shape.layers - full_layers)
     schedule = tuple(n + text for n in visual)
     return Cost(
-        tokens=sum(visual) / geometry.layers,
+        tokens=sum(visual) / shape.layers,
         after=visual[-1],
         text=text,
-        flops=prefill_flops(geometry, schedule),
-        kv_bytes=kv_bytes(geometry, schedule),
+        flops=prefill_flops(shape, schedule),
+        kv_bytes=kv_bytes(shape, schedule),
     )
 
 
-def tokens_after_full_layers(geometry: BackboneShape, tokens: int, full_layers: int) -> int:
+def tokens_after_full_layers(shape: BackboneShape, tokens: int, full_layers: int) -> int:
     """Tokens after F full layers: R of ``F N + (L - F) R = L K``, rounded up."""
-    used, allowed = full_layers * geometry.tokens, geometry.layers * tokens
+    used, allowed = full_layers * shape.tokens, shape.layers * tokens
     if used >= allowed:
         what = (
-            f"{full_layers} layers of all {geometry.tokens} tokens are {used} token-layers, but "
-            f"{tokens} tokens on average over {geometry.layers} layers are {allowed}"
+            f"{full_layers} layers of all {shape.tokens} tokens are {used} token-layers, but "
+            f"{tokens} tokens on average over {shape.layers} layers are {allowed}"
         )
         raise ConfigError(
-            f"cost on {geometry.name}",
+            f"cost on {shape.name}",
             [Problem("--full-layers", what, "give fewer full layers or more tokens")],
         )
-    return math.ceil((allowed - used) / (geometry.layers - full_layers))
+    return math.ceil((allowed - used) / (shape.layers - full_layers))
 
 
-def _check(geometry: BackboneShape, tokens: int, text: int, full_layers: int) -> None:
+def _check_arguments(shape: BackboneShape, tokens: int, text: int, full_layers: int) -> None:
     problems = []
     if tokens < 1:
         problems.append(
@@ -111,9 +111,9 @@ def _check(geometry: BackboneShape, tokens: int, text: int, full_layers: int) ->
         )
     if text < 0:
         problems.append(Problem("--text", f"{text} is not a number of tokens", "give 0 or more"))
-    if not 0 <= full_layers < geometry.layers:
-        what = f"{full_layers} of {geometry.layers} layers"
-        fix = f"give 0 to {geometry.layers - 1}"
+    if not 0 <= full_layers < shape.layers:
+        what = f"{full_layers} of {shape.layers} layers"
+        fix = f"give 0 to {shape.layers - 1}"
         problems.append(Problem("--full-layers", what, fix))
     if problems:
-        raise ConfigError(f"cost on {geometry.name}", problems)
+        raise ConfigError(f"cost on {shape.name}", problems)

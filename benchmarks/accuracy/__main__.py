@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from benchmarks.accuracy.published import Audit, audit, read_published
+from vllm_autoprune.evaluation.published import Audit, audit, read_published
 
 COLUMNS = (
     "method", "K", "Acc. printed", "Acc.", "Rel. printed", "ratio of means", "mean of ratios",

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jinja2
-
-from benchmarks.common.statistics import Estimate, Spread, Verdict
+from vllm_autoprune.evaluation.statistics import Estimate, Spread, Verdict
+from vllm_autoprune.evaluation.tables import Table as Table  # exported from here too
 
 MIB = 1 << 20
 
@@ -26,34 +25,6 @@ class Claim:
     promise: str
     measured: str
     verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Table:
-    """Caption, column names and rows of text; ``align`` has ``l`` or ``r`` for each column."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    align: str = ""
-
-    def markdown(self) -> str:
-        """The table without its caption; ``|`` within cells is escaped."""
-        sides = self.align or "-" * len(self.columns)
-        rule = [{"l": ":--", "r": "--:"}.get(side, "---") for side in sides]
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
-
-    def html(self) -> str:
-        """The table without its caption; cells are escaped."""
-        return _TABLE.render(table=self)
-
-
-_TABLE = jinja2.Environment(autoescape=True).from_string(
-    '<div class="wide"><table><tr>{% for name in table.columns %}<th>{{ name }}</th>{% endfor %}'
-    "</tr>{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>"
-    "{% endfor %}</table></div>"
-)
 
 
 @dataclass(frozen=True)

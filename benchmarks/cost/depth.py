@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import Table, format_estimate
-from benchmarks.common.statistics import (
+from benchmarks.cost.efficiency.models import SHAPES
+from vllm_autoprune.evaluation.statistics import (
     DRAWS,
     Estimate,
     Floats,
@@ -30,7 +31,6 @@ from benchmarks.common.statistics import (
     medians,
     resample,
 )
-from benchmarks.cost.efficiency.models import SHAPES
 
 
 @dataclass(frozen=True)

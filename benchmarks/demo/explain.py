@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.demo.configurations import Configuration
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
-from vllm_autoprune.offline.llava import LlavaVision
+from vllm_autoprune.checkpoints.llava import LlavaVision
 from vllm_autoprune.serving.shared.plan import make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.selection import select_at_random
@@ -44,7 +44,7 @@ class Explainer:
         self, image: Image.Image, question: str, configuration: Configuration
     ) -> Explanation:
         """The tokens that a server would keep, and the answer that it would give."""
-        tokens = self._vision.look(image, question).tokens
+        tokens = self._vision.encode(image, question).tokens
         kept = self._kept(tokens, image, configuration)
         return Explanation(
             configuration, tuple(kept.tolist()), self._answer(tokens, kept, question)

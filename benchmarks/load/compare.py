@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.common import StrictModel
-from benchmarks.common.statistics import Estimate
 from benchmarks.load.percentiles import ratio, share
 from benchmarks.load.points import Point, Run, Values, e2e, tpot, ttft
+from vllm_autoprune.evaluation.statistics import Estimate
 
 FIGURES: Mapping[str, tuple[Values, int]] = {
     "TTFT p50": (ttft, 50),

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common.request_record import Record
-from benchmarks.common.statistics import Estimate
 from benchmarks.load.percentiles import Distribution, distribution, share
 from benchmarks.load.result import Result
 from benchmarks.load.schedule import Load
+from vllm_autoprune.evaluation.statistics import Estimate
 
 Values = Callable[[Record], Sequence[float]]
 """The values that one answered request contributes."""

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common.report import Table, format_estimate
-from benchmarks.common.statistics import Estimate
 from benchmarks.load.compare import FIGURES, compare_answers, compare_arms
 from benchmarks.load.paired import Paired
 from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
 from benchmarks.load.result import format_hits, format_percentiles
 from benchmarks.load.sweep import KNEE, Sweep, build_sweep
 from benchmarks.load.workload import CACHES, Workload, format_mix
+from vllm_autoprune.evaluation.statistics import Estimate
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.common import StrictModel
 from benchmarks.common.request_record import Record, answered
-from benchmarks.common.statistics import Estimate
 from benchmarks.load.percentiles import Distribution, distribution, share
 from benchmarks.load.schedule import Slo
+from vllm_autoprune.evaluation.statistics import Estimate
 
 
 class Summary(StrictModel):

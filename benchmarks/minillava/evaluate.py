@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common.statistics import ClusterBootstrap, Estimate, estimate
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.selections import (
     ORACLE,
@@ -27,6 +26,7 @@ from benchmarks.minillava.selections import (
 )
 from benchmarks.minillava.split import CHECKPOINT, Example, held_out
 from benchmarks.minillava.wordings import CATEGORIES, KINDS
+from vllm_autoprune.evaluation.statistics import ClusterBootstrap, Estimate, estimate
 
 BUDGETS = (64, 32, 16, 8)
 FULL = "full"

@@ -115,12 +115,12 @@ def probes_from_checkpoint(
     # Imported here, because it loads transformers.
     from PIL import Image
 
-    from vllm_autoprune.offline import open_vision
+    from vllm_autoprune.checkpoints import open_vision
 
     vision = open_vision(checkpoint, text_tower)
     by_image = {example.image: example for example in reversed(dataset.examples("search"))}
     probes = []
     for example in islice(reversed(by_image.values()), PROBE_IMAGES):
         with Image.open(dataset.folder / example.image) as image:
-            probes.append(vision.look(image, example.question).tokens)
+            probes.append(vision.encode(image, example.question).tokens)
     return probes

@@ -1,4 +1,4 @@
-"""The page on the command line: its calls parse, its outputs are what is printed."""
+"""docs/cli.md: its calls parse, and its outputs are those of the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""doctor: what it finds here, and that nothing missing makes it crash."""
+"""doctor: findings on this machine, and without the packages it checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.minillava.split import CLIP
-from vllm_autoprune.cli import doctor
+from vllm_autoprune.cli.commands import doctor
 from vllm_autoprune.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
@@ -35,14 +35,14 @@ raise SystemExit(main(["doctor", "--json"]))
 def test_this_installation_can_serve(capsys: Captured) -> None:
     before = os.environ.get("VLLM_LOGGING_LEVEL")
     assert main(["doctor", "--text-tower", str(CLIP), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert os.environ.get("VLLM_LOGGING_LEVEL") == before, "what is started later would not log"
-    assert told["can_serve"]
-    found = {finding["what"]: finding for finding in told["findings"]}
+    assert report["can_serve"]
+    findings = {finding["what"]: finding for finding in report["findings"]}
     for what in ("python", "vllm", "torch", "entry point", "hooks", "text tower"):
-        assert found[what]["status"] == "ok", found[what]
-    assert "sign +1" in found["text tower"]["detail"]
-    assert "load and materialize" in found["shipped states"]["detail"]
+        assert findings[what]["status"] == "ok", findings[what]
+    assert "sign +1" in findings["text tower"]["detail"]
+    assert "load and materialize" in findings["shipped states"]["detail"]
 
 
 def test_without_vllm_it_says_so_and_does_not_crash() -> None:
@@ -50,11 +50,11 @@ def test_without_vllm_it_says_so_and_does_not_crash() -> None:
         [sys.executable, "-c", WITHOUT_VLLM], capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 1, ran.stderr
-    found = {f["what"]: f for f in json.loads(ran.stdout)["findings"]}
-    assert found["vllm"]["status"] == "fail" and "install" in found["vllm"]["fix"]
-    assert found["transformers"]["status"] == "fail"
-    assert found["hooks"]["status"] == "fail"
-    assert found["shipped states"]["status"] == "ok"
+    findings = {f["what"]: f for f in json.loads(ran.stdout)["findings"]}
+    assert findings["vllm"]["status"] == "fail" and "install" in findings["vllm"]["fix"]
+    assert findings["transformers"]["status"] == "fail"
+    assert findings["hooks"]["status"] == "fail"
+    assert findings["shipped states"]["status"] == "ok"
 
 
 @pytest.fixture
@@ -74,12 +74,12 @@ def test_each_failure_names_the_way_to_fix_it(
     monkeypatch.setattr(doctor, "shipped_states", dict)
     (tmp_path / "tower").mkdir()
     assert main(["doctor", "--text-tower", str(tmp_path / "tower")]) == 1
-    said = capsys.readouterr().out
-    failed = [line for line in said.splitlines() if line.startswith("fail")]
+    output = capsys.readouterr().out
+    failed = [line for line in output.splitlines() if line.startswith("fail")]
     assert len(failed) == 6
-    assert "pip install vllm-autoprune" in " ".join(said.split())
-    assert "cannot serve yet" in said
-    assert len(said.splitlines()) < 30
+    assert "pip install vllm-autoprune" in " ".join(output.split())
+    assert "cannot serve yet" in output
+    assert len(output.splitlines()) < 30
 
 
 @pytest.mark.usefixtures("quick")

@@ -3,12 +3,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES
 from tests.benchmarks.accuracy.minillava.server import answering
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune.cli.main import main, parser
@@ -19,84 +18,120 @@ CALLS = [
     for call in re.findall(r"^vllm-autoprune eval (?:.*\\\n)*.*", PAGE, re.MULTILINE)
 ]
 
-SMALL = ["--scenes", "1", "--budgets", "8", "--cases", "random"]
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A file of questions about two images."""
+    for name, colour in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / name)
+    lines = [
+        {"image": "a.png", "question": "Which colour?", "answer": "red", "category": "colour"},
+        {"image": "b.png", "question": "Is it red?", "answer": "no", "pair": 1},
+        {"image": "a.png", "question": "Which shape?", "answer": "square", "category": "shape"},
+        {"image": "b.png", "question": "Is it blue?", "answer": "yes", "pair": 1},
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
 
 
-def test_the_page_s_calls_parse() -> None:
+def test_the_calls_in_the_docs_parse() -> None:
     assert len(CALLS) == 3
     parsed = [parser().parse_args(call) for call in CALLS]
     assert {options.command for options in parsed} == {"eval"}
+    assert parsed[0].suite == "data:questions.jsonl"
     assert len(parsed[1].arm) == 3 and parsed[2].include_path == Path("lmms-task")
 
 
-def test_the_defaults_are_the_suite_s_own() -> None:
-    options = parser().parse_args(["eval", "--suite", "minillava"])
-    assert (tuple(options.budgets), tuple(options.cases)) == (BUDGETS, FAMILIES)
-
-
-def test_one_command_makes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with endpoint(answering) as told:
-        call = ["eval", "--suite", "minillava", "--server-url", told.url, "--out", str(tmp_path)]
-        assert main([*call, *SMALL]) == 0
-        shown = capsys.readouterr()
-        assert "## K = 8" in shown.out and "Verdict: valid" in shown.out
-        assert "100%" in shown.err
-        assert main([*call, *SMALL, "--resume", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["valid"] is True
-    files = {path.name for path in tmp_path.iterdir()}
+def test_own_questions_are_measured_in_every_case(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with endpoint(answering) as server:
+        call = ["eval", "--suite", f"data:{data}", "--server-url", server.url, "--out", str(out)]
+        call += ["--budgets", "8", "--state", "autoprune", "--state", "visionzip"]
+        assert main(call) == 0
+        captured = capsys.readouterr()
+        # full, random, cdpruner and autoprune, visionzip (which exchanges nothing): five cases.
+        assert len(server.asked) == 5 * 4
+        images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.asked]
+        assert len(set(images)) == 2
+        assert main([*call, "--resume", "--json"]) == 0
+        assert len(server.asked) == 5 * 4
+    assert "## K = 8" in captured.out and "Verdict: valid" in captured.out
+    report = json.loads(capsys.readouterr().out)
+    assert {row["case"]["name"] for row in report["rows"]} == {
+        "full", "random@8", "cdpruner@8", "autoprune@8", "visionzip@8",
+    }  # fmt: skip
+    benchmarks = next(row["benchmarks"] for row in report["rows"] if row["case"]["name"] == "full")
+    assert benchmarks == {"colour": 100.0, "shape": 100.0, "MME": 200.0}
+    files = {path.name for path in out.iterdir()}
     assert files == {"report.json", "report.md", "report.tex", "samples.jsonl"}
 
 
-def test_what_is_not_valid_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_report_exits_with_1(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refusing(body: Body, number: int) -> Answer:
         return error(400, "no") if number == 3 else answering(body, number)
 
-    with endpoint(refusing) as told:
-        call = ["eval", "--suite", "minillava", "--server-url", told.url, "--out", str(tmp_path)]
-        assert main([*call, *SMALL]) == 1
+    with endpoint(refusing) as server:
+        call = ["eval", "--suite", f"data:{data}", "--server-url", server.url]
+        assert main([*call, "--out", str(tmp_path / "out")]) == 1
     assert "NOT VALID" in capsys.readouterr().out
 
 
-def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_keeps_every_token_makes_the_report_invalid(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with endpoint(answering) as server:
+        call = ["eval", "--suite", f"data:{data}", "--server-url", server.url, "--budgets", "144"]
+        assert main([*call, "--out", str(tmp_path / "out")]) == 1
+    assert "K keeps every token" in capsys.readouterr().out
+
+
+def test_every_problem_of_the_data_is_listed(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.write_text('{"image": "c.png", "question": "?", "answer": "x"}\n{"image": "a.png"}\n')
+    assert main(["eval", "--suite", f"data:{data}", "--server-url", "http://h:1"]) == 1
+    message = capsys.readouterr().err
+    assert "questions.jsonl:2" in message and "c.png: cannot be read" in message
+
+
+def test_a_dry_run_starts_nothing(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    call = ["eval", "--suite", "minillava", "--dry-run", "--out", str(out), *SMALL]
-    assert main(call) == 0
-    assert "vllm serve" in capsys.readouterr().out and not out.exists()
+    call = ["eval", "--suite", f"data:{data}", "--server-url", "http://h:1", "--out", str(out)]
+    assert main([*call, "--dry-run"]) == 0
+    assert "4 cases x 4 questions: 16 requests" in capsys.readouterr().out and not out.exists()
     lmms = ["eval", "--suite", "lmms:mme", "--served-name", "m", "--arm", "full=http://h:1"]
     assert main([*lmms, "--dry-run"]) == 0
     assert "--tasks mme" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
-        (["--suite", "imagenet"], "is no suite"),
+        (["--suite", "imagenet"], "is not a suite"),
+        (["--suite", "data:x.jsonl"], "--server-url: is missing"),
+        (["--suite", "data:/nowhere.jsonl", "--server-url", "http://h"], "cannot be read"),
+        (["--suite", "data:x", "--server-url", "u", "--budgets", "0"], "--budgets 0: are below 1"),
         (["--suite", "lmms:mme", "--arm", "full=http://h"], "--served-name: is missing"),
         (["--suite", "lmms:mme", "--served-name", "m"], "--arm: is missing"),
         (
             ["--suite", "lmms:mine", "--served-name", "m", "--include-path", "/nowhere"],
             "--include-path /nowhere: holds no task",
         ),
-        (["--suite", "minillava", "--model", "/nowhere"], "has no llava/config.json"),
-        (["--suite", "minillava", "--budgets", "144"], "are not within 1..143"),
         (
             ["--suite", "lmms:mme", "--served-name", "m", "--backbone", "x"],
             "--backbone x: is in no table",
         ),
     ],
 )
-def test_what_cannot_begin_says_why(
-    call: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_cannot_start_says_why(
+    call: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *call]) == 1
-    assert told in capsys.readouterr().err
-
-
-def test_an_installed_package_without_the_repository_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "benchmarks", None)
-    assert main(["eval", "--suite", "minillava"]) == 1
-    assert "clone the repository" in capsys.readouterr().err
+    assert message in capsys.readouterr().err

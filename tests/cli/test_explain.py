@@ -28,9 +28,9 @@ def test_a_picture_and_a_page(scene: Path, tmp_path: Path, capsys: Captured) -> 
     picture, page = tmp_path / "out.png", tmp_path / "out.html"
     call = ["explain", str(scene), question, *MODEL, "--budget", "8"]
     assert main([*call, "-o", str(picture), "-o", str(page), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "keeps 8 of 144" in told["summary"]
-    assert len(told["trace"]["kept"]) == 8
+    record = json.loads(capsys.readouterr().out)
+    assert "keeps 8 of 144" in record["summary"]
+    assert len(record["trace"]["kept"]) == 8
     with Image.open(picture) as image:
         assert image.width > 1000
     assert question in page.read_text()
@@ -46,11 +46,11 @@ def test_any_mode_and_shape_of_image(tmp_path: Path, mode: str, capsys: Captured
 
 
 def test_what_is_transparent_is_white(tmp_path: Path) -> None:
-    from vllm_autoprune.cli.commands.explain import opened
+    from vllm_autoprune.cli.commands.explain import read_image
 
     path = tmp_path / "clear.png"
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(path)
-    assert opened(path).getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(path).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_files_that_cannot_be_read_or_written(
@@ -58,13 +58,13 @@ def test_files_that_cannot_be_read_or_written(
 ) -> None:
     text = tmp_path / "text.png"
     text.write_text("no image")
-    for image, options, said in (
+    for image, options, message in (
         (text, MODEL, "cannot be read"),
         (tmp_path / "lost.png", MODEL, "No such file"),
         (tmp_path, MODEL, "cannot be read"),
         (scene, [*MODEL, "-o", str(tmp_path / "out.gif")], ".png or .html"),
         (scene, ["--checkpoint", str(tmp_path)], "config.json cannot be read"),
-        (scene, ["--checkpoint", str(CLIP)], "cannot be looked into"),
+        (scene, ["--checkpoint", str(CLIP)], "is not supported here"),
     ):
-        assert main(["explain", str(image), "?", *options]) == 1, said
-        assert said in capsys.readouterr().err
+        assert main(["explain", str(image), "?", *options]) == 1, message
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command: exit status, tables for people, JSON for programs."""
+"""The command: exit status, tables and JSON."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def test_every_shipped_state_is_valid(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(len(r["verdicts"]) == 5 for r in results)
 
 
-def test_a_bad_state_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_state_is_reported_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "bad.json"
     file.write_text('{"schema": "autoprune-state/1", "name": "x"}')
     assert main(["validate", str(file), "autoprune"]) == 1
-    said = capsys.readouterr().out
-    assert "/budget: required but missing" in said
-    assert "autoprune: valid, K = 32" in said
+    output = capsys.readouterr().out
+    assert "/budget: required but missing" in output
+    assert "autoprune: valid, K = 32" in output
 
 
 def test_a_budget_is_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,14 +65,14 @@ def test_the_readme_shows_the_support_table() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_and_speaks_json(
+def test_every_command_has_help_and_json_output(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert "--json" in said and COMMANDS[command].help[1:] in " ".join(said.split())
+    output = capsys.readouterr().out
+    assert "--json" in output and COMMANDS[command].help[1:] in " ".join(output.split())
 
 
 def test_starting_loads_neither_server_nor_model_nor_pictures() -> None:
@@ -84,7 +86,7 @@ def test_starting_loads_neither_server_nor_model_nor_pictures() -> None:
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     run = f"{sys.executable} -m vllm_autoprune.cli.main schema | head -c 10"
     ran = subprocess.run(run, shell=True, capture_output=True, text=True, timeout=120)
     assert ran.stdout == '{\n  "$defs"'[:10]

@@ -38,10 +38,10 @@ def test_indices_are_those_of_the_library(arrays: Path, tmp_path: Path, capsys: 
     out = tmp_path / "out.npz"
     call = ["select", "autoprune", str(arrays), "--budget", "10"]
     assert main([*call, "--json", "-o", str(out)]) == 0
-    told = json.loads(capsys.readouterr().out)
+    records = json.loads(capsys.readouterr().out)
     expected = refine(materialize(state(), 10), images(seed=7))
-    assert [image["kept"] for image in told] == expected.indices.tolist()
-    assert [image["reference"] for image in told] == expected.reference.tolist()
+    assert [image["kept"] for image in records] == expected.indices.tolist()
+    assert [image["reference"] for image in records] == expected.reference.tolist()
     with np.load(out, allow_pickle=False) as saved:
         assert set(saved.files) == {
             *("indices", "reference", "exchanged", "fallback", "features", "quality"),
@@ -52,17 +52,17 @@ def test_indices_are_those_of_the_library(arrays: Path, tmp_path: Path, capsys: 
 
 def test_the_table_tells_why_tokens_were_exchanged(arrays: Path, capsys: Captured) -> None:
     assert main(["select", "autoprune", str(arrays), "--budget", "10"]) == 0
-    said = capsys.readouterr().out
-    assert "image 0, grid 6 x 6 x 1, fallback none" in said and "image 1" in said
+    output = capsys.readouterr().out
+    assert "image 0, grid 6 x 6 x 1, fallback none" in output and "image 1" in output
     expected = refine(materialize(state(), 10), images(seed=7))
-    assert " ".join(map(str, expected.indices[0].tolist())) in said
-    assert int(expected.exchanged.sum()) > 0 and "local_contrast_saliency" in said
+    assert " ".join(map(str, expected.indices[0].tolist())) in output
+    assert int(expected.exchanged.sum()) > 0 and "local_contrast_saliency" in output
 
 
-def test_bad_arrays_are_told(tmp_path: Path, capsys: Captured) -> None:
+def test_bad_arrays_are_reported(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "bad.npz"
     np.savez(path, allow_pickle=False, features=np.ones((35, 4)))
     assert main(["select", "autoprune", str(path)]) == 1
-    said = capsys.readouterr().err
-    assert "grid: missing, and N = 35 is no square" in said
-    assert "patches: required but missing" in said
+    output = capsys.readouterr().err
+    assert "grid: missing, and N = 35 is not a square" in output
+    assert "patches: required but missing" in output

@@ -15,13 +15,13 @@ from vllm_autoprune.tpdsl.states.state import required_inputs
 Captured = pytest.CaptureFixture[str]
 
 
-def spoken(capsys: Captured, *arguments: str, status: int = 0) -> str:
+def run_command(capsys: Captured, *arguments: str, status: int = 0) -> str:
     assert main(arguments) == status
     return capsys.readouterr().out
 
 
 def test_show_tells_the_parts_of_a_state(capsys: Captured) -> None:
-    said = spoken(capsys, "show", "autoprune")
+    output = run_command(capsys, "show", "autoprune")
     for part in (
         "Keeps 32 visual tokens",
         "cdpruner",
@@ -33,61 +33,61 @@ def test_show_tells_the_parts_of_a_state(capsys: Captured) -> None:
         "features, cls_attention, instruction",
         load_state("autoprune").digest[:12],
     ):
-        assert part in said
-    told = json.loads(spoken(capsys, "show", "autoprune", "--budget", "64", "--json"))
-    assert (told["budget"], told["r_min"], len(told["signals"])) == ([64, 64], 62, 5)
+        assert part in output
+    record = json.loads(run_command(capsys, "show", "autoprune", "--budget", "64", "--json"))
+    assert (record["budget"], record["r_min"], len(record["signals"])) == ([64, 64], 62, 5)
 
 
 def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:
     other = tmp_path / "other.json"
     other.write_text(state({"/scoring/signals/0/weight": 0.5, "/name": "other"}).dumps())
-    said = spoken(capsys, "diff", "autoprune", str(other))
-    assert "digests differ" in said and "/scoring/signals/0/weight" in said
-    told = json.loads(spoken(capsys, "diff", "autoprune", str(other), "--json"))
-    assert not told["same_behaviour"]
-    assert {c["where"]: c["after"] for c in told["changes"]} == {
+    output = run_command(capsys, "diff", "autoprune", str(other))
+    assert "digests differ" in output and "/scoring/signals/0/weight" in output
+    record = json.loads(run_command(capsys, "diff", "autoprune", str(other), "--json"))
+    assert not record["same_behaviour"]
+    assert {c["where"]: c["after"] for c in record["changes"]} == {
         "/name": "other",
         "/scoring/signals/0/weight": 0.5,
     }
 
 
 def test_diff_of_a_state_with_itself(capsys: Captured) -> None:
-    said = spoken(capsys, "diff", "autoprune", "autoprune")
-    assert "both keep the same tokens" in said and "no field differs" in said
+    output = run_command(capsys, "diff", "autoprune", "autoprune")
+    assert "both keep the same tokens" in output and "no field differs" in output
 
 
 def test_materialize_writes_a_state_and_tells_what_changed(
     tmp_path: Path, capsys: Captured
 ) -> None:
     target = tmp_path / "next.json"
-    said = spoken(
+    output = run_command(
         capsys,
         *("materialize", "autoprune", "--budget", "160", "--backbone", "llava-next-7b"),
         *("-o", str(target)),
     )
-    assert "/budget" in said and "32 + 32 + 32 + 32 + 32" in said and "valid" in said
-    assert str(target) in said
+    assert "/budget" in output and "32 + 32 + 32 + 32 + 32" in output and "valid" in output
+    assert str(target) in output
     written = load_state(target)
     assert written.name == "autoprune-llava-next-7b-k160"
-    assert spoken(capsys, "validate", str(target)).startswith(f"{target}: valid, K = 160")
+    assert run_command(capsys, "validate", str(target)).startswith(f"{target}: valid, K = 160")
 
 
 def test_an_instruction_free_variant_reads_no_instruction(tmp_path: Path, capsys: Captured) -> None:
     target = tmp_path / "free.json"
-    asked = ("--instruction-free", "--budget", "64", "-o", str(target), "--json")
-    told = json.loads(spoken(capsys, "materialize", "autoprune", *asked))
-    changed = {change["where"] for change in told["changes"]}
+    arguments = ("--instruction-free", "--budget", "64", "-o", str(target), "--json")
+    record = json.loads(run_command(capsys, "materialize", "autoprune", *arguments))
+    changed = {change["where"] for change in record["changes"]}
     assert {"/base_policy/name", "/budget/atom", "/scoring/signals/0"} <= changed
-    made = load_state(target)
-    assert required_inputs(made, exchange=True) == {"cls_attention"}
-    assert told["budget"] == 64 and made.digest == told["digest"]
+    new_state = load_state(target)
+    assert required_inputs(new_state, exchange=True) == {"cls_attention"}
+    assert record["budget"] == 64 and new_state.digest == record["digest"]
 
 
 def test_materialize_as_json_holds_the_state(capsys: Captured) -> None:
-    told = json.loads(spoken(capsys, "materialize", "autoprune", "--budget", "64", "--json"))
-    assert told["valid"] and told["budget"] == 64
-    assert load_state(json.dumps(told["state"])).digest == told["digest"]
-    assert all(change["why"] for change in told["changes"])
+    record = json.loads(run_command(capsys, "materialize", "autoprune", "--budget", "64", "--json"))
+    assert record["valid"] and record["budget"] == 64
+    assert load_state(json.dumps(record["state"])).digest == record["digest"]
+    assert all(change["why"] for change in record["changes"])
 
 
 def test_nothing_is_left_behind_where_nothing_can_be_written(
@@ -109,11 +109,11 @@ def test_nothing_is_left_behind_where_nothing_can_be_written(
         ["cost", "--backbone", "llava-next-7b", "--tokens", "0"],
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(arguments: list[str], capsys: Captured) -> None:
+def test_what_is_wrong_is_reported_in_one_line(arguments: list[str], capsys: Captured) -> None:
     assert main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1 and " -> " in captured.err
     assert main([*arguments, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["error"].endswith("Error") and told["problems"][0]["fix"]
+    record = json.loads(capsys.readouterr().out)
+    assert record["error"].endswith("Error") and record["problems"][0]["fix"]

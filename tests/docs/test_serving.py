@@ -88,8 +88,8 @@ def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
     known = set(re.findall(r"--[a-z][a-z-]+", shown))
     others = {"--gpus", "--ipc", "--system", "--no-deps"}  # of docker and pip
     others |= {"--count", "--minutes"}  # of our own commands
-    said = set(re.findall(r"--[a-z][a-z-]+", SERVING + DEPLOY)) - others
-    assert said - known == set()
+    flags = set(re.findall(r"--[a-z][a-z-]+", SERVING + DEPLOY)) - others
+    assert flags - known == set()
 
 
 def test_levels_and_fields_are_all_on_the_page() -> None:

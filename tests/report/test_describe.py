@@ -6,38 +6,40 @@ import pytest
 
 from tests.tpdsl.samples import state
 from vllm_autoprune import BudgetError
-from vllm_autoprune.report.compare import compare
-from vllm_autoprune.report.describe import describe
+from vllm_autoprune.report.describe import compare, describe
 
 
 def test_what_a_state_says() -> None:
-    found = describe(state())
-    assert (found.budget, found.q_e, found.r_min) == ((32, 32), 2, 30)
-    assert found.base_policy.atom == "cdpruner"
-    assert [part.atom for part in found.pool] == ["quality_pool_builder", "diversity_pool_builder"]
-    assert found.pool[1].parameters == {"pool_ratio": 0.5}
-    assert found.reads == ("cls_attention", "instruction")
-    assert sum(signal.share for signal in found.signals) == pytest.approx(1)
-    assert found.signals[0].share == pytest.approx(0.4)
-    assert "weight" not in found.signals[0].parameters
-    said = " ".join(found.words)
-    assert "Keeps 32 visual tokens" in said and "At most 2" in said and "at least 30" in said
-    assert "two questions on one image" in said
+    description = describe(state())
+    assert (description.budget, description.q_e, description.r_min) == ((32, 32), 2, 30)
+    assert description.base_policy.atom == "cdpruner"
+    assert [part.atom for part in description.pool] == [
+        "quality_pool_builder",
+        "diversity_pool_builder",
+    ]
+    assert description.pool[1].parameters == {"pool_ratio": 0.5}
+    assert description.reads == ("cls_attention", "instruction")
+    assert sum(signal.share for signal in description.signals) == pytest.approx(1)
+    assert description.signals[0].share == pytest.approx(0.4)
+    assert "weight" not in description.signals[0].parameters
+    text = " ".join(description.words)
+    assert "Keeps 32 visual tokens" in text and "At most 2" in text and "at least 30" in text
+    assert "two questions on one image" in text
 
 
 def test_another_budget() -> None:
-    found = describe(state(), 64)
-    assert (found.budget, found.r_min) == ((64, 64), 62)
+    description = describe(state(), 64)
+    assert (description.budget, description.r_min) == ((64, 64), 62)
     with pytest.raises(BudgetError):
         describe(state(), 0)
 
 
 def test_a_base_policy_alone() -> None:
     alone = state({"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}})
-    found = describe(alone)
-    assert found.reads == ()
-    assert "the base policy alone chooses" in found.words[1]
-    assert "share its KV cache" in found.words[2]
+    description = describe(alone)
+    assert description.reads == ()
+    assert "the base policy alone chooses" in description.words[1]
+    assert "share its KV cache" in description.words[2]
 
 
 def test_weightless_signals_have_no_share() -> None:
@@ -46,21 +48,23 @@ def test_weightless_signals_have_no_share() -> None:
 
 
 def test_states_that_behave_alike_have_one_digest() -> None:
-    found = compare(state(), state({"/name": "other", "/safety": [{"atom": "preserve_budget"}]}))
-    assert not found.same_behaviour
+    description = compare(
+        state(), state({"/name": "other", "/safety": [{"atom": "preserve_budget"}]})
+    )
+    assert not description.same_behaviour
     named = compare(state(), state({"/name": "other"}))
     assert named.same_behaviour
     assert [change.where for change in named.changes] == ["/name"]
 
 
 def test_a_default_written_out_is_no_difference() -> None:
-    found = compare(state(), state({"/scoring/signals/0/sign": "auto"}))
-    assert found.changes == () and found.same_behaviour
+    description = compare(state(), state({"/scoring/signals/0/sign": "auto"}))
+    assert description.changes == () and description.same_behaviour
 
 
 def test_a_budget_that_follows_the_image() -> None:
     ratio = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64}
-    found = describe(state({"/budget": ratio}))
-    assert found.budget == (8, 64)
-    assert "Keeps 8 to 64, by its size" in found.words[0]
+    description = describe(state({"/budget": ratio}))
+    assert description.budget == (8, 64)
+    assert "Keeps 8 to 64, by its size" in description.words[0]
     assert describe(state({"/budget": ratio}), 20).budget == (20, 20)

@@ -1,4 +1,4 @@
-"""Pictures and pages: the right token in the right place, and nothing from elsewhere."""
+"""Pictures and pages: tokens are in the right place, and pages fetch nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ import pytest
 from PIL import Image
 
 from vllm_autoprune import Grid
-from vllm_autoprune.report.colours import ENTERED, LEFT, RAMP, heat, spread
-from vllm_autoprune.report.page import page
+from vllm_autoprune.report.page import render_page
 from vllm_autoprune.report.panels import Explanation, Panel
-from vllm_autoprune.report.picture import SIDE, draw, heat_map, png
+from vllm_autoprune.report.picture import (
+    ENTERED,
+    LEFT,
+    RAMP,
+    SIDE,
+    draw_heat_map,
+    draw_sheet,
+    encode_png,
+    heat_colour,
+    stretch_values,
+)
 from vllm_autoprune.report.trace import SignalTrace, Trace
 
 GRID = Grid(4, 6)
@@ -51,35 +60,35 @@ def explanation(question: str = QUESTION, trace: Trace = TRACE) -> Explanation:
 
 
 def test_the_ramp_grows_lighter_and_is_clamped() -> None:
-    light = [sum(heat(step / 20)) for step in range(21)]
+    light = [sum(heat_colour(step / 20)) for step in range(21)]
     assert light == sorted(light)
-    assert (heat(-1), heat(2), heat(1)) == (RAMP[0], RAMP[-1], RAMP[-1])
+    assert (heat_colour(-1), heat_colour(2), heat_colour(1)) == (RAMP[0], RAMP[-1], RAMP[-1])
 
 
 def test_values_are_stretched_and_what_is_not_finite_is_low() -> None:
-    assert spread([1.0, 3.0, 2.0]) == [0.0, 1.0, 0.5]
-    assert spread([2.0, 2.0]) == [0.0, 0.0]
-    assert spread([float("nan"), 0.0, 1.0, float("inf")]) == [0.0, 0.0, 1.0, 0.0]
-    assert spread([float("nan")] * 2) == [0.0, 0.0]
+    assert stretch_values([1.0, 3.0, 2.0]) == [0.0, 1.0, 0.5]
+    assert stretch_values([2.0, 2.0]) == [0.0, 0.0]
+    assert stretch_values([float("nan"), 0.0, 1.0, float("inf")]) == [0.0, 0.0, 1.0, 0.0]
+    assert stretch_values([float("nan")] * 2) == [0.0, 0.0]
 
 
 def test_a_heat_map_has_one_pixel_a_token() -> None:
     values = [0.0] * 24
     values[8] = 1.0
-    image = heat_map(values, GRID)
+    image = draw_heat_map(values, GRID)
     assert image.size == (6, 4)
     assert image.getpixel((2, 1)) == RAMP[-1]
     assert image.getpixel((1, 2)) == RAMP[0]
 
 
 def test_a_heat_map_of_tiles_is_as_wide_as_all_of_them() -> None:
-    image = heat_map([0.0] * 6 + [1.0] + [0.0] * 5, Grid(2, 3, tiles=2))
+    image = draw_heat_map([0.0] * 6 + [1.0] + [0.0] * 5, Grid(2, 3, tiles=2))
     assert image.size == (6, 2)
     assert image.getpixel((3, 0)) == RAMP[-1]
 
 
 def test_marks_lie_on_their_tokens() -> None:
-    sheet = draw(explanation())
+    sheet = draw_sheet(explanation())
     size = SIDE // GRID.width
     # The second panel of the first row: found by its frame colours, so layout may change.
     for colour, token in ((LEFT, 3), (ENTERED, 8)):
@@ -95,7 +104,7 @@ def test_marks_lie_on_their_tokens() -> None:
 
 
 def test_swapped_tokens_stand_apart_by_as_much_as_their_places() -> None:
-    sheet, size = draw(explanation()), SIDE // GRID.width
+    sheet, size = draw_sheet(explanation()), SIDE // GRID.width
     corner = {
         colour: min(
             (y, x)
@@ -111,9 +120,9 @@ def test_swapped_tokens_stand_apart_by_as_much_as_their_places() -> None:
 
 @pytest.mark.parametrize("question", ["", "x" * 5000, "many words " * 800, "面白い?"])
 def test_any_question_can_be_drawn(question: str) -> None:
-    sheet = draw(explanation(question))
+    sheet = draw_sheet(explanation(question))
     assert sheet.height < 2000
-    with Image.open(io.BytesIO(png(sheet))) as again:
+    with Image.open(io.BytesIO(encode_png(sheet))) as again:
         assert again.format == "PNG" and again.size == sheet.size
 
 
@@ -141,7 +150,7 @@ class Reader(HTMLParser):
 
 
 def test_a_page_needs_nothing_else() -> None:
-    text = page(explanation())
+    text = render_page(explanation())
     reader = Reader()
     reader.feed(text)
     assert reader.figures == 3
@@ -152,16 +161,16 @@ def test_a_page_needs_nothing_else() -> None:
 
 
 def test_a_question_cannot_break_out_of_the_page() -> None:
-    text = page(explanation())
+    text = render_page(explanation())
     assert "<b>" not in text and "&lt;b&gt;this&lt;/b&gt;" in text
     reader = Reader()
     reader.feed(text)
     assert len(reader.scripts) == 2
 
 
-def test_a_page_tells_every_token() -> None:
+def test_a_page_has_the_values_of_every_token() -> None:
     reader = Reader()
-    reader.feed(page(explanation()))
+    reader.feed(render_page(explanation()))
     data = json.loads(reader.scripts[0])
     assert data["place"][8] == [1, 2]
     assert data["status"][8] == "swapped in"
@@ -173,7 +182,9 @@ def test_a_page_tells_every_token() -> None:
 
 
 def test_the_picture_in_the_page_is_the_image() -> None:
-    found = re.search(r"background-image:url\(data:image/png;base64,([^)]+)\)", page(explanation()))
-    assert found is not None
-    with Image.open(io.BytesIO(base64.b64decode(found[1]))) as image:
+    match = re.search(
+        r"background-image:url\(data:image/png;base64,([^)]+)\)", render_page(explanation())
+    )
+    assert match is not None
+    with Image.open(io.BytesIO(base64.b64decode(match[1]))) as image:
         assert image.size == (120, 80) and image.getpixel((0, 0)) == (200, 40, 40)

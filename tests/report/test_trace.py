@@ -1,4 +1,4 @@
-"""Traces agree with what the policy did."""
+"""Traces agree with the selection of the policy."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from PIL import Image
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
-from vllm_autoprune.report.panels import cell, explain, spoken
-from vllm_autoprune.report.trace import Trace, trace
+from vllm_autoprune.report.panels import atom_title, cell, explain
+from vllm_autoprune.report.trace import Trace, trace_images
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
-def traced(tokens: VisualTokens, changes: dict[str, object] | None = None) -> tuple[Trace, ...]:
+def trace_batch(
+    tokens: VisualTokens, changes: dict[str, object] | None = None
+) -> tuple[Trace, ...]:
     policy = materialize(state(changes), 12)
-    return trace(policy, tokens, refine(policy, tokens))
+    return trace_images(policy, tokens, refine(policy, tokens))
 
 
-def test_a_trace_tells_what_was_done() -> None:
+def test_a_trace_agrees_with_the_selection() -> None:
     tokens = images(seed=3)
     policy = materialize(state(), 12)
     refined = refine(policy, tokens)
-    for number, image in enumerate(trace(policy, tokens, refined)):
+    for number, image in enumerate(trace_images(policy, tokens, refined)):
         assert list(image.kept) == refined.indices[number].tolist()
         assert list(image.reference) == refined.reference[number].tolist()
         assert len(image.left) == len(image.entered) == int(refined.exchanged[number])
@@ -38,7 +40,7 @@ def test_a_trace_tells_what_was_done() -> None:
 
 def test_what_enters_is_better_than_what_leaves() -> None:
     exchanged = 0
-    for image in traced(images(seed=4, batch=4)):
+    for image in trace_batch(images(seed=4, batch=4)):
         assert image.quality is not None
         exchanged += len(image.entered)
         for entered, left in zip(
@@ -51,23 +53,23 @@ def test_what_enters_is_better_than_what_leaves() -> None:
 
 
 def test_signals_without_weight_are_left_out() -> None:
-    (image, _) = traced(images(), {"/scoring/signals/2/weight": 0.0})
+    (image, _) = trace_batch(images(), {"/scoring/signals/2/weight": 0.0})
     assert "spatial_centrality_prior" not in [signal.atom for signal in image.signals]
 
 
 def test_a_base_policy_alone_scores_nothing() -> None:
-    (image, _) = traced(images(), {"/constraints/selector/q_e": 0})
+    (image, _) = trace_batch(images(), {"/constraints/selector/q_e": 0})
     assert image.signals == () and image.quality is None
     assert set(image.kept) == set(image.reference)
 
 
-def test_a_fallback_is_told() -> None:
+def test_a_fallback_is_reported() -> None:
     tokens = images()
     assert tokens.cls_attention is not None
     broken = dataclasses.replace(
         tokens, cls_attention=torch.full_like(tokens.cls_attention, torch.nan)
     )
-    (image, _) = traced(broken)
+    (image, _) = trace_batch(broken)
     assert image.fallback == "reference" and image.entered == ()
     policy = materialize(state(), 12)
     picture = explain(policy, _blank(), "?", image)
@@ -75,24 +77,26 @@ def test_a_fallback_is_told() -> None:
 
 
 def test_panels_show_image_selection_and_every_signal() -> None:
-    (image, _) = traced(images())
+    (image, _) = trace_batch(images())
     policy = materialize(state(), 12)
-    found = explain(policy, _blank(), "What?", image)
-    assert [panel.title for panel in found.panels] == [
+    explanation = explain(policy, _blank(), "What?", image)
+    assert [panel.title for panel in explanation.panels] == [
         "image",
         "reference selection",
         "after exchange",
         "quality g",
-        *(spoken(signal.atom) for signal in image.signals),
+        *(atom_title(signal.atom) for signal in image.signals),
     ]
-    assert found.panels[1].lit == image.reference
-    assert found.panels[2].left == image.left and found.panels[2].entered == image.entered
-    assert found.summary.startswith("autoprune (") and "keeps 12 of 36" in found.summary
+    assert explanation.panels[1].lit == image.reference
+    assert (
+        explanation.panels[2].left == image.left and explanation.panels[2].entered == image.entered
+    )
+    assert explanation.summary.startswith("autoprune (") and "keeps 12 of 36" in explanation.summary
 
 
 def test_a_base_policy_alone_has_two_panels() -> None:
     changes: dict[str, object] = {"/constraints/selector/q_e": 0}
-    (image, _) = traced(images(), changes)
+    (image, _) = trace_batch(images(), changes)
     policy = materialize(state(changes), 12)
     assert len(explain(policy, _blank(), "What?", image).panels) == 2
 

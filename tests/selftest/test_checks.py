@@ -1,4 +1,4 @@
-"""Each promise is broken once: its check says so, and no report that keeps them all is blamed."""
+"""Every check passes on a correct report, and fails on reports changed in one place."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_autoprune.selftest.checks import CHECKS, FEW, runners_agree, survivors
-from vllm_autoprune.selftest.report import Report, Said
+from vllm_autoprune.selftest.checks import CHECKS, SMALL_BUDGET, remaining_indices, runners_agree
+from vllm_autoprune.selftest.report import Completion, Report
 
 IMAGE, N = 9, 12
 KEPT = [1, 2, 5, 7, 11]
 
 
-def said(count: int, positions: list[list[int]], cached: int = 0, logprob: float = -3.0) -> Said:
+def completion(
+    count: int, positions: list[list[int]], cached: int = 0, logprob: float = -3.0
+) -> Completion:
     prompt = [1, 2, *[IMAGE] * count, *range(20, 60)]
-    return Said(prompt=prompt, ids=[3, 4], logprob=logprob, cached=cached, positions=positions)
+    return Completion(
+        prompt=prompt, ids=[3, 4], logprob=logprob, cached=cached, positions=positions
+    )
 
 
 def full_positions() -> list[list[int]]:
@@ -29,8 +33,8 @@ def full_positions() -> list[list[int]]:
 def good() -> Report:
     full = full_positions()
     left = [0, 1, *(2 + row for row in KEPT), *range(2 + N, len(full[0]))]
-    stock = said(N, full)
-    pruned = said(FEW, [[axis[i] for i in left] for axis in full])
+    stock = completion(N, full)
+    pruned = completion(SMALL_BUDGET, [[axis[i] for i in left] for axis in full])
     return Report(
         runner="v1",
         stock={"q": stock},
@@ -52,28 +56,33 @@ def good() -> Report:
     )
 
 
-def test_a_report_that_keeps_all_promises_is_not_blamed() -> None:
+def test_a_correct_report_passes_every_check() -> None:
     assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, "")
 
 
-def _spoilt(field: str, **changes: object) -> Callable[[Report], Report]:
-    def spoil(report: Report) -> Report:
+def _with_completion(field: str, **changes: object) -> Callable[[Report], Report]:
+    def change(report: Report) -> Report:
         (one,) = dict(report)[field].values()
         return report.model_copy(update={field: {"q": one.model_copy(update=changes)}})
 
-    return spoil
+    return change
 
 
 def _set(**changes: object) -> Callable[[Report], Report]:
     return lambda report: report.model_copy(update=changes)
 
 
-SPOILT: dict[str, list[Callable[[Report], Report]]] = {
-    "answers_are_numbers": [_spoilt(way, logprob=math.nan) for way in ("stock", "chunked")],
-    "whole_is_stock": [_spoilt("whole", logprob=-3.0000001), _spoilt("whole", cached=32)],
+BROKEN: dict[str, list[Callable[[Report], Report]]] = {
+    "answers_are_numbers": [
+        _with_completion(way, logprob=math.nan) for way in ("stock", "chunked")
+    ],
+    "whole_is_stock": [
+        _with_completion("whole", logprob=-3.0000001),
+        _with_completion("whole", cached=32),
+    ],
     "prompts_shrink_as_predicted": [
         _set(predicted={"q": [N + 1]}),
-        _spoilt("pruned", prompt=[1, *[IMAGE] * FEW, *range(20, 60)]),
+        _with_completion("pruned", prompt=[1, *[IMAGE] * SMALL_BUDGET, *range(20, 60)]),
     ],
     "kept_rows_are_the_model_s_own": [
         _set(kept={"q": [[1, 2, 5, 7, -1]]}),
@@ -83,68 +92,74 @@ SPOILT: dict[str, list[Callable[[Report], Report]]] = {
         _set(kept={"q": []}),
     ],
     "small_steps_keep_the_same": [
-        _spoilt("chunked", ids=[3, 5]),
-        _spoilt("chunked", positions=full_positions()),
+        _with_completion("chunked", ids=[3, 5]),
+        _with_completion("chunked", positions=full_positions()),
     ],
     "preempted_requests_go_on": [
-        _spoilt("preempted", ids=[3, 5]),
-        _spoilt("preempted", positions=full_positions()),
+        _with_completion("preempted", ids=[3, 5]),
+        _with_completion("preempted", positions=full_positions()),
     ],
     "the_same_question_shares": [
-        _spoilt("again", cached=0),
-        _spoilt("again", logprob=-4.0),
-        _spoilt("pruned", cached=32),
+        _with_completion("again", cached=0),
+        _with_completion("again", logprob=-4.0),
+        _with_completion("pruned", cached=32),
     ],
-    "questions_stand_alone": [_spoilt("alone", logprob=-3.1), _spoilt("alone", prompt=[1])],
-    "names_do_not_matter": [_spoilt("renamed", ids=[3, 5]), _spoilt("renamed", prompt=[1])],
+    "questions_stand_alone": [
+        _with_completion("alone", logprob=-3.1),
+        _with_completion("alone", prompt=[1]),
+    ],
+    "names_do_not_matter": [
+        _with_completion("renamed", ids=[3, 5]),
+        _with_completion("renamed", prompt=[1]),
+    ],
     "images_are_seen_once": [_set(vision_runs=1)],
     "nothing_fell_back": [_set(fallbacks=1), _set(errors={"RuntimeError": 1})],
     "positions_are_a_gather": [
-        _spoilt("pruned", positions=[list(range(48))] * 3),
+        _with_completion("pruned", positions=[list(range(48))] * 3),
         _set(kept={"q": [[0, 2, 5, 7, 11]]}),
     ],
     "videos_are_untouched": [_set(video_pruned=None)],
 }
 
 
-def test_numbers_that_are_none_come_through() -> None:
-    spoilt = _spoilt("stock", logprob=math.nan)(good())
-    read = Report.model_validate_json(spoilt.model_dump_json())
+def test_nan_survives_json() -> None:
+    broken = _with_completion("stock", logprob=math.nan)(good())
+    read = Report.model_validate_json(broken.model_dump_json())
     assert math.isnan(read.stock["q"].logprob)
     assert (
         CHECKS["answers_are_numbers"](read) == "stock, q: stock vLLM's own log-probability is nan"
     )
 
 
-def test_every_check_is_put_to_the_test() -> None:
-    assert set(SPOILT) == set(CHECKS)
+def test_every_check_has_a_failing_report() -> None:
+    assert set(BROKEN) == set(CHECKS)
 
 
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_broken_promise_is_told(name: str) -> None:
-    for spoil in SPOILT[name]:
-        assert CHECKS[name](spoil(good())) != ""
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_failed_check_is_reported(name: str) -> None:
+    for change in BROKEN[name]:
+        assert CHECKS[name](change(good())) != ""
 
 
-def test_runners_that_differ_are_told() -> None:
+def test_runners_that_differ_are_reported() -> None:
     other = good().model_copy(update={"runner": "v2"})
     assert runners_agree(good(), other) == ""
-    for spoil in (
+    for change in (
         _set(kept={"q": [[0, 2, 5, 7, 11]]}),
-        *(_spoilt(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
-        *(_spoilt(way, positions=[[0]]) for way in ("chunked", "preempted")),
-        *(_spoilt("pruned", logprob=number) for number in (-3.4, math.nan)),
+        *(_with_completion(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
+        *(_with_completion(way, positions=[[0]]) for way in ("chunked", "preempted")),
+        *(_with_completion("pruned", logprob=number) for number in (-3.4, math.nan)),
     ):
-        assert runners_agree(good(), spoil(other)) != ""
+        assert runners_agree(good(), change(other)) != ""
 
 
 @pytest.mark.parametrize(("off", "agree"), [(0.15, True), (0.25, False)])
 def test_runners_may_differ_as_their_kernels_round(off: float, agree: bool) -> None:
-    moved = _spoilt("pruned", logprob=good().pruned["q"].logprob - off)(good())
+    moved = _with_completion("pruned", logprob=good().pruned["q"].logprob - off)(good())
     assert (runners_agree(good(), moved) == "") is agree
 
 
-def test_survivors_of_two_images() -> None:
+def test_remaining_indices_of_two_images() -> None:
     stock = [1, IMAGE, IMAGE, IMAGE, 2, IMAGE, IMAGE, 3]
     pruned = [1, IMAGE, IMAGE, 2, IMAGE, 3]
-    assert survivors(stock, pruned, [[0, 2], [1]]) == [0, 1, 3, 4, 6, 7]
+    assert remaining_indices(stock, pruned, [[0, 2], [1]]) == [0, 1, 3, 4, 6, 7]

@@ -4,11 +4,11 @@ import subprocess
 
 import pytest
 
-from vllm_autoprune.selftest.runners import RUNNERS, present
+from vllm_autoprune.selftest.run import RUNNERS, available_runners
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("output", "expected"),
     [
         ("triton: True\n", ("v1", "v2")),
         ("a warning\ntriton: False\n", ("v1",)),
@@ -16,11 +16,11 @@ from vllm_autoprune.selftest.runners import RUNNERS, present
     ],
 )
 def test_the_second_runner_needs_what_vllm_needs_for_it(
-    monkeypatch: pytest.MonkeyPatch, said: str, found: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, output: str, expected: tuple[str, ...]
 ) -> None:
-    done = subprocess.CompletedProcess[str]([], 0, stdout=said, stderr="")
+    done = subprocess.CompletedProcess[str]([], 0, stdout=output, stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-    assert present() == found
+    assert available_runners() == expected
 
 
 @pytest.mark.compat

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.serving.scenarios import PATIENCE, Report, begin, run
 from vllm_autoprune.selftest import report
-from vllm_autoprune.selftest.runners import RUNNERS
+from vllm_autoprune.selftest.run import RUNNERS
 
 # Without these vLLM binds the threads of every engine to the same cores.
 _ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -1,4 +1,1 @@
-"""The `vllm-autoprune` command: thin, parse -> call -> print.
-
-Knows nothing that the library does not know.
-"""
+"""The `vllm-autoprune` command: parse arguments, call one function of the library, print."""

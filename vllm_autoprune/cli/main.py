@@ -1,7 +1,4 @@
-"""Entry point of `vllm-autoprune`: picks the sub-command, turns errors into one line.
-
-Knows nothing about what the commands do.
-"""
+"""Entry point of `vllm-autoprune`: run one sub-command, print errors without a traceback."""
 
 from __future__ import annotations
 
@@ -11,58 +8,55 @@ import sys
 from collections.abc import Sequence
 
 from vllm_autoprune import AutopruneError, __version__
-from vllm_autoprune.cli.command import Command
 from vllm_autoprune.cli.commands import (
-    atoms,
+    Command,
     cost,
-    diff,
     doctor,
     eval,
     explain,
+    language,
     materialize,
-    schema,
     search,
     select,
     selftest,
     show,
-    support,
     validate,
 )
-from vllm_autoprune.cli.render import as_json, error_record, told
+from vllm_autoprune.cli.output import as_json, error_record, format_error
 
 COMMANDS: dict[str, Command] = {
     "validate": validate.COMMAND,
-    "show": show.COMMAND,
-    "diff": diff.COMMAND,
-    "atoms": atoms.COMMAND,
-    "schema": schema.COMMAND,
+    "show": show.SHOW,
+    "diff": show.DIFF,
+    "atoms": language.ATOMS_COMMAND,
+    "schema": language.SCHEMA_COMMAND,
     "materialize": materialize.COMMAND,
     "select": select.COMMAND,
     "explain": explain.COMMAND,
     "cost": cost.COMMAND,
     "search": search.COMMAND,
     "eval": eval.COMMAND,
-    "doctor": doctor.COMMAND,
+    "doctor": doctor.DOCTOR,
     "selftest": selftest.COMMAND,
-    "support": support.COMMAND,
+    "support": doctor.SUPPORT_TABLE,
 }
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 where all is well, 1 where something is not, 2 for a wrong call."""
+    """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except AutopruneError as error:
         if options.json:
             print(as_json(error_record(error)))
-        print(f"vllm-autoprune {options.command}: {told(error)}", file=sys.stderr)
+        print(f"vllm-autoprune {options.command}: {format_error(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader has left; Python would complain once more when it flushes at exit.
+        # The reader has closed the pipe; without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -73,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(
         prog="vllm-autoprune",
-        description="Read, check, compare and see the states that decide which visual tokens stay.",
-        epilog="Exit status: 0 all is well, 1 something is not, 2 a wrong call.",
+        description="Inspect, check, compare, search and evaluate pruning states.",
+        epilog="Exit status: 0 success, 1 failure, 2 wrong arguments.",
     )
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")

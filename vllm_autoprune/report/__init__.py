@@ -1,4 +1,1 @@
-"""What a state says and does, for people: in words, as a table, as pictures.
-
-Knows nothing about servers.
-"""
+"""Explanations of what a state does: text, pictures and HTML pages. Needs no server."""

@@ -1,7 +1,4 @@
-"""Visual tokens from a file of arrays (``.npz``), with every problem of the file told at once.
-
-Knows nothing about policies, beyond the names of the inputs that one reads.
-"""
+"""Visual tokens from a ``.npz`` file of arrays; one error lists every problem of the file."""
 
 from __future__ import annotations
 
@@ -30,27 +27,27 @@ NAMES = {
     "segments": "(M,) or (B, M) bool: false where a row of text is padding; default: all true",
     "sign": "+1 or -1: direction of the cosine that means relevance (-1 for OpenAI's CLIP)",
 }
-"""Arrays that a file may hold; a leading B may be left out for one image."""
+"""Names and shapes of arrays in a file; the dimension B may be left out for one image."""
 
 _RANK = {"features": 3, "cls_attention": 2, "patches": 3, "text": 3, "segments": 2}
 
 
 def read_tokens(path: Path, policy: PruningPolicy) -> VisualTokens:
-    """The images in a file; raises :class:`ConfigError` naming everything that does not fit."""
+    """Read the images of a file; raises :class:`ConfigError` with every problem."""
     arrays = _load(path)
-    problems = [*_strangers(arrays), *_lacking(arrays, policy)]
+    problems = [*_unknown_arrays(arrays), *_missing_arrays(arrays, policy)]
     tensors: dict[str, Tensor] = {}
     for name in _RANK:
         if name in arrays:
-            made = _tensor(name, arrays[name])
-            if isinstance(made, Problem):
-                problems.append(made)
+            tensor = _tensor(name, arrays[name])
+            if isinstance(tensor, Problem):
+                problems.append(tensor)
             else:
-                tensors[name] = made
+                tensors[name] = tensor
     grid = _grid(arrays.get("grid"), tensors.get("features"))
     if isinstance(grid, Problem):
         problems.append(grid)
-    problems += _disagreements(tensors, arrays.get("sign"))
+    problems += _mismatches(tensors, arrays.get("sign"))
     if problems:
         raise ConfigError(f"arrays {path}", problems)
     assert isinstance(grid, Grid)
@@ -61,9 +58,9 @@ def read_tokens(path: Path, policy: PruningPolicy) -> VisualTokens:
 
 def _load(path: Path) -> dict[str, Array]:
     fix = "give a .npz file as numpy.savez writes it"
-    # Asked first: of anything else numpy says that it is a pickle, and how to load it unsafely.
+    # Checked first: for any other file numpy's error suggests loading it as a pickle, unsafely.
     if not path.is_file() or not zipfile.is_zipfile(path):
-        what = "is no .npz file" if path.is_file() else "no such file"
+        what = "is not a .npz file" if path.is_file() else "no such file"
         raise ConfigError("arrays", [Problem(str(path), what, fix)])
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -74,28 +71,29 @@ def _load(path: Path) -> dict[str, Array]:
         raise ConfigError("arrays", [Problem(str(path), what, fix)]) from None
 
 
-def _strangers(arrays: Mapping[str, Array]) -> list[Problem]:
+def _unknown_arrays(arrays: Mapping[str, Array]) -> list[Problem]:
     fix = f"use {', '.join(NAMES)}"
     return [Problem(name, "not a known array", fix) for name in arrays if name not in NAMES]
 
 
-def _lacking(arrays: Mapping[str, Array], policy: PruningPolicy) -> list[Problem]:
-    asked = ["features"]
+def _missing_arrays(arrays: Mapping[str, Array], policy: PruningPolicy) -> list[Problem]:
+    required = ["features"]
     if "cls_attention" in policy.base.needs:
-        asked.append("cls_attention")
-    given = {"patches", "text", "sign"} & arrays.keys()
-    if "instruction" in policy.needs or given:
-        asked += ["patches", "text", "sign"]
-    found = [
+        required.append("cls_attention")
+    present = {"patches", "text", "sign"} & arrays.keys()
+    if "instruction" in policy.needs or present:
+        required += ["patches", "text", "sign"]
+    problems = [
         Problem(name, "required but missing", f"add {NAMES[name]}")
-        for name in asked
+        for name in required
         if name not in arrays
     ]
-    beyond = sorted(policy.needs - {"cls_attention", "instruction"})
-    if beyond:
-        what = f"{policy.state.name} reads {', '.join(beyond)}, which a file of arrays cannot hold"
-        found.append(Problem("state", what, "choose a state that reads projected tokens"))
-    return found
+    unavailable = sorted(policy.needs - {"cls_attention", "instruction"})
+    if unavailable:
+        inputs = ", ".join(unavailable)
+        what = f"{policy.state.name} reads {inputs}, which a file of arrays cannot contain"
+        problems.append(Problem("state", what, "choose a state that reads projected tokens"))
+    return problems
 
 
 def _tensor(name: str, array: Array) -> Tensor | Problem:
@@ -117,11 +115,11 @@ def _grid(array: Array | None, features: Tensor | None) -> Grid | Problem:
         count = 1 if features is None else features.shape[1]
         side = math.isqrt(count)
         if side * side != count:
-            return Problem("grid", f"missing, and N = {count} is no square", NAMES["grid"])
+            return Problem("grid", f"missing, and N = {count} is not a square", NAMES["grid"])
         return Grid(side, side)
     whole = array.dtype.kind in "iu" and array.shape in ((2,), (3,))
     if not whole or any(int(n) < 1 for n in array.tolist()):
-        return Problem("grid", f"{array.tolist()} is no grid", f"should be {NAMES['grid']}")
+        return Problem("grid", f"{array.tolist()} is not a grid", f"should be {NAMES['grid']}")
     grid = Grid(*(int(n) for n in array.tolist()))
     if features is not None and grid.tokens != features.shape[1]:
         what = f"{array.tolist()} has {grid.tokens} tokens, but features hold {features.shape[1]}"
@@ -129,29 +127,31 @@ def _grid(array: Array | None, features: Tensor | None) -> Grid | Problem:
     return grid
 
 
-def _disagreements(tensors: Mapping[str, Tensor], sign: Array | None) -> list[Problem]:
-    """Arrays that do not fit each other."""
-    found = []
+def _mismatches(tensors: Mapping[str, Tensor], sign: Array | None) -> list[Problem]:
+    """Problems of arrays whose shapes or values do not match."""
+    problems = []
     features, patches, text = (tensors.get(name) for name in ("features", "patches", "text"))
     if features is not None:
         for name in ("cls_attention", "patches"):
             other = tensors.get(name)
             if other is not None and other.shape[:2] != features.shape[:2]:
                 shapes = f"{tuple(other.shape[:2])}, features {tuple(features.shape[:2])}"
-                found.append(Problem(name, f"starts with {shapes}", "give one row a token"))
+                problems.append(
+                    Problem(name, f"starts with {shapes}", "give one row for each token")
+                )
         if text is not None and text.shape[0] != features.shape[0]:
             what = f"is of {text.shape[0]} images, features of {features.shape[0]}"
-            found.append(Problem("text", what, "give one instruction an image"))
+            problems.append(Problem("text", what, "give one instruction for each image"))
     if patches is not None and text is not None and patches.shape[2] != text.shape[2]:
         what = f"is {text.shape[2]} wide, patches {patches.shape[2]}"
-        found.append(Problem("text", what, "take both from one space"))
+        problems.append(Problem("text", what, "use one embedding space for both"))
     segments = tensors.get("segments")
     if text is not None and segments is not None and segments.shape != text.shape[:2]:
         what = f"has shape {tuple(segments.shape)}, text starts with {tuple(text.shape[:2])}"
-        found.append(Problem("segments", what, "give one value a row of text"))
+        problems.append(Problem("segments", what, "give one value for each row of text"))
     if sign is not None and (sign.size != 1 or sign.reshape(-1).tolist()[0] not in (1, -1)):
-        found.append(Problem("sign", f"{sign.tolist()} is no direction", "write 1 or -1"))
-    return found
+        problems.append(Problem("sign", f"{sign.tolist()} is neither 1 nor -1", "write 1 or -1"))
+    return problems
 
 
 def _instruction(tensors: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> Instruction | None:

@@ -1,7 +1,4 @@
-"""A state in words: what it starts from, what it weighs, how far it may go, what it reads.
-
-Knows nothing about how words are laid out.
-"""
+"""Description of a state in words and fields, and comparison of two states."""
 
 from __future__ import annotations
 
@@ -10,8 +7,30 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.transfer import state_document
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
+from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences between two states; equal digests mean equal behaviour."""
+
+    digests: tuple[str, str]
+    changes: tuple[Change, ...]
+
+    @property
+    def same_behaviour(self) -> bool:
+        """Whether only names and provenance may differ."""
+        return self.digests[0] == self.digests[1]
+
+
+def compare(first: PruningState, second: PruningState) -> Comparison:
+    """Compare two states field by field, with default values written out."""
+    changes = list_changes(state_document(first), state_document(second))
+    return Comparison((first.digest, second.digest), changes)
+
 
 Parameters = dict[str, JsonValue]
 
@@ -38,9 +57,9 @@ class SignalPart:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What one state says at one budget: ``budget`` is the smallest and the largest K of an image.
+    """Fields of a state at one budget; ``budget`` is the smallest and largest K of an image.
 
-    ``reads`` are the inputs that cost something; ``words`` tell the same in sentences.
+    ``reads`` are the inputs beyond features; ``words`` are sentences that describe the state.
     """
 
     name: str
@@ -66,7 +85,7 @@ class Description:
 
 
 def describe(state: PruningState, budget: int | None = None) -> Description:
-    """The state at K, by default its own; raises :class:`BudgetError` where K is not allowed."""
+    """Describe a state at K, by default its own; raises :class:`BudgetError` for a wrong K."""
     policy = materialize(state, budget)
     calls = state.scoring.signals
     total = sum(call.weight for call in calls) or 1.0
@@ -124,29 +143,31 @@ def _words(policy: PruningPolicy) -> tuple[str, ...]:
     state, (least, most) = policy.state, _range(policy)
     k = f"{most}" if least == most else f"{least} to {most}, by its size,"
     base = policy.base.name
-    said = [f"Keeps {k} visual tokens of every image, starting from those that {base} picks."]
+    sentences = [f"Keeps {k} visual tokens of every image, starting from those that {base} picks."]
     if policy.refines:
         pools = ", then ".join(call.atom for call in state.constraints.pool)
-        weighed = sum(call.weight > 0 for call in state.scoring.signals)
-        said.append(
+        count = sum(call.weight > 0 for call in state.scoring.signals)
+        sentences.append(
             f"At most {policy.quota} of them are exchanged for candidates of higher quality, so at "
             f"least {policy.r_min} stay."
         )
-        said.append(
-            f"Quality is the {state.scoring.fusion.atom} of {weighed} signals; candidates come "
+        sentences.append(
+            f"Quality is the {state.scoring.fusion.atom} of {count} signals; candidates come "
             f"from {pools}."
         )
     else:
-        said.append("Nothing is exchanged: the base policy alone chooses.")
+        sentences.append("Nothing is exchanged: the base policy alone chooses.")
     if policy.reads_instruction:
-        said.append(
+        sentences.append(
             "It reads the instruction, so two questions on one image may keep different tokens and "
             "share no KV cache."
         )
     else:
-        said.append(
+        sentences.append(
             "It does not read the instruction, so all questions on one image share its KV cache."
         )
     if not policy.falls_back:
-        said.append("Where it fails at run time it has no leave to serve the base policy instead.")
-    return tuple(said)
+        sentences.append(
+            "If it fails at run time, it does not fall back to the base policy's selection."
+        )
+    return tuple(sentences)

@@ -1,7 +1,6 @@
-"""An explanation as one HTML file that needs nothing else: pictures inline, nothing fetched.
+"""An explanation as one self-contained HTML file that fetches nothing.
 
-Knows nothing about policies. Every panel is there without a script; the script only tells the
-values of the token under the pointer, in all panels at once.
+All panels are shown without JavaScript; the script adds the values of the token under the pointer.
 """
 
 from __future__ import annotations
@@ -13,17 +12,25 @@ from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
-from vllm_autoprune.report.colours import ENTERED, INK, LEFT, RAMP, STAYED, css
-from vllm_autoprune.report.panels import Explanation, Panel, cell, spoken
-from vllm_autoprune.report.picture import heat_map, png
+from vllm_autoprune.report.panels import Explanation, Panel, atom_title, cell
+from vllm_autoprune.report.picture import (
+    ENTERED,
+    INK,
+    LEFT,
+    RAMP,
+    STAYED,
+    css_colour,
+    draw_heat_map,
+    encode_png,
+)
 from vllm_autoprune.report.trace import Trace
 from vllm_autoprune.tpdsl.tokens import Grid
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(explanation: Explanation) -> str:
-    """The whole document."""
+def render_page(explanation: Explanation) -> str:
+    """Render the whole document."""
     grid = explanation.trace.grid
     figures = "\n".join(_figure(panel, grid) for panel in explanation.panels)
     question = html.escape(explanation.question)
@@ -38,7 +45,7 @@ def page(explanation: Explanation) -> str:
 <h1>{question}</h1>
 <p>{html.escape(explanation.summary)}</p>
 <p class="legend">{_legend(explanation.panels)}</p>
-<output id="told">Point at a token to read its values.</output>
+<output id="details">Point at a token to read its values.</output>
 <main>
 {figures}
 </main>
@@ -49,21 +56,21 @@ def page(explanation: Explanation) -> str:
 
 
 def _legend(panels: Sequence[Panel]) -> str:
-    """What the marks and colours mean, as far as some panel shows them."""
-    found = ['<span><i class="kept"></i>kept</span>']
+    """Legend of the marks and colours that the panels use."""
+    entries = ['<span><i class="kept"></i>kept</span>']
     if any(panel.left or panel.entered for panel in panels):
-        found.append('<span><i class="left">&minus;</i>swapped out</span>')
-        found.append('<span><i class="entered">+</i>swapped in</span>')
+        entries.append('<span><i class="left">&minus;</i>swapped out</span>')
+        entries.append('<span><i class="entered">+</i>swapped in</span>')
     if any(panel.heat is not None for panel in panels):
-        found.append('<span><i class="ramp"></i>low to high, each map on its own scale</span>')
-    return "".join(found)
+        entries.append('<span><i class="ramp"></i>low to high, each map on its own scale</span>')
+    return "".join(entries)
 
 
 def _figure(panel: Panel, grid: Grid) -> str:
     caption = f"{html.escape(panel.title)} <small>{html.escape(panel.detail)}</small>"
     layer = ""
     if panel.heat is not None:
-        layer = f'<img class="heat" alt="" src="{_inline(heat_map(panel.heat, grid))}">'
+        layer = f'<img class="heat" alt="" src="{_inline(draw_heat_map(panel.heat, grid))}">'
     marks = "".join(_marks(panel, grid))
     box = f"0 0 {grid.width * grid.tiles} {grid.height}"
     kind = "scene grey" if panel.heat is not None else "scene"
@@ -75,7 +82,7 @@ def _figure(panel: Panel, grid: Grid) -> str:
 
 
 def _marks(panel: Panel, grid: Grid) -> Iterator[str]:
-    """Dimmed tokens as one path, then the frames of the others."""
+    """SVG of dropped tokens as one dark path, then frames of the others."""
     if panel.lit is None:
         return
     lit = set(panel.lit)
@@ -93,7 +100,7 @@ def _marks(panel: Panel, grid: Grid) -> Iterator[str]:
 
 
 def _tokens(trace: Trace) -> dict[str, object]:
-    """What the script tells of each token."""
+    """Data of each token for the script."""
     rank = {token: number for number, token in enumerate(trace.reference, start=1)}
     kept, left = set(trace.kept), set(trace.left)
     status = []
@@ -106,31 +113,31 @@ def _tokens(trace: Trace) -> dict[str, object]:
     if trace.quality is not None:
         columns["quality g"] = [round(value, 4) for value in trace.quality]
     for signal in trace.signals:
-        columns[spoken(signal.atom)] = [round(value, 4) for value in signal.values]
+        columns[atom_title(signal.atom)] = [round(value, 4) for value in signal.values]
     place = [cell(token, trace.grid) for token in range(trace.grid.tokens)]
     return {"place": place, "status": status, "values": columns}
 
 
 def _inline(image: Image.Image) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(encode_png(image)).decode()}"
 
 
 def _style(explanation: Explanation) -> str:
     grid = explanation.trace.grid
     ratio = f"{grid.width * grid.tiles}/{grid.height}"
-    ramp = ",".join(css(colour) for colour in RAMP)
-    stayed, left, entered = css(STAYED), css(LEFT), css(ENTERED)
+    ramp = ",".join(css_colour(colour) for colour in RAMP)
+    stayed, left, entered = css_colour(STAYED), css_colour(LEFT), css_colour(ENTERED)
     width = 22 * grid.tiles
     return f"""
-:root{{color-scheme:light;font:16px/1.5 system-ui,sans-serif;color:{css(INK)}}}
+:root{{color-scheme:light;font:16px/1.5 system-ui,sans-serif;color:{css_colour(INK)}}}
 body{{max-width:78rem;margin:2rem auto;padding:0 1.5rem}}
 h1{{font-size:1.6rem;margin:0}} p{{margin:.3rem 0;color:#626976}}
 .legend{{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:center;margin:1rem 0}}
 .legend span{{display:flex;align-items:center}}
 .legend i{{flex:none;width:1.3rem;height:1.3rem;margin-right:.5rem;
-background:{css(INK)};border:3px solid;box-sizing:border-box;
+background:{css_colour(INK)};border:3px solid;box-sizing:border-box;
 font:bold 1rem/.9rem monospace;text-align:center}}
-.legend .kept{{border-color:{stayed};outline:2px solid {css(INK)}}}
+.legend .kept{{border-color:{stayed};outline:2px solid {css_colour(INK)}}}
 .legend .left{{color:{left}}} .legend .entered{{color:{entered}}}
 .legend .ramp{{width:9rem;border:0;background:linear-gradient(90deg,{ramp})}}
 output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:#f3f4f6;border-radius:.4rem;
@@ -153,7 +160,7 @@ svg .here{{stroke:#ff2bd6;stroke-width:.14}}
 
 _SCRIPT = """
 const data = JSON.parse(document.getElementById("tokens").textContent);
-const told = document.getElementById("told");
+const details = document.getElementById("details");
 const at = new Map(data.place.map(([row, column], token) => [row + "," + column, token]));
 const marks = document.querySelectorAll(".here");
 document.querySelectorAll("svg").forEach(svg => svg.addEventListener("pointermove", event => {
@@ -164,7 +171,7 @@ document.querySelectorAll("svg").forEach(svg => svg.addEventListener("pointermov
   if (token === undefined) return;
   marks.forEach(mark => { mark.setAttribute("x", column); mark.setAttribute("y", row); });
   const values = Object.entries(data.values).map(([name, all]) => name + " " + all[token]);
-  told.textContent = ["token " + token + " (row " + row + ", column " + column + "): "
+  details.textContent = ["token " + token + " (row " + row + ", column " + column + "): "
     + data.status[token], ...values].join("; ");
 }));
 """

@@ -1,7 +1,4 @@
-"""The panels that explain one image: what each shows, before any of it is drawn.
-
-Knows nothing about pixels or pages.
-"""
+"""Panels that explain one image: data for the pictures, without drawing."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from vllm_autoprune.tpdsl.tokens import Grid
 class Panel:
     """One copy of the picture.
 
-    heat is one value 0..1 for each token, or None; lit are the tokens shown as they are while
-    the rest is dimmed, or None for all; left and entered are marked as exchanged.
+    ``heat`` has one value 0..1 for each token, or is None. ``lit`` are the tokens that are not
+    dimmed, None means all. ``left`` and ``entered`` are marked as exchanged.
     """
 
     title: str
@@ -32,7 +29,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that a picture or a page of one image and one question is made from."""
+    """Data of the picture or page about one image and one question."""
 
     picture: Image.Image
     question: str
@@ -44,42 +41,44 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """One line: who chose, how many of how many, what was exchanged."""
+        """One line: state, number of tokens kept, and number exchanged."""
         kept, total = len(self.trace.kept) + self.trace.extra, self.trace.grid.tokens
-        said = f"{self.state} ({self.digest[:12]}) keeps {kept} of {total} visual tokens"
+        summary = f"{self.state} ({self.digest[:12]}) keeps {kept} of {total} visual tokens"
         if self.trace.fallback != "none":
-            return f"{said}; its scores were not finite, {self.trace.fallback} selection instead"
-        return f"{said}; {len(self.trace.entered)} exchanged"
+            return f"{summary}; its scores were not finite, {self.trace.fallback} selection instead"
+        return f"{summary}; {len(self.trace.entered)} exchanged"
 
 
 def explain(
     policy: PruningPolicy, picture: Image.Image, question: str, trace: Trace
 ) -> Explanation:
-    """Panels of one image: as it is, reference, after the exchange, quality, every signal."""
+    """Build the panels of one image: image, reference, exchange, quality, every signal."""
     base = policy.base.name
     count = len(trace.reference)
-    extra = f" + {trace.extra} without a place" if trace.extra else ""
-    found = [
+    extra = f" + {trace.extra} merged rows" if trace.extra else ""
+    panels = [
         Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
         Panel("reference selection", f"{base}: {count} tokens{extra}", lit=trace.reference),
     ]
     if trace.quality is not None:
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
-        found.append(Panel("after exchange", swaps, None, trace.kept, trace.left, trace.entered))
-        found.append(Panel("quality g", "all signals fused", tuple(trace.quality)))
-        found += [Panel(spoken(s.atom), f"weight {s.weight:g}", s.values) for s in trace.signals]
+        panels.append(Panel("after exchange", swaps, None, trace.kept, trace.left, trace.entered))
+        panels.append(Panel("quality g", "all signals fused", tuple(trace.quality)))
+        panels += [
+            Panel(atom_title(s.atom), f"weight {s.weight:g}", s.values) for s in trace.signals
+        ]
     return Explanation(
-        picture, question, policy.state.name, policy.state.digest, base, trace, tuple(found)
+        picture, question, policy.state.name, policy.state.digest, base, trace, tuple(panels)
     )
 
 
-def spoken(atom: str) -> str:
+def atom_title(atom: str) -> str:
     """``local_contrast_saliency`` -> ``local contrast saliency``."""
     return atom.replace("_", " ")
 
 
 def cell(token: int, grid: Grid) -> tuple[int, int]:
-    """Row and column of a token where tiles stand side by side."""
+    """Row and column of a token, with tiles side by side."""
     tile, inside = divmod(token, grid.per_tile)
     row, column = divmod(inside, grid.width)
     return row, tile * grid.width + column

@@ -1,7 +1,4 @@
-"""An explanation as one PNG: panels in rows, a title above, a legend below.
-
-Knows nothing about policies: an :class:`Explanation` says what every panel shows.
-"""
+"""An explanation as one PNG: panels in rows, a title above, a legend below; and its colours."""
 
 from __future__ import annotations
 
@@ -11,19 +8,56 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
-from vllm_autoprune.report.colours import (
-    ENTERED,
-    INK,
-    LEFT,
-    PAPER,
-    QUIET,
-    STAYED,
-    Colour,
-    heat,
-    spread,
-)
 from vllm_autoprune.report.panels import Explanation, Panel, cell
 from vllm_autoprune.tpdsl.tokens import Grid
+
+Colour = tuple[int, int, int]
+
+PAPER: Colour = (255, 255, 255)
+INK: Colour = (28, 32, 40)
+QUIET: Colour = (98, 105, 118)
+STAYED: Colour = (255, 255, 255)
+LEFT: Colour = (230, 97, 0)
+ENTERED: Colour = (26, 208, 170)
+
+RAMP: tuple[Colour, ...] = (
+    (10, 8, 38),
+    (66, 18, 105),
+    (130, 32, 112),
+    (194, 56, 84),
+    (238, 106, 44),
+    (250, 180, 40),
+    (253, 252, 190),
+)
+"""From dark to light, so that it can be read in grey as well."""
+
+
+def heat_colour(value: float) -> Colour:
+    """Colour of a value on the ramp; values are clamped to 0..1."""
+    place = min(max(value, 0.0), 1.0) * (len(RAMP) - 1)
+    step = min(int(place), len(RAMP) - 2)
+    share = place - step
+    red, green, blue = (
+        round(low + share * (high - low))
+        for low, high in zip(RAMP[step], RAMP[step + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def stretch_values(values: Sequence[float]) -> list[float]:
+    """Values scaled to 0..1; all 0 if they are equal or none is finite."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if high - low < 1e-12:
+        return [0.0] * len(values)
+    # NaN compares false with everything, and becomes 0.
+    return [(value - low) / (high - low) if low <= value <= high else 0.0 for value in values]
+
+
+def css_colour(colour: Colour) -> str:
+    """A colour in CSS notation."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
 
 SIDE = 420
 """Width of one tile's panel in pixels, up to a whole number of pixels a token."""
@@ -32,13 +66,13 @@ GAP = 28
 COLUMNS = 3
 _QUESTION, _NOTE, _TITLE, _DETAIL = 30, 18, 20, 17
 _LINES = 6
-"""Most lines of a question that are shown."""
+"""Maximum number of lines of a question."""
 _HEAT = 0.72
-"""How much of a heat map's colour covers the picture."""
+"""Opacity of a heat map over the picture."""
 
 
-def draw(explanation: Explanation) -> Image.Image:
-    """The whole sheet."""
+def draw_sheet(explanation: Explanation) -> Image.Image:
+    """Draw all panels on one sheet."""
     grid = explanation.trace.grid
     size = max(4, SIDE // grid.width)
     width, height = size * grid.width * grid.tiles, size * grid.height
@@ -46,8 +80,8 @@ def draw(explanation: Explanation) -> Image.Image:
     rows = -(-len(explanation.panels) // columns)
     step = _TITLE + 10 + height + GAP
     sheet_width = GAP + columns * (width + GAP)
-    question = _wrapped(explanation.question, _QUESTION, sheet_width - 2 * GAP)
-    summary = _wrapped(explanation.summary, _NOTE, sheet_width - 2 * GAP)
+    question = _wrap_text(explanation.question, _QUESTION, sheet_width - 2 * GAP)
+    summary = _wrap_text(explanation.summary, _NOTE, sheet_width - 2 * GAP)
     top = GAP + len(question) * (_QUESTION + 8) + len(summary) * (_NOTE + 6) + 18
     sheet = Image.new("RGB", (sheet_width, top + rows * step + _NOTE + 12 + GAP), PAPER)
     pen = ImageDraw.Draw(sheet)
@@ -63,31 +97,31 @@ def draw(explanation: Explanation) -> Image.Image:
     for number, panel in enumerate(explanation.panels):
         row, column = divmod(number, columns)
         left, above = GAP + column * (width + GAP), top + row * step
-        _caption(pen, (left, above), width, panel)
-        sheet.paste(_panel(base, panel, grid, size), (left, above + _TITLE + 10))
-    _legend(pen, (GAP, top + rows * step), explanation.panels)
+        _draw_caption(pen, (left, above), width, panel)
+        sheet.paste(_draw_panel(base, panel, grid, size), (left, above + _TITLE + 10))
+    _draw_legend(pen, (GAP, top + rows * step), explanation.panels)
     return sheet
 
 
-def png(image: Image.Image) -> bytes:
-    """The image as the bytes of a PNG file."""
+def encode_png(image: Image.Image) -> bytes:
+    """Bytes of a PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 
-def heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
-    """One pixel a token, in the colours of the ramp."""
+def draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
+    """Draw one pixel for each token, in the colours of the ramp."""
     image = Image.new("RGB", (grid.width * grid.tiles, grid.height))
-    for token, value in enumerate(spread(values)):
+    for token, value in enumerate(stretch_values(values)):
         row, column = cell(token, grid)
-        image.putpixel((column, row), heat(value))
+        image.putpixel((column, row), heat_colour(value))
     return image
 
 
-def _panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Image:
+def _draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Image:
     if panel.heat is not None:
-        colours = heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
+        colours = draw_heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
         return Image.blend(base.convert("L").convert("RGB"), colours, _HEAT)
     if panel.lit is None:
         return base
@@ -95,7 +129,7 @@ def _panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Imag
     line = max(1, size // 14)
     pen = ImageDraw.Draw(dimmed)
     for token in (*panel.lit, *panel.left):
-        box = _box(token, grid, size)
+        box = _token_box(token, grid, size)
         if token not in panel.left:
             dimmed.paste(base.crop(box), box[:2])
         colour = STAYED
@@ -103,28 +137,28 @@ def _panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image.Imag
             colour = LEFT
         elif token in panel.entered:
             colour = ENTERED
-        _frame(pen, box, colour, line if colour == STAYED else 2 * line + 1)
+        _draw_frame(pen, box, colour, line if colour == STAYED else 2 * line + 1)
         if colour != STAYED:
-            _sign(pen, box, colour, plus=token in panel.entered)
+            _draw_sign(pen, box, colour, plus=token in panel.entered)
     return dimmed
 
 
-def _box(token: int, grid: Grid, size: int) -> tuple[int, int, int, int]:
+def _token_box(token: int, grid: Grid, size: int) -> tuple[int, int, int, int]:
     row, column = cell(token, grid)
     return column * size, row * size, (column + 1) * size, (row + 1) * size
 
 
-def _frame(
+def _draw_frame(
     pen: ImageDraw.ImageDraw, box: tuple[int, int, int, int], colour: Colour, line: int
 ) -> None:
     left, top, right, bottom = box
     pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=line)
 
 
-def _sign(
+def _draw_sign(
     pen: ImageDraw.ImageDraw, box: tuple[int, int, int, int], colour: Colour, *, plus: bool
 ) -> None:
-    """A plus or a minus: exchanged tokens are told apart without colour too."""
+    """Draw a plus or a minus, so that exchanged tokens can be distinguished without colour."""
     left, top, right, bottom = box
     x, y, arm = (left + right) // 2, (top + bottom) // 2, (right - left) // 4
     thick = max(2, (right - left) // 9)
@@ -133,7 +167,9 @@ def _sign(
         pen.line((x, y - arm, x, y + arm), colour, thick)
 
 
-def _caption(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int, panel: Panel) -> None:
+def _draw_caption(
+    pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int, panel: Panel
+) -> None:
     title, detail = _font(_TITLE), _font(_DETAIL)
     x, y = place
     pen.text((x, y), panel.title, INK, title)
@@ -142,8 +178,8 @@ def _caption(pen: ImageDraw.ImageDraw, place: tuple[int, int], width: int, panel
         pen.text((x + used + 10, y + _TITLE - _DETAIL), panel.detail, QUIET, detail)
 
 
-def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[Panel]) -> None:
-    """What the marks and colours mean, as far as some panel shows them."""
+def _draw_legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[Panel]) -> None:
+    """Draw the legend of the marks and colours that the panels use."""
     x, y = place
     font, side = _font(_NOTE), _NOTE + 6
     exchanged = any(panel.left or panel.entered for panel in panels)
@@ -153,20 +189,20 @@ def _legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Sequence[P
     for colour, words, sign in marks:
         box = (x, y, x + side, y + side)
         pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), INK)
-        _frame(pen, box, colour, 3)
+        _draw_frame(pen, box, colour, 3)
         if sign:
-            _sign(pen, box, colour, plus=sign == "+")
+            _draw_sign(pen, box, colour, plus=sign == "+")
         pen.text((x + side + 10, y + 1), words, QUIET, font)
         x += side + 10 + int(pen.textlength(words, font)) + GAP
     if any(panel.heat is not None for panel in panels):
         bar = 160
         for step in range(bar):
-            pen.line((x + step, y, x + step, y + side - 1), heat(step / (bar - 1)))
+            pen.line((x + step, y, x + step, y + side - 1), heat_colour(step / (bar - 1)))
         pen.text((x + bar + 8, y + 1), "low to high, each map on its own scale", QUIET, font)
 
 
-def _wrapped(text: str, size: int, width: int) -> list[str]:
-    """Lines that fit; a wide letter takes about half of the font's size."""
+def _wrap_text(text: str, size: int, width: int) -> list[str]:
+    """Wrap text to a width in pixels; a letter is about half as wide as the font size."""
     fits = max(20, int(width / (size * 0.52)))
     return textwrap.wrap(" ".join(text.split()), fits, max_lines=_LINES, placeholder=" ...") or [""]
 

@@ -1,7 +1,4 @@
-"""What a policy does with one image, laid open: picks, exchanges, every signal.
-
-Knows nothing about where the tokens come from or how the trace is shown.
-"""
+"""Trace of a policy on one image: reference selection, exchanges, and every signal."""
 
 from __future__ import annotations
 
@@ -29,11 +26,12 @@ class SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One image: indices are raster indices into its N tokens.
+    """Trace of one image; indices are raster indices into its N tokens.
 
-    reference in pick order, kept ascending; left and entered are the exchanged tokens, both
-    ascending; extra counts rows of the base policy that stand for no single token; quality is g,
-    None where the state never scores; fallback is a word of ``tpdsl.outcome.FALLBACKS``.
+    ``reference`` is in order of selection, ``kept`` ascending; ``left`` and ``entered`` are the
+    exchanged tokens, ascending; ``extra`` counts merged rows of the base policy, which are not
+    single tokens; ``quality`` is g, None if the state does not score; ``fallback`` is one of
+    ``tpdsl.outcome.FALLBACKS``.
     """
 
     grid: Grid
@@ -48,8 +46,10 @@ class Trace:
 
 
 @torch.no_grad()
-def trace(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> tuple[Trace, ...]:
-    """One trace for each of the B images, of what ``policy`` made of them."""
+def trace_images(
+    policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens
+) -> tuple[Trace, ...]:
+    """Trace each of the B images, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     calls = policy.state.scoring.signals if refined.quality is not None else ()
     view = apply_view(policy.state.source.tokens, tokens) if calls else tokens
@@ -58,11 +58,11 @@ def trace(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -
         for call in calls
         if call.weight > 0
     ]
-    found = []
+    traces = []
     for image in range(tokens.batch):
         reference = _integers(refined.reference[image])
         kept = tuple(sorted(_integers(refined.indices[image])))
-        found.append(
+        traces.append(
             Trace(
                 grid=tokens.grid,
                 reference=reference,
@@ -75,7 +75,7 @@ def trace(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -
                 fallback=FALLBACKS[int(refined.fallback[image])],
             )
         )
-    return tuple(found)
+    return tuple(traces)
 
 
 def _integers(row: Tensor) -> tuple[int, ...]:

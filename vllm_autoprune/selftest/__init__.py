@@ -1,1 +1,1 @@
-"""A check that people run on their own machine: tiny random models of every backbone, served."""
+"""Self-test: tiny random models of every backbone, served and checked on the user's machine."""

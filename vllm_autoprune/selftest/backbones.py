@@ -1,7 +1,7 @@
-"""Tiny random models, one of every backbone: real configs, real processors, no trained weight.
+"""Tiny models of every backbone, with real configurations and processors and random weights.
 
-Knows nothing about serving. Their answers are noise, so what is compared is which tokens are kept,
-where they stand, how many there are, and log-probabilities with and without pruning.
+Their answers are meaningless. What is compared is which tokens are kept, their positions, and
+log-probabilities with and without pruning.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_autoprune.selftest.tiny import CLIP_NAMES, TEXT, VISION, VOCABULARY, token, words, write
+from vllm_autoprune.selftest.tiny_models import (
+    CLIP_NAMES,
+    TEXT,
+    VISION,
+    VOCABULARY,
+    build_tokenizer,
+    token_id,
+    write_checkpoint,
+)
 
 BUILDERS: dict[str, Callable[[Path], None]] = {}
 """Name of a backbone -> writes its model to a folder."""
 
 
 def build(name: str, folder: Path) -> Path:
-    """Write the tiny model of one backbone to ``folder``, and give the folder back."""
+    """Write the tiny model of one backbone to ``folder``; returns the folder."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,17 +35,17 @@ def build(name: str, folder: Path) -> Path:
     return folder
 
 
-def builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-    """Enter a function that writes a backbone's tiny model."""
+def register_builder(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+    """Register the function that writes a backbone's tiny model."""
 
-    def enter(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    def register(function: Callable[[Path], None]) -> Callable[[Path], None]:
         BUILDERS[name] = function
         return function
 
-    return enter
+    return register
 
 
-@builder("llava_next")
+@register_builder("llava_next")
 def _llava_next(folder: Path) -> None:
     from transformers import (
         LlavaNextConfig,
@@ -45,7 +53,7 @@ def _llava_next(folder: Path) -> None:
         LlavaNextProcessor,
     )
 
-    tokenizer = words("<image>")
+    tokenizer = build_tokenizer("<image>")
     side, patch = 56, 14
     pinpoints = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
     config = LlavaNextConfig(
@@ -56,11 +64,11 @@ def _llava_next(folder: Path) -> None:
             **VISION,
         },
         text_config={"model_type": "llama", "vocab_size": VOCABULARY, **TEXT},
-        image_token_index=token(tokenizer, "<image>"),
+        image_token_index=token_id(tokenizer, "<image>"),
         image_grid_pinpoints=pinpoints,
         vision_feature_layer=-2,
     )
-    write(folder, config, CLIP_NAMES)
+    write_checkpoint(folder, config, CLIP_NAMES)
     pixels = LlavaNextImageProcessor(
         size={"shortest_edge": side},
         crop_size={"height": side, "width": side},
@@ -76,15 +84,17 @@ def _llava_next(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-Side = Mapping[str, object]
+Part = Mapping[str, object]
 
 
-def _qwen(folder: Path, kind: str, processor: Any, moving: Any, vision: Side, text: Side) -> None:
+def _qwen(folder: Path, kind: str, processor: Any, video: Any, vision: Part, text: Part) -> None:
     from transformers import AutoConfig, Qwen2VLImageProcessor
 
     start, end = "<|vision_start|>", "<|vision_end|>"
-    image, video = "<|image_pad|>", "<|video_pad|>"
-    tokenizer = words(image, video, start, end, image_text=f"{start}{image}{end}")
+    image_pad, video_pad = "<|image_pad|>", "<|video_pad|>"
+    tokenizer = build_tokenizer(
+        image_pad, video_pad, start, end, image_text=f"{start}{image_pad}{end}"
+    )
     config = AutoConfig.for_model(
         kind,
         vision_config=dict(vision),
@@ -98,12 +108,12 @@ def _qwen(folder: Path, kind: str, processor: Any, moving: Any, vision: Side, te
             },
             **text,
         },
-        image_token_id=token(tokenizer, image),
-        video_token_id=token(tokenizer, video),
-        vision_start_token_id=token(tokenizer, start),
-        vision_end_token_id=token(tokenizer, end),
+        image_token_id=token_id(tokenizer, image_pad),
+        video_token_id=token_id(tokenizer, video_pad),
+        vision_start_token_id=token_id(tokenizer, start),
+        vision_end_token_id=token_id(tokenizer, end),
     )
-    write(folder, config)
+    write_checkpoint(folder, config)
     shape = {
         "patch_size": vision["patch_size"],
         "merge_size": vision["spatial_merge_size"],
@@ -111,33 +121,34 @@ def _qwen(folder: Path, kind: str, processor: Any, moving: Any, vision: Side, te
         "size": {"shortest_edge": 28 * 28, "longest_edge": 512 * 512},
     }
     pixels = Qwen2VLImageProcessor(**shape)
-    made = processor(pixels, tokenizer, moving(**shape), chat_template=tokenizer.chat_template)
-    made.save_pretrained(folder)
+    processor(
+        pixels, tokenizer, video(**shape), chat_template=tokenizer.chat_template
+    ).save_pretrained(folder)
 
 
-_QWEN: Side = {
+_QWEN: Part = {
     "depth": 3,
     "hidden_size": 64,
     "num_heads": 2,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-"""What the vision towers of all three have in common."""
+"""Settings that the vision towers of all three share."""
 
 
-@builder("qwen2_vl")
+@register_builder("qwen2_vl")
 def _qwen2(folder: Path) -> None:
     from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    vision: Side = {**_QWEN, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 14}
+    vision: Part = {**_QWEN, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 14}
     _qwen(folder, "qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, vision, {})
 
 
-@builder("qwen2_5_vl")
+@register_builder("qwen2_5_vl")
 def _qwen2_5(folder: Path) -> None:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
-    vision: Side = {
+    vision: Part = {
         **_QWEN,
         "intermediate_size": 96,
         "out_hidden_size": 64,
@@ -148,11 +159,11 @@ def _qwen2_5(folder: Path) -> None:
     _qwen(folder, "qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, vision, {})
 
 
-@builder("qwen3_vl")
+@register_builder("qwen3_vl")
 def _qwen3(folder: Path) -> None:
     from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    vision: Side = {
+    vision: Part = {
         **_QWEN,
         "intermediate_size": 96,
         "out_hidden_size": 64,
@@ -160,7 +171,7 @@ def _qwen3(folder: Path) -> None:
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [0, 1],
     }
-    text: Side = {
+    text: Part = {
         "head_dim": 32,
         "rope_parameters": {
             "rope_type": "default",
@@ -172,7 +183,7 @@ def _qwen3(folder: Path) -> None:
     _qwen(folder, "qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, vision, text)
 
 
-@builder("llava_onevision")
+@register_builder("llava_onevision")
 def _onevision(folder: Path) -> None:
     from transformers import (
         LlavaOnevisionConfig,
@@ -181,7 +192,7 @@ def _onevision(folder: Path) -> None:
         LlavaOnevisionVideoProcessor,
     )
 
-    tokenizer = words("<image>", "<video>")
+    tokenizer = build_tokenizer("<image>", "<video>")
     side, patch = 56, 14
     pinpoints = [[side * i, side * j] for i in range(1, 7) for j in range(1, 7)]
     config = LlavaOnevisionConfig(
@@ -193,13 +204,13 @@ def _onevision(folder: Path) -> None:
             **VISION,
         },
         text_config={"model_type": "qwen2", "vocab_size": VOCABULARY, **TEXT},
-        image_token_index=token(tokenizer, "<image>"),
-        video_token_index=token(tokenizer, "<video>"),
+        image_token_index=token_id(tokenizer, "<image>"),
+        video_token_index=token_id(tokenizer, "<video>"),
         image_grid_pinpoints=pinpoints,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
     )
-    write(folder, config, CLIP_NAMES)
+    write_checkpoint(folder, config, CLIP_NAMES)
     pixels = LlavaOnevisionImageProcessor(
         size={"height": side, "width": side}, image_grid_pinpoints=pinpoints
     )
@@ -213,7 +224,7 @@ def _onevision(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@builder("internvl")
+@register_builder("internvl")
 def _internvl(folder: Path) -> None:
     from transformers import (
         GotOcr2ImageProcessor,
@@ -228,7 +239,7 @@ def _internvl(folder: Path) -> None:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    tokenizer = words("<IMG_CONTEXT>", "<img>", "</img>", "<video>", extra=special)
+    tokenizer = build_tokenizer("<IMG_CONTEXT>", "<img>", "</img>", "<video>", extra=special)
     side = 56
     config = InternVLConfig(
         vision_config={
@@ -238,12 +249,12 @@ def _internvl(folder: Path) -> None:
             **VISION,
         },
         text_config={"model_type": "qwen2", "vocab_size": VOCABULARY, **TEXT},
-        image_token_id=token(tokenizer, "<IMG_CONTEXT>"),
+        image_token_id=token_id(tokenizer, "<IMG_CONTEXT>"),
         image_seq_length=4,
         downsample_ratio=0.5,
         vision_feature_layer=-1,
     )
-    write(folder, config)
+    write_checkpoint(folder, config)
     size = {"height": side, "width": side}
     InternVLProcessor(
         GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=6),
@@ -254,7 +265,7 @@ def _internvl(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@builder("gemma3")
+@register_builder("gemma3")
 def _gemma3(folder: Path) -> None:
     from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
 
@@ -264,7 +275,7 @@ def _gemma3(folder: Path) -> None:
         "image_token": "<image_soft_token>",
     }
     newlines = ["\n" * count for count in range(1, 5)]
-    tokenizer = words(
+    tokenizer = build_tokenizer(
         "<start_of_image>", "<end_of_image>", "<image_soft_token>", *newlines, extra=special
     )
     side = 112
@@ -284,12 +295,12 @@ def _gemma3(folder: Path) -> None:
             "query_pre_attn_scalar": 32,
             "sliding_window": 512,
         },
-        image_token_index=token(tokenizer, "<image_soft_token>"),
-        boi_token_index=token(tokenizer, "<start_of_image>"),
-        eoi_token_index=token(tokenizer, "<end_of_image>"),
+        image_token_index=token_id(tokenizer, "<image_soft_token>"),
+        boi_token_index=token_id(tokenizer, "<start_of_image>"),
+        eoi_token_index=token_id(tokenizer, "<end_of_image>"),
         mm_tokens_per_image=16,
     )
-    write(folder, config, CLIP_NAMES)
+    write_checkpoint(folder, config, CLIP_NAMES)
     Gemma3Processor(
         Gemma3ImageProcessor(size={"height": side, "width": side}),
         tokenizer,

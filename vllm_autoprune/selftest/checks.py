@@ -1,7 +1,4 @@
-"""What must hold of a report, one function a promise: empty where it holds, else what is wrong.
-
-Knows nothing about how a report came about.
-"""
+"""Checks of a report, one function each: the empty string if it passes, else what is wrong."""
 
 from __future__ import annotations
 
@@ -9,109 +6,115 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from vllm_autoprune.selftest.report import Report, Said
+from vllm_autoprune.selftest.report import Completion, Report
 
-FEW = 5
-"""K of the pruned answers."""
+SMALL_BUDGET = 5
+"""K of the pruned completions."""
 
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
 
-_CLOSE = 2e-2
-"""Log-probabilities of half-precision answers that count as the same."""
+_TOLERANCE = 2e-2
+"""Difference of log-probabilities in half precision that counts as equal."""
 
-_CLOSE_RUNNERS = 0.2
-"""Between two runners, whose kernels round bfloat16 differently: 0.085 was seen on Qwen3-VL, and no
-difference in float32."""
+_RUNNER_TOLERANCE = 0.2
+"""The same between two model runners, whose kernels round bfloat16 differently: 0.085 was measured
+on Qwen3-VL, and no difference in float32."""
 
 
 def answers_are_numbers(report: Report) -> str:
-    """Log-probabilities are finite; where stock vLLM's are not, the rest says nothing."""
-    for way, said in _ways(report).items():
-        for name, one in said.items():
+    """Log-probabilities are finite; if stock vLLM's are not, the other checks mean nothing."""
+    for setting, completions in _settings(report).items():
+        for name, one in completions.items():
             if not math.isfinite(one.logprob):
-                whose = "stock vLLM's own" if way == "stock" else "the"
-                return f"{way}, {name}: {whose} log-probability is {one.logprob}"
+                whose = "stock vLLM's own" if setting == "stock" else "the"
+                return f"{setting}, {name}: {whose} log-probability is {one.logprob}"
     return ""
 
 
 def whole_is_stock(report: Report) -> str:
-    """K >= N: token ids, log-probabilities, positions and cache hits, to the last bit."""
-    return _first(report.whole, lambda name, said: said == report.stock[name], "is not stock's")
+    """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
+    return _first_failure(
+        report.whole, lambda name, one: one == report.stock[name], "differs from stock vLLM"
+    )
 
 
 def prompts_shrink_as_predicted(report: Report) -> str:
-    """K < N: placeholders go, nothing else does, and as many as image sizes foretell."""
+    """K < N: only placeholders are removed, as many as computed from the image sizes."""
     for name, stock in report.stock.items():
         pruned = report.pruned[name].prompt
-        gone = Counter(stock.prompt) - Counter(pruned)
-        wanted = sum(n - FEW for n in report.predicted[name])
-        if len(gone) != 1 or gone.total() != wanted or len(stock.prompt) - len(pruned) != wanted:
-            return f"{name}: {dict(gone)} went, not {wanted} placeholders"
+        removed = Counter(stock.prompt) - Counter(pruned)
+        expected = sum(n - SMALL_BUDGET for n in report.predicted[name])
+        if (
+            len(removed) != 1
+            or removed.total() != expected
+            or len(stock.prompt) - len(pruned) != expected
+        ):
+            return f"{name}: {dict(removed)} were removed, not {expected} placeholders"
     return ""
 
 
 def kept_rows_are_the_model_s_own(report: Report) -> str:
-    """K rows an image, whole and in the model's order: deepstack levels and positions included."""
+    """Each image keeps K of its rows unchanged and in order, deepstack levels included."""
     for name, images in report.kept.items():
         if len(images) != len(report.predicted[name]):
             return f"{name}: {len(images)} images were pruned"
         for rows, unpruned in zip(images, report.predicted[name], strict=True):
             inside = all(0 <= row < unpruned for row in rows)
-            if len(rows) != FEW or rows != sorted(set(rows)) or not inside:
+            if len(rows) != SMALL_BUDGET or rows != sorted(set(rows)) or not inside:
                 return f"{name}: rows {rows} of {unpruned}"
     return ""
 
 
 def small_steps_keep_the_same(report: Report) -> str:
-    """Chunked prefill that cuts through images."""
-    return _moved(report.chunked, report.pruned)
+    """Chunked prefill that splits images gives the same completions."""
+    return _first_change(report.chunked, report.pruned)
 
 
 def preempted_requests_go_on(report: Report) -> str:
-    """A request that is pushed back while it is prefilled or decoded, and computed anew."""
-    return _moved(report.preempted, report.pruned)
+    """Requests preempted during prefill or decoding, and recomputed, give the same completions."""
+    return _first_change(report.preempted, report.pruned)
 
 
 def the_same_question_shares(report: Report) -> str:
-    """The prefix cache is used for the same question only, and changes nothing."""
+    """The prefix cache is used for repeated questions only, and does not change completions."""
     for name, again in report.again.items():
         first = report.pruned[name]
         if first.cached:
             return f"{name}: {first.cached} tokens of another question were used"
         if again.cached < BLOCK:
             return f"{name}: {again.cached} tokens were reused"
-        if wrong := unlike(again, first):
+        if wrong := describe_difference(again, first):
             return f"{name}: {wrong}"
     return ""
 
 
 def questions_stand_alone(report: Report) -> str:
-    """Questions on one image answer as they do with all caches empty."""
+    """Questions about one image give the same completions as with empty caches."""
     return next(
         (
             f"{name}: {wrong}"
-            for name, said in report.alone.items()
-            if (wrong := unlike(said, report.pruned[name]))
+            for name, one in report.alone.items()
+            if (wrong := describe_difference(one, report.pruned[name]))
         ),
         "",
     )
 
 
 def names_do_not_matter(report: Report) -> str:
-    """Images of several sizes under one `uuid` are answered as they are without one."""
+    """Images of several sizes with the same `uuid` give the same completions as without one."""
     return next(
         (
             f"{name}: {wrong}"
-            for name, said in report.renamed.items()
-            if (wrong := unlike(said, report.unnamed[name]))
+            for name, one in report.renamed.items()
+            if (wrong := describe_difference(one, report.unnamed[name]))
         ),
         "",
     )
 
 
 def images_are_seen_once(report: Report) -> str:
-    """The vision tower does not run for an image that it has seen."""
+    """The vision tower runs once for each image."""
     return f"it ran {report.vision_runs} times more" if report.vision_runs else ""
 
 
@@ -123,20 +126,20 @@ def nothing_fell_back(report: Report) -> str:
 
 
 def positions_are_a_gather(report: Report) -> str:
-    """Every token that is left, and what is decoded, stands where it stood unpruned (M-RoPE)."""
+    """Kept and decoded tokens have the positions they have in the unpruned prompt (M-RoPE)."""
     for name, pruned in report.pruned.items():
         stock = report.stock[name]
         if len(stock.positions) == 1:
             continue
-        left = survivors(stock.prompt, pruned.prompt, report.kept[name])
-        left += range(len(stock.prompt), len(stock.positions[0]))
-        if pruned.positions != [[row[i] for i in left] for row in stock.positions]:
+        indices = remaining_indices(stock.prompt, pruned.prompt, report.kept[name])
+        indices += range(len(stock.prompt), len(stock.positions[0]))
+        if pruned.positions != [[row[i] for i in indices] for row in stock.positions]:
             return f"{name}: {pruned.positions}"
     return ""
 
 
 def videos_are_untouched(report: Report) -> str:
-    """An answer about a video is stock's."""
+    """Completions about videos equal stock vLLM's."""
     return "" if report.video_pruned == report.video_stock else "another answer about a video"
 
 
@@ -158,21 +161,21 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         videos_are_untouched,
     )
 }
-"""Every promise by name."""
+"""Name -> check."""
 
 
 def runners_agree(first: Report, second: Report) -> str:
-    """Two model runners keep the same rows, and answer alike from the same positions."""
+    """Two model runners keep the same rows and give the same completions and positions."""
     if first.kept != second.kept:
         return f"{first.runner} kept {first.kept}, {second.runner} {second.kept}"
-    for way, said in _ways(first).items():
-        if wrong := _moved(said, _ways(second)[way], _CLOSE_RUNNERS):
-            return f"{way}, {wrong}"
+    for setting, completions in _settings(first).items():
+        if wrong := _first_change(completions, _settings(second)[setting], _RUNNER_TOLERANCE):
+            return f"{setting}, {wrong}"
     return ""
 
 
-def _ways(report: Report) -> dict[str, dict[str, Said]]:
-    """Answers by each way of serving, stock first."""
+def _settings(report: Report) -> dict[str, dict[str, Completion]]:
+    """Completions under each setting, stock first."""
     names = (
         "stock",
         "whole",
@@ -188,41 +191,49 @@ def _ways(report: Report) -> dict[str, dict[str, Said]]:
     return {name: fields[name] for name in names}
 
 
-def survivors(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
-    """Places in the stock prompt of the tokens that are left."""
+def remaining_indices(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
+    """Indices into the stock prompt of the tokens that remain."""
     (image,) = Counter(stock) - Counter(pruned)
-    left: list[int] = []
+    indices: list[int] = []
     at, rows = 0, iter(kept)
     while at < len(stock):
         if stock[at] != image:
-            left.append(at)
+            indices.append(at)
             at += 1
             continue
-        left += [at + row for row in next(rows)]
+        indices += [at + row for row in next(rows)]
         while at < len(stock) and stock[at] == image:
             at += 1
-    return left
+    return indices
 
 
-def unlike(one: Said, other: Said, close: float = _CLOSE) -> str:
-    """How two answers differ that should be the same; `close` is of their log-probabilities."""
+def describe_difference(one: Completion, other: Completion, tolerance: float = _TOLERANCE) -> str:
+    """The first difference between two completions, or the empty string."""
     if one.prompt != other.prompt:
         return "another prompt"
     if one.ids != other.ids:
         return f"another answer, {one.ids} and {other.ids}"
-    if not abs(one.logprob - other.logprob) <= close:  # nor where one is no number
+    if not abs(one.logprob - other.logprob) <= tolerance:  # NaN is not equal either
         return f"log-probabilities {one.logprob} and {other.logprob}"
     return ""
 
 
-def _moved(said: Mapping[str, Said], wanted: Mapping[str, Said], close: float = _CLOSE) -> str:
-    """Another answer, or tokens at other positions."""
-    for name, one in said.items():
-        wrong = unlike(one, wanted[name], close)
-        if wrong or one.positions != wanted[name].positions:
+def _first_change(
+    completions: Mapping[str, Completion],
+    expected: Mapping[str, Completion],
+    tolerance: float = _TOLERANCE,
+) -> str:
+    """The first completion that differs from the expected one, or whose positions do."""
+    for name, one in completions.items():
+        wrong = describe_difference(one, expected[name], tolerance)
+        if wrong or one.positions != expected[name].positions:
             return f"{name}: {wrong or f'positions {one.positions}'}"
     return ""
 
 
-def _first(said: Mapping[str, Said], holds: Callable[[str, Said], bool], wrong: str) -> str:
-    return next((f"{name}: {wrong}" for name, one in said.items() if not holds(name, one)), "")
+def _first_failure(
+    completions: Mapping[str, Completion], holds: Callable[[str, Completion], bool], wrong: str
+) -> str:
+    """The first completion for which a condition does not hold."""
+    failed = (name for name, one in completions.items() if not holds(name, one))
+    return next((f"{name}: {wrong}" for name in failed), "")

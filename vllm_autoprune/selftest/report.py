@@ -1,7 +1,4 @@
-"""What one tiny model did while it was served, as data.
-
-Knows nothing about what should hold: ``checks`` does.
-"""
+"""Record of what one tiny model returned while it was served; ``checks`` evaluates it."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Said(BaseModel):
-    """One answer: ids of its prompt and of what was decoded, and what the model was given.
+class Completion(BaseModel):
+    """One completion: token ids of prompt and output, and the positions the model received.
 
-    ``logprob`` is the sum over decoded tokens; ``cached`` counts prompt tokens that came from the
-    prefix cache; ``positions`` has one row an axis, of every token that was computed.
+    ``logprob`` is the sum over output tokens; ``cached`` counts prompt tokens from the prefix
+    cache; ``positions`` has one row for each axis, with every token that was computed.
     """
 
-    # Log-probabilities may be no numbers: a report that says so is to be read, not refused.
+    # NaN and infinity must survive JSON, so that a check can report them.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     prompt: list[int]
@@ -28,34 +25,34 @@ class Said(BaseModel):
 
 
 class Report(BaseModel):
-    """Answers by question, under each way of serving it.
+    """Completions by question, under each setting.
 
-    ``runner`` is the model runner that vLLM did use, "v1" or "v2".
-    ``stock`` without a state, ``whole`` with a K that keeps every token, ``pruned`` with a small
-    K, ``again`` the same once more, ``alone`` after all caches were emptied, ``unnamed`` and
-    ``renamed`` about images of several sizes without a ``uuid`` and all under one, ``chunked`` in
-    steps of a few tokens, ``preempted`` pushed back to the waiting queue in the middle.
-    ``predicted`` has N of every image by its size alone, ``kept`` the place among an image's rows
-    of each row that was kept, -1 where it is none of them. ``vision_runs`` counts runs of the
-    vision tower beyond one an image.
+    ``runner`` is the model runner that vLLM used, "v1" or "v2".
+    Settings: ``stock`` without a state; ``whole`` with a K that keeps every token; ``pruned`` with
+    a small K; ``again`` the same a second time; ``alone`` after all caches were emptied;
+    ``unnamed`` and ``renamed``: images of several sizes without a ``uuid``, and all with the same
+    one; ``chunked`` with prefill chunks of a few tokens; ``preempted`` by the scheduler.
+    ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
+    row among an image's unpruned rows, or -1 if it equals none of them. ``vision_runs`` counts runs
+    of the vision tower beyond one for each image.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runner: Literal["v1", "v2"]
-    stock: dict[str, Said]
-    whole: dict[str, Said]
-    pruned: dict[str, Said]
-    again: dict[str, Said]
-    alone: dict[str, Said]
-    unnamed: dict[str, Said]
-    renamed: dict[str, Said]
-    chunked: dict[str, Said]
-    preempted: dict[str, Said]
+    stock: dict[str, Completion]
+    whole: dict[str, Completion]
+    pruned: dict[str, Completion]
+    again: dict[str, Completion]
+    alone: dict[str, Completion]
+    unnamed: dict[str, Completion]
+    renamed: dict[str, Completion]
+    chunked: dict[str, Completion]
+    preempted: dict[str, Completion]
     predicted: dict[str, list[int]]
     kept: dict[str, list[list[int]]]
     vision_runs: int
     fallbacks: int
     errors: dict[str, int]
-    video_stock: Said | None = None
-    video_pruned: Said | None = None
+    video_stock: Completion | None = None
+    video_pruned: Completion | None = None

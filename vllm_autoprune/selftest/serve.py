@@ -1,7 +1,4 @@
-"""Serves one tiny model in this process: stock, with every token kept, pruned, in small steps.
-
-Knows nothing about what should be equal.
-"""
+"""Serve one tiny model in this process under every setting of the self-test."""
 
 from __future__ import annotations
 
@@ -12,15 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 from PIL import Image
 
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.checks import BLOCK, FEW
-from vllm_autoprune.selftest.report import Report, Said
-from vllm_autoprune.selftest.witness import Witness
+from vllm_autoprune.selftest.checks import BLOCK, SMALL_BUDGET
+from vllm_autoprune.selftest.engine_observer import EngineObserver
+from vllm_autoprune.selftest.report import Completion, Report
 
 Engine = Any
 """``vllm.LLM``."""
@@ -30,88 +26,95 @@ SETTINGS = {"state": "autoprune", "budget": 4096, "requests": "budget"}
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
-    """Coloured blocks."""
+    """A picture of coloured blocks."""
     source = numpy.random.default_rng(seed)
     blocks = source.integers(0, 255, (height // 8, width // 8, 3), dtype=numpy.uint8)
     return Image.fromarray(blocks).resize((width, height))
 
 
-_WIDE, _HIGH = picture(200, 112, 1), picture(96, 208, 2)
-ASKED: Mapping[str, tuple[str, tuple[Image.Image, ...]]] = {
+_WIDE, _TALL = picture(200, 112, 1), picture(96, 208, 2)
+QUESTIONS: Mapping[str, tuple[str, tuple[Image.Image, ...]]] = {
     "square": ("what colour is the cat", (picture(112, 112, 0),)),
     "wide": ("what colour is the cat", (_WIDE,)),
-    "high": ("what colour is the cat", (_HIGH,)),
+    "high": ("what colour is the cat", (_TALL,)),
     "large": ("what colour is the cat", (picture(330, 300, 4),)),
-    "two": ("how many are there", (_HIGH, picture(120, 96, 3))),
+    "two": ("how many are there", (_TALL, picture(120, 96, 3))),
     "other question": ("which dog is on the left", (_WIDE,)),
 }
-RENAMED: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequence[int]]] = {
-    "two at once": (*ASKED["two"], (FEW, FEW)),
-    "one pruned, one whole": (ASKED["two"][0], (picture(96, 96, 5), _WIDE), (FEW, 4096)),
-    "first": (*ASKED["high"], (FEW,)),
-    "second": (*ASKED["wide"], (FEW,)),
+QUESTIONS_WITH_BUDGETS: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequence[int]]] = {
+    "two at once": (*QUESTIONS["two"], (SMALL_BUDGET, SMALL_BUDGET)),
+    "one pruned, one whole": (
+        QUESTIONS["two"][0],
+        (picture(96, 96, 5), _WIDE),
+        (SMALL_BUDGET, 4096),
+    ),
+    "first": (*QUESTIONS["high"], (SMALL_BUDGET,)),
+    "second": (*QUESTIONS["wide"], (SMALL_BUDGET,)),
 }
-"""Asked under one `uuid` for all images: in one request and in two, with a budget an image."""
-_LONG = " and the sky is blue on the right" * 6
-"""So that the image and some of the text fill a block of the prefix cache."""
+"""Requests whose images all have the same `uuid`; each image has a budget."""
+_PADDING = " and the sky is blue on the right" * 6
+"""Added to every question, so that image and text fill a block of the prefix cache."""
 
 
 def serve(name: str) -> Report:
-    """What the tiny model of one backbone does."""
+    """The report of the tiny model of one backbone."""
     with tempfile.TemporaryDirectory() as folder:
-        return _served(build(name, Path(folder)))
+        return _serve_settings(build(name, Path(folder)))
 
 
-def _served(folder: Path) -> Report:
-    found: dict[str, Any] = {}
-    llm, witness = _engine(folder, None)
-    found["runner"] = "v2" if llm.llm_engine.vllm_config.use_v2_model_runner else "v1"
-    found["stock"] = {name: _ask(llm, witness, name) for name in ASKED}
-    found["video_stock"] = _show_video(llm, witness)
-    _end(llm)
+def _serve_settings(folder: Path) -> Report:
+    results: dict[str, Any] = {}
+    llm, observer = _start_engine(folder, None)
+    results["runner"] = "v2" if llm.llm_engine.vllm_config.use_v2_model_runner else "v1"
+    results["stock"] = {name: _ask(llm, observer, name) for name in QUESTIONS}
+    results["video_stock"] = _ask_about_video(llm, observer)
+    _stop_engine(llm)
 
-    llm, witness = _engine(folder, SETTINGS)
+    llm, observer = _start_engine(folder, SETTINGS)
     model = _model(llm)
-    found["predicted"] = _predicted(llm)
-    found["whole"] = {name: _ask(llm, witness, name) for name in ASKED}
-    found["pruned"], found["again"], found["kept"] = {}, {}, {}
+    results["predicted"] = _predict_tokens(llm)
+    results["whole"] = {name: _ask(llm, observer, name) for name in QUESTIONS}
+    results["pruned"], results["again"], results["kept"] = {}, {}, {}
     before = model.autoprune.runs
-    images = {id(image) for _, shown in ASKED.values() for image in shown}
-    for name in ASKED:
-        with witness.of_rows():
-            found["pruned"][name] = _ask(llm, witness, name, FEW)
-        found["kept"][name] = list(witness.places)
-        witness.places.clear()
-        found["again"][name] = _ask(llm, witness, name, FEW)
-    found["vision_runs"] = model.autoprune.runs - before - len(images)
+    images = {id(image) for _, pictures in QUESTIONS.values() for image in pictures}
+    for name in QUESTIONS:
+        with observer.recording_rows():
+            results["pruned"][name] = _ask(llm, observer, name, SMALL_BUDGET)
+        results["kept"][name] = list(observer.kept_rows)
+        observer.kept_rows.clear()
+        results["again"][name] = _ask(llm, observer, name, SMALL_BUDGET)
+    results["vision_runs"] = model.autoprune.runs - before - len(images)
     _empty_caches(llm)
-    found["alone"] = {name: _ask(llm, witness, name, FEW) for name in ("other question", "wide")}
+    results["alone"] = {
+        name: _ask(llm, observer, name, SMALL_BUDGET) for name in ("other question", "wide")
+    }
     for way, uuid in (("unnamed", None), ("renamed", "one name for all")):
         _empty_caches(llm)
-        found[way] = {
-            name: _ask_about(llm, witness, *asked, uuid=uuid) for name, asked in RENAMED.items()
+        results[way] = {
+            name: _complete(llm, observer, *request, uuid=uuid)
+            for name, request in QUESTIONS_WITH_BUDGETS.items()
         }
     counts = model.autoprune_meter.counts()
-    found["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
-    found["errors"] = dict(model.autoprune_meter.raised)
-    _end(llm)
+    results["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
+    results["errors"] = dict(model.autoprune_meter.raised)
+    _stop_engine(llm)
 
-    settings = {**SETTINGS, "budget": FEW}
-    llm, witness = _engine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
-    found["chunked"] = {name: _ask(llm, witness, name) for name in ASKED}
-    found["video_pruned"] = _show_video(llm, witness)
+    settings = {**SETTINGS, "budget": SMALL_BUDGET}
+    llm, observer = _start_engine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
+    results["chunked"] = {name: _ask(llm, observer, name) for name in QUESTIONS}
+    results["video_pruned"] = _ask_about_video(llm, observer)
     llm.reset_prefix_cache()
     with _preempting(llm):
-        found["preempted"] = {
-            name: _ask(llm, witness, name, began_anew=True) for name in ("high", "two")
+        results["preempted"] = {
+            name: _ask(llm, observer, name, preempted=True) for name in ("high", "two")
         }
-    _end(llm)
-    return Report(**found)
+    _stop_engine(llm)
+    return Report(**results)
 
 
-def _engine(
+def _start_engine(
     folder: Path, settings: Mapping[str, object] | None, **options: object
-) -> tuple[Engine, Witness]:
+) -> tuple[Engine, EngineObserver]:
     from vllm import LLM
 
     more = {} if settings is None else {"additional_config": {"autoprune": dict(settings)}}
@@ -126,29 +129,32 @@ def _engine(
         **more,
         **options,
     )
-    witness = Witness()
-    witness.attend(_model(llm).get_language_model().model.layers[0])
-    return llm, witness
+    observer = EngineObserver()
+    observer.record_positions(_model(llm).get_language_model().model.layers[0])
+    return llm, observer
 
 
 @contextmanager
 def _preempting(llm: Engine) -> Iterator[None]:
-    """Push running requests back to the waiting queue: while prefilling, and while decoding."""
+    """Preempt running requests regularly, during prefill and during decoding."""
     engine = llm.llm_engine
-    step, done = engine.step, itertools.count(1)
+    step, steps = engine.step, itertools.count(1)
 
-    def interrupted() -> Any:
-        if next(done) % _SOMETIMES == 0:
+    def step_with_preemption() -> Any:
+        if next(steps) % _STEPS_BETWEEN_PREEMPTIONS == 0:
             engine.reset_prefix_cache(reset_running_requests=True)
         return step()
 
-    with patch.object(engine, "step", interrupted):
+    engine.step = step_with_preemption
+    try:
         yield
+    finally:
+        engine.step = step
 
 
-_SOMETIMES = 11
-"""Steps from one preemption to the next. A prompt here takes 8 or 9 and decoding 3 more, so the
-first request is pushed back while it is decoded, the second while it is prefilled."""
+_STEPS_BETWEEN_PREEMPTIONS = 11
+"""A prompt takes 8 or 9 steps and decoding 3 more, so that the first request is preempted while it
+is decoded and the second while it is prefilled."""
 
 
 def _empty_caches(llm: Engine) -> None:
@@ -157,7 +163,7 @@ def _empty_caches(llm: Engine) -> None:
     llm.llm_engine.reset_encoder_cache()
 
 
-def _end(llm: Engine) -> None:
+def _stop_engine(llm: Engine) -> None:
     llm.llm_engine.engine_core.shutdown()
     # vLLM collects garbage several times a start, and each time walks all that was imported.
     gc.freeze()
@@ -173,54 +179,58 @@ def _processor(llm: Engine) -> Any:
     return MULTIMODAL_REGISTRY.create_processor(llm.llm_engine.model_config)
 
 
-def _predicted(llm: Engine) -> dict[str, list[int]]:
-    """N of every image by its size alone, before any model runs."""
+def _predict_tokens(llm: Engine) -> dict[str, list[int]]:
+    """N of every image, computed from its size before any model runs."""
     from vllm.multimodal.parse import ImageSize
 
     processor = _processor(llm)
     extent = processor._placeholders.extent
     return {
         name: [extent(processor.info, ImageSize(*image.size), {}).tokens for image in images]
-        for name, (_, images) in ASKED.items()
+        for name, (_, images) in QUESTIONS.items()
     }
 
 
 def _ask(
     llm: Engine,
-    witness: Witness,
+    observer: EngineObserver,
     name: str,
     budget: int | None = None,
-    began_anew: bool = False,
-) -> Said:
-    return _ask_about(llm, witness, *ASKED[name], budget, began_anew)
+    preempted: bool = False,
+) -> Completion:
+    return _complete(llm, observer, *QUESTIONS[name], budget, preempted)
 
 
-def _ask_about(
+def _complete(
     llm: Engine,
-    witness: Witness,
+    observer: EngineObserver,
     text: str,
     images: Sequence[Image.Image],
     budget: int | Sequence[int] | None,
-    began_anew: bool = False,
+    preempted: bool = False,
     uuid: str | None = None,
-) -> Said:
+) -> Completion:
     named = {} if uuid is None else {"uuid": uuid}
     parts: list[dict[str, object]] = [
         {"type": "image_pil", "image_pil": image, **named} for image in images
     ]
-    asked = [[{"role": "user", "content": [*parts, {"type": "text", "text": text + _LONG}]}]]
-    asked_for = budget if budget is None or isinstance(budget, int) else list(budget)
-    wish = {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": asked_for}}}
-    (output,) = llm.chat(asked, _sampling(), use_tqdm=False, **wish)
-    return _said(output, witness, began_anew)
+    conversations = [
+        [{"role": "user", "content": [*parts, {"type": "text", "text": text + _PADDING}]}]
+    ]
+    requested = budget if budget is None or isinstance(budget, int) else list(budget)
+    options = (
+        {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": requested}}}
+    )
+    (output,) = llm.chat(conversations, _sampling(), use_tqdm=False, **options)
+    return _completion(output, observer, preempted)
 
 
-def _show_video(llm: Engine, witness: Witness) -> Said | None:
-    """An answer about four frames; None where the model takes no videos."""
+def _ask_about_video(llm: Engine, observer: EngineObserver) -> Completion | None:
+    """The completion about a video of four frames; None if the model takes no videos."""
     if "video" not in _processor(llm).info.get_supported_mm_limits():
         return None
     frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
-    told = {
+    metadata = {
         "fps": 2.0,
         "duration": 2.0,
         "total_num_frames": 4,
@@ -228,12 +238,12 @@ def _show_video(llm: Engine, witness: Witness) -> Said | None:
         "video_backend": "opencv",
         "do_sample_frames": False,
     }
-    shown = type(_model(llm)).get_placeholder_str("video", 0)
+    placeholder = type(_model(llm)).get_placeholder_str("video", 0)
     prompt = {
-        "prompt": f"user {shown} what is on the left you",
-        "multi_modal_data": {"video": (frames, told)},
+        "prompt": f"user {placeholder} what is on the left you",
+        "multi_modal_data": {"video": (frames, metadata)},
     }
-    return _said(llm.generate([prompt], _sampling(), use_tqdm=False)[0], witness)
+    return _completion(llm.generate([prompt], _sampling(), use_tqdm=False)[0], observer)
 
 
 def _sampling() -> Any:
@@ -242,14 +252,14 @@ def _sampling() -> Any:
     return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
 
 
-def _said(output: Any, witness: Witness, began_anew: bool = False) -> Said:
-    said = output.outputs[0]
-    cached = 0 if began_anew else output.num_cached_tokens or 0
-    prompt, ids = list(output.prompt_token_ids), list(said.token_ids)
-    return Said(
+def _completion(output: Any, observer: EngineObserver, preempted: bool = False) -> Completion:
+    generated = output.outputs[0]
+    cached = 0 if preempted else output.num_cached_tokens or 0
+    prompt, ids = list(output.prompt_token_ids), list(generated.token_ids)
+    return Completion(
         prompt=prompt,
         ids=ids,
-        logprob=float(said.cumulative_logprob),
+        logprob=float(generated.cumulative_logprob),
         cached=cached,
-        positions=witness.positions(len(prompt) + len(ids) - 1 - cached, last=began_anew),
+        positions=observer.take_positions(len(prompt) + len(ids) - 1 - cached, last=preempted),
     )

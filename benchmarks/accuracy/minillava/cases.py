@@ -6,17 +6,14 @@ ablations, the values of q_e and the search result are shipped states too (``ben
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from pydantic import JsonValue
-
-from benchmarks.accuracy.records import Arm, Case
 from benchmarks.zoo.states import SEARCH_RESULTS
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.records import Case
+from vllm_autoprune.evaluation.served import FULL, prune_case, random_case
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
 
@@ -43,10 +40,10 @@ def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family])
         what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
         values = " ".join(map(str, wrong))
         raise ConfigError("eval", [Problem(f"--budgets {values}", what, fix)])
-    cases = [Case(name="full", arm="full", label="full", pruning={"enabled": False})]
+    cases = [FULL]
     for budget in budgets:
         if "random" in families:
-            cases.append(_random_case(budget))
+            cases.append(random_case(budget))
         if "policies" in families:
             for policy in BASE_POLICIES:
                 cases += _policy_cases(policy, budget)
@@ -66,23 +63,16 @@ def residual_on(policy: str) -> PruningState:
     source = load_state(SOURCE)
     if policy == source.base_policy.name:
         return source
-    data = json.loads(source.dumps())
+    data = source.model_dump(mode="json")
     data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
-    return load_state(json.dumps(data | {"provenance": {}}))
-
-
-def _random_case(budget: int) -> Case:
-    pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
-    return Case(
-        name=f"random@{budget}", arm="random", label="random keep", budget=budget, pruning=pruning
-    )
+    return load_state(data | {"provenance": {}})
 
 
 def _policy_cases(policy: str, budget: int) -> Iterator[Case]:
     base = f"{policy}@{budget}"
-    yield _pruned(base, "base", policy, load_state(policy), budget)
+    yield prune_case(base, "base", policy, load_state(policy), budget)
     name = f"{policy}+{SOURCE}@{budget}"
-    yield _pruned(name, "autoprune", f"{policy} + AutoPrune", residual_on(policy), budget, base)
+    yield prune_case(name, "autoprune", f"{policy} + AutoPrune", residual_on(policy), budget, base)
 
 
 def _search_cases(budget: int) -> Iterator[Case]:
@@ -90,43 +80,18 @@ def _search_cases(budget: int) -> Iterator[Case]:
         state = load_state(name)
         policy = state.base_policy.name
         label = f"{policy} + what a search found"
-        yield _pruned(f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}")
+        yield prune_case(f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}")
 
 
 def _component_cases(budget: int) -> Iterator[Case]:
     for shipped, label in _COMPONENTS.items():
         state = load_state(shipped)
         base = f"{state.base_policy.name}@{budget}"
-        yield _pruned(f"{shipped}@{budget}", "component", label, state, budget, base)
+        yield prune_case(f"{shipped}@{budget}", "component", label, state, budget, base)
 
 
 def _quota_cases(budget: int) -> Iterator[Case]:
     for quota in QUOTAS:
         state = load_state(f"ablation-quota-{quota}")
         base = f"{state.base_policy.name}@{budget}"
-        yield _pruned(f"quota-{quota}@{budget}", "quota", f"q_e = {quota}", state, budget, base)
-
-
-def _pruned(
-    name: str, arm: Arm, label: str, state: PruningState, budget: int, base: str = ""
-) -> Case:
-    """A case that sends a state in every request; refused if the state cannot have K = budget."""
-    refused, quota = "", None
-    try:
-        quota = materialize(state, budget).quota
-    except AutopruneError as error:
-        refused = str(error)
-    return Case(
-        name=name,
-        arm=arm,
-        label=label,
-        budget=budget,
-        base=base,
-        quota=quota,
-        digest=state.digest,
-        pruning={
-            "policy": state.model_dump(mode="json", exclude={"provenance"}),
-            "budget": budget,
-        },
-        refused=refused,
-    )
+        yield prune_case(f"quota-{quota}@{budget}", "quota", f"q_e = {quota}", state, budget, base)

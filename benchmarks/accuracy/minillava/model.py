@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.accuracy.records import MME, Question
 from benchmarks.minillava.split import CHECKPOINT, held_out, png, weights_digest
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.client import PreparedQuestion
+from vllm_autoprune.evaluation.records import MME, Question
 
 EMBEDDED = "embedded"
 _REQUESTS = 60_000
@@ -65,17 +65,6 @@ def find_model(name: str) -> MiniLlava:
     return MiniLlava(name if name == EMBEDDED else folder.name, folder)
 
 
-@dataclass(frozen=True)
-class PreparedQuestion:
-    """One question with its prompt, reference answer and image."""
-
-    record: Question
-    text: str
-    answer: str
-    image: str
-    """A ``data:`` URL; all questions about a scene share one object."""
-
-
 def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
     """The questions about the first scenes of the test split, scene by scene."""
     questions, images = [], dict[int, str]()
@@ -94,11 +83,3 @@ def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
         image = images[example.image_id]
         questions.append(PreparedQuestion(record, example.question, example.answer, image))
     return questions
-
-
-def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
-    """First twelve digits of the SHA-256 over questions, answers and images."""
-    digest = hashlib.sha256()
-    for one in questions:
-        digest.update(f"{one.text}\n{one.answer}\n{one.image}\n".encode())
-    return digest.hexdigest()[:12]

@@ -13,24 +13,22 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.accuracy.journal import Contents, Journal, unanswered
 from benchmarks.accuracy.minillava.cases import Family, build_cases
-from benchmarks.accuracy.minillava.client import AnswerClient
 from benchmarks.accuracy.minillava.model import (
     MiniLlava,
-    PreparedQuestion,
     default_scenes,
     prepare_questions,
-    questions_digest,
 )
-from benchmarks.accuracy.records import MME, Answer, Case, EvaluationError, Setup
-from benchmarks.accuracy.run import Progress
 from benchmarks.server import ServerDied, command, serve
 from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
-from vllm_autoprune import __version__
+from vllm_autoprune.evaluation import served
+from vllm_autoprune.evaluation.client import questions_digest
+from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
+from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
+from vllm_autoprune.evaluation.run import Progress
+from vllm_autoprune.evaluation.served import SCORER, score_answers
 
 NAME = "minillava"
-SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
 FLAGS = (
     "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--block-size", "32",
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
@@ -38,8 +36,6 @@ FLAGS = (
 
 _START_TIMEOUT = 1200.0
 """Seconds; a start takes ten on an idle machine, but many minutes on a busy one."""
-_WRITE_EVERY = 64
-"""Answers that are written together; a killed process loses at most as many."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,10 @@ class Settings:
     log: Path | None = None
     wait: float = 1.0
     """Seconds before a failed request is sent again."""
+
+    def at(self, url: str) -> served.Settings:
+        """The same settings for the server at ``url``."""
+        return served.Settings(url, self.served_name, self.at_once, self.wait)
 
 
 class MiniLlavaSuite:
@@ -103,7 +103,7 @@ class MiniLlavaSuite:
         with self._server(progress) as url:
             # Only now, so that the speed does not include the start of the server.
             progress.begin(self._total, self._total - len(todo))
-            asyncio.run(self._ask(url, pairs, journal, progress))
+            asyncio.run(score_answers(self._settings.at(url), pairs, journal, progress))
 
     @contextlib.contextmanager
     def _server(self, progress: Progress) -> Iterator[str]:
@@ -129,36 +129,6 @@ class MiniLlavaSuite:
             what = str(error).split("\n")[0].rstrip(":")
             where = f" (log: {self._settings.log})" if self._settings.log is not None else ""
             raise EvaluationError(f"{what}{where} -> fix that and add --resume") from None
-
-    async def _ask(
-        self,
-        url: str,
-        pairs: Sequence[tuple[Case, PreparedQuestion]],
-        journal: Journal,
-        progress: Progress,
-    ) -> None:
-        """Ask all pairs in order and concurrently; answers are written whatever happens."""
-        client = AnswerClient(url, self._settings.at_once, self._settings.wait)
-        queue, done = iter(pairs), list[Answer]()
-
-        async def work() -> None:
-            for case, question in queue:
-                done.append(await client.score(case, question))
-                progress.advance()
-                if len(done) >= _WRITE_EVERY:
-                    journal.append(done)
-                    done.clear()
-
-        try:
-            await client.select_model(self._settings.served_name)
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._settings.at_once):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise _first_error(errors) from None
-        finally:
-            journal.append(done)
-            await client.close()
 
     def objections(self, contents: Contents) -> Sequence[str]:
         """Prompt lengths that do not match K, which shows that a case was not served as asked."""
@@ -189,8 +159,3 @@ def build_suite(
     """The suite for budgets and families of cases; raises :class:`ConfigError`."""
     cases = build_cases(model.tokens, budgets, families)
     return MiniLlavaSuite(model, cases, scenes or default_scenes(len(cases)), settings)
-
-
-def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first

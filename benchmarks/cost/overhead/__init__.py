@@ -6,31 +6,14 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.report import Section, markdown, write_section
+from benchmarks.cost.overhead.settings import Settings
 from benchmarks.minillava.split import CLIP, LLAVA
 
-STATE = "autoprune"
 LAYERS = 16
 TITLE = "What pruning itself costs"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Which models are served, how much is measured, and where files go."""
-
-    model: Path
-    text_tower: Path
-    layers: int
-    quick: bool
-    out: Path
-
-    def log(self, name: str) -> Path:
-        """The file of a server's output."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        return self.out / f"{name}.log"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

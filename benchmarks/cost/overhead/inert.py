@@ -13,11 +13,11 @@ from itertools import count
 from benchmarks.common.client import Client
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section, Table, format_excess, format_spread
-from benchmarks.common.statistics import Estimate, ratio_of_medians, spread, within
-from benchmarks.cost.overhead import Settings
 from benchmarks.cost.overhead.requests import build_body, image_url
+from benchmarks.cost.overhead.settings import Settings
 from benchmarks.cost.overhead.ttft import Timing
 from benchmarks.server import Server, serve
+from vllm_autoprune.evaluation.statistics import Estimate, ratio_of_medians, spread, within
 from vllm_autoprune.serving.plugin import DISABLE
 
 SERVERS: Mapping[str, Mapping[str, str]] = {

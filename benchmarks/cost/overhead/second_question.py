@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from benchmarks.common.pictures import draw_picture
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section
-from benchmarks.common.statistics import verdict_of
-from benchmarks.cost.overhead import Settings
+from benchmarks.cost.overhead.settings import Settings
 from benchmarks.server import CPU_ENVIRONMENT
+from vllm_autoprune.evaluation.statistics import verdict_of
 
 IMAGES, QUESTIONS, MORE = 4, 5, 60
 CACHE_GB = 0.002

@@ -27,16 +27,16 @@ from benchmarks.common.report import (
     format_spread,
 )
 from benchmarks.common.request_record import Record
-from benchmarks.common.statistics import (
+from benchmarks.cost.overhead.requests import build_body, draw_words, image_url
+from benchmarks.cost.overhead.settings import STATE, Settings
+from benchmarks.server import Server, serve
+from vllm_autoprune.evaluation.statistics import (
     Spread,
     at_most,
     difference_of_medians,
     ratio_of_medians,
     spread,
 )
-from benchmarks.cost.overhead import STATE, Settings
-from benchmarks.cost.overhead.requests import build_body, draw_words, image_url
-from benchmarks.server import Server, serve
 
 Kind = Literal["text", "seen", "new", "full"]
 KINDS: Mapping[Kind, str] = {

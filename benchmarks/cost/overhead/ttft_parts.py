@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from benchmarks.common.shapes import CLIP_WIDTH, TOKENS, WIDTH
-from benchmarks.common.statistics import Spread, spread
-from benchmarks.cost.overhead import STATE
 from benchmarks.cost.overhead.requests import draw_words, image_url
+from benchmarks.cost.overhead.settings import STATE
 from benchmarks.cost.overhead.ttft import BUDGET, QUESTION
+from vllm_autoprune.evaluation.statistics import Spread, spread
 
 SIDE = 24
 Work = Callable[[], object]

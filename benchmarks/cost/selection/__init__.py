@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from benchmarks.cost.selection.settings import Settings
 
 if TYPE_CHECKING:
     from benchmarks.common.report import Section
@@ -15,17 +17,6 @@ PARTS = ("selection", "memory", "share", "refinement", "batches")
 
 NO_GPU = 2
 """Exit status where a GPU is required and there is none."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """``quick``: a few rounds of small sizes, as a trial run."""
-
-    quick: bool = False
-
-    def rounds(self, wanted: int) -> int:
-        """How many alternating rounds are measured."""
-        return 2 if self.quick else wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

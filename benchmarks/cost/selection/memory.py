@@ -10,10 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.report import Claim, Section, Table
-from benchmarks.common.statistics import verdict_of
-from benchmarks.cost.selection import Settings, ours, published
+from benchmarks.cost.selection import ours, published
 from benchmarks.cost.selection.images import WIDTH, Size, draw_images
+from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import Work, log_progress
+from vllm_autoprune.evaluation.statistics import verdict_of
 
 SIZES = (
     Size(576, 1, 1, 64),

@@ -13,9 +13,9 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from benchmarks.common.report import Claim, Section, Table, format_spread
-from benchmarks.common.statistics import Estimate, at_most, ratio_of_medians, spread
-from benchmarks.cost.selection import Settings, ours
+from benchmarks.cost.selection import ours
 from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, WIDTH, Images, Size, draw_images
+from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import (
     Times,
     Work,
@@ -24,6 +24,7 @@ from benchmarks.cost.selection.timing import (
     measure_alternately,
 )
 from vllm_autoprune import PruningPolicy, RefinedTokens, refine
+from vllm_autoprune.evaluation.statistics import Estimate, at_most, ratio_of_medians, spread
 
 INNER, HEADS, LAYERS = 11008, 32, 32
 TEXT = 60

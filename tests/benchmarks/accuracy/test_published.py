@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.accuracy.__main__ import main
-from benchmarks.accuracy.published import Audit, Table, audit, read_published
+from vllm_autoprune.evaluation.published import Audit, Table, audit, read_published
 
 SOURCE = read_published()
 ROWS = list(audit(SOURCE))

@@ -1,5 +1,20 @@
-"""The sub-commands of `vllm-autoprune`, one file each.
+"""The sub-commands of `vllm-autoprune`, one file each, listed in ``cli.main``.
 
-Knows nothing about them: ``cli.main`` lists them. What a command needs that is slow to import, it
-imports when it runs.
+Modules that are slow to import are imported when a command runs.
 """
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: help text, arguments, and ``run``, which returns the exit status."""
+
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str = ""

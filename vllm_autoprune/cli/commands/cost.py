@@ -1,15 +1,12 @@
-"""`cost`: FLOPs of prefill and bytes of KV cache for a backbone and budgets.
-
-Knows nothing about the formulas.
-"""
+"""`cost`: FLOPs of prefill and bytes of KV cache for a backbone and budgets."""
 
 from __future__ import annotations
 
 import argparse
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.render import as_json, paragraph, table
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, format_paragraph, format_table
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 
 
@@ -22,7 +19,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="K",
-        help="visual tokens of one image; the first is what the others are compared with "
+        help="visual tokens of one image; the others are compared with the first "
         "(default: all tokens, and a ninth of them)",
     )
     parser.add_argument(
@@ -33,8 +30,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="F",
-        help="count as methods that prune inside the language model: F layers see all tokens, the "
-        "others as many as make K the average over layers",
+        help="cost of a method that prunes inside the language model: F layers see all tokens, and "
+        "the others so many that the average over layers is K",
     )
 
 
@@ -47,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(as_json(_record(shape, budgets, rows, options.full_layers)))
     else:
-        print(_told(shape, budgets, rows, options.full_layers))
+        print(_format_costs(shape, budgets, rows, options.full_layers))
     return 0
 
 
@@ -76,7 +73,9 @@ def _record(
     }
 
 
-def _told(shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layers: int) -> str:
+def _format_costs(
+    shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layers: int
+) -> str:
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     inside = [f"{row.after}, mean {row.tokens:.7g}" for row in rows]
     lines = [
@@ -97,8 +96,8 @@ def _told(shape: BackboneShape, budgets: list[int], rows: list[Cost], full_layer
     )
     if full_layers:
         head.append(f"left after {full_layers} layers")
-    notes = [paragraph(f"- {note}") for note in ASSUMPTIONS]
-    return "\n".join([title, "", table(head, lines, ">>>>>>"), "", *notes])
+    notes = [format_paragraph(f"- {note}") for note in ASSUMPTIONS]
+    return "\n".join([title, "", format_table(head, lines, ">>>>>>"), "", *notes])
 
 
 COMMAND = Command(

@@ -1,7 +1,6 @@
-"""`eval`: accuracy of full tokens, base policies and AutoPrune on a suite, with paired intervals.
+"""`eval`: accuracy of full tokens, base policies and states, with paired intervals.
 
-Knows nothing about measuring: it puts together what the options name. Suites live in the repository
-beside the package, not in the wheel.
+``data:FILE`` asks the questions of a JSONL file, ``lmms:TASKS`` runs lmms-eval.
 """
 
 from __future__ import annotations
@@ -11,43 +10,51 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.command import Command
+from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from benchmarks.accuracy.run import Suite
+    from vllm_autoprune.evaluation.run import Suite
 
-_FAMILIES = ("random", "policies", "found", "components", "quota")
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every suite."""
+    parser.add_argument("--resume", action="store_true", help="continue the evaluation in --out")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and stop")
+    parser.add_argument("--at-once", type=int, help="concurrent requests; default: by the suite")
+    parser.add_argument("--served-name", metavar="NAME", help="the model's name on its server")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--suite", required=True, metavar="SUITE", help="minillava, or lmms:TASK,TASK,..."
+        "--suite",
+        required=True,
+        metavar="SUITE",
+        help="data:FILE.jsonl, or lmms:TASK,TASK,... through lmms-eval",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: out/eval/SUITE")
-    parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be run, and stop")
+    add_run_arguments(parser)
     parser.add_argument(
-        "--at-once", type=int, help="requests in flight; default: 128 of minillava, 32 of lmms"
+        "--limit", type=int, help="maximum number of questions, for lmms of each task"
     )
-    parser.add_argument(
-        "--served-name", metavar="NAME", help="the model's name on its server; lmms needs it"
-    )
-    _minillava_arguments(parser.add_argument_group("minillava"))
+    _data_arguments(parser.add_argument_group("data"))
     _lmms_arguments(parser.add_argument_group("lmms"))
 
 
-def _minillava_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", default="embedded", help="embedded (default), or a folder with llava/ and clip/"
-    )
-    group.add_argument("--scenes", type=int, help="default: what takes about half an hour")
-    group.add_argument("--budgets", type=int, nargs="+", default=[64, 32, 16, 8, 4], metavar="K")
-    group.add_argument("--cases", nargs="+", default=list(_FAMILIES), choices=_FAMILIES)
+def _data_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--server-url",
         metavar="URL",
-        help="a running server with --autoprune-requests states; none: one is started",
+        help="a running vllm serve with --autoprune-requests states",
+    )
+    group.add_argument(
+        "--state",
+        action="append",
+        metavar="STATE",
+        help="state to evaluate, a file or a shipped name; repeatable (default: autoprune)",
+    )
+    group.add_argument(
+        "--budgets", type=int, nargs="+", default=[64], metavar="K", help="budgets (default 64)"
     )
 
 
@@ -60,27 +67,31 @@ def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
         help="full=URL, POLICY@K=URL or POLICY+autoprune@K=URL; once for each server",
     )
     group.add_argument(
-        "--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="where it is installed"
+        "--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="path of lmms-eval"
     )
     group.add_argument(
         "--include-path",
         type=Path,
         metavar="FOLDER",
-        help="tasks of your own: by the first metric of each, a mean of scores from 0 to 1",
+        help="folder with your own tasks; the first metric of each is used, a mean from 0 to 1",
     )
-    group.add_argument("--limit", type=int, help="only so many samples of each task")
     group.add_argument(
-        "--backbone", default="llava-1.5-7b", help="whose published rows are shown beside ours"
+        "--backbone", default="llava-1.5-7b", help="backbone whose published rows are shown too"
     )
 
 
 def _run(options: argparse.Namespace) -> int:
-    suite, folder = _suite(options)
+    suite, folder = _build_suite(options)
+    return run_suite(suite, folder, options)
+
+
+def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
+    """Evaluate, print the report, and return the exit status: 1 if the report is not valid."""
     if options.dry_run:
         print("\n".join(suite.plan()))
         return 0
-    from benchmarks.accuracy.pages import as_markdown
-    from benchmarks.accuracy.run import Progress, as_json, evaluate
+    from vllm_autoprune.evaluation.pages import as_markdown
+    from vllm_autoprune.evaluation.run import Progress, as_json, evaluate
 
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
@@ -89,52 +100,46 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if report.valid else 1
 
 
-def _suite(options: argparse.Namespace) -> tuple[Suite, Path]:
-    kind, _, tasks = options.suite.partition(":")
+def _build_suite(options: argparse.Namespace) -> tuple[Suite, Path]:
+    kind, _, value = options.suite.partition(":")
     folder = options.out or Path("out/eval") / kind
-    try:
-        if options.suite == "minillava":
-            return _minillava(options, folder), folder
-        if kind == "lmms":
-            return _lmms(options, tasks, folder), folder
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "benchmarks":
-            raise
-        fix = "clone the repository, `pip install -e .` there, and run this again"
-        what = "is not in the installed package"
-        raise ConfigError("eval", [Problem(f"--suite {kind}", what, fix)]) from None
-    fix = "use minillava, or lmms:mme,pope (or lmms:paper-llava, lmms:paper-qwen, lmms:paper)"
-    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is no suite", fix)])
+    if kind == "data" and value:
+        return _data_suite(options, Path(value)), folder
+    if kind == "lmms":
+        return _lmms_suite(options, value, folder), folder
+    fix = "use data:questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
+    raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
 
 
-def _minillava(options: argparse.Namespace, folder: Path) -> Suite:
-    from benchmarks.accuracy.minillava.model import find_model
-    from benchmarks.accuracy.minillava.suite import Settings, build_suite
-    from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
+def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
+    from vllm_autoprune.evaluation.served import FileSuite, Settings
 
-    model = find_model(options.model)
-    settings = Settings(
-        url=options.server_url,
-        served_name=options.served_name,
-        at_once=options.at_once or MAX_IN_FLIGHT,
-        log=folder / "server.log",
-    )
-    return build_suite(model, options.budgets, options.cases, options.scenes, settings)
+    if options.server_url is None:
+        fix = "give the address of a vllm serve with --autoprune-requests states"
+        raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
+    if wrong := [budget for budget in options.budgets if budget < 1]:
+        values = " ".join(map(str, wrong))
+        raise ConfigError("eval", [Problem(f"--budgets {values}", "are below 1", "give 1 or more")])
+    settings = Settings(options.server_url, options.served_name)
+    if options.at_once:
+        settings = Settings(options.server_url, options.served_name, options.at_once)
+    states = options.state or ["autoprune"]
+    return FileSuite(path, states, options.budgets, settings, options.limit)
 
 
-def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
-    from benchmarks.accuracy.lmms.benchmarks import find_tasks, select_benchmarks
-    from benchmarks.accuracy.lmms.process import LmmsEval
-    from benchmarks.accuracy.lmms.servers import parse_servers
-    from benchmarks.accuracy.lmms.suite import LmmsSuite
-    from benchmarks.accuracy.published import mme_divisor
+def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
+    from vllm_autoprune.evaluation.lmms.benchmarks import find_tasks, select_benchmarks
+    from vllm_autoprune.evaluation.lmms.process import LmmsEval
+    from vllm_autoprune.evaluation.lmms.servers import parse_servers
+    from vllm_autoprune.evaluation.lmms.suite import LmmsSuite
+    from vllm_autoprune.evaluation.published import mme_divisor
 
     if options.served_name is None:
         fix = "give the name that the servers have for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
     divisor = mme_divisor(options.backbone)
-    own = find_tasks(options.include_path) if options.include_path else ()
-    benchmarks = select_benchmarks(tasks, cognition=divisor > 20, own=own)
+    own_tasks = find_tasks(options.include_path) if options.include_path else ()
+    benchmarks = select_benchmarks(tasks, cognition=divisor > 20, own=own_tasks)
     program = LmmsEval(
         options.lmms_eval,
         options.served_name,
@@ -153,7 +158,7 @@ def _lmms(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
 
 
 COMMAND = Command(
-    "measure accuracy of full tokens, base policies and AutoPrune on a suite",
+    "measure accuracy of full tokens, base policies and states on your questions",
     _arguments,
     _run,
     epilog="How it is measured and what the tables mean: docs/benchmarks.md.",

@@ -1,7 +1,4 @@
-"""`explain`: which tokens of an image a state keeps for a question, drawn over the image.
-
-Knows nothing about models or drawing.
-"""
+"""`explain`: draw which tokens of an image a state keeps for a question."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.files import write
-from vllm_autoprune.cli.render import as_json
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
@@ -28,7 +24,7 @@ FORMATS = (".png", ".html")
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", type=Path, help="image file")
-    parser.add_argument("question", help="instruction that the image is looked at with")
+    parser.add_argument("question", help="instruction about the image")
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="local LLaVA-1.5 checkpoint"
     )
@@ -54,19 +50,20 @@ def _run(options: argparse.Namespace) -> int:
     outputs: list[Path] = options.output or []
     _require_formats(outputs)
     policy = materialize(load_state(options.state), options.budget)
-    image = opened(options.image)
+    image = read_image(options.image)
 
-    from vllm_autoprune.offline import open_vision
+    from vllm_autoprune.checkpoints import open_vision
     from vllm_autoprune.report.panels import explain
-    from vllm_autoprune.report.trace import trace
+    from vllm_autoprune.report.trace import trace_images
 
-    seen = open_vision(options.checkpoint, options.text_tower).look(image, options.question)
-    (traced,) = trace(policy, seen.tokens, refine(policy, seen.tokens))
-    explanation = explain(policy, seen.picture, options.question, traced)
+    vision = open_vision(options.checkpoint, options.text_tower)
+    encoded = vision.encode(image, options.question)
+    (image_trace,) = trace_images(policy, encoded.tokens, refine(policy, encoded.tokens))
+    explanation = explain(policy, encoded.picture, options.question, image_trace)
     for path in outputs:
-        write(path, _rendered(explanation, path.suffix.lower()))
+        write_file(path, _render(explanation, path.suffix.lower()))
     if options.json:
-        print(as_json({"summary": explanation.summary, "trace": dataclasses.asdict(traced)}))
+        print(as_json({"summary": explanation.summary, "trace": dataclasses.asdict(image_trace)}))
     else:
         print(explanation.summary)
         print("\n".join(f"wrote {path}" for path in outputs) or "no -o FILE: nothing written")
@@ -84,32 +81,32 @@ def _require_formats(outputs: list[Path]) -> None:
         raise ConfigError("explain", problems)
 
 
-def opened(path: Path) -> Image.Image:
-    """The image in a file, as vLLM opens it; raises :class:`ConfigError`."""
+def read_image(path: Path) -> Image.Image:
+    """Read an image file as vLLM does; raises :class:`ConfigError`."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:
-            # As vLLM opens images: the camera's side up, what is transparent on white.
+            # As vLLM: rotated by its EXIF orientation, transparency on white.
             upright = ImageOps.exif_transpose(image)
             if not upright.has_transparency_data:
                 return upright.convert("RGB")
             white = Image.new("RGBA", upright.size, "white")
             return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "no image"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not an image"
         what = f"cannot be read ({reason})"
         raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None
 
 
-def _rendered(explanation: Explanation, suffix: str) -> bytes:
+def _render(explanation: Explanation, suffix: str) -> bytes:
     if suffix == ".png":
-        from vllm_autoprune.report.picture import draw, png
+        from vllm_autoprune.report.picture import draw_sheet, encode_png
 
-        return png(draw(explanation))
-    from vllm_autoprune.report.page import page
+        return encode_png(draw_sheet(explanation))
+    from vllm_autoprune.report.page import render_page
 
-    return page(explanation).encode()
+    return render_page(explanation).encode()
 
 
 COMMAND = Command(

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.files import write
-from vllm_autoprune.cli.render import as_json, paragraph
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, format_paragraph, write_file
 from vllm_autoprune.cli.search_options import (
     add_evaluator_arguments,
     add_proposer_arguments,
@@ -101,8 +100,8 @@ def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
     from vllm_autoprune.tpdsl.states.load import load_state
 
     if options.output is not None:
-        state = load_state(as_json(winner.state))
-        write(options.output, state.dumps().encode())
+        state = load_state(winner.state)
+        write_file(options.output, state.dumps().encode())
     if options.json:
         print(as_json(winner.model_dump(mode="json", exclude={"clock"})))
     else:
@@ -145,7 +144,7 @@ def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) 
     for message in estimate.messages:
         print(f"--- {message['role']}\n{message['content']}\n")
     answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
-    print(paragraph(
+    print(format_paragraph(
         f"At most {estimate.calls} proposals, about {estimate.prompt_tokens} prompt tokens and "
         f"{estimate.completion_tokens} completion tokens, money {estimate.money:.4f}; "
         "repairs are extra. "
@@ -160,7 +159,7 @@ def _report(options: argparse.Namespace) -> int:
 
     report = read_report(read_ledger(options.ledger))
     if options.output is not None:
-        write(options.output, as_html(report).encode())
+        write_file(options.output, as_html(report).encode())
     if options.json:
         chosen = None if report.winner is None else report.winner.model_dump(mode="json")
         print(as_json({"chosen": chosen, "statuses": report.statuses, "causes": report.causes}))

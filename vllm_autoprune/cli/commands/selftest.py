@@ -1,7 +1,4 @@
-"""`selftest`: tiny random models of every backbone, served on this machine, and what holds of them.
-
-Knows nothing about what is checked.
-"""
+"""`selftest`: serve tiny random models of every backbone here, and check the results."""
 
 from __future__ import annotations
 
@@ -10,19 +7,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.render import as_json, table
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json, format_table
 from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.selftest.run import SelftestError, examine
-from vllm_autoprune.selftest.runners import RUNNERS, present
+from vllm_autoprune.selftest.run import RUNNERS, SelftestError, available_runners, run_backbone
 
-Checked = Mapping[str, str]
-"""By check: nothing where it holds, else what is wrong."""
+Verdicts = Mapping[str, str]
+"""Check -> the empty string if it passes, else what is wrong."""
 
-Found = Mapping[str, Mapping[str, Checked]]
-"""By backbone, then by runner; under "both" what is said of the two together."""
+Results = Mapping[str, Mapping[str, Verdicts]]
+"""Backbone -> runner -> verdicts; "both" has the comparison of the two runners."""
 
 BOTH = "both"
 SERVED, AGREE = "served", runners_agree.__name__
@@ -45,69 +41,75 @@ def _run(options: argparse.Namespace) -> int:
         known = ", ".join(BUILDERS)
         print(f"no such backbone: {', '.join(unknown)}; use: {known}", file=sys.stderr)
         return 2
-    here = present()
-    runners = _wanted(options.runner, here)
-    if absent := [runner for runner in runners if runner not in here]:
+    available = available_runners()
+    runners = _select_runners(options.runner, available)
+    if absent := [runner for runner in runners if runner not in available]:
         print(f"no model runner {', '.join(absent)} here: {_NO_V2}", file=sys.stderr)
         return 2
-    found = {name: _examined(name, runners, not options.json) for name in names}
-    wrong = [w for by in found.values() for checked in by.values() for w in checked.values() if w]
+    results = {name: _check_backbone(name, runners, not options.json) for name in names}
+    failed = any(
+        message
+        for by_runner in results.values()
+        for verdicts in by_runner.values()
+        for message in verdicts.values()
+    )
     if options.json:
-        print(as_json({"holds": not wrong, "runners": runners, "found": found}))
+        print(as_json({"holds": not failed, "runners": runners, "found": results}))
     else:
-        missing = "" if "v2" in here else f" ({_NO_V2})"
-        print(f"vLLM's model runner {' and '.join(runners)}{missing}\n\n{_told(found, runners)}")
-        print("\nSomething does not hold: see above." if wrong else "\nEverything holds.")
-    return 1 if wrong else 0
+        missing = "" if "v2" in available else f" ({_NO_V2})"
+        print(f"vLLM's model runner {' and '.join(runners)}{missing}\n")
+        print(_format_results(results, runners))
+        print("\nSome checks failed: see above." if failed else "\nAll checks passed.")
+    return 1 if failed else 0
 
 
-def _wanted(runner: str | None, here: tuple[str, ...]) -> tuple[str, ...]:
+def _select_runners(runner: str | None, available: tuple[str, ...]) -> tuple[str, ...]:
     if runner is None:
-        return here
+        return available
     return tuple(RUNNERS) if runner == BOTH else (runner,)
 
 
-_NO_V2 = "vLLM finds no Triton that it can use, and V2 needs one"
+_NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
 
 
-def _examined(name: str, runners: Sequence[str], progress: bool) -> dict[str, Checked]:
-    """What holds of one backbone under each runner, and of both together."""
+def _check_backbone(name: str, runners: Sequence[str], progress: bool) -> dict[str, Verdicts]:
+    """Verdicts on one backbone under each runner, and on both together."""
     reports: dict[str, Report] = {}
-    found: dict[str, Checked] = {}
+    verdicts: dict[str, Verdicts] = {}
     for runner in runners:
         start = time.monotonic()
         try:
-            report = examine(name, RUNNERS[runner])
+            report = run_backbone(name, RUNNERS[runner])
         except SelftestError as error:
-            found[runner] = {SERVED: str(error)}
+            verdicts[runner] = {SERVED: str(error)}
         else:
             other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
             checks = {check: holds(report) for check, holds in CHECKS.items()}
-            found[runner] = {SERVED: other, **checks}
+            verdicts[runner] = {SERVED: other, **checks}
             reports[runner] = report
         if progress:
             print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     if len(reports) == len(RUNNERS):
-        found[BOTH] = {AGREE: runners_agree(*reports.values())}
-    return found
+        verdicts[BOTH] = {AGREE: runners_agree(*reports.values())}
+    return verdicts
 
 
-def _told(found: Found, runners: Sequence[str]) -> str:
-    """One table: a column a backbone, and whoever does not keep a promise by name."""
+def _format_results(results: Results, runners: Sequence[str]) -> str:
+    """A table with a column for each backbone, and one line for each failed check."""
     checks = (SERVED, *CHECKS, *((AGREE,) if len(runners) > 1 else ()))
-    rows = [[_label(check), *(_cell(by, check) for by in found.values())] for check in checks]
-    lines = [table(["what must hold", *found], rows)]
-    for name, by in found.items():
-        for runner, checked in by.items():
+    rows = [[_label(check), *(_cell(by, check) for by in results.values())] for check in checks]
+    lines = [format_table(["check", *results], rows)]
+    for name, by in results.items():
+        for runner, verdicts in by.items():
             lines += [
-                f"{name}, {runner}, {_label(c)}: {wrong}" for c, wrong in checked.items() if wrong
+                f"{name}, {runner}, {_label(c)}: {wrong}" for c, wrong in verdicts.items() if wrong
             ]
     return "\n".join(lines)
 
 
-def _cell(by: Mapping[str, Checked], check: str) -> str:
-    """ "yes" under every runner that was looked at, else by whom it is broken; "-": not seen."""
-    seen = {runner: checked[check] for runner, checked in by.items() if check in checked}
+def _cell(by: Mapping[str, Verdicts], check: str) -> str:
+    """``yes``, ``no`` with the runners that fail, or ``-`` if it was not checked."""
+    seen = {runner: verdicts[check] for runner, verdicts in by.items() if check in verdicts}
     broken = [runner for runner, wrong in seen.items() if wrong]
     if broken:
         return f"no ({', '.join(broken)})" if len(by) > 1 else "no"
@@ -119,5 +121,5 @@ def _label(check: str) -> str:
 
 
 COMMAND = Command(
-    "serve tiny models of every backbone here, and check what must hold", _arguments, _run
+    "serve tiny models of every backbone on this machine, and check the results", _arguments, _run
 )

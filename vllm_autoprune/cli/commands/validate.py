@@ -1,16 +1,45 @@
-"""`validate`: check states and run their safety check.
-
-Knows nothing about the checks themselves.
-"""
+"""`validate`: check states and run their safety check."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 
-from vllm_autoprune.cli.command import Command
-from vllm_autoprune.cli.render import as_json
-from vllm_autoprune.cli.validate import Validation, validate
+from vllm_autoprune.cli.commands import Command
+from vllm_autoprune.cli.output import as_json
+from vllm_autoprune.errors import BudgetError, StateError
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Outcome for one state.
+
+    ``problems`` are (where, what, fix); ``verdicts`` are (name, ok, detail).
+    """
+
+    source: str
+    valid: bool
+    budget: int | None
+    digest: str | None
+    problems: tuple[tuple[str, str, str], ...]
+    verdicts: tuple[tuple[str, bool, str], ...]
+
+
+def validate(source: str, budget: int | None = None) -> Validation:
+    """Load, materialize and safety-check a state; bad states are reported, never raised."""
+    try:
+        state = load_state(source)
+        policy = materialize(state, budget)
+    except (StateError, BudgetError) as error:
+        problems = tuple((p.where, p.what, p.fix) for p in error.problems)
+        return Validation(source, False, budget, None, problems, ())
+    record = safety_check(policy)
+    verdicts = tuple((v.name, v.ok, v.detail) for v in record.verdicts)
+    return Validation(source, record.valid, policy.budget, state.digest, (), verdicts)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +52,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(as_json([dataclasses.asdict(result) for result in results]))
     else:
-        print("\n".join(_told(result) for result in results))
+        print("\n".join(_format_validation(result) for result in results))
     return 0 if all(result.valid for result in results) else 1
 
 
-def _told(result: Validation) -> str:
+def _format_validation(result: Validation) -> str:
     if not result.problems:
         head = f"{result.source}: {'valid' if result.valid else 'fails its safety check'}"
         head += f", K = {result.budget}, digest {(result.digest or '')[:12]}"

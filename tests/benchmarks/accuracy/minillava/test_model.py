@@ -8,10 +8,10 @@ from benchmarks.accuracy.minillava.model import (
     default_scenes,
     find_model,
     prepare_questions,
-    questions_digest,
 )
-from benchmarks.accuracy.records import MME
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.client import questions_digest
+from vllm_autoprune.evaluation.records import MME
 
 
 def test_the_embedded_model_and_its_questions() -> None:

@@ -15,17 +15,17 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks.accuracy.journal import JOURNAL, read_journal
 from benchmarks.accuracy.minillava import suite as module
 from benchmarks.accuracy.minillava.cases import Family
 from benchmarks.accuracy.minillava.model import find_model
 from benchmarks.accuracy.minillava.suite import MiniLlavaSuite, Settings, build_suite
-from benchmarks.accuracy.report import Report
-from benchmarks.accuracy.run import Progress, evaluate
 from benchmarks.server import ServerDied
 from tests.benchmarks.accuracy.minillava.server import answering, arm, kept, reply
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.journal import JOURNAL, read_journal
+from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.run import Progress, evaluate
 
 SCENES = 2
 MODEL = find_model("embedded")

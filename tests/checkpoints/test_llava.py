@@ -1,0 +1,147 @@
+"""LLaVA's vision side with transformers: against an evaluation by hand."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.minillava.split import CLIP, LLAVA, held_out, png
+from tests.tpdsl.samples import state
+from vllm_autoprune import materialize, refine
+from vllm_autoprune.checkpoints import open_vision
+from vllm_autoprune.checkpoints.llava import LlavaVision, restore_picture
+from vllm_autoprune.errors import ConfigError, UnsupportedModelError
+from vllm_autoprune.report.trace import trace_images
+from vllm_autoprune.tpdsl.states.state import known_base_policies
+
+EXAMPLE = held_out("test", 1)[0]
+
+
+@pytest.fixture(scope="module")
+def vision() -> LlavaVision:
+    opened = open_vision(LLAVA, CLIP)
+    assert isinstance(opened, LlavaVision)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def scene() -> Image.Image:
+    return Image.open(io.BytesIO(png(EXAMPLE.image))).convert("RGB")
+
+
+def test_attention_and_keys_are_those_of_the_layer_that_the_model_reads(
+    vision: LlavaVision, scene: Image.Image
+) -> None:
+    tokens = vision.encode(scene, EXAMPLE.question).tokens
+    pixels = vision.processor.image_processor(scene, return_tensors="pt")["pixel_values"]
+    tower = vision.model.model.vision_tower
+    with torch.no_grad():
+        run = tower(pixels.to(torch.bfloat16), output_hidden_states=True, output_attentions=True)
+    by_hand = run.attentions[-2][:, :, 0, 1:].float().mean(dim=1)
+    assert tokens.cls_attention is not None and tokens.tower is not None
+    # The tower's own probabilities were rounded to bfloat16.
+    torch.testing.assert_close(tokens.cls_attention, by_hand, atol=2e-3, rtol=2e-2)
+    assert torch.equal(tokens.tower.patches, run.hidden_states[-2][:, 1:])
+    assert tokens.tower.cls is not None
+    assert torch.equal(tokens.tower.cls, run.hidden_states[-2][:, :1])
+    assert torch.equal(tokens.tower.project(tokens.tower.patches), tokens.features)
+    heads = tower.config.num_attention_heads
+    layer = tower.encoder.layers[-2]
+    with torch.no_grad():
+        keys = layer.self_attn.k_proj(layer.layer_norm1(run.hidden_states[-3]))
+    by_head = keys.float().unflatten(-1, (heads, -1)).mean(dim=2)[:, 1:]
+    torch.testing.assert_close(tokens.tower.keys, by_head)
+
+
+def test_the_next_layer_is_the_one_behind(vision: LlavaVision, scene: Image.Image) -> None:
+    tokens = vision.encode(scene, EXAMPLE.question).tokens
+    assert tokens.tower is not None and tokens.tower.next_layer is not None
+    assert tokens.tower.cls is not None
+    following, width = tokens.tower.next_layer, tokens.tower.patches.shape[2]
+    assert following.keys.shape == (1, 144, width)
+    assert following.attention.shape == (1, 144)
+    assert 0 < float(following.attention.sum()) < 1  # [CLS] itself takes the rest
+    layer = vision.model.model.vision_tower.encoder.layers[-1]
+    states = torch.cat([tokens.tower.cls, tokens.tower.patches], dim=1)
+    with torch.no_grad():
+        keys = layer.self_attn.k_proj(layer.layer_norm1(states)).float()
+    torch.testing.assert_close(following.keys, keys[:, 1:])
+
+
+def test_the_language_models_layers_are_those_that_transformers_runs(scene: Image.Image) -> None:
+    vision = open_vision(LLAVA, CLIP)
+    assert isinstance(vision, LlavaVision)
+    vision.model.float()  # in bfloat16 two kernels differ by more than a wrong layer would show
+    tokens = vision.encode(scene, "the red circle").tokens
+    prefix = tokens.require_language()
+    language = vision.model.model.language_model
+    length = prefix.embeddings().shape[1]
+    assert (prefix.start, prefix.layers) == (1, len(language.layers))
+    words = vision.processor.tokenizer("the red circle", add_special_tokens=False)["input_ids"]
+    assert prefix.text.tolist() == [[True] * len(words)] and length == 1 + 144 + len(words)
+    assert torch.equal(prefix.embeddings()[:, 1:145], tokens.features)
+    with torch.no_grad():
+        run = language(
+            inputs_embeds=prefix.embeddings(), output_attentions=True, output_hidden_states=True
+        )
+    attention, states = prefix.attention(2), prefix.states(1)
+    torch.testing.assert_close(attention, run.attentions[2][:, :, 145:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states, run.hidden_states[2], atol=1e-4, rtol=1e-4)
+    assert vision.encode(scene, "").tokens.require_language().text.shape == (1, 1)
+
+
+@pytest.mark.parametrize("name", known_base_policies())
+def test_every_base_policy_finds_what_it_reads(
+    vision: LlavaVision, scene: Image.Image, name: str
+) -> None:
+    alone = state({"/base_policy": {"name": name}, "/budget/atom": "fixed_budget@16"})
+    encoded = vision.encode(scene, EXAMPLE.question)
+    policy = materialize(alone)
+    (image_trace,) = trace_images(policy, encoded.tokens, refine(policy, encoded.tokens))
+    assert image_trace.fallback == "none"
+    assert len(image_trace.kept) + image_trace.extra == 16
+
+
+def test_relevance_has_the_towers_sign_or_the_language_models(scene: Image.Image) -> None:
+    with_tower = open_vision(LLAVA, CLIP).encode(scene, "the red circle").tokens.instruction
+    without = open_vision(LLAVA).encode(scene, "the red circle").tokens
+    assert with_tower is not None and with_tower.patches.shape[2] == 128
+    assert without.instruction is not None and without.instruction.sign == 1
+    assert without.instruction.patches is without.features
+
+
+def test_the_picture_is_what_the_model_sees(vision: LlavaVision) -> None:
+    wide = Image.new("RGB", (336, 168), (10, 200, 30))
+    wide.paste((250, 0, 0), (0, 0, 84, 168))  # cropped away: the centre is 84 to 252
+    encoded = vision.encode(wide, "?")
+    assert encoded.picture.size == (168, 168)
+    assert encoded.picture.getpixel((80, 80)) == (10, 200, 30)
+    assert encoded.picture.getpixel((0, 80)) in {(10, 200, 30), (11, 199, 30), (12, 198, 30)}
+
+
+def test_pixels_come_back_as_they_were() -> None:
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+    levels = torch.randint(256, (3, 5, 4), generator=torch.Generator().manual_seed(0))
+    shift, scale = (torch.tensor(x)[:, None, None] for x in (mean, std))
+    normalised = SimpleNamespace(image_mean=mean, image_std=std)
+    picture = restore_picture((levels / 255 - shift) / scale, normalised)
+    assert picture.size == (4, 5)
+    assert picture.getpixel((3, 1)) == tuple(levels[:, 1, 3].tolist())
+
+
+def test_checkpoints_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_vision(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UnsupportedModelError, match="unknown"):
+        open_vision(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        open_vision(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="CLIPModel"):
+        open_vision(CLIP)

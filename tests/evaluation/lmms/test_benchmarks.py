@@ -1,0 +1,93 @@
+"""Arguments: `--suite lmms:…`, `--include-path` and `--arm`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.minillava.lmms import TASK, write_task
+from benchmarks.minillava.split import held_out
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.lmms.benchmarks import (
+    BENCHMARKS,
+    COLUMN_SETS,
+    PINNED,
+    find_tasks,
+    select_benchmarks,
+)
+from vllm_autoprune.evaluation.lmms.servers import parse_servers
+from vllm_autoprune.evaluation.published import read_published
+from vllm_autoprune.evaluation.records import MME
+
+
+def test_the_paper_s_fourteen_are_named_as_its_columns() -> None:
+    assert len(BENCHMARKS) == 14
+    columns = {name for table in read_published().tables for name in table.benchmarks}
+    assert columns < set(COLUMN_SETS["paper"])
+    by_backbone = {table.backbone: table.benchmarks for table in read_published().tables}
+    assert COLUMN_SETS["paper-llava"] == by_backbone["llava-1.5-7b"]
+    assert set(COLUMN_SETS["paper-qwen"]) == set(by_backbone["qwen2.5-vl-7b"])
+
+
+def test_the_extra_installs_the_supported_version() -> None:
+    text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert extras["lmms"] == [f"lmms-eval=={PINNED}"]
+
+
+def test_columns_tasks_and_sets_may_be_mixed() -> None:
+    assert [one.name for one in select_benchmarks("POPE,gqa,mme")] == ["GQA", "POPE", "MME"]
+    assert len(select_benchmarks("paper-llava,ocrbench")) == 11
+
+
+def test_cognition_counts_where_the_divisor_says_so() -> None:
+    (perception,), (both,) = select_benchmarks("mme"), select_benchmarks("mme", cognition=True)
+    assert perception.name == both.name == MME
+    assert len(perception.metrics) == 1 and len(both.metrics) == 2
+
+
+@pytest.mark.parametrize("names", ["", "gqa,foo"])
+def test_unknown_names_are_refused_with_the_options(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"use: paper, .*ocrbench"):
+        select_benchmarks(names)
+
+
+def test_tasks_of_a_folder_come_after_the_paper_s(tmp_path: Path) -> None:
+    write_task(tmp_path, "test", held_out("test", 1))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "b.yaml").write_text("dataset_path: x\ntask: 'mine-2'\n")
+    own = find_tasks(tmp_path)
+    assert [one.task for one in own] == [TASK, "mine-2"]
+    assert [one.name for one in select_benchmarks("mine-2,minillava,gqa", own=own)] == [
+        "GQA",
+        TASK,
+        "mine-2",
+    ]
+    with pytest.raises(ConfigError, match=r"foo.*needs --include-path"):
+        select_benchmarks("foo")
+
+
+def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("group: x\n  task: nested\n")
+    with pytest.raises(ConfigError, match="holds no task"):
+        find_tasks(tmp_path)
+
+
+def test_arms_are_cases_at_addresses() -> None:
+    servers = parse_servers(
+        ["full=http://a:1/v1/", "trim@64=https://b", "trim+autoprune@64=http://c"]
+    )
+    assert [one.url for one in servers] == ["http://a:1", "https://b", "http://c"]
+    full, base, ours = (one.case for one in servers)
+    assert (full.arm, base.arm, ours.arm) == ("full", "base", "autoprune")
+    assert ours.base == base.name and ours.budget == base.budget == 64
+
+
+def test_every_wrong_arm_is_reported() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_servers(["full", "nobody@64=http://a", "full=http://a", "full=http://b"])
+    assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match="is missing"):
+        parse_servers([])

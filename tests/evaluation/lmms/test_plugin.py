@@ -1,0 +1,104 @@
+"""The plugin of lmms-eval: its entry point, and the fingerprints of images."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+from vllm_autoprune.evaluation.lmms import process
+
+PLUGIN = Path(process.__file__).with_name("plugin")
+
+Message = dict[str, object]
+
+
+@dataclass
+class Request:
+    """Replaces lmms-eval's request; the document is a number."""
+
+    arguments: tuple[str, Callable[[object], list[Message]], dict[str, object], int, str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    model_id: str
+    chat_class_path: str
+
+
+class Model:
+    """Replaces the parent class: builds the messages of every request."""
+
+    def generate_until(self, requests: Sequence[Request]) -> list[str]:
+        return [str(request.arguments[1](request.arguments[3])) for request in requests]
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The plugin's module, imported with replacements for the modules of lmms-eval."""
+    replacements: dict[str, dict[str, object]] = {
+        "lmms_eval.models.registry_v2": {"ModelManifest": Manifest},
+        "lmms_eval.models.chat.openai": {"OpenAICompatible": Model},
+        "lmms_eval.api.instance": {"GenerationResult": str, "Instance": Request},
+    }
+    parents = ("lmms_eval", "lmms_eval.models", "lmms_eval.models.chat", "lmms_eval.api")
+    for name in (*parents, *replacements):
+        module = ModuleType(name)
+        vars(module).update(replacements.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("autoprune_lmms", "autoprune_lmms.model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("autoprune_lmms.model")
+
+
+def messages(colour: str, text: str = "?") -> list[Message]:
+    image = Image.new("RGB", (2, 2), colour)
+    content = [{"type": "image", "url": image}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": content}]
+
+
+def test_its_entry_point_names_an_existing_class(plugin: ModuleType) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(PLUGIN)])
+    (entry,) = distribution.entry_points
+    assert (entry.group, entry.name) == ("lmms_eval.models", "openai")
+    manifest = entry.load()()
+    module, _, name = manifest.chat_class_path.rpartition(".")
+    assert manifest.model_id == "openai"
+    assert issubclass(vars(importlib.import_module(module))[name], Model)
+
+
+def test_images_are_recorded_and_requests_are_unchanged(
+    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.FILE, str(tmp_path / process.IMAGES))
+    colours = ["red", "red", "blue"]
+
+    def requests() -> list[Request]:
+        return [
+            Request(("c", lambda number: messages(colours[int(str(number))]), {}, n, "t", "test"))
+            for n in range(3)
+        ]
+
+    texts = [
+        text.partition("<PIL")[0] for text in plugin.OpenAIWithImages().generate_until(requests())
+    ]
+    assert texts == [text.partition("<PIL")[0] for text in Model().generate_until(requests())]
+    lines = [json.loads(line) for line in (tmp_path / process.IMAGES).read_text().splitlines()]
+    assert [(line["task"], line["doc_id"]) for line in lines] == [("t", 0), ("t", 1), ("t", 2)]
+    first, second, third = (line["image"] for line in lines)
+    assert first == second != third
+
+
+def test_fingerprints_do_not_depend_on_the_text(plugin: ModuleType) -> None:
+    assert plugin.fingerprint(messages("red", "a")) == plugin.fingerprint(messages("red", "b"))
+    only_text = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert plugin.fingerprint(only_text) == ""

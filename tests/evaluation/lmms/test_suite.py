@@ -1,0 +1,237 @@
+"""The suite with a fake lmms-eval that sends HTTP requests and writes files as the real one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.lmms.fake_lmms_eval import GOLD
+from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.journal import JOURNAL, Journal, read_journal
+from vllm_autoprune.evaluation.lmms.benchmarks import Benchmark, select_benchmarks
+from vllm_autoprune.evaluation.lmms.process import IMAGES, LmmsEval
+from vllm_autoprune.evaluation.lmms.servers import parse_servers
+from vllm_autoprune.evaluation.lmms.suite import LmmsSuite
+from vllm_autoprune.evaluation.records import MME
+from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.run import Progress, evaluate
+
+FAKE = Path(__file__).with_name("fake_lmms_eval.py")
+
+
+def right(body: Body, number: int) -> Answer:
+    """The reference answer; the endpoint reports ten prompt tokens."""
+    return said(GOLD[int(str(body["messages"][0]["content"]).split()[1].rstrip("?"))])
+
+
+def pruned(body: Body, number: int) -> Answer:
+    """The answer "yes" with a shorter prompt."""
+    status, content, headers = said("yes")
+    return status, content.replace(b'"prompt_tokens": 10', b'"prompt_tokens": 4'), headers
+
+
+def suite(arms: list[str], folder: Path, tasks: str = "mme,gqa") -> LmmsSuite:
+    return LmmsSuite(
+        parse_servers(arms),
+        select_benchmarks(tasks, own=[Benchmark("own", "own", ())]),
+        LmmsEval(f"{sys.executable} {FAKE}", "m", check_interval=0.05),
+        folder / "lmms-eval",
+        backbone="llava-1.5-7b",
+        mme_divisor=20.0,
+    )
+
+
+def run(arms: list[str], folder: Path, tasks: str = "mme,gqa", *, resume: bool = False) -> Report:
+    progress = Progress(lambda line: None)
+    return evaluate(suite(arms, folder, tasks), folder, resume=resume, progress=progress)
+
+
+def arms(full: Told, base: Told) -> list[str]:
+    return [f"full={full.url}", f"cdpruner@64={base.url}"]
+
+
+def test_totals_samples_and_differences(tmp_path: Path) -> None:
+    with endpoint(right) as full, endpoint(pruned) as base:
+        report = run(arms(full, base), tmp_path)
+        assert len(full.asked) == len(base.asked) == 8
+    assert report.valid, report.reasons
+    row = report.row("cdpruner@64")
+    assert row is not None and row.to_full is not None and row.to_full.mme is not None
+    # Of MME's two pairs only the one of perception counts on LLaVA: one of two right, no pair.
+    assert row.benchmarks == {"GQA": 50.0, MME: 50.0}
+    assert row.to_full.mme.value == -150.0
+    assert row.all.acc == (50 + 2.5) / 2 and row.prompt_tokens == 4.0
+    questions = read_journal(tmp_path / JOURNAL).questions.values()
+    assert {q.image for q in questions} == {"gqa/i0", "gqa/i1", "mme/i0"}
+    assert "Ours / published" in (tmp_path / "report.md").read_text()
+
+
+def test_servers_can_be_measured_one_after_another(tmp_path: Path) -> None:
+    with endpoint(pruned) as base:
+        first = run([f"cdpruner@64={base.url}"], tmp_path)
+    assert not first.valid and "full model is not among the cases" in first.reasons[0]
+    with endpoint(right) as full:
+        both = run([f"full={full.url}"], tmp_path, resume=True)
+    assert both.valid and {row.case.name for row in both.rows} == {"full", "cdpruner@64"}
+
+
+def test_complete_tasks_are_not_repeated(tmp_path: Path) -> None:
+    with endpoint(right) as full, endpoint(pruned) as base:
+        first = run(arms(full, base), tmp_path)
+        again = run(arms(full, base), tmp_path, resume=True)
+        assert len(full.asked) == 8
+    assert first == again
+
+
+def test_a_failed_request_is_not_an_answer(tmp_path: Path) -> None:
+    """lmms-eval would score its own failure text as a wrong answer and end with 0."""
+
+    def failing(body: Body, number: int) -> Answer:
+        return error(500) if number == 1 else pruned(body, number)
+
+    with endpoint(right) as full, endpoint(failing) as base:
+        report = run(arms(full, base), tmp_path)
+        assert not report.valid and report.row("cdpruner@64") is None
+        assert any("1 of 6 requests failed" in reason for reason in report.reasons)
+        resumed = run(arms(full, base), tmp_path, resume=True)
+        assert len(full.asked) == 8
+    assert resumed.valid
+
+
+def test_a_server_that_dies_stops_the_evaluation(tmp_path: Path) -> None:
+    def dying(body: Body, number: int) -> Answer:
+        base.down = True
+        return error(503)
+
+    with endpoint(right) as full, endpoint(dying) as base:
+        report = run(arms(full, base), tmp_path)
+        assert len(base.asked) == 4
+    assert not report.valid
+    assert any("stopped answering" in reason for reason in report.reasons)
+    assert [row.case.name for row in report.rows] == ["full"]
+
+
+def test_missing_samples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DROP", "1")
+    with endpoint(right) as full:
+        report = run([f"full={full.url}"], tmp_path, "gqa")
+    assert not report.valid
+    assert any("3 samples, but lmms-eval reports 4" in reason for reason in report.reasons)
+
+
+def test_a_failed_run_is_reported_with_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_EXIT", "3")
+    with endpoint(right) as full:
+        report = run([f"full={full.url}"], tmp_path, "gqa")
+    reason = "ended with 3 and no samples of gqa: CUDA error: out of patience (log: "
+    assert any(reason in given for given in report.reasons)
+
+
+def test_a_run_without_samples_is_reported_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ERROR", "Tasks not found: gqa")
+    with endpoint(right) as full:
+        report = run([f"full={full.url}"], tmp_path, "gqa")
+    reason = "ended with 0 and no samples of gqa: Tasks not found: gqa (log: "
+    assert any(reason in given for given in report.reasons)
+
+
+def test_a_silent_server_is_not_asked_every_question(tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def hanging(body: Body, number: int) -> Answer:
+        base.down = True
+        gone.wait(30)
+        return error(503)
+
+    with endpoint(right) as full, endpoint(hanging) as base:
+        report = run(arms(full, base), tmp_path, "gqa")
+        gone.set()
+        assert len(base.asked) == 1
+    assert any(
+        "stopped answering during gqa -> start it again" in reason for reason in report.reasons
+    )
+    assert [row.case.name for row in report.rows] == ["full"]
+
+
+def test_an_own_task_is_scored_by_its_first_metric(tmp_path: Path) -> None:
+    with endpoint(right) as full, endpoint(pruned) as base:
+        report = run(arms(full, base), tmp_path, "own")
+    row = report.row("cdpruner@64")
+    assert report.valid and row is not None and row.to_full is not None
+    assert row.benchmarks == {"own": 50.0} and row.to_full.acc is not None
+    assert row.to_full.acc.value == -50.0
+    assert "published" not in (tmp_path / "report.md").read_text()
+
+
+def test_a_server_that_does_not_prune_makes_the_report_invalid(tmp_path: Path) -> None:
+    with endpoint(right) as full, endpoint(right) as base:
+        report = run(arms(full, base), tmp_path, "gqa")
+    assert any("4 of 4 prompts are as long" in reason for reason in report.reasons)
+
+
+def test_a_total_that_differs_from_its_samples_makes_the_report_invalid(tmp_path: Path) -> None:
+    with endpoint(right) as full:
+        run([f"full={full.url}"], tmp_path, "gqa")
+    with Journal(tmp_path / JOURNAL) as journal:
+        wrong = journal.contents.totals["full"]["GQA"].model_copy(update={"value": 75.0})
+        journal.append([wrong])
+    report = run(["full=http://127.0.0.1:9"], tmp_path, "gqa", resume=True)
+    reason = "full: lmms-eval reports 75.00 for GQA, but its samples have a mean of 100.00"
+    assert report.reasons == (reason,)
+
+
+def test_a_benchmark_without_scores_of_single_answers_has_a_total(tmp_path: Path) -> None:
+    with endpoint(right) as full, endpoint(pruned) as base:
+        report = run(arms(full, base), tmp_path, "mmbench_en_dev,gqa")
+    row = report.row("cdpruner@64")
+    assert report.valid and row is not None and row.to_full is not None
+    assert row.benchmarks == {"GQA": 50.0, "MMB-EN": 50.0}
+    assert row.to_full.acc is None and row.to_full.accuracy is not None
+    assert row.without_mmbench is not None and row.without_mmbench.acc == 50.0
+
+
+def test_servers_and_versions_are_checked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="does not answer"):
+        run(["full=http://127.0.0.1:9"], tmp_path)
+    with endpoint(right) as full:
+        monkeypatch.setenv("FAKE_VERSION", "0.9.0")
+        with pytest.raises(ConfigError, match=r"is version 0.9.0.*pip install lmms-eval==0.7.3"):
+            run([f"full={full.url}"], tmp_path, resume=True)
+        assert not full.asked
+
+
+def test_the_plan_is_the_command_lines(tmp_path: Path) -> None:
+    lines = suite(["full=http://a:1/v1", "trim+autoprune@64=http://b:2"], tmp_path).plan()
+    assert len(lines) == 4
+    assert "--tasks mme" in lines[1] and "base_url=http://a:1/v1," in lines[1]
+    assert "base_url=http://b:2/v1," in lines[3] and "trim+autoprune@64/mme/1" in lines[3]
+    assert all("--log_samples" in line and "--model openai " in line for line in lines)
+
+
+def test_paths_are_absolute_because_it_runs_in_the_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "bin" / "lmms"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    program.chmod(0o755)
+    lmms_eval = LmmsEval("bin/lmms", "m", include=Path("tasks"))
+    lmms_eval.check()
+    command = lmms_eval.command("http://a:1", "gqa", Path("out"))
+    assert command[0] == str(program)
+    assert command[command.index("--output_path") + 1] == str(tmp_path / "out")
+    assert command[command.index("--include_path") + 1] == str(tmp_path / "tasks")
+    with endpoint(right) as full:
+        lmms_eval.run(full.url.removesuffix("/v1"), "gqa", Path("out"), lambda: True)
+    assert (tmp_path / "out" / IMAGES).exists() and (tmp_path / "out" / "m").is_dir()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+
+from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
+from vllm_autoprune.evaluation.pages import as_latex, as_markdown
+from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.run import as_json
+from vllm_autoprune.evaluation.summary import summarize
+
+RIGHT, HALF = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+
+BASE = case("cdpruner@8")
+OURS = case("cdpruner+autoprune@8", "autoprune", base="cdpruner@8").model_copy(
+    update={"label": "cdpruner + AutoPrune", "quota": 2}
+)
+OTHER = case("dart@8")
+ON_OTHER = case("dart+autoprune@8", "autoprune", base="dart@8")
+WITHOUT = case("ablation@8", "component", base="cdpruner@8")
+QUOTA = case("quota-4@8", "quota", base="cdpruner@8").model_copy(update={"quota": 4})
+
+WHOLE = (
+    (FULL, RIGHT),
+    (BASE, HALF),
+    (OURS, RIGHT),
+    (OTHER, HALF),
+    (ON_OTHER, HALF),
+    (WITHOUT, HALF),
+    (QUOTA, HALF),
+)
+
+
+def sections(report: Report) -> dict[str, list[list[str]]]:
+    tables: dict[str, list[list[str]]] = {}
+    for line in as_markdown(report).splitlines():
+        if line.startswith("## "):
+            rows = tables.setdefault(line[3:], [])
+        elif line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return tables
+
+
+def test_the_paper_s_tables_are_all_there() -> None:
+    tables = sections(summarize(contents(*WHOLE)))
+    assert list(tables) == [
+        "K = 8",
+        "AutoPrune less strategy only, Acc.",
+        "AutoPrune less strategy only, ln p",
+        "Ablation of components",
+        "Sweep of the exchange quota",
+    ]
+    main = tables["K = 8"]
+    assert [row[0] for row in main[2:]] == [
+        "full", "cdpruner", "cdpruner + AutoPrune", "dart", "dart+autoprune",
+    ]  # fmt: skip
+    assert main[3][1:6] == ["50.0", "125.0", "56.2", "56.2", "56.2"]
+    assert main[2][6] == "-" and main[4][7].startswith("+43.8 (")
+    gains = tables["AutoPrune less strategy only, Acc."][2:]
+    assert [row[0] for row in gains] == ["cdpruner", "dart"]
+    assert gains[0][1] == main[4][7] and gains[1][1] == "0.0 (0.0 to 0.0)"
+    components = tables["Ablation of components"][2:]
+    assert [row[1] for row in components] == ["cdpruner", "ablation", "cdpruner + AutoPrune"]
+    assert [row[4] for row in components] == ["-75.0", "-75.0", "-"]
+    quotas = tables["Sweep of the exchange quota"][2:]
+    assert [row[:3] for row in quotas] == [["8", "2", "6"], ["8", "4", "4"]]
+
+
+def test_a_refused_case_is_in_the_page() -> None:
+    journal = contents((FULL, RIGHT))
+    journal.add(OURS.model_copy(update={"refused": "K is | too small"}))
+    page = as_markdown(summarize(journal))
+    assert "## Cannot be served" in page and r"K is \| too small" in page
+
+
+def test_an_invalid_report_begins_with_the_reasons() -> None:
+    journal = contents((FULL, RIGHT))
+    journal.add(BASE)
+    page = as_markdown(summarize(journal, ["stopped: no server"]))
+    assert "Verdict: NOT VALID" in page
+    assert "- cdpruner@8: no question was answered" in page and "- stopped: no server" in page
+    assert "% - stopped: no server" in as_latex(summarize(journal, ["stopped: no server"]))
+
+
+def test_a_report_on_few_images_says_so() -> None:
+    assert "Fewer than 20 images" in as_markdown(summarize(contents(*WHOLE)))
+
+
+def test_latex_is_escaped_and_has_one_line_a_row() -> None:
+    latex = as_latex(summarize(contents(*WHOLE)))
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
+    assert r"q\_e" in latex and r"K - q\_e" in latex
+    row = next(line for line in latex.splitlines() if line.startswith("cdpruner &"))
+    assert row.endswith(r"\\") and row.count("&") == 9
+
+
+def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -> None:
+    opened = SETUP.model_copy(update={"backbone": "llava-1.5-7b", "mme_divisor": 20.0})
+    journal = contents()
+    journal.add(opened)
+    cases = [FULL, case("cdpruner@32", budget=32), case("cdpruner@33", budget=33)]
+    for one in cases:
+        journal.add(one)
+        for answer in answers(one.name, RIGHT):
+            journal.add(answer)
+    for question in QUESTIONS:
+        if question.benchmark == "colour":
+            journal.add(question.model_copy(update={"benchmark": "POPE"}))
+    tables = sections(summarize(journal))
+    rows = tables["Ours / published, main, llava-1.5-7b"][2:]
+    assert [row[:2] for row in rows] == [["full", "576"], ["CDPruner", "32"]]
+    # Only two of ten columns were measured, so Acc. cannot be compared.
+    assert rows[1][2:5] == ["100.0 / 87.9", "200.0 / 1373.0", "55.0 / -"]
+
+
+def test_json_does_not_contain_the_states_of_requests() -> None:
+    pruned = BASE.model_copy(update={"pruning": {"policy": {"name": "x"}}})
+    content = json.loads(as_json(summarize(contents((FULL, RIGHT), (pruned, HALF)))))
+    assert content["valid"] is True and content["rows"][1]["case"]["name"] == "cdpruner@8"
+    assert "pruning" not in content["rows"][1]["case"]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.evaluation.samples import QUESTIONS, answers
+from vllm_autoprune.evaluation.records import MME, Answer, Question
+from vllm_autoprune.evaluation.scoring import Figures, Scoring
+
+
+def figures(values: list[float]) -> Figures:
+    given = {answer.question: answer for answer in answers("c", values)}
+    return Scoring(QUESTIONS, mme_divisor=2.0).figures(given)
+
+
+def test_each_benchmark_in_its_own_unit() -> None:
+    scores = figures([1, 0, 1, 1, 1, 0])
+    assert {name: f[0] for name, f in scores.benchmarks.items()} == {"colour": 50.0, MME: 125.0}
+    assert scores.acc is not None and scores.acc[0] == (50 + 125 / 2) / 2
+    assert scores.accuracy is not None and scores.accuracy[0] == pytest.approx(100 * 4 / 6)
+    assert scores.accuracy_plus is not None and scores.accuracy_plus[0] == 50.0
+    assert scores.logprob is not None and scores.logprob[0] == -1.0
+
+
+def test_categories_of_mme_are_summed() -> None:
+    """Two categories with everything right are 400 points, as MME's perception of ten is 2000."""
+    questions = [
+        Question(id=f"{c}{i}", benchmark=MME, image=f"{c}{i // 2}", category=c, pair=f"{c}{i // 2}")
+        for c in ("count", "scene")
+        for i in range(4)
+    ]
+    scoring = Scoring(questions, mme_divisor=4.0)
+    whole = scoring.figures({q.id: Answer(case="c", question=q.id, score=1.0) for q in questions})
+    assert whole.benchmarks[MME][0] == 400.0
+    half = scoring.figures(
+        {
+            q.id: Answer(case="c", question=q.id, score=float(q.category == "count"))
+            for q in questions
+        }
+    )
+    assert half.benchmarks[MME][0] == 200.0
+    assert half.acc is not None and half.acc[0] == 50.0
+
+
+def test_a_benchmark_without_scores_of_single_answers_is_left_out() -> None:
+    given = {answer.question: answer for answer in answers("c", [1.0] * 6)}
+    given["0"] = given["0"].model_copy(update={"score": None})
+    scores = Scoring(QUESTIONS, 2.0).figures(given)
+    assert list(scores.benchmarks) == [MME] and scores.acc is None
+    assert scores.accuracy is not None and scores.accuracy[0] == 100.0
+
+
+def test_a_missing_log_probability_leaves_none_of_them() -> None:
+    given = {answer.question: answer for answer in answers("c", [1.0] * 6)}
+    given["3"] = given["3"].model_copy(update={"logprob": None})
+    assert Scoring(QUESTIONS, 2.0).figures(given).logprob is None

@@ -1,0 +1,61 @@
+"""Visual tokens of an image from a local checkpoint, computed with transformers instead of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from PIL import Image
+
+from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
+from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
+
+if TYPE_CHECKING:
+    from vllm_autoprune.checkpoints.llava import EncodedImage
+
+
+class Vision(Protocol):
+    """The vision side of one checkpoint."""
+
+    def encode(self, image: Image.Image, instruction: str) -> EncodedImage:
+        """Encode an image, with relevance to the instruction."""
+
+
+Opener = Callable[[Path, TextTower | None], Vision]
+
+
+def _llava(checkpoint: Path, tower: TextTower | None) -> Vision:
+    from vllm_autoprune.checkpoints.llava import LlavaVision
+
+    return LlavaVision(checkpoint, tower)
+
+
+OPENERS: dict[str, Opener] = {"LlavaForConditionalGeneration": _llava}
+"""Hugging Face architecture name -> opener of its vision side."""
+
+
+def open_vision(checkpoint: Path, text_tower: Path | None = None) -> Vision:
+    """Open the vision side of a checkpoint, with relevance measured by a CLIP text tower if given.
+
+    Without a text tower the language model's input embeddings measure it, as on a server. Raises
+    :class:`ConfigError` for folders without a checkpoint and :class:`UnsupportedModelError` for
+    architectures that are not in :data:`OPENERS`.
+    """
+    config = checkpoint / "config.json"
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not JSON"
+        what = f"config.json cannot be read ({reason})"
+        fix = "give a folder with a Hugging Face checkpoint"
+        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)]) from None
+    names = data.get("architectures") if isinstance(data, dict) else None
+    architecture = names[0] if isinstance(names, list) and names else ""
+    if architecture not in OPENERS:
+        what = f"architecture {architecture or 'unknown'!s} is not supported here"
+        fix = f"give a checkpoint of {', '.join(OPENERS)}"
+        raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, fix)])
+    tower = None if text_tower is None else read_text_tower(str(text_tower))
+    return OPENERS[architecture](checkpoint, tower)

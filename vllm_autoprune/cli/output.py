@@ -1,0 +1,108 @@
+"""Output of the command: tables, JSON and error messages as text, and files written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically; raises :class:`ConfigError` if it cannot be written."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(name, 0o666 & ~_umask())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        what = f"cannot be written ({error.strerror or error})"
+        raise ConfigError("output", [Problem(str(path), what, "choose another path")]) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+WIDTH = 100
+_NARROW = 24
+
+
+def as_json(value: object) -> str:
+    """Indented JSON; tuples become lists."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def format_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "", wrap: int | None = None
+) -> str:
+    """A text table; ``align`` has ``<`` or ``>`` for each column, ``<`` by default.
+
+    With ``wrap`` the widest columns are wrapped until the table has at most that width.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    if wrap is not None:
+        widths = _fit_widths(widths, wrap - 2 * (len(widths) - 1))
+    sides = align.ljust(len(head), "<")
+    lines: list[str] = []
+    for row in (head, ["-" * width for width in widths], *rows):
+        cells = [_wrap_cell(text, width) for text, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(map(_align_cell, parts, widths, sides)).rstrip())
+    return "\n".join(lines)
+
+
+def _wrap_cell(text: str, width: int) -> list[str]:
+    # Names contain hyphens, and a broken name cannot be copied.
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _fit_widths(widths: Sequence[int], room: int) -> list[int]:
+    """Column widths with a sum of at most ``room``; no column becomes narrower than ``_NARROW``."""
+    fitted = list(widths)
+    while sum(fitted) > room and max(fitted) > _NARROW:
+        fitted[fitted.index(max(fitted))] -= 1
+    return fitted
+
+
+def _align_cell(text: str, width: int, side: str) -> str:
+    return text.rjust(width) if side == ">" else text.ljust(width)
+
+
+def format_paragraph(text: str, indent: str = "") -> str:
+    """Prose wrapped to :data:`WIDTH`."""
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def format_value(value: JsonValue) -> str:
+    """A JSON value in one line, strings without quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def format_error(error: AutopruneError) -> str:
+    """An error as text; one line if it has one problem."""
+    if isinstance(error, ProblemsError) and len(error.problems) == 1:
+        return f"{error.subject}: {error.problems[0]}"
+    return str(error)
+
+
+def error_record(error: AutopruneError) -> dict[str, JsonValue]:
+    """An error as JSON."""
+    problems: list[JsonValue] = []
+    if isinstance(error, ProblemsError):
+        problems = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
+    return {"error": type(error).__name__, "message": format_error(error), "problems": problems}

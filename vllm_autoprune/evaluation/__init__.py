@@ -1,0 +1,1 @@
+"""Accuracy on questions: suites, scores, and tables with paired bootstrap intervals."""

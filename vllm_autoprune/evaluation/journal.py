@@ -1,0 +1,157 @@
+"""The journal: an append-only JSONL file of records, from which an evaluation can be resumed.
+
+A killed process loses only the requests in flight; the next one asks the questions that are still
+unanswered. Failed answers count as unanswered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
+from vllm_autoprune.evaluation.records import (
+    RECORD,
+    Answer,
+    Case,
+    EvaluationError,
+    Question,
+    Record,
+    Setup,
+    Total,
+)
+
+JOURNAL = "samples.jsonl"
+
+_ERRORS = FileErrors(
+    error_type=EvaluationError,
+    file_label="",
+    writer="another evaluation",
+    fix_locked="wait for it, or name another --out",
+    fix_disk_full="make room and add --resume: everything up to here is kept",
+    fix_inaccessible="name a folder that can be written with --out",
+    fix_invalid_line="name another folder with --out, or use the version that wrote it",
+)
+
+
+class Contents:
+    """The records of a journal by kind and name; of several answers to a question the last."""
+
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        self.setup: Setup | None = None
+        self.cases: dict[str, Case] = {}
+        self.questions: dict[str, Question] = {}
+        self.answers: dict[str, dict[str, Answer]] = {}
+        self.totals: dict[str, dict[str, Total]] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Add one record."""
+        match record:
+            case Setup():
+                self.setup = record
+            case Case():
+                self.cases[record.name] = record
+            case Question():
+                self.questions[record.id] = record
+            case Answer():
+                self.answers.setdefault(record.case, {})[record.question] = record
+            case Total():
+                self.totals.setdefault(record.case, {})[record.benchmark] = record
+
+    def existing(self, record: Record) -> Record | None:
+        """The record with the same key, if there is one."""
+        match record:
+            case Setup():
+                return self.setup
+            case Case():
+                return self.cases.get(record.name)
+            case Question():
+                return self.questions.get(record.id)
+            case Answer():
+                return self.answers.get(record.case, {}).get(record.question)
+            case Total():
+                return self.totals.get(record.case, {}).get(record.benchmark)
+
+    def is_answered(self, case: str, question: str) -> bool:
+        """Whether a question has an answer that did not fail."""
+        answer = self.answers.get(case, {}).get(question)
+        return answer is not None and answer.failure is None
+
+
+class Journal:
+    """A file of records to which one process at a time can append."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file; an incomplete last line is removed.
+
+        Raises :class:`EvaluationError` if the file is not a journal, is in use, or cannot be
+        written.
+        """
+        self.path = path
+        self._file = RecordFile(path, RECORD, _ERRORS)
+        self.contents = Contents(self._file.records)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def begin(self, setup: Setup) -> None:
+        """Record the set-up; raises :class:`EvaluationError` if the journal has another one."""
+        existing = self.contents.setup
+        if existing is None:
+            self.append([setup])
+        elif existing != setup:
+            new = setup.model_dump()
+            differ = [name for name, value in existing.model_dump().items() if new[name] != value]
+            raise EvaluationError(
+                f"{self.path}: contains another evaluation ({', '.join(differ)} differ) -> "
+                "name another folder with --out"
+            )
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Append the records that are new, in one write.
+
+        Raises :class:`EvaluationError` if a case or a question differs from its earlier record, or
+        if the file cannot be written.
+        """
+        new = []
+        for record in records:
+            existing = self.contents.existing(record)
+            if existing == record:
+                continue
+            if existing is not None and isinstance(record, Case | Question | Setup):
+                raise EvaluationError(
+                    f"{self.path}: {record.key} differs from the one recorded before -> name "
+                    "another folder with --out"
+                )
+            new.append(record)
+        if not new:
+            return
+        self._file.append(new, exclude_none=True)
+        for record in new:
+            self.contents.add(record)
+
+
+def read_journal(path: Path) -> Contents:
+    """Read a journal without opening it for writing; raises :class:`EvaluationError`."""
+    return Contents(read_records(path, RECORD, _ERRORS))
+
+
+def unanswered(
+    contents: Contents, cases: Sequence[Case], questions: Sequence[Question]
+) -> Iterator[tuple[Case, Question]]:
+    """Unanswered questions of all cases, question by question, so that images stay together."""
+    for question in questions:
+        for case in cases:
+            if not case.refused and not contents.is_answered(case.name, question.id):
+                yield case, question

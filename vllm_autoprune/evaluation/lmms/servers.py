@@ -1,0 +1,61 @@
+"""The servers to compare: full model, base policy and AutoPrune, each at its own address.
+
+lmms-eval cannot send the plugin's request fields: its ``openai`` model takes from ``--gen_kwargs``
+only what OpenAI defines, and uses ``extra_body`` for videos and templates. So every way to prune
+needs its own server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.records import Case
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+_ARM = re.compile(
+    r"(?:(?P<full>full)|(?:(?P<base>\w+?)(?P<plus>\+autoprune)?)@(?P<budget>\d+))=(?P<url>https?://.+)"
+)
+_FIX = "write full=URL, cdpruner@64=URL or cdpruner+autoprune@64=URL"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A case and the address that serves it, without ``/v1``."""
+
+    case: Case
+    url: str
+
+
+def parse_servers(arms: Sequence[str]) -> list[Server]:
+    """Parse ``NAME=URL``; raises :class:`ConfigError` with every argument that is wrong."""
+    servers, problems = list[Server](), list[Problem]()
+    for arm in arms:
+        match = _ARM.fullmatch(arm)
+        if match is None or (not match["full"] and match["base"] not in BASE_POLICIES):
+            problems.append(Problem(f"--arm {arm}", "is not a valid arm", _FIX))
+            continue
+        url = match["url"].rstrip("/").removesuffix("/v1")
+        servers.append(Server(_case(match), url))
+    names = [server.case.name for server in servers]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    problems += [Problem(f"--arm {name}", "is given twice", "give it once") for name in repeated]
+    if not arms:
+        problems.append(Problem("--arm", "is missing", _FIX))
+    if problems:
+        raise ConfigError("eval", problems)
+    return servers
+
+
+def _case(match: re.Match[str]) -> Case:
+    if match["full"]:
+        return Case(name="full", arm="full", label="full")
+    base, budget = match["base"], int(match["budget"])
+    base_case = f"{base}@{budget}"
+    if match["plus"]:
+        name = f"{base}+autoprune@{budget}"
+        label = f"{base} + AutoPrune"
+        return Case(name=name, arm="autoprune", label=label, budget=budget, base=base_case)
+    return Case(name=base_case, arm="base", label=base, budget=budget)

@@ -1,0 +1,93 @@
+"""A report as a page of Markdown, and its tables as LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vllm_autoprune.evaluation.comparison import compare_with_published
+from vllm_autoprune.evaluation.published import read_published
+from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.tables import Table, build_tables
+
+_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+            **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip
+
+_MIN_IMAGES = 20
+"""With fewer images than this, bootstrap intervals over images are too narrow."""
+
+_NOTES = (
+    "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
+    "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
+    "benchmarks of a score over the full model's.",
+    "Differences are paired on the same questions; brackets show the 95 % interval, with {images} "
+    "images resampled. If an interval contains 0, the data show no difference. ln p is the mean "
+    "log-probability of the reference answer; base is the base policy alone at the same K.",
+)
+
+
+def as_markdown(report: Report) -> str:
+    """Verdict, tables, and what the columns mean."""
+    return "\n".join(_markdown(report)) + "\n"
+
+
+def as_latex(report: Report) -> str:
+    """All tables in the style of ``booktabs``, with the verdict as a comment above them."""
+    return "\n".join(_latex(report)) + "\n"
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    """Whether the report is valid, and every reason against it."""
+    yield "valid" if report.valid else "NOT VALID"
+    yield from (f"- {reason}" for reason in report.reasons)
+
+
+def _all_tables(report: Report) -> Iterator[Table]:
+    """The measured tables, then the comparison with the published ones."""
+    if report.rows:
+        yield from build_tables(report)
+        yield from compare_with_published(report, read_published())
+
+
+def _markdown(report: Report) -> Iterator[str]:
+    setup = report.setup
+    yield f"# Accuracy: {setup.suite}"
+    yield ""
+    yield f"Model: {setup.model}. Data: {setup.data}. Scored by {setup.scorer}."
+    yield f"{report.questions:,} questions about {report.images:,} images, the same in every row."
+    yield ""
+    yield "Verdict: " + "\n".join(_verdict(report))
+    for table in _all_tables(report):
+        yield f"\n## {table.caption}\n\n{table.markdown()}"
+    if report.rows:
+        yield ""
+        for note in _NOTES:
+            yield "- " + note.format(divisor=setup.mme_divisor, images=f"{report.images:,}")
+        if report.images < _MIN_IMAGES:
+            yield f"- Fewer than {_MIN_IMAGES} images: the intervals are too narrow to be quoted."
+
+
+def _latex(report: Report) -> Iterator[str]:
+    setup = report.setup
+    yield f"% {setup.suite}: {setup.model}; {setup.data}; {setup.scorer}"
+    yield from (f"% {line}" for line in _verdict(report))
+    for table in _all_tables(report):
+        yield ""
+        yield r"\begin{table}[t]"
+        yield r"\centering"
+        yield f"\\caption{{{_escape(table.caption)}}}"
+        yield f"\\begin{{tabular}}{{{table.align}}}"
+        yield r"\toprule"
+        yield _latex_row(table.columns)
+        yield r"\midrule"
+        yield from (_latex_row(row) for row in table.rows)
+        yield r"\bottomrule"
+        yield r"\end{tabular}"
+        yield r"\end{table}"
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(_escape(cell) for cell in cells) + r" \\"
+
+
+def _escape(text: str) -> str:
+    return "".join(_ESCAPES.get(sign, sign) for sign in text)

@@ -1,0 +1,97 @@
+"""Scores of one case: each benchmark in its own unit, *Acc.* of all, and their resamples.
+
+MME is the sum over categories of accuracy and accuracy+ in per cent; accuracy+ is the share of
+pairs with both answers right (Fu et al., MME, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_autoprune.evaluation.records import MME, Answer, Question
+from vllm_autoprune.evaluation.statistics import ClusterBootstrap, Floats
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of one case; each is the value and then its resamples, ``(1 + draws,)``."""
+
+    benchmarks: Mapping[str, Floats]
+    """In per cent, MME in points; benchmarks without scores of single answers are left out."""
+    acc: Floats | None
+    """As :func:`aggregate.accuracy`; None if a benchmark is left out."""
+    accuracy: Floats | None
+    """Mean score over all questions that have one, in per cent."""
+    accuracy_plus: Floats | None
+    logprob: Floats | None
+    """Mean log-probability of the reference answer."""
+
+
+class Scoring:
+    """Scoring of the answers to one set of questions, with the same resamples for every case."""
+
+    def __init__(self, questions: Sequence[Question], mme_divisor: float) -> None:
+        self._questions = questions
+        self._divisor = mme_divisor
+        self._bootstrap = ClusterBootstrap([question.image for question in questions])
+        self._benchmark = np.asarray([question.benchmark for question in questions])
+        self._category = np.asarray([question.category for question in questions])
+        pairs: dict[str, list[int]] = {}
+        for place, question in enumerate(questions):
+            if question.pair:
+                pairs.setdefault(question.pair, []).append(place)
+        self._pairs = [places for places in pairs.values() if len(places) == 2]
+
+    def figures(self, answers: Mapping[str, Answer]) -> Figures:
+        """Figures of one case; ``answers`` has one answer to every question."""
+        ordered = [answers[question.id] for question in self._questions]
+        scores, has_score = _column([answer.score for answer in ordered])
+        logprobs, has_logprob = _column([answer.logprob for answer in ordered])
+        benchmarks = {}
+        for name in dict.fromkeys(question.benchmark for question in self._questions):
+            members = self._benchmark == name
+            if has_score[members].all():
+                points = self._mme(scores, members) if name == MME else self._mean(scores, members)
+                benchmarks[name] = 100 * points
+        complete = len(benchmarks) == len(set(self._benchmark))
+        return Figures(
+            benchmarks=benchmarks,
+            acc=_acc(benchmarks, self._divisor) if complete and benchmarks else None,
+            accuracy=100 * self._mean(scores, has_score) if has_score.any() else None,
+            accuracy_plus=100 * self._plus(scores, has_score) if self._pairs else None,
+            logprob=self._mean(logprobs, has_logprob) if has_logprob.all() else None,
+        )
+
+    def _mme(self, scores: Floats, members: Floats) -> Floats:
+        """Sum over categories of accuracy and accuracy+, at most 2 for each category."""
+        total: Floats = np.zeros(1)
+        for category in dict.fromkeys(self._category[members]):
+            part = members & (self._category == category)
+            total = total + self._mean(scores, part) + self._plus(scores, part)
+        return total
+
+    def _plus(self, scores: Floats, part: Floats) -> Floats:
+        """Share of the pairs within ``part`` with both answers right."""
+        both, weight = np.zeros(len(scores)), np.zeros(len(scores))
+        for first, second in self._pairs:
+            if part[first] and part[second]:
+                both[first], weight[first] = float(min(scores[first], scores[second]) == 1.0), 1.0
+        return self._bootstrap.mean(both, weight)
+
+    def _mean(self, values: Floats, part: Floats) -> Floats:
+        return self._bootstrap.mean(values, part.astype(np.float64))
+
+
+def _column(values: Sequence[float | None]) -> tuple[Floats, Floats]:
+    """Values with 0 in place of None, and a mask of those that are not None."""
+    present = np.asarray([value is not None for value in values])
+    return np.asarray([value or 0.0 for value in values], dtype=np.float64), present
+
+
+def _acc(benchmarks: Mapping[str, Floats], divisor: float) -> Floats:
+    parts = [f / divisor if name == MME else f for name, f in benchmarks.items()]
+    mean: Floats = np.mean(parts, axis=0)
+    return mean

@@ -1,0 +1,193 @@
+"""The tables of an evaluation: results by budget, gains, ablations and exchange quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jinja2
+
+from vllm_autoprune.evaluation.records import MME, Arm
+from vllm_autoprune.evaluation.report import Differences, Report, Row
+from vllm_autoprune.evaluation.statistics import Estimate
+
+NO_VALUE = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Caption, column names and rows of text; ``align`` has ``l`` or ``r`` for each column."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    align: str = ""
+
+    def markdown(self) -> str:
+        """The table without its caption; ``|`` within cells is escaped."""
+        sides = self.align or "-" * len(self.columns)
+        rule = [{"l": ":--", "r": "--:"}.get(side, "---") for side in sides]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
+
+    def html(self) -> str:
+        """The table without its caption; cells are escaped."""
+        return _TABLE.render(table=self)
+
+
+_TABLE = jinja2.Environment(autoescape=True).from_string(
+    '<div class="wide"><table><tr>{% for name in table.columns %}<th>{{ name }}</th>{% endfor %}'
+    "</tr>{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>"
+    "{% endfor %}</table></div>"
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric whose differences fill a column: its name, its field, and its decimals."""
+
+    name: str
+    of: Callable[[Differences], Estimate | None]
+    digits: int = 1
+
+    def cell(self, differences: Differences | None) -> str:
+        """The difference with its interval."""
+        estimate = None if differences is None else self.of(differences)
+        if estimate is None:
+            return NO_VALUE
+        value, low, high = map(self._signed, (estimate.value, estimate.low, estimate.high))
+        return f"{value} ({low} to {high})"
+
+    def _signed(self, value: float) -> str:
+        """The rounded value with its sign; zero has no sign, or a tiny loss would look like one."""
+        rounded = round(value, self.digits)
+        return f"{rounded:+.{self.digits}f}" if rounded else f"{0:.{self.digits}f}"
+
+    def is_in(self, report: Report) -> bool:
+        """Whether any row has a difference to the full model in this metric."""
+        return any(row.to_full is not None and self.of(row.to_full) for row in report.rows)
+
+
+ACC = Metric("Acc.", lambda differences: differences.acc)
+SAMPLES = Metric("samples", lambda differences: differences.accuracy)
+POINTS = Metric("MME", lambda differences: differences.mme)
+LN_P = Metric("ln p", lambda differences: differences.logprob, digits=3)
+
+
+def build_table(
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
+) -> Table:
+    """A table whose first ``left`` columns are text and aligned left, the others figures."""
+    return Table(caption, columns, rows, "l" * left + "r" * (len(columns) - left))
+
+
+def build_tables(report: Report) -> Iterator[Table]:
+    """Every table for which the report has rows."""
+    # There is no difference of Acc. if a benchmark does not score single answers.
+    metrics = [ACC if ACC.is_in(report) else SAMPLES, *([LN_P] if LN_P.is_in(report) else [])]
+    yield from _result_tables(report, metrics)
+    yield from _gain_tables(report, metrics)
+    yield from _component_table(report)
+    yield from _quota_table(report)
+    if report.refused:
+        rows = [[case.label, str(case.budget), case.refused] for case in report.refused]
+        yield build_table("Cannot be served", ["method", "K", "why"], rows, left=3)
+
+
+def _result_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
+    """The paper's main table, one part for each budget, each with the full model on top."""
+    arms = ("full", "random", "base", "autoprune", "found")
+    listed = [row for row in report.rows if row.case.arm in arms]
+    full = [row for row in listed if row.case.arm == "full"]
+    names = list(report.rows[0].benchmarks)
+    head = ["method", *names, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
+    if report.rows[0].without_mmbench is not None:
+        head += ["Acc. w/o MMB", "ratio of means w/o MMB", "mean of ratios w/o MMB"]
+    head += [f"{metric.name} less {other}" for metric in metrics for other in ("full", "base")]
+    for budget in _budgets(listed):
+        rows = [*full, *(row for row in listed if row.case.budget == budget)]
+        yield build_table(f"K = {budget}", head, [_cells(row, names, metrics) for row in rows])
+
+
+def _cells(row: Row, names: Sequence[str], metrics: Sequence[Metric]) -> list[str]:
+    cells = [row.case.label, *(f"{row.benchmarks[name]:.1f}" for name in names)]
+    for part in (row.all, row.without_mmbench):
+        if part is not None:
+            cells += [f"{part.acc:.1f}", _figure(part.ratio_of_means), _figure(part.mean_of_ratios)]
+    differences = (row.to_full, row.to_base)
+    return cells + [metric.cell(one) for metric in metrics for one in differences]
+
+
+def _gain_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
+    """The gain of the residual over each base policy, as in the paper's table."""
+    rows = [row for row in report.rows if row.case.arm == "autoprune" and row.to_base is not None]
+    if len(rows) < 2:
+        return
+    budgets = _budgets(rows)
+    labels = {row.case.name: row.case.label for row in report.rows}
+    gains = {(labels[row.case.base], row.case.budget): row.to_base for row in rows}
+    head = ["base policy", *(f"K = {budget}" for budget in budgets)]
+    for metric in metrics:
+        cells = [
+            [label, *(metric.cell(gains.get((label, budget))) for budget in budgets)]
+            for label in dict.fromkeys(label for label, _ in gains)
+        ]
+        yield build_table(f"AutoPrune less strategy only, {metric.name}", head, cells)
+
+
+def _component_table(report: Report) -> Iterator[Table]:
+    """The paper's ablation of components, between the base policy and AutoPrune."""
+    rows = []
+    for own in _by_budget(report, "component"):
+        base, whole = report.row(own[0].case.base), _complete_residual(report, own[0])
+        for row in (base, *own, whole):
+            if row is not None:
+                rows.append([str(own[0].case.budget), row.case.label, *_ablation(row, whole)])
+    if rows:
+        head = ["K", "method", "MME", "less base", "less AutoPrune", "Acc. less base",
+                "ln p less base"]  # fmt: skip
+        yield build_table("Ablation of components", head, rows, left=2)
+
+
+def _ablation(row: Row, whole: Row | None) -> list[str]:
+    mme = row.benchmarks.get(MME)
+    reference = None if whole is None or whole is row else whole.benchmarks.get(MME)
+    less = NO_VALUE if mme is None or reference is None else f"{mme - reference:+.1f}"
+    gain = row.to_base
+    return [_figure(mme), POINTS.cell(gain), less, ACC.cell(gain), LN_P.cell(gain)]
+
+
+def _quota_table(report: Report) -> Iterator[Table]:
+    """The paper's values of q_e; differences are to the base policy, which exchanges nothing."""
+    rows = []
+    for own in _by_budget(report, "quota"):
+        whole = _complete_residual(report, own[0])
+        quotas = [*own, whole] if whole is not None else own
+        for row in sorted(quotas, key=lambda row: row.case.quota or 0):
+            budget, quota, gain = row.case.budget, row.case.quota or 0, row.to_base
+            rows.append([str(budget), str(quota), str(max(budget - quota, 0)),
+                         _figure(row.benchmarks.get(MME)),
+                         POINTS.cell(gain), ACC.cell(gain), LN_P.cell(gain)])  # fmt: skip
+    if rows:
+        head = ["K", "q_e", "K - q_e", "MME", "less base", "Acc. less base", "ln p less base"]
+        yield build_table("Sweep of the exchange quota", head, rows, left=0)
+
+
+def _by_budget(report: Report, arm: Arm) -> Iterator[list[Row]]:
+    rows = [row for row in report.rows if row.case.arm == arm]
+    for budget in _budgets(rows):
+        yield [row for row in rows if row.case.budget == budget]
+
+
+def _complete_residual(report: Report, row: Row) -> Row | None:
+    """AutoPrune with its complete residual, on the same base policy at the same budget."""
+    candidates = (other for other in report.rows if other.case.arm == "autoprune")
+    return next((other for other in candidates if other.case.base == row.case.base), None)
+
+
+def _budgets(rows: Sequence[Row]) -> list[int]:
+    return sorted({row.case.budget for row in rows if row.case.budget}, reverse=True)
+
+
+def _figure(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{value:.1f}"
