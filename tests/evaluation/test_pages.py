@@ -113,7 +113,7 @@ def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -
 
 
 def test_json_does_not_contain_the_states_of_requests() -> None:
-    pruned = BASE.model_copy(update={"pruning": {"policy": {"name": "x"}}})
+    pruned = BASE.model_copy(update={"pruning": {"state": {"name": "x"}}})
     content = json.loads(as_json(summarize(contents((FULL, RIGHT), (pruned, HALF)))))
     assert content["valid"] is True and content["rows"][1]["case"]["name"] == "cdpruner@8"
     assert "pruning" not in content["rows"][1]["case"]

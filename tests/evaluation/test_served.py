@@ -29,7 +29,7 @@ def test_the_base_policy_alone_has_the_parameters_of_the_state() -> None:
     data = load_state("autoprune").model_dump(mode="json")
     data["base_policy"] = {"name": "fastv", "params": {"layer": 3}}
     cases = {case.name: case for case in build_cases([load_state(data)], [8])}
-    state = cases["fastv@8"].pruning["policy"]
+    state = cases["fastv@8"].pruning["state"]
     assert isinstance(state, dict)
     assert state["base_policy"] == {"name": "fastv", "params": {"layer": 3}}
 

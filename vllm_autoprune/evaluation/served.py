@@ -72,7 +72,7 @@ def prune_case(
         quota=quota,
         digest=state.digest,
         pruning={
-            "policy": state.model_dump(mode="json", exclude={"provenance"}),
+            "state": state.model_dump(mode="json", exclude={"provenance"}),
             "budget": budget,
         },
         refused=refused,
