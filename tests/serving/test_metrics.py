@@ -73,7 +73,8 @@ def test_one_front_end(pruned: Server) -> None:
     assert by("autoprune_selection_seconds_sum") > 0
     hits = by("autoprune_feature_cache_hits_total")
     assert hits + by("autoprune_feature_cache_misses_total") == 6
-    assert hits >= 6 - len({example.image_id for example in asked})
+    # The unpruned one is what it is in stock vLLM, which keeps no features.
+    assert hits >= 6 - 1 - len({example.image_id for example in asked})
     assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
     assert by("autoprune_unsafe_states_total") == 0
     assert by("autoprune_fallbacks_total fallback=reference reason=error") == 0
