@@ -22,7 +22,7 @@ def arm(body: Body) -> str:
     pruning = body["mm_processor_kwargs"]["autoprune"]
     if pruning.get("enabled") is False:
         return "full"
-    return "random" if pruning.get("keep") == "random" else str(pruning["policy"]["name"])
+    return "random" if pruning.get("keep") == "random" else str(pruning["state"]["name"])
 
 
 def reply(

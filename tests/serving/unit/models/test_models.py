@@ -174,7 +174,7 @@ def test_new_weights_drop_the_features_of_the_old_ones(monkeypatch: pytest.Monke
     nn.Module.__init__(model)
     cache = FeatureCache(1 << 20)
     cache.put((1, 1), image(0))
-    vision = SimpleNamespace(heard=lambda weights: weights, loaded=cache.clear)
+    vision = SimpleNamespace(capture_weights=lambda weights: weights, finish_loading=cache.clear)
     model.__dict__["autoprune"] = vision
     assert model.load_weights([]) == {"w"}
     assert cache.get((1, 1)) is None
