@@ -142,8 +142,9 @@ def _cause(reply: Reply) -> str:
 
 
 def _finished_by_engine(server: Server) -> int:
-    """Answers that the engine has finished, by vLLM's own count."""
-    return int(Client(server).metric("vllm:request_success_total"))
+    """Answers that the engine has finished without an error, by vLLM's own count."""
+    client, name = Client(server), "vllm:request_success_total"
+    return int(client.metric(name) - client.metric(name, finished_reason="error"))
 
 
 def report(tally: Tally, seconds: float) -> str:
