@@ -103,7 +103,7 @@ def test_a_refusal_says_where_and_how_to_fix_it(pruned: Server) -> None:
     assert "did you mean 'visionzip'" in refusal(pruned, state="visionzi")
     broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
     said = refusal(pruned, state=broken)
-    assert "mm_processor_kwargs/autoprune/policy/scoring/fusion/atom" in said
+    assert "mm_processor_kwargs/autoprune/state/scoring/fusion/atom" in said
     assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
     huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert "a request may bring" in refusal(pruned, state=huge)

@@ -94,9 +94,10 @@ def _serve_settings(folder: Path) -> Report:
             name: _complete(llm, observer, *request, uuid=uuid)
             for name, request in QUESTIONS_WITH_BUDGETS.items()
         }
-    counts = model.autoprune_meter.counts()
+    meter = model.autoprune_reporter.meter
+    counts = meter.counts()
     results["fallbacks"] = sum(count for kind, count in counts.items() if kind != "none")
-    results["errors"] = dict(model.autoprune_meter.raised)
+    results["errors"] = dict(meter.errors)
     _stop_engine(llm)
 
     settings = {**SETTINGS, "budget": SMALL_BUDGET}
