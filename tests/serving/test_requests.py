@@ -16,7 +16,7 @@ from tests.tpdsl.samples import edited, shipped
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(500),
-    pytest.mark.scenarios("brought", "every_kind"),
+    pytest.mark.scenarios("request_states", "every_kind"),
 ]
 
 
@@ -35,8 +35,8 @@ def refusal(server: Server, **said: object) -> str:
 
 
 @pytest.mark.parametrize("how", ["together", "again"])
-def test_a_brought_state_is_served_as_if_it_were_the_server_s(runner: Runner, how: str) -> None:
-    report = runner.run("brought")
+def test_a_state_of_a_request_is_served_as_the_state_of_a_server(runner: Runner, how: str) -> None:
+    report = runner.run("request_states")
     assert report["native"].keys() == report[how].keys()
     for key, native in report["native"].items():
         answer = report[how][key]
@@ -48,19 +48,19 @@ def test_a_brought_state_is_served_as_if_it_were_the_server_s(runner: Runner, ho
 
 
 def test_states_and_budgets_share_a_step(runner: Runner) -> None:
-    report = runner.run("brought")
+    report = runner.run("request_states")
     assert max(len(set(step)) for step in report["batches"]) == 2
     assert max(map(len, report["batches"])) >= 6
 
 
 def test_a_state_shares_its_prefix_with_itself_alone(runner: Runner) -> None:
-    first, again, other = runner.run("brought")["cached"]
+    first, again, other = runner.run("request_states")["cached"]
     assert (first, other) == (0, 0)
     assert again >= 32
 
 
 def test_each_form_of_a_budget_for_two_images(runner: Runner) -> None:
-    counts: dict[str, Any] = runner.run("brought")["images"]
+    counts: dict[str, Any] = runner.run("request_states")["images"]
     words = counts["8"] - 16
     assert counts["[8, 20]"] == words + 28
     assert counts['{"shared": 21}'] == words + 21

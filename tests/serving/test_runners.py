@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 SCENARIOS = (
     *("plain", "everything_kept", "whole_prefill", "chunked_prefill", "no_caches"),
     *("interleaved", "instruction_left_out", "blind_state", "embeddings_for_relevance"),
-    *("batches", "brought", "every_kind", "hostile"),
+    *("batches", "request_states", "every_kind", "hostile"),
     pytest.param("base_policies", marks=pytest.mark.exhaustive),
 )
 TIMED = frozenset({"exported"})

@@ -18,7 +18,6 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     Report,
     bases,
     bounds,
-    brought,
     caches,
     exact,
     hostile,
@@ -27,6 +26,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     policies,
     ranks,
     rendering,
+    request_states,
 )
 
 SELFTEST = "selftest:"

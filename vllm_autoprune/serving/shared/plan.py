@@ -60,7 +60,7 @@ class ItemPlan:
     ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
     where the policy does not read it. ``profile`` marks vLLM's memory profiling: the unpruned
     size is returned, after paying for a selection as well. ``state`` is one that the request
-    brought, as :mod:`~vllm_autoprune.serving.shared.state_codec` encodes it; empty for the
+    names or holds, as :mod:`~vllm_autoprune.serving.shared.state_codec` encodes it; empty for the
     server's own.
     ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
     """

@@ -31,12 +31,13 @@ STATES = ("autoprune", "visionzip", "fastv")
 
 
 @scenario
-def brought() -> Report:
-    """Answers and kept tokens of three states at two budgets, natively and brought by requests.
+def request_states() -> Report:
+    """Answers and kept tokens of three states at two budgets, of engines and of requests.
 
-    ``together``: all brought ones at the same moment, on a server that has none of their states
-    as its own. ``again``: one by one, nothing cached. ``batches``: budgets in each step.
-    ``cached``: tokens from the prefix cache, for a state asked first, again, and another state.
+    ``native``: as the state of an engine. ``together``: as the states of requests, all at once, to
+    an engine that has none of them as its own. ``again``: one by one, nothing cached.
+    ``batches``: budgets in each step. ``cached``: tokens from the prefix cache, for a state asked
+    first, again, and another state.
     """
     asked = examples(1)[:2]
     report: dict[str, Any] = {"native": {}, "together": {}, "again": {}}
