@@ -49,3 +49,8 @@ def test_a_bad_request_is_refused_with_its_reason(runner: Runner, name: str, sai
     report = runner.run("hostile")
     assert said in report[name]
     assert report["after"]["refused"] == report["sane"]
+
+
+def test_images_of_a_refused_request_reach_the_engine_with_the_next_one(runner: Runner) -> None:
+    report = runner.run("hostile")
+    assert report["repeated"] == report["unrefused"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from PIL import Image
 from prometheus_client import generate_latest
@@ -87,7 +88,21 @@ def hostile() -> Report:
         except ValueError as error:
             report[name] = str(error)
     survived("refused")
+    report["repeated"], report["unrefused"] = _refused_and_repeated(llm, other)
     return report
+
+
+def _refused_and_repeated(llm: LLM, example: Example) -> tuple[Report, Report]:
+    """Answers to a request after it was refused for a sampling parameter, and without that."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    raw = prompt(example, instruction="Which one was refused?")
+    with pytest.raises(VLLMValidationError, match="allowed_token_ids"):
+        llm.generate([raw], SamplingParams(allowed_token_ids=[10**9]), use_tqdm=False)
+    repeated = generate(llm, [raw])[0].plain()
+    forget(llm)
+    return repeated, generate(llm, [raw])[0].plain()
 
 
 def _exported(before: Mapping[str, float]) -> dict[str, float]:

@@ -2,20 +2,21 @@
 
 A prompt that is only rendered (``/tokenize``, ``/v1/messages/count_tokens``), or refused after
 rendering (too long for the model, too large for the encoder cache), is not handed over and so is
-not counted.
+neither counted nor taken for one whose images the engine has.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.feature_keys import add_feature_key
 from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.compat import wrap
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan, plan_error
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
-MAX_WAITING = 4096
-"""Bound of requests remembered between the two hooks: one refused in between is never removed."""
+    from vllm_autoprune.serving.api.unsent_items import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,35 @@ class RenderedHashes(dict[str, list[str]]):
     plans of the request were made by this server.
     """
 
-    def __init__(self, hashes: Mapping[str, list[str]], counts: ImageCounts | None) -> None:
+    def __init__(
+        self,
+        hashes: Mapping[str, list[str]],
+        counts: ImageCounts | None,
+        unsent: UnsentItems,
+        tensors: Tensors,
+    ) -> None:
         super().__init__(hashes)
         self._counts = counts
+        self._unsent = unsent
+        self._tensors = tensors
 
-    def count(self) -> None:
-        """Count the request, once: beam search hands over the same one for every token."""
+    def hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
+        """Complete the request's features and count it, once.
+
+        Beam search hands over the same request for every token.
+        """
         counts, self._counts = self._counts, None
         if counts is not None:
             count_request(counts.label, counts.choices, counts.kv_bytes)
+        tensors, self._tensors = self._tensors, {}
+        self._unsent.hand_over(features, tensors)
 
 
-_waiting: OrderedDict[str, RenderedHashes] = OrderedDict()
+_waiting: WeakValueDictionary[int, RenderedHashes] = WeakValueDictionary()
+"""Requests between the two hooks, by their list of features, which samples of one request share.
+
+A request that is refused in between takes its entry with it.
+"""
 
 
 def watch_requests() -> None:
@@ -87,9 +104,7 @@ def wrap_process_inputs(
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
         if isinstance(hashes, RenderedHashes):
-            _waiting[request_id] = hashes
-            while len(_waiting) > MAX_WAITING:
-                _waiting.popitem(last=False)
+            _waiting[id(request.mm_features)] = hashes
             return request
         try:
             rules = PlanRules(served, self.model_config.get_vocab_size())
@@ -111,10 +126,10 @@ def wrap_add_request(stock: Callable[..., None]) -> Callable[..., None]:
         self: OutputProcessor, request: EngineCoreRequest, *args: object, **named: object
     ) -> None:
         stock(self, request, *args, **named)
-        # Several samples of one request (n > 1) share this id; the first of them counts.
-        hashes = _waiting.pop(request.external_req_id or request.request_id, None)
+        # Several samples of one request (n > 1) share the list; the first of them counts.
+        hashes = _waiting.pop(id(request.mm_features), None)
         if hashes is not None:
-            hashes.count()
+            hashes.hand_over(request.mm_features or ())
 
     return add_request
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
 from vllm_autoprune.errors import AutopruneError
@@ -19,6 +20,7 @@ from vllm_autoprune.serving.api.feature_keys import add_feature_key
 from vllm_autoprune.serving.api.metrics import count_refused_request
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
+from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.placeholders import Placeholders, shorten_placeholders
 from vllm_autoprune.serving.shared.plan import (
@@ -87,6 +89,10 @@ class PrunedProcessor(_Stock):
         return 0 if setup is None else setup.kv_bytes
 
     @cached_property
+    def _unsent(self) -> UnsentItems:
+        return UnsentItems()
+
+    @cached_property
     def _planner(self) -> RequestPlanner:
         served = served_state(self.info.ctx.model_config)
         assert served is not None
@@ -116,11 +122,18 @@ class PrunedProcessor(_Stock):
             count_refused_request()
             raise
         planned = replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan})
+        # The other kinds of cache hold the tensors themselves.
+        sends_once = isinstance(inputs.cache, LruKeyReplicatedSenderCache)
+        keys = [key for of_modality in plan.hashes.values() for key in of_modality]
+        tensors = self._unsent.hold(inputs.cache, keys) if sends_once else {}
         processed = super().apply(planned, timing_ctx)
+        if sends_once:
+            tensors |= self._unsent.add(processed["mm_hashes"], processed["mm_kwargs"])
         counts = None
         if plan.choices:
             counts = ImageCounts(plan.label, plan.choices, self._kv_bytes)
-        processed["mm_hashes"] = RenderedHashes(processed["mm_hashes"], counts)
+        hashes = RenderedHashes(processed["mm_hashes"], counts, self._unsent, tensors)
+        processed["mm_hashes"] = hashes
         return processed
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:

@@ -102,6 +102,11 @@ HOOKS: tuple[Hook, ...] = (
         "processor: the plan, and the key beside it; engine_requests: forged plans",
     ),
     Hook(
+        "vllm.multimodal.cache",
+        ("LruKeyReplicatedSenderCache.invalidate",),
+        "unsent_items: images of refused requests",
+    ),
+    Hook(
         "vllm.multimodal.hasher",
         ("MultiModalHasher.hash_kwargs",),
         "feature_keys: digest of tensors",

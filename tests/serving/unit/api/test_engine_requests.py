@@ -17,6 +17,7 @@ from vllm_autoprune.serving.api.engine_requests import (
     wrap_process_inputs,
 )
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 
 pytestmark = pytest.mark.compat
@@ -54,7 +55,7 @@ def feature(row: object, placeholders: int = 8, **how: Any) -> Any:
         }
     )
     position = SimpleNamespace(get_num_embeds=lambda: placeholders)
-    return SimpleNamespace(data=data, mm_position=position)
+    return SimpleNamespace(data=data, mm_position=position, mm_hash="a", identifier="a")
 
 
 def processed(
@@ -97,12 +98,14 @@ def hand_over(request: object, *, fails: bool = False) -> None:
 
 
 def prompt() -> dict[str, object]:
-    hashes = RenderedHashes({"image": ["a", "b"]}, ImageCounts("autoprune", CHOICES, 7))
+    counts = ImageCounts("autoprune", CHOICES, 7)
+    hashes = RenderedHashes({"image": ["a", "b"]}, counts, UnsentItems(), {})
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
 def test_a_request_counts_when_it_is_handed_over(counted: list[Any]) -> None:
-    request = processed(prompt(), [feature(PLAN.encode())])
+    one = prompt()
+    request = processed(one, [feature(PLAN.encode())])
     assert counted == []
     hand_over(request)
     assert counted == [("autoprune", CHOICES, 7)]
@@ -111,8 +114,10 @@ def test_a_request_counts_when_it_is_handed_over(counted: list[Any]) -> None:
 def test_a_request_that_is_refused_after_rendering_does_not_count(counted: list[Any]) -> None:
     with pytest.raises(ValueError, match="model length"):
         processed(prompt(), [feature(PLAN.encode())], fails=True)
+    one = prompt()
+    request = processed(one, [feature(PLAN.encode())])
     with pytest.raises(RuntimeError):
-        hand_over(processed(prompt(), [feature(PLAN.encode())]), fails=True)
+        hand_over(request, fails=True)
     assert counted == []
 
 
@@ -126,20 +131,20 @@ def test_samples_and_beams_of_a_request_count_once(counted: list[Any]) -> None:
 
 
 def test_two_requests_count_twice_and_others_not_at_all(counted: list[Any]) -> None:
-    for _ in range(2):
-        hand_over(processed(prompt(), [feature(PLAN.encode())]))
+    for one in (prompt(), prompt()):
+        hand_over(processed(one, [feature(PLAN.encode())]))
     assert len(counted) == 2
     hand_over(processed({"type": "token"}, []))
     hand_over(processed("a raw prompt", []))
-    hand_over(processed(prompt(), [feature(PLAN.encode())], stock=True))
+    one = prompt()
+    hand_over(processed(one, [feature(PLAN.encode())], stock=True))
     assert len(counted) == 2
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_requests, "MAX_WAITING", 3)
+def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None:
     for _ in range(9):
         processed(prompt(), [feature(PLAN.encode())])
-    assert len(engine_requests._waiting) <= 3
+    assert not engine_requests._waiting
 
 
 @pytest.mark.parametrize(

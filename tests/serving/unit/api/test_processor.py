@@ -75,6 +75,7 @@ class Sender:
         salt: str = "",
         **entry: object,
     ) -> Processed:
+        from vllm.multimodal.inputs import MultiModalFeatureSpec
         from vllm.multimodal.processing import ProcessorInputs
         from vllm.multimodal.processing.context import TimingContext
 
@@ -89,8 +90,20 @@ class Sender:
             cache=self.cache,
         )
         made = self._processor.apply(inputs, TimingContext(enabled=False))
+        identities = made["mm_hashes"]["image"]
+        made["mm_hashes"].hand_over(
+            [
+                MultiModalFeatureSpec(item, "image", identity, place, identity)
+                for item, identity, place in zip(
+                    made["mm_kwargs"]["image"],
+                    identities,
+                    made["mm_placeholders"]["image"],
+                    strict=True,
+                )
+            ]
+        )
         return Processed(
-            list(made["mm_hashes"]["image"]),
+            list(identities),
             [
                 None if item is None else ItemPlan.decode(item[FIELD].data)
                 for item in made["mm_kwargs"]["image"]
