@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.dpp_torch import condition
 
 
 def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Tensor]:
@@ -98,3 +99,43 @@ def test_nan_repeats_no_index_and_stays_in_its_own_row(count: int) -> None:
 def test_the_shape_of_the_answer() -> None:
     picks = greedy_map(*kernel(4, 3, 9), 5)
     assert picks.shape == (3, 5) and picks.dtype == torch.int64
+
+
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
+    seed: int, data: st.DataObject
+) -> None:
+    similarity, quality = kernel(seed, 3, 40)
+    forced, count = data.draw(st.integers(1, 18)), data.draw(st.integers(1, 6))
+    order = data.draw(st.permutations(range(40)))
+    anchors = torch.tensor([order[:forced], order[1 : forced + 1], order[2 : forced + 2]])
+    anchored = greedy_map(similarity, quality, forced + count, anchors=anchors)
+    conditioned = condition(similarity, anchors)
+    picks = greedy_map(similarity, quality, count, conditioned=conditioned)
+    assert picks.tolist() == anchored[:, forced:].tolist()
+
+
+def test_a_conditioned_kernel_is_the_same_alone_and_in_a_batch() -> None:
+    similarity, _ = kernel(5, 4, 64, rank=48)
+    given_tokens = torch.arange(20).expand(4, -1)
+    together = condition(similarity, given_tokens)
+    alone = condition(similarity[2:3], given_tokens[2:3])
+    assert torch.equal(together.factors[2:3], alone.factors)
+    assert torch.equal(together.residual[2:3], alone.residual)
+
+
+def test_tokens_that_are_not_valid_do_not_condition() -> None:
+    similarity, quality = kernel(6, 2, 20)
+    given_tokens = torch.tensor([[3, 7, 9], [3, 7, 9]])
+    some = condition(similarity, given_tokens, torch.tensor([[True, False, True]] * 2))
+    fewer = condition(similarity, given_tokens[:, [0, 2]])
+    assert torch.equal(some.residual, fewer.residual)
+    picks = greedy_map(similarity, quality, 17, conditioned=some)
+    assert 7 in picks[0].tolist()
+
+
+def test_given_tokens_are_not_picked_again_when_the_kernel_is_exhausted() -> None:
+    conditioned = condition(torch.ones(1, 5, 5), torch.tensor([[2, 0]]))
+    quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
+    picks = greedy_map(torch.ones(1, 5, 5), quality, 3, conditioned=conditioned)
+    assert picks.tolist() == [[1, 3, 4]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp_torch import greedy_map_torch
+from vllm_autoprune.ops.dpp_torch import Conditioned, condition, greedy_map_torch
 
 GPUS = (80, 90)
 """Compute capabilities of an A100 and an H100."""
@@ -31,19 +31,35 @@ class Inputs:
     count: int
     anchors: Tensor | None = None
     eligible: Tensor | None = None
+    given: Tensor | None = None
 
     def to(self, device: str) -> Inputs:
         """The same call on another device."""
         anchors = None if self.anchors is None else self.anchors.to(device)
         eligible = None if self.eligible is None else self.eligible.to(device)
+        given = None if self.given is None else self.given.to(device)
         return Inputs(
-            self.similarity.to(device), self.quality.to(device), self.count, anchors, eligible
+            self.similarity.to(device),
+            self.quality.to(device),
+            self.count,
+            anchors,
+            eligible,
+            given,
         )
+
+    def conditioned(self) -> Conditioned | None:
+        """The similarity conditioned on the tokens at ``given`` ``(B, A)``."""
+        return None if self.given is None else condition(self.similarity, self.given)
 
     def in_torch(self) -> list[list[int]]:
         """The picks of the torch form."""
         picks: list[list[int]] = greedy_map_torch(
-            self.similarity, self.quality, self.count, self.anchors, self.eligible
+            self.similarity,
+            self.quality,
+            self.count,
+            self.anchors,
+            self.eligible,
+            self.conditioned(),
         ).tolist()
         return picks
 
@@ -71,6 +87,9 @@ def cases() -> Iterator[tuple[str, Inputs]]:
     yield "anchors", Inputs(plain.similarity, plain.quality, 12, anchors)
     yield "eligible", Inputs(plain.similarity, plain.quality, 12, None, eligible)
     yield "both", Inputs(plain.similarity, plain.quality, 12, anchors, eligible)
+    yield "conditioned", Inputs(plain.similarity, plain.quality, 12, given=anchors)
+    apart = eligible.scatter(1, anchors, False)
+    yield "conditioned, some", Inputs(plain.similarity, plain.quality, 9, None, apart, anchors)
     yield "anchors alone", Inputs(plain.similarity, plain.quality, 4, anchors)
 
     yield "ties", Inputs(torch.eye(9)[None], torch.ones(1, 9), 6)
@@ -99,7 +118,12 @@ def _compare() -> dict[str, list[list[list[int]]]]:
     actual = {}
     for name, given in cases():
         in_triton = greedy_map_triton(
-            given.similarity, given.quality, given.count, given.anchors, given.eligible
+            given.similarity,
+            given.quality,
+            given.count,
+            given.anchors,
+            given.eligible,
+            given.conditioned(),
         )
         actual[name] = [given.in_torch(), in_triton.tolist()]
     return actual
@@ -112,9 +136,9 @@ def _compile(gpu: int) -> dict[str, int]:
 
     from vllm_autoprune.ops.dpp_triton import _greedy_map, launch_options
 
-    types = dict.fromkeys(("similarity", "quality", "factors"), "*fp32")
+    types = dict.fromkeys(("similarity", "quality", "residuals", "factors"), "*fp32")
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
-    types |= dict.fromkeys(("tokens", "count", "forced"), "i32")
+    types |= dict.fromkeys(("tokens", "count", "forced", "given"), "i32")
     types |= dict.fromkeys(("exhausted", "divisor", "huge"), "fp32")
     actual = {}
     for tokens, masked in ((64, False), (576, True), (2880, False)):

@@ -12,10 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp_torch import greedy_map_torch
+from vllm_autoprune.ops.dpp_torch import GIVEN, Conditioned, greedy_map_torch
 
-Implementation = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None], Tensor]
-"""(similarity, quality, count, anchors, eligible) -> picks."""
+Implementation = Callable[
+    [Tensor, Tensor, int, Tensor | None, Tensor | None, Conditioned | None], Tensor
+]
+"""(similarity, quality, count, anchors, eligible, conditioned) -> picks."""
 
 
 def greedy_map(
@@ -25,12 +27,14 @@ def greedy_map(
     *,
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
+    conditioned: Conditioned | None = None,
 ) -> Tensor:
     """Greedy MAP on L = diag(q) S diag(q): ``count`` picks in pick order.
 
     similarity ``(B, N, N)``, quality ``(B, N)``, both float32; anchors ``(B, A)`` are forced first
-    picks that condition the others; eligible ``(B, N)`` bool limits the others. Returns
-    ``(B, count)`` int64, unique in each row; ties go to the lower index. From the first step at
+    picks that condition the others; eligible ``(B, N)`` bool limits the others. With
+    ``conditioned``, picks continue from the tokens that it was conditioned on, none of which is
+    picked again, at the cost of ``count`` steps alone. Returns ``(B, count)`` int64, unique in each row; ties go to the lower index. From the first step at
     which no gain exceeds ``dpp_torch.EXHAUSTED`` (the rank of L is below ``count``) or a gain is
     NaN, the remaining picks are by descending quality. ``count`` must not exceed the number of
     eligible tokens.
@@ -38,8 +42,11 @@ def greedy_map(
     Picks are identical alone and in a batch. On a CUDA device it is a single Triton kernel, if
     Triton works there.
     """
+    if conditioned is not None:
+        left = conditioned.residual > GIVEN
+        eligible = left if eligible is None else eligible & left
     implementation = _fastest_implementation(similarity.device)
-    return implementation(similarity, quality, count, anchors, eligible)
+    return implementation(similarity, quality, count, anchors, eligible, conditioned)
 
 
 def _fastest_implementation(device: torch.device) -> Implementation:

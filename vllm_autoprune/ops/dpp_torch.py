@@ -6,6 +6,8 @@ only S is factorised, and the gain of token j is q_j^2 d_j with d_j the residual
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -18,8 +20,50 @@ EXHAUSTED = 1e-10
 DIVISOR = 1e-12
 """Lower bound of a divisor: the residual of an anchor may be zero."""
 
+GIVEN = -0.5
+"""Residual at or below which a token is one of those that were conditioned on; others are only
+negative by rounding."""
+
 HUGE = 2.0**100
 """Value of an infinite or NaN quality, when picks are by quality alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioned:
+    """Similarity S of B images, conditioned on A given tokens each: S less its projection on them.
+
+    Quality only scales rows and columns of L = diag(q) S diag(q), so this holds for every question
+    about an image. factors ``(B, A, N)`` are rows of the Cholesky factor; residual ``(B, N)`` is
+    the conditioned diagonal, -1 for the given tokens.
+    """
+
+    factors: Tensor
+    residual: Tensor
+
+
+def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) -> Conditioned:
+    """Condition similarity ``(B, N, N)`` float32 on the tokens at given ``(B, A)``, unique indices.
+
+    valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
+    """
+    batch, tokens, _ = similarity.shape
+    residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
+    factors = similarity.new_zeros(batch, given.shape[1], tokens)
+    first = torch.arange(batch, device=given.device)
+    for step in range(given.shape[1]):
+        pick = given[:, step]
+        known = factors[:, :step]
+        own = known.gather(2, pick[:, None, None].expand(-1, step, 1))
+        row = similarity[first, pick] - (known * own).sum(dim=1)
+        pivot = residual.gather(1, pick[:, None]).clamp_min(DIVISOR)
+        row = row * pivot.rsqrt()
+        if valid is not None:
+            row = row * valid[:, step : step + 1]
+        factors[:, step] = row
+        residual = residual - row * row
+    taken = torch.zeros_like(residual, dtype=torch.bool)
+    taken.scatter_(1, given, True if valid is None else valid)
+    return Conditioned(factors, residual.masked_fill(taken, -1.0))
 
 
 def greedy_map_torch(
@@ -28,6 +72,7 @@ def greedy_map_torch(
     count: int,
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
+    conditioned: Conditioned | None = None,
 ) -> Tensor:
     """Plain torch implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`.
 
@@ -35,14 +80,20 @@ def greedy_map_torch(
     """
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]
+    given = 0 if conditioned is None else conditioned.factors.shape[1]
     first = torch.arange(0, batch * tokens, tokens, device=quality.device)
     rows = similarity.reshape(batch * tokens, tokens)
     weight = quality * quality
-    residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
+    factors = quality.new_zeros(batch, tokens, -(-(given + count) // ALIGNED) * ALIGNED)
+    if conditioned is None:
+        residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
+    else:
+        residual = conditioned.residual.clone()
+        factors[:, :, :given] = conditioned.factors.transpose(1, 2)
     flat = residual.view(-1)
-    factors = quality.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
     columns = factors.unbind(dim=2)
-    flat_factors, image_factors = factors.flatten(0, 1), factors.unbind()
+    known = factors.narrow(2, 0, -(-given // ALIGNED) * ALIGNED)
+    flat_factors, image_factors = known.flatten(0, 1), known.unbind()
     picks, gains = [], []
 
     for step in range(count):
@@ -58,10 +109,11 @@ def greedy_map_torch(
             break
         at = pick if batch == 1 else first + pick
         update = rows.index_select(0, at)
-        if step % ALIGNED == 0:  # columns not yet written are zero
-            known = factors.narrow(2, 0, step + ALIGNED)
+        column = given + step
+        if column % ALIGNED == 0:  # columns not yet written are zero
+            known = factors.narrow(2, 0, column + ALIGNED)
             flat_factors, image_factors = known.flatten(0, 1), known.unbind()
-        if step:
+        if column:
             own_factors = flat_factors.index_select(0, at).unbind()
             for image, own, new in zip(image_factors, own_factors, update.unbind(), strict=True):
                 torch.addmv(new, image, own, alpha=-1, out=new)
@@ -69,7 +121,7 @@ def greedy_map_torch(
         if step < forced:
             pivot.clamp_min_(DIVISOR)
         update *= pivot.rsqrt_().unsqueeze(1)
-        columns[step].copy_(update)
+        columns[column].copy_(update)
         residual.addcmul_(update, update, value=-1)
         flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
     return _rest_by_quality(torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible)

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.dpp_torch import DIVISOR, EXHAUSTED, HUGE, greedy_map_torch
+from vllm_autoprune.ops.dpp_torch import (
+    DIVISOR,
+    EXHAUSTED,
+    HUGE,
+    Conditioned,
+    greedy_map_torch,
+)
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -32,11 +38,13 @@ def _greedy_map(
     quality: tl.tensor,
     eligible: tl.tensor,
     anchors: tl.tensor,
+    residuals: tl.tensor,
     factors: tl.tensor,
     picks: tl.tensor,
     tokens: tl.tensor,
     count: tl.tensor,
     forced: tl.tensor,
+    given: tl.tensor,
     exhausted: tl.tensor,
     divisor: tl.tensor,
     huge: tl.tensor,
@@ -48,12 +56,12 @@ def _greedy_map(
     token = tl.arange(0, block)
     inside = token < tokens
     similarity += image * tokens * tokens
-    factors += image * count * tokens
+    factors += image * (given + count) * tokens
     picks += image * count
     anchors += image * forced
 
     q = tl.load(quality + image * tokens + token, mask=inside, other=0.0)
-    residual = tl.load(similarity + token * (tokens + 1), mask=inside, other=0.0)
+    residual = tl.load(residuals + image * tokens + token, mask=inside, other=0.0)
     free = inside
     if has_eligible:
         free = free & (tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0)
@@ -76,12 +84,12 @@ def _greedy_map(
         free = free & (token != pick)
 
         update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
-        for start in range(0, step, rows):
+        for start in range(0, given + step, rows):
             t = start + tl.arange(0, rows)
-            own = tl.load(factors + t * tokens + pick, mask=t < step, other=0.0)
+            own = tl.load(factors + t * tokens + pick, mask=t < given + step, other=0.0)
             written = tl.load(
                 factors + t[:, None] * tokens + token[None, :],
-                mask=(t < step)[:, None] & inside[None, :],
+                mask=(t < given + step)[:, None] & inside[None, :],
                 other=0.0,
             )
             update -= tl.sum(own[:, None] * written, axis=0)
@@ -89,7 +97,7 @@ def _greedy_map(
         pivot = tl.maximum(pivot, divisor, propagate_nan=tl.PropagateNan.ALL)
         update = update / tl.sqrt(pivot)
         residual -= update * update
-        tl.store(factors + step * tokens + token, update, mask=inside)
+        tl.store(factors + (given + step) * tokens + token, update, mask=inside)
         # The next step reads values stored by other threads.
         tl.debug_barrier()
 
@@ -100,6 +108,7 @@ def greedy_map_triton(
     count: int,
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
+    conditioned: Conditioned | None = None,
 ) -> Tensor:
     """Triton implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`."""
     batch, tokens = quality.shape
@@ -107,16 +116,25 @@ def greedy_map_triton(
     if batch == 0 or count == 0:
         return picks
     block, rows, warps = launch_options(tokens)
+    given = 0 if conditioned is None else conditioned.factors.shape[1]
+    factors = quality.new_empty(batch, given + count, tokens)
+    if conditioned is None:
+        residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
+    else:
+        residual = conditioned.residual.contiguous()
+        factors[:, :given] = conditioned.factors
     _greedy_map[(batch,)](
         similarity.contiguous(),
         quality.contiguous(),
         picks if eligible is None else eligible.contiguous(),  # not read if None
         picks if anchors is None else anchors.contiguous(),
-        quality.new_empty(batch, count, tokens),
+        residual,
+        factors,
         picks,
         tokens,
         count,
         0 if anchors is None else anchors.shape[1],
+        given,
         EXHAUSTED,
         DIVISOR,
         HUGE,
