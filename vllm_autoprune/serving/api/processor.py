@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
 from vllm_autoprune.errors import AutopruneError
@@ -20,7 +19,7 @@ from vllm_autoprune.serving.api.feature_keys import add_feature_key
 from vllm_autoprune.serving.api.metrics import count_refused_request
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
-from vllm_autoprune.serving.api.unsent_items import UnsentItems
+from vllm_autoprune.serving.api.unsent_items import UnsentItems, tensors_of
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.placeholders import Placeholders, shorten_placeholders
 from vllm_autoprune.serving.shared.plan import (
@@ -122,13 +121,10 @@ class PrunedProcessor(_Stock):
             count_refused_request()
             raise
         planned = replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan})
-        # The other kinds of cache hold the tensors themselves.
-        sends_once = isinstance(inputs.cache, LruKeyReplicatedSenderCache)
         keys = [key for of_modality in plan.hashes.values() for key in of_modality]
-        tensors = self._unsent.hold(inputs.cache, keys) if sends_once else {}
-        processed = super().apply(planned, timing_ctx)
-        if sends_once:
-            tensors |= self._unsent.add(processed["mm_hashes"], processed["mm_kwargs"])
+        with self._unsent.rendering(inputs.cache, keys) as tensors:
+            processed = super().apply(planned, timing_ctx)
+            tensors |= tensors_of(processed["mm_hashes"], processed["mm_kwargs"])
         counts = None
         if plan.choices:
             counts = ImageCounts(plan.label, plan.choices, self._kv_bytes)

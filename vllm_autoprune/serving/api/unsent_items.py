@@ -10,12 +10,15 @@ with pruning an identity is an image with its question, K and state, so there wo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import ref
 
+from vllm.multimodal.cache import LruKeyReplicatedSenderCache
+
 if TYPE_CHECKING:
-    from vllm.multimodal.cache import LruKeyReplicatedSenderCache
+    from vllm.multimodal.cache import BaseMultiModalProcessorCache
     from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 
     Tensors = dict[str, MultiModalKwargsItem]
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 class UnsentItems:
     """Weak references to images that were rendered and have not been handed to the engine.
 
-    Rendering threads call :meth:`hold` and :meth:`add`, the thread that hands requests over calls
+    The rendering thread calls :meth:`rendering`, the one that hands requests over calls
     :meth:`hand_over`. Tensors live as long as a request that may still be sent with them.
     """
 
@@ -33,12 +36,34 @@ class UnsentItems:
         self._items: dict[str, ref[MultiModalKwargsItem]] = {}
         self._dropped: deque[str] = deque()
 
-    def hold(self, cache: LruKeyReplicatedSenderCache, hashes: Iterable[str]) -> Tensors:
-        """The unsent ones among ``hashes``, to be kept until this request is handed over.
+    @contextmanager
+    def rendering(
+        self, cache: BaseMultiModalProcessorCache | None, hashes: Sequence[str]
+    ) -> Iterator[Tensors]:
+        """While a request is rendered: the unsent ones among its images, to be kept with it.
 
-        Called before the cache is read: images whose requests were all refused are removed from it,
-        so that they are processed and sent again.
+        The caller adds those that the request itself brings (:func:`tensors_of`). Images whose
+        requests were all refused are removed from the cache before it is read, so that they are
+        processed and sent again; so are those of this request if it fails here.
         """
+        if not isinstance(cache, LruKeyReplicatedSenderCache):
+            yield {}  # the other kinds of cache hold the tensors themselves
+            return
+        held = self._hold(hashes)
+        self._remove_dropped(cache)
+        absent = [key for key in hashes if not cache.is_cached_item(key)]
+        tensors = dict(held)
+        try:
+            yield tensors
+        except BaseException:
+            for key in absent:
+                cache.invalidate(key)
+            raise
+        for key, item in tensors.items():
+            if key not in held:
+                self._items[key] = ref(item, self._note_dropped(key))
+
+    def _hold(self, hashes: Iterable[str]) -> Tensors:
         held = {}
         for key in hashes:
             reference = self._items.get(key)
@@ -47,29 +72,15 @@ class UnsentItems:
                 held[key] = item
             elif reference is not None:
                 self._dropped.append(key)
+        return held
+
+    def _remove_dropped(self, cache: LruKeyReplicatedSenderCache) -> None:
         while self._dropped:
             key = self._dropped.popleft()
             reference = self._items.get(key)
             if reference is not None and reference() is None:
                 del self._items[key]
                 cache.invalidate(key)
-        return held
-
-    def add(
-        self,
-        hashes: Mapping[str, Sequence[str]],
-        items: Mapping[str, Sequence[MultiModalKwargsItem | None]],
-    ) -> Tensors:
-        """Record the images of a rendered request that come with their tensors, and return them."""
-        added = {
-            key: item
-            for modality, keys in hashes.items()
-            for key, item in zip(keys, items[modality], strict=True)
-            if item is not None
-        }
-        for key, item in added.items():
-            self._items[key] = ref(item, self._note_dropped(key))
-        return added
 
     def _note_dropped(self, key: str) -> Callable[[object], None]:
         return lambda _: self._dropped.append(key)
@@ -82,3 +93,16 @@ class UnsentItems:
                 feature.data = tensors.get(key)
             if feature.data is not None:
                 self._items.pop(key, None)
+
+
+def tensors_of(
+    hashes: Mapping[str, Sequence[str]],
+    items: Mapping[str, Sequence[MultiModalKwargsItem | None]],
+) -> Tensors:
+    """The images of a rendered request that come with their tensors."""
+    return {
+        key: item
+        for modality, keys in hashes.items()
+        for key, item in zip(keys, items[modality], strict=True)
+        if item is not None
+    }

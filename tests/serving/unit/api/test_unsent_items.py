@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_autoprune.serving.api.unsent_items import UnsentItems
+from vllm_autoprune.serving.api.unsent_items import UnsentItems, tensors_of
 
 pytestmark = pytest.mark.compat
 
@@ -29,15 +29,17 @@ class ApiServer:
         self.engine = LruKeyReplicatedReceiverCache(config)
         self.unsent = UnsentItems()
 
-    def render(self, *keys: str) -> Any:
+    def render(self, *keys: str, fails: bool = False) -> Any:
         """A request with images of these identities, as the processor renders it."""
-        held = self.unsent.hold(self.sender, keys)
-        cached = [self.sender.is_cached_item(key) for key in keys]
-        items = [
-            self.sender.get_and_update_item(None if known else (_item(), []), key)[0]
-            for key, known in zip(keys, cached, strict=True)
-        ]
-        tensors = held | self.unsent.add({"image": keys}, {"image": items})
+        with self.unsent.rendering(self.sender, keys) as tensors:
+            cached = [self.sender.is_cached_item(key) for key in keys]
+            items = [
+                self.sender.get_and_update_item(None if known else (_item(), []), key)[0]
+                for key, known in zip(keys, cached, strict=True)
+            ]
+            if fails:
+                raise RuntimeError("no place for the image in the prompt")
+            tensors |= tensors_of({"image": keys}, {"image": items})
         features = [
             SimpleNamespace(mm_hash=key, identifier=key, data=item)
             for key, item in zip(keys, items, strict=True)
@@ -106,3 +108,12 @@ def test_tensors_live_no_longer_than_the_requests_that_may_send_them() -> None:
     server.send(server.render("a"))
     assert not server.unsent._items
     assert not server.unsent._dropped
+
+
+def test_images_of_a_request_that_fails_while_it_is_rendered_are_processed_again() -> None:
+    server = ApiServer()
+    server.send(server.render("a"))
+    with pytest.raises(RuntimeError):
+        server.render("a", "b", fails=True)
+    server.send(server.render("a", "b"))
+    assert server.render("b").features[0].data is None
