@@ -6,13 +6,21 @@ paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles
 
 from __future__ import annotations
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.dpp_torch import Conditioned, condition
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.tpdsl.atoms.kernels import sharpen
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+    base_policy,
+)
 from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -28,12 +36,42 @@ class CDPrunerParams(BasePolicyParams):
     )
 
 
-@base_policy(CDPrunerParams, needs=frozenset({"instruction"}))
+def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Greedy MAP from the given tokens: relevance scales the kernel conditioned on them."""
+    conditioned = given.conditioned or condition_tiles(tokens, given.indices)
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = greedy_map(
+        tokens.tile_cosine,
+        _quality(params, tokens),
+        shares[0],
+        eligible=tokens.by_tile(~given.closed),
+        conditioned=conditioned,
+    )
+    return join_tiles(picks, tokens, shares)
+
+
+def condition_tiles(tokens: VisualTokens, given: Tensor) -> Conditioned:
+    """The cosines of each tile conditioned on the tokens at given ``(B, A)`` that lie in it."""
+    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
+    if tiles == 1:
+        return condition(tokens.tile_cosine, given)
+    tile = torch.arange(tiles, device=given.device)[None, :, None]
+    inside = (given // size)[:, None] == tile
+    # A token of another tile stands at a place of its own and conditions nothing.
+    within = (given % size)[:, None].expand_as(inside)
+    return condition(tokens.tile_cosine, within.flatten(0, 1), inside.flatten(0, 1))
+
+
+@base_policy(CDPrunerParams, needs=frozenset({"instruction"}), given=_continue)
 def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles."""
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = greedy_map(tokens.tile_cosine, _quality(params, tokens), shares[0])
+    return ReferenceSelection(join_tiles(picks, tokens, shares))
+
+
+def _quality(params: CDPrunerParams, tokens: VisualTokens) -> Tensor:
+    """Relevance ``(B * T, n)``, normalised over all tiles of an image."""
     instruction = tokens.require_instruction()
     r = min_max_normalise(instruction.sign * instruction_relevance(instruction), offset=1e-6)
-    r = tokens.by_tile(sharpen(r, params.theta))
-    shares = split_over_tiles(budget, tokens.grid.tiles)
-    picks = greedy_map(tokens.tile_cosine, r, shares[0])
-    return ReferenceSelection(join_tiles(picks, tokens, shares))
+    return tokens.by_tile(sharpen(r, params.theta))

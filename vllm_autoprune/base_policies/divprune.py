@@ -12,7 +12,13 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import farthest_points
-from vllm_autoprune.tpdsl.base_policy import BasePolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+    base_policy,
+)
 from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -25,7 +31,18 @@ class DivPruneParams(BasePolicyParams):
     )
 
 
-@base_policy(DivPruneParams)
+def _continue(params: DivPruneParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Max-min cosine distance, starting from the given tokens."""
+    kept = mask_from_indices(given.indices, tokens.count)
+    if params.tile_scope == "global":
+        return _spread_from(tokens.features, kept, given.closed, budget)
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    kept, closed = tokens.by_tile(kept), tokens.by_tile(given.closed)
+    picks = _spread_from(tokens.by_tile(tokens.features), kept, closed, shares[0])
+    return join_tiles(picks, tokens, shares)
+
+
+@base_policy(DivPruneParams, given=_continue)
 def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour."""
     if params.tile_scope == "global":
@@ -41,9 +58,7 @@ def _spread(features: Tensor, count: int) -> Tensor:
     Computed in the dtype of the features, as published: in half precision ties are common, and the
     lower index wins.
     """
-    norm = features.norm(dim=-1, keepdim=True)
-    unit = features / norm.clamp_min(torch.finfo(features.dtype).tiny)
-    distance = 1 - unit @ unit.transpose(1, 2)
+    distance = _distances(features)
     batch, size, _ = features.shape
     # The smallest distance of a token is to itself, so the second smallest is to its nearest
     # neighbour; like the published code, this does not mask the diagonal.
@@ -55,3 +70,17 @@ def _spread(features: Tensor, count: int) -> Tensor:
         distance, count - 1, nearest=nearest, taken=taken.scatter(1, first, True)
     )
     return torch.cat([first, rest], dim=1)
+
+
+def _spread_from(features: Tensor, kept: Tensor, closed: Tensor, count: int) -> Tensor:
+    """Farthest-point picks ``(B, count)`` that continue from the tokens of a mask ``(B, N)``."""
+    distance = _distances(features)
+    nearest = distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)
+    return farthest_points(distance, count, nearest=nearest, taken=closed)
+
+
+def _distances(features: Tensor) -> Tensor:
+    """Cosine distances ``(B, N, N)`` of features ``(B, N, D)``."""
+    norm = features.norm(dim=-1, keepdim=True)
+    unit = features / norm.clamp_min(torch.finfo(features.dtype).tiny)
+    return 1 - unit @ unit.transpose(1, 2)

@@ -20,6 +20,10 @@ EXHAUSTED = 1e-10
 DIVISOR = 1e-12
 """Lower bound of a divisor: the residual of an anchor may be zero."""
 
+DEPENDENT = 1e-5
+"""Residual at or below which a given token is a combination of those before it: what is left of its
+row is rounding."""
+
 GIVEN = -0.5
 """Residual at or below which a token is one of those that were conditioned on; others are only
 negative by rounding."""
@@ -42,7 +46,7 @@ class Conditioned:
 
 
 def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) -> Conditioned:
-    """Condition similarity ``(B, N, N)`` float32 on the tokens at given ``(B, A)``, unique indices.
+    """Condition similarity ``(B, N, N)`` float32 on the tokens at given ``(B, A)``, each once.
 
     valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
     """
@@ -55,15 +59,16 @@ def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) ->
         known = factors[:, :step]
         own = known.gather(2, pick[:, None, None].expand(-1, step, 1))
         row = similarity[first, pick] - (known * own).sum(dim=1)
-        pivot = residual.gather(1, pick[:, None]).clamp_min(DIVISOR)
-        row = row * pivot.rsqrt()
+        pivot = residual.gather(1, pick[:, None])
+        adds = pivot > DEPENDENT
         if valid is not None:
-            row = row * valid[:, step : step + 1]
+            adds &= valid[:, step : step + 1]
+        row = torch.where(adds, row * pivot.clamp_min(DEPENDENT).rsqrt(), 0.0)
         factors[:, step] = row
         residual = residual - row * row
-    taken = torch.zeros_like(residual, dtype=torch.bool)
-    taken.scatter_(1, given, True if valid is None else valid)
-    return Conditioned(factors, residual.masked_fill(taken, -1.0))
+    ones = torch.ones_like(given) if valid is None else valid.to(given.dtype)
+    taken = torch.zeros_like(residual, dtype=given.dtype).scatter_add_(1, given, ones)
+    return Conditioned(factors, residual.masked_fill(taken > 0, -1.0))
 
 
 def greedy_map_torch(

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.dpp_torch import Conditioned
+from vllm_autoprune.ops.rowwise import positions_in_order
 from vllm_autoprune.tpdsl.registry import literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
@@ -71,8 +74,27 @@ class PublishedSelection:
     features: tuple[Tensor, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Tokens that are kept already: indices ``(B, A)``, unique in each row.
+
+    closed ``(B, N)`` bool marks tokens that may not be picked: the given ones, and those that their
+    rows stand for. conditioned is the tile-wise cosine conditioned on the given tokens, where it is
+    known: it depends on the image alone and serves every question. most is the largest number of
+    closed tokens of any image.
+    """
+
+    indices: Tensor
+    closed: Tensor
+    most: int
+    conditioned: Conditioned | None = None
+
+
 Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 """(params, tokens, K) -> exactly K rows per image; needs K < N."""
+
+Continue = Callable[[P, VisualTokens, int, Given], Tensor]
+"""(params, tokens, K, given) -> picks ``(B, K)`` that continue from the given tokens."""
 
 SelectAsPublished = Callable[[P, VisualTokens, int | None], PublishedSelection]
 """(params, tokens, K) -> output of the published code, which need not have K rows.
@@ -91,12 +113,35 @@ class BasePolicy:
     doc: str
     function: Callable[..., ReferenceSelection]
     published: Callable[..., PublishedSelection] | None = None
+    continuation: Callable[..., Tensor] | None = None
 
     def select(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int
     ) -> ReferenceSelection:
         """Reference selection T_P of exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
+
+    def select_given(
+        self, params: BasePolicyParams, tokens: VisualTokens, budget: int, given: Given
+    ) -> Tensor:
+        """Picks ``(B, K)`` among the tokens that are not closed, in pick order.
+
+        Greedy policies continue from the given tokens. Of the others these are their first picks
+        that are not closed; what they merge into them is left out.
+        """
+        if self.continuation is not None:
+            picks: Tensor = self.continuation(params, tokens, budget, given)
+            return picks
+        picks = self._picks(params, tokens, budget + given.most)
+        # Tokens that were not picked come after those that were, and the closed ones last.
+        places = positions_in_order(picks, ~given.closed) + given.closed.to(torch.int64)
+        return places.argsort(dim=1, stable=True)[:, :budget]
+
+    def _picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
+        """Picks ``(B, P)`` of K rows; every token where K is all of them."""
+        if budget < tokens.count:
+            return self.function(params, tokens, budget).picks
+        return torch.arange(tokens.count, device=tokens.features.device).expand(tokens.batch, -1)
 
     def native(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
@@ -128,10 +173,12 @@ def base_policy(
     *,
     needs: frozenset[Need] = frozenset(),
     native: SelectAsPublished[P] | None = None,
+    given: Continue[P] | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
-    ``native`` is the method as published, if it returns anything other than K picks.
+    ``native`` is the method as published, if it returns anything other than K picks; ``given``
+    continues a greedy method from tokens that are kept already.
     """
 
     def register(function: Select[P]) -> Select[P]:
@@ -146,20 +193,31 @@ def base_policy(
             name=(literal_type(name), ...),
             params=(params, params()),
         )
-        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native)
+        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native, given)
         return function
 
     return register
 
 
-class _AnyBasePolicy:
+INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "language"})
+"""Inputs that differ between two questions about one image."""
+
+
+class _OneBasePolicy:
+    def __init__(self, without: frozenset[Need] = frozenset()) -> None:
+        self._without = without
+
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         choices = {
-            name: handler.generate_schema(policy.call) for name, policy in BASE_POLICIES.items()
+            name: handler.generate_schema(policy.call)
+            for name, policy in BASE_POLICIES.items()
+            if policy.needs.isdisjoint(self._without)
         }
         return core_schema.tagged_union_schema(choices, discriminator="name")
 
 
-AnyBasePolicy = Annotated[BasePolicyCall, _AnyBasePolicy()]
+AnyBasePolicy = Annotated[BasePolicyCall, _OneBasePolicy()]
+QuestionFreePolicy = Annotated[BasePolicyCall, _OneBasePolicy(without=INSTRUCTION_NEEDS)]
+"""A base policy that keeps the same tokens for every question."""

@@ -23,13 +23,17 @@ class TokenSelection:
     """Kept tokens of B images.
 
     indices ``(B, P)`` ascending; reference is the base policy's selection; fallback ``(B,)`` uint8,
-    see :data:`FALLBACKS`; quality ``(B, N)`` is g, or None if the policy reads no scores.
+    see :data:`FALLBACKS`; quality ``(B, N)`` is g, or None if the policy reads no scores;
+    mergeable ``(B, N)`` bool marks the tokens that reassembly may merge into kept ones, None: all
+    that are not kept; given ``(B, A)`` are tokens kept already, whose share of them is left out.
     """
 
     indices: Tensor
     reference: ReferenceSelection
     fallback: Tensor
     quality: Tensor | None = None
+    mergeable: Tensor | None = None
+    given: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

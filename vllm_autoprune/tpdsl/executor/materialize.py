@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pydantic import JsonValue
 
 from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.tpdsl.atoms.budget import run_budget
 from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
-from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.states.state import SCHEMA, Core, PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
 MAX_BUDGET = 65536
@@ -20,7 +23,9 @@ class PruningPolicy:
     """pi_alpha^(K): a state with every budget-dependent field resolved (equation 6).
 
     ``varies`` is true if K depends on the size of an image: ``budget`` is then the largest K of any
-    image, and :meth:`at` gives the policy for one size.
+    image, and :meth:`at` gives the policy for one size. The first ``core`` tokens of K are chosen
+    without the question, the others given them; ``cover`` is the part of all tokens that may be
+    merged into the kept ones, the most similar ones.
     """
 
     state: PruningState
@@ -28,6 +33,8 @@ class PruningPolicy:
     quota: int
     r_min: int
     varies: bool = False
+    core: int = 0
+    cover: float = 1.0
 
     @property
     def base(self) -> BasePolicy:
@@ -47,6 +54,8 @@ class PruningPolicy:
     @property
     def needs(self) -> frozenset[Need]:
         """Optional inputs that this policy reads."""
+        if self.core == self.budget:
+            return core_policy(self).needs
         return required_inputs(self.state, exchange=self.refines)
 
     @property
@@ -70,11 +79,15 @@ class PruningPolicy:
         return materialize(self.state, run_budget(self.state.budget, tokens, tiles))
 
 
-def materialize(state: PruningState, budget: int | None = None) -> PruningPolicy:
+def materialize(
+    state: PruningState, budget: int | None = None, core: int | None = None
+) -> PruningPolicy:
     """Policy of a state at its own budget or at another one.
 
-    Only budget-dependent fields are resolved: K, and r_min = K - q_e if the state's r_min is null.
-    Raises :class:`BudgetError` if the state does not allow the budget.
+    Only budget-dependent fields are resolved: K, r_min = K - q_e if the state's r_min is null, and
+    the number of core tokens, if the state has a core. ``core`` is another number of them, which a
+    server sets so that the core fills whole KV blocks. Raises :class:`BudgetError` if the state
+    does not allow the budget.
     """
     least, most = state.budget.range() if budget is None else (budget, budget)
     problems = _budget_problems(state, least, most)
@@ -82,7 +95,52 @@ def materialize(state: PruningState, budget: int | None = None) -> PruningPolicy
         raise BudgetError(f"budget of state {state.name!r}", problems)
     quota, r_min = resolve_constraints(state.constraints.selector, most)
     varies = budget is None and least != most
-    return PruningPolicy(state=state, budget=most, quota=quota, r_min=r_min, varies=varies)
+    if state.core is None:
+        return PruningPolicy(state=state, budget=most, quota=quota, r_min=r_min, varies=varies)
+    core = state.core.tokens(most) if core is None else core
+    if not 0 <= core <= most:
+        fix = f"use 0 to {most}"
+        raise BudgetError("core", [Problem("/core", f"{core} core tokens of K = {most}", fix)])
+    return PruningPolicy(state, most, min(quota, most - core), r_min, varies, core)
+
+
+def core_policy(policy: PruningPolicy) -> PruningPolicy:
+    """The policy that keeps the core alone: it reads no question and exchanges nothing."""
+    core = policy.state.core
+    assert core is not None
+    return PruningPolicy(_core_state(core), policy.core, 0, policy.core, cover=core.cover)
+
+
+def delta_policy(policy: PruningPolicy) -> PruningPolicy:
+    """The policy that keeps the other tokens of K, given the core."""
+    return replace(policy, budget=policy.budget - policy.core, core=0)
+
+
+_CORE_ALONE: dict[str, JsonValue] = {
+    "schema": SCHEMA,
+    "name": "core",
+    "budget": {"atom": "fixed_budget@32"},
+    "scoring": {
+        "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}],
+        "kernel": {"atom": "pairwise_cosine_kernel"},
+        "fusion": {"atom": "weighted_product_fusion"},
+    },
+    "constraints": {
+        "pool": [{"atom": "quality_pool_builder"}],
+        "selector": {"atom": "reference_strict_preservation_selector"},
+    },
+    "safety": ["preserve_budget", "no_shape_change", "deterministic"],
+}
+"""A state that does nothing beside its base policy and its reassembly."""
+
+
+@lru_cache(maxsize=128)
+def _core_state(core: Core) -> PruningState:
+    policy = core.policy.model_dump(mode="json")
+    reassembly = {"atom": "mean_residual", "strength": core.strength}
+    return PruningState.model_validate(
+        {**_CORE_ALONE, "base_policy": policy, "reassembly": reassembly}
+    )
 
 
 def _budget_problems(state: PruningState, least: int, most: int) -> list[Problem]:

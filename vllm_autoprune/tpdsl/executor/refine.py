@@ -2,6 +2,9 @@
 
 base selection -> scores -> pool -> residual exchange | reassembly
 ---------------------- choose ----------------------- | assemble -
+
+A policy with a core does this twice: for the core, which reads no question, and then, given the
+core, for the other tokens, the delta.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,
     mask_from_indices,
+    rank_descending,
 )
 from vllm_autoprune.tpdsl.atoms.constraints import SelectorInputs, run_selector
 from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
@@ -23,8 +27,8 @@ from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_signal
 from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, is_idle, run_prior
-from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.base_policy import Given, ReferenceSelection
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy, delta_policy
 from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -39,17 +43,64 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return keep_all(tokens)
-    return assemble_rows(policy, tokens, select_tokens(policy, tokens))
+    if policy.core == 0:
+        return assemble_rows(policy, tokens, select_tokens(policy, tokens))
+    core = refine(core_policy(policy), tokens)
+    if policy.core == policy.budget:
+        return core
+    given = give_core(policy, tokens, core.indices)
+    delta = delta_policy(policy)
+    return join_parts(core, assemble_rows(delta, tokens, select_tokens(delta, tokens, given)))
+
+
+def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
+    """The core at ``(B, A)`` as given tokens of the other part of the policy.
+
+    What the core stands for is closed, unless a tile would be left with too few tokens.
+    """
+    assert policy.state.core is not None
+    tiles, per_tile = tokens.grid.tiles, tokens.grid.per_tile
+    most = int(policy.state.core.cover * per_tile)
+    delta = policy.budget - policy.core
+    if most + -(-delta // tiles) > per_tile or most * tiles + delta > tokens.count:
+        most = 0
+    closed = most_similar(tokens, core, most / per_tile)
+    return Given(core, closed, most * tiles + core.shape[1])
+
+
+def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
+    """Core and delta as one result: the core's rows first, rows without a token last."""
+    own = core.indices.shape[1]
+    return RefinedTokens(
+        features=torch.cat([core.features[:, :own], delta.features, core.features[:, own:]], dim=1),
+        indices=torch.cat([core.indices, delta.indices], dim=1),
+        reference=torch.cat([core.reference, delta.reference], dim=1),
+        exchanged=core.exchanged + delta.exchanged,
+        fallback=torch.maximum(core.fallback, delta.fallback),
+        quality=delta.quality,
+    )
 
 
 @torch.no_grad()
-def select_tokens(policy: PruningPolicy, tokens: VisualTokens) -> TokenSelection:
-    """Select the tokens to keep of every image, without gradients; needs K < N."""
+def select_tokens(
+    policy: PruningPolicy, tokens: VisualTokens, given: Given | None = None
+) -> TokenSelection:
+    """Select the tokens to keep of every image, without gradients, beside the given ones.
+
+    Needs K < N, and K tokens that are not closed.
+    """
     if "instruction" in policy.needs:
         tokens.require_instruction()
-    selected = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
-    readable = _readable(policy, tokens)
-    reference = _trusted(selected, readable, tokens)
+    params, readable = policy.state.base_policy.params, _readable(policy, tokens)
+    if given is None:
+        selected = policy.base.select(params, tokens, policy.budget)
+    else:
+        selected = ReferenceSelection(
+            policy.base.select_given(params, tokens, policy.budget, given)
+        )
+        # Closed tokens are picked only where too few others are left.
+        readable &= ~given.closed.gather(1, selected.picks).any(dim=1)
+    reference = _trusted(selected, readable, tokens, given)
     picks = reference.picks
     kept, scored, g = (
         mask_from_indices(picks, tokens.count),
@@ -58,16 +109,40 @@ def select_tokens(policy: PruningPolicy, tokens: VisualTokens) -> TokenSelection
     )
     if policy.scores:
         view = apply_view(policy.state.source.tokens, tokens)
-        g = _quality(policy, tokens, view, picks)
+        g = _quality(policy, tokens, view, picks if given is None else _joined(given, picks))
         scored = scored & g.isfinite().all(dim=1)
         if view.features is not tokens.features:
             scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
         g = torch.where((readable & scored)[:, None], g, torch.zeros_like(g))
         if policy.refines:
-            refined = _exchange(policy, view, g, picks)
+            refined = _exchange(policy, view, g, picks, given)
             kept = torch.where((readable & scored)[:, None], refined, kept)
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
-    return TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
+    chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
+    if given is not None:
+        return replace(chosen, mergeable=~given.closed, given=given.indices)
+    if policy.cover < 1:
+        return replace(chosen, mergeable=most_similar(tokens, chosen.indices, policy.cover))
+    return chosen
+
+
+def most_similar(tokens: VisualTokens, kept: Tensor, cover: float) -> Tensor:
+    """Mask ``(B, N)`` of the kept tokens and those most similar to them.
+
+    They are ``cover`` of the tokens of each tile, and at least those kept there.
+    """
+    member = mask_from_indices(kept, tokens.count)
+    count = int(cover * tokens.grid.per_tile)
+    if count == 0:
+        return member
+    inside = tokens.by_tile(member)
+    nearest = tokens.tile_cosine.masked_fill(~inside[:, :, None], -torch.inf).amax(dim=1)
+    order = rank_descending(nearest.masked_fill(inside, torch.inf))
+    return tokens.by_image(mask_from_indices(order[:, :count], inside.shape[1]) | inside)
+
+
+def _joined(given: Given, picks: Tensor) -> Tensor:
+    return torch.cat([given.indices, picks], dim=1)
 
 
 def assemble_rows(
@@ -84,21 +159,35 @@ def assemble_rows(
     return _refined(tokens, ordered, torch.where(sound[:, :, None], rows, untouched))
 
 
-def keep_reference(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
-    """Keep the base policy's selection: pi_P(T_v, X_q; K)."""
+def keep_reference(
+    policy: PruningPolicy, tokens: VisualTokens, given: Given | None = None
+) -> RefinedTokens:
+    """Keep the base policy's selection: pi_P(T_v, X_q; K), beside the given tokens."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return keep_all(tokens)
-    reference = policy.base.select(policy.state.base_policy.params, tokens, policy.budget)
-    return _keep(tokens, reference, fallback=1)
+    params = policy.state.base_policy.params
+    if given is not None:
+        picks = policy.base.select_given(params, tokens, policy.budget, given)
+        return keep_indices(tokens, picks, fallback=1)
+    return _keep(tokens, policy.base.select(params, tokens, policy.budget), fallback=1)
 
 
-def keep_evenly(budget: int, tokens: VisualTokens) -> RefinedTokens:
+def keep_evenly(budget: int, tokens: VisualTokens, given: Given | None = None) -> RefinedTokens:
     """Keep K evenly spaced tokens, without reading any input: the last fallback."""
     if budget >= tokens.count:
         return keep_all(tokens)
-    spread = evenly_spaced(tokens.batch, tokens.count, budget, tokens.features.device)
-    return keep_indices(tokens, spread, fallback=2)
+    return keep_indices(tokens, _spread(budget, tokens, given), fallback=2)
+
+
+def _spread(budget: int, tokens: VisualTokens, given: Given | None) -> Tensor:
+    """K evenly spaced tokens ``(B, K)`` of those that are not given."""
+    device = tokens.features.device
+    if given is None:
+        return evenly_spaced(tokens.batch, tokens.count, budget, device)
+    left = tokens.count - given.indices.shape[1]
+    others = indices_from_mask(~mask_from_indices(given.indices, tokens.count), left)
+    return others.gather(1, evenly_spaced(tokens.batch, left, budget, device))
 
 
 def keep_indices(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> RefinedTokens:
@@ -140,11 +229,10 @@ def _refined(tokens: VisualTokens, chosen: TokenSelection, rows: Tensor) -> Refi
 
 
 def _trusted(
-    reference: ReferenceSelection, readable: Tensor, tokens: VisualTokens
+    reference: ReferenceSelection, readable: Tensor, tokens: VisualTokens, given: Given | None
 ) -> ReferenceSelection:
     """Replace the selection of images with non-finite inputs by evenly spaced tokens."""
-    count = reference.picks.shape[1]
-    spread = evenly_spaced(tokens.batch, tokens.count, count, reference.picks.device)
+    spread = _spread(reference.picks.shape[1], tokens, given)
     trusted = replace(reference, picks=torch.where(readable[:, None], reference.picks, spread))
     if reference.merged is None:
         return trusted
@@ -195,13 +283,20 @@ def _quality(
     return g
 
 
-def _exchange(policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor) -> Tensor:
-    """Kept tokens after the exchange, as a mask ``(B, N)``."""
+def _exchange(
+    policy: PruningPolicy, view: VisualTokens, g: Tensor, picks: Tensor, given: Given | None
+) -> Tensor:
+    """Kept tokens after the exchange, as a mask ``(B, N)``, without the given ones."""
     scoring, constraints = policy.state.scoring, policy.state.constraints
+    if given is None:
+        pool = build_pool(constraints.pool, view, g, picks)
+    else:
+        pool = build_pool(constraints.pool, view, g, _joined(given, picks)) & ~given.closed
+        g = g.masked_fill(given.closed & ~mask_from_indices(picks, g.shape[1]), -torch.inf)
     revision = SelectorInputs(
         tokens=view,
         picks=picks,
-        pool=build_pool(constraints.pool, view, g, picks),
+        pool=pool,
         g=g,
         quota=min(policy.quota, picks.shape[1]),
         kernel_call=scoring.kernel,

@@ -11,14 +11,10 @@ from dataclasses import dataclass, replace
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
-from vllm_autoprune.tpdsl.tokens import Need
-
-INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "language"})
-"""Inputs that depend on the instruction."""
 
 NEAREST = {
     "cdpruner": ("divprune", "diversity without conditioning on relevance"),

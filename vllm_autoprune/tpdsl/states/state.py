@@ -24,7 +24,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
 from vllm_autoprune.tpdsl.atoms.scoring import Signal
 from vllm_autoprune.tpdsl.atoms.source import Source, is_idle
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy, QuestionFreePolicy
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
@@ -97,6 +97,46 @@ class Constraints(_Part):
     )
 
 
+class Core(_Part):
+    """Extension: tokens that are kept for every question, so that servers share their KV blocks.
+
+    The core is chosen without the question and fills part of K; the rest of the state then chooses
+    the others, the delta, given the core.
+    """
+
+    share: float = Field(
+        gt=0.0, le=1.0, description="part of K that is core; 1: the state reads no question"
+    )
+    policy: QuestionFreePolicy = Field(
+        default_factory=lambda: BASE_POLICIES["divprune"].call.model_validate({"name": "divprune"}),
+        description="policy that chooses the core; it must not read the question",
+    )
+    cover: float = Field(
+        0.0,
+        ge=0.0,
+        le=0.9,
+        description="part of all tokens that the core stands for, the most similar ones to it: the "
+        "delta neither keeps nor merges them",
+    )
+    strength: float = Field(
+        0.0,
+        ge=0.0,
+        le=0.5,
+        description="weight, in a core row, of the mean of the tokens that it stands for",
+    )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what chooses the core and makes its rows: states with another share agree."""
+        body = self.model_dump(mode="json", exclude={"share"})
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+    def tokens(self, budget: int) -> int:
+        """Core tokens K_c at K, at most K."""
+        # Products such as 0.07 * 100 are a rounding above or below the whole number.
+        return int(self.share * budget + 1e-9)
+
+
 class Provenance(_Part):
     """Origin of a state and its evaluation scores; not part of the digest."""
 
@@ -141,6 +181,11 @@ class PruningState(_Part):
         default_factory=Source, description="features that are scored, and priors on quality"
     )
     budget: Budget = Field(description="B: number of tokens kept per image")
+    core: Core | None = Field(
+        default=None,
+        exclude_if=lambda core: core is None,
+        description="extension: tokens of K that are kept for every question; null: none",
+    )
     scoring: Scoring
     constraints: Constraints
     reassembly: Reassembly = Field(
@@ -199,6 +244,8 @@ def known_base_policies() -> list[str]:
 def required_inputs(state: PruningState, *, exchange: bool) -> frozenset[Need]:
     """Optional inputs that a state reads, with or without its exchange."""
     needs = set(BASE_POLICIES[state.base_policy.name].needs)
+    if state.core is not None:
+        needs |= BASE_POLICIES[state.core.policy.name].needs
     calls: list[AtomCall] = [state.reassembly]
     if exchange or orders_by_quality(state.reassembly):
         signals = [call for call in state.scoring.signals if call.weight > 0]
