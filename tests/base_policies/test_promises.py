@@ -35,20 +35,22 @@ def run(variant: str, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     return select(name, tokens, budget, **params)
 
 
-def parts(found: ReferenceSelection) -> list[Tensor]:
-    return [part for part in (found.picks, found.merged, found.extra) if part is not None]
+def parts(selection: ReferenceSelection) -> list[Tensor]:
+    return [
+        part for part in (selection.picks, selection.merged, selection.extra) if part is not None
+    ]
 
 
-def assert_sound(found: ReferenceSelection, tokens: VisualTokens, budget: int) -> None:
-    extra = 0 if found.extra is None else found.extra.shape[1]
-    assert found.picks.dtype == torch.int64
-    assert found.picks.shape == (tokens.batch, budget - extra)
-    assert all(row.unique().numel() == row.numel() > 0 for row in found.picks)
-    assert int(found.picks.min()) >= 0 and int(found.picks.max()) < tokens.count
-    if found.merged is not None:
-        assert found.merged.shape == (tokens.batch, budget - extra, WIDTH)
-    if found.extra is not None:
-        assert found.extra.shape == (tokens.batch, extra, WIDTH) and extra > 0
+def assert_sound(selection: ReferenceSelection, tokens: VisualTokens, budget: int) -> None:
+    extra = 0 if selection.extra is None else selection.extra.shape[1]
+    assert selection.picks.dtype == torch.int64
+    assert selection.picks.shape == (tokens.batch, budget - extra)
+    assert all(row.unique().numel() == row.numel() > 0 for row in selection.picks)
+    assert int(selection.picks.min()) >= 0 and int(selection.picks.max()) < tokens.count
+    if selection.merged is not None:
+        assert selection.merged.shape == (tokens.batch, budget - extra, WIDTH)
+    if selection.extra is not None:
+        assert selection.extra.shape == (tokens.batch, extra, WIDTH) and extra > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -88,7 +88,7 @@ class Judge:
             actual.faults.append(f"after loading: {type(error).__name__}: {error}"[:300])
         return actual
 
-    def _load(self, content: str | bytes, found: Finding) -> PruningState | None:
+    def _load(self, content: str | bytes, finding: Finding) -> PruningState | None:
         source: str | Path = self._file
         if isinstance(content, str) and content.lstrip(" \t\r\n").startswith("{"):
             source = content
@@ -100,32 +100,32 @@ class Judge:
         begun = time.process_time()
         try:
             state = load_state(source)
-            found.accepted = True
+            finding.accepted = True
             return state
         except StateError as error:
-            found.kinds = tuple(sorted({problem.kind for problem in error.problems}))
-            found.faults += _untidy(error)
+            finding.kinds = tuple(sorted({problem.kind for problem in error.problems}))
+            finding.faults += _untidy(error)
             return None
         finally:
-            found.seconds = time.process_time() - begun
-            if found.seconds > SLOW:
-                found.faults.append(f"took {found.seconds:.1f} s")
+            finding.seconds = time.process_time() - begun
+            if finding.seconds > SLOW:
+                finding.faults.append(f"took {finding.seconds:.1f} s")
 
-    def _disagreements(self, content: str | bytes, found: Finding, fully: bool) -> Iterator[str]:
+    def _disagreements(self, content: str | bytes, finding: Finding, fully: bool) -> Iterator[str]:
         """Loader against schema, but for the rules that no schema can express."""
-        if not found.accepted and set(found.kinds) <= {*RULES, "more"}:
+        if not finding.accepted and set(finding.kinds) <= {*RULES, "more"}:
             return
         try:
             text = content.decode() if isinstance(content, bytes) else content
             value = json.loads(text, parse_int=_whole)
         except (ValueError, RecursionError):
             unread = "is no JSON, but the loader"
-            yield f"text {unread} {'accepts it' if found.accepted else f'says {found.kinds}'}"
+            yield f"text {unread} {'accepts it' if finding.accepted else f'says {finding.kinds}'}"
             return
         accepts = self._accepts(value)
-        if accepts != found.accepted:
+        if accepts != finding.accepted:
             message = "accepts" if accepts else "refuses"
-            yield f"schema {message} it, the loader says {found.kinds or 'yes'}"
+            yield f"schema {message} it, the loader says {finding.kinds or 'yes'}"
         if fully and self._plainly(value) != accepts:
             yield "quick and plain jsonschema differ"
 

@@ -238,9 +238,9 @@ def _native(
     return BASE_POLICIES[policy].native(_params(policy, params), tokens, budget)
 
 
-def _features(found: PublishedSelection) -> tuple[Tensor, ...]:
-    assert found.features is not None
-    return found.features
+def _features(published: PublishedSelection) -> tuple[Tensor, ...]:
+    assert published.features is not None
+    return published.features
 
 
 def _rows(extra: Tensor | None) -> int:
@@ -267,21 +267,21 @@ def _sound(picks: Tensor, count: int, tokens: int) -> Problems:
         yield f"an index lies outside of 0 to {tokens - 1}"
 
 
-def _equal(what: str, found: Tensor, wanted: Tensor) -> Problems:
-    if found.shape != wanted.shape:
-        yield f"{what}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
-    elif not torch.equal(found, wanted):
-        wrong = int((found != wanted).sum())
-        place = int((found != wanted).flatten().nonzero()[0])
+def _equal(what: str, actual: Tensor, expected: Tensor) -> Problems:
+    if actual.shape != expected.shape:
+        yield f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    elif not torch.equal(actual, expected):
+        wrong = int((actual != expected).sum())
+        place = int((actual != expected).flatten().nonzero()[0])
         yield (
-            f"{what}: {wrong} of {found.numel()} differ, the first at {place}: "
-            f"{int(found.flatten()[place])} instead of {int(wanted.flatten()[place])}"
+            f"{what}: {wrong} of {actual.numel()} differ, the first at {place}: "
+            f"{int(actual.flatten()[place])} instead of {int(expected.flatten()[place])}"
         )
 
 
-def _close(found: Tensor, wanted: Tensor, tolerance: float) -> Problems:
-    if found.shape != wanted.shape:
-        yield f"rows: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
-    elif not torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=tolerance):
-        apart = float((found.float() - wanted.float()).abs().max())
+def _close(actual: Tensor, expected: Tensor, tolerance: float) -> Problems:
+    if actual.shape != expected.shape:
+        yield f"rows: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    elif not torch.allclose(actual.float(), expected.float(), rtol=tolerance, atol=tolerance):
+        apart = float((actual.float() - expected.float()).abs().max())
         yield f"rows: {apart:.2g} apart, allowed {tolerance}"

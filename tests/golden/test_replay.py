@@ -20,7 +20,7 @@ def test_the_published_outcome(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "said"),
+    ("name", "array", "message"),
     [
         ("cdpruner/case_00", "order", "order: 1 of 32 differ"),
         ("divprune/case_00", "order", "order: 1 of 32 differ"),
@@ -40,12 +40,12 @@ def test_the_published_outcome(name: str) -> None:
         ("clip_chunk/case_02", "pooled_pos", "pooled_pos: 1 of 2 differ"),
     ],
 )
-def test_another_outcome_is_noticed(name: str, array: str, said: str) -> None:
+def test_another_outcome_is_noticed(name: str, array: str, message: str) -> None:
     case = load(name)
     wrong = case.expected[array].copy()
     wrong.flat[3 if wrong.size > 3 else 0] += 1
     actual = replay(replace(case, expected={**case.expected, array: wrong}))
-    assert any(problem.startswith(said) for problem in actual), actual
+    assert any(problem.startswith(message) for problem in actual), actual
 
 
 class TestDemands:

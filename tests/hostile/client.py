@@ -112,13 +112,13 @@ class Client:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples of a metric that have these labels."""
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        pairs = [f'{label}="{value}"' for label, value in labels.items()]
         lines = self.server.get("/metrics").splitlines()
         samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
         return sum(
             float(line.rsplit(" ", 1)[1])
             for line in samples
-            if all(label in line for label in wanted)
+            if all(label in line for label in pairs)
         )
 
 

@@ -135,8 +135,8 @@ def generate(llm: LLM, prompts: Sequence[Mapping[str, object]], tokens: int = 4)
 
 def turn(text: str, *images: Tensor | Image.Image) -> dict[str, object]:
     """A user turn: images first, then the text."""
-    shown = [i if isinstance(i, Image.Image) else picture(i) for i in images]
-    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in shown]
+    pictures = [i if isinstance(i, Image.Image) else picture(i) for i in images]
+    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in pictures]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
@@ -149,21 +149,21 @@ def prompt(
     example: Example, budget: int | None = None, instruction: str | None = None
 ) -> dict[str, object]:
     """An example as a raw prompt, with a budget of its own."""
-    asked: dict[str, object] = {} if budget is None else {"budget": budget}
+    entry: dict[str, object] = {} if budget is None else {"budget": budget}
     if instruction is not None:
-        asked["instructions"] = [instruction]
+        entry["instructions"] = [instruction]
     return {
         "prompt": vocabulary.prompt(example.question),
         "multi_modal_data": {"image": picture(example.image)},
-        "mm_processor_kwargs": {"autoprune": asked},
+        "mm_processor_kwargs": {"autoprune": entry},
     }
 
 
 def _answer(output: RequestOutput) -> Answer:
-    said = output.outputs[0]
+    completion = output.outputs[0]
     return Answer(
-        text=said.text.strip(),
-        logprob=float(said.cumulative_logprob or 0.0),
+        text=completion.text.strip(),
+        logprob=float(completion.cumulative_logprob or 0.0),
         prompt_tokens=len(output.prompt_token_ids or []),
         cached=output.num_cached_tokens or 0,
     )

@@ -28,9 +28,9 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
     from tests.serving.watch import watch
 
     random = Random(seed)
-    asked = examples(6)
-    drawn = [
-        (random.randrange(len(asked)), random.choice(BUDGETS), random.choice(POLICIES))
+    questions = examples(6)
+    keys = [
+        (random.randrange(len(questions)), random.choice(BUDGETS), random.choice(POLICIES))
         for _ in range(count)
     ]
     llm = start(
@@ -41,15 +41,15 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
         max_num_batched_tokens=640,
     )
     seen = watch()
-    prompts = {key: _prompt(asked, *key) for key in drawn}
-    together = [tuple(ids) for ids in _tokens(llm, [prompts[key] for key in drawn])]
+    prompts = {key: _prompt(questions, *key) for key in keys}
+    together = [tuple(ids) for ids in _tokens(llm, [prompts[key] for key in keys])]
     kept, at_once = dict(seen.kept), max(map(len, seen.budgets))
     seen.kept.clear()
     alone = {key: _alone(llm, prompt) for key, prompt in prompts.items()}
     apart = [
-        {"request": list(key), "together": said, "alone": alone[key]}
-        for key, said in zip(drawn, together, strict=True)
-        if said != alone[key]
+        {"request": list(key), "together": answer, "alone": alone[key]}
+        for key, answer in zip(keys, together, strict=True)
+        if answer != alone[key]
     ]
     kept_apart = [str(plan) for plan, rows in kept.items() if seen.kept.get(plan, rows) != rows]
     return {
@@ -62,7 +62,9 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _prompt(asked: Sequence[Any], which: int, budget: int, policy: str | None) -> dict[str, object]:
+def _prompt(
+    questions: Sequence[Any], which: int, budget: int, policy: str | None
+) -> dict[str, object]:
     from tests.serving.engine import prompt
 
     entry: dict[str, object] = {"budget": budget}
@@ -72,7 +74,7 @@ def _prompt(asked: Sequence[Any], which: int, budget: int, policy: str | None) -
         entry["keep"] = "random"
     elif policy is not None:
         entry["state"] = policy
-    return {**prompt(asked[which]), "mm_processor_kwargs": {"autoprune": entry}}
+    return {**prompt(questions[which]), "mm_processor_kwargs": {"autoprune": entry}}
 
 
 def _alone(llm: LLM, prompt: dict[str, object]) -> tuple[int, ...]:

@@ -124,8 +124,8 @@ class Offline:
 
     def _relevance(self, patches: Tensor, question: str) -> Instruction:
         clip = self._clip
-        said = self._clip_words(question, return_tensors="pt")
-        text = clip.text_projection(clip.text_model(**said).pooler_output)
-        shown = clip.visual_projection(clip.vision_model.post_layernorm(patches))
+        words = self._clip_words(question, return_tensors="pt")
+        text = clip.text_projection(clip.text_model(**words).pooler_output)
+        tokens_in_clip = clip.visual_projection(clip.vision_model.post_layernorm(patches))
         one = torch.ones(1, 1, dtype=torch.bool)
-        return Instruction(shown, text[:, None], one, read_text_tower(str(CLIP)).sign)
+        return Instruction(tokens_in_clip, text[:, None], one, read_text_tower(str(CLIP)).sign)

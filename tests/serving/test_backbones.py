@@ -25,7 +25,7 @@ def test_every_promise_holds(runner: Runner, name: str) -> None:
     assert report.runner == runner.name
     assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(CHECKS, "")
     (row,) = (row for row in BACKBONE_SUPPORT if row.name == name)
-    axes = {len(said.positions) for said in report.stock.values()}
+    axes = {len(completion.positions) for completion in report.stock.values()}
     assert axes == {3 if row.positions == "time, height, width" else 1}
     assert (report.video_stock is not None) == (row.video == "untouched")
 

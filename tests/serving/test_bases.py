@@ -74,8 +74,8 @@ def test_no_instruction_and_no_image_stops_the_engine(runner: Runner, name: str)
     """10,000 words; none; and features that are not numbers, which leave an even spread."""
     report = runner.run("base_policies")["policies"][name]
     full = runner.run("base_policies")["full"]
-    for asked, answer in zip((0, -1, 0), report["survived"], strict=True):
-        assert answer["prompt_tokens"] == full[asked] - (TOKENS - 16)
+    for index, answer in zip((0, -1, 0), report["survived"], strict=True):
+        assert answer["prompt_tokens"] == full[index] - (TOKENS - 16)
         assert answer["text"] is not None
     assert report["broken"]["uniform"] == 1
     assert report["errors_at_last"] == {}

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.engine
 def test_it_tells_what_every_front_end_serves(two_front_ends: Server) -> None:
     state = load_state("autoprune")
     for _ in range(8):
-        told = json.loads(two_front_ends.get(PATH))
-        assert (told["state"], told["digest"]) == (state.name, state.digest)
-        assert told["budget"]["k"] == 16
-        assert told["evidence"] == state.provenance.model_dump(mode="json")
+        description = json.loads(two_front_ends.get(PATH))
+        assert (description["state"], description["digest"]) == (state.name, state.digest)
+        assert description["budget"]["k"] == 16
+        assert description["evidence"] == state.provenance.model_dump(mode="json")
 
 
 def test_it_changes_nothing(two_front_ends: Server) -> None:

@@ -42,12 +42,12 @@ def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy(runn
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("zero", "K = 0"), ("text", "budget"), ("unknown", "buget"), ("list", "autoprune")],
 )
-def test_a_bad_request_is_refused_with_its_reason(runner: Runner, name: str, said: str) -> None:
+def test_a_bad_request_is_refused_with_its_reason(runner: Runner, name: str, message: str) -> None:
     report = runner.run("hostile")
-    assert said in report[name]
+    assert message in report[name]
     assert report["after"]["refused"] == report["sane"]
 
 

@@ -34,9 +34,9 @@ def test_two_images_are_told_apart_by_their_order(runner: Runner) -> None:
     ab, ba, ab_alone, ba_alone = runner.run("interleaved")["orders"]
     assert ab["prompt_tokens"] == ba["prompt_tokens"]
     assert (ab["cached"], ba["cached"]) == (0, 0)
-    for said, alone in ((ab, ab_alone), (ba, ba_alone)):
-        assert said["text"] == alone["text"]
-        assert said["logprob"] == pytest.approx(alone["logprob"], abs=2e-2)
+    for answer, alone in ((ab, ab_alone), (ba, ba_alone)):
+        assert answer["text"] == alone["text"]
+        assert answer["logprob"] == pytest.approx(alone["logprob"], abs=2e-2)
     assert ab["logprob"] != pytest.approx(ba["logprob"], abs=1e-4)
 
 

@@ -93,24 +93,24 @@ KINDS = (
 def answer(server: Server, images: list[bytes]) -> tuple[int, int]:
     """Status, and prompt tokens where there is an answer."""
     urls = ["data:image/png;base64," + base64.b64encode(image).decode() for image in images]
-    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content = [*shown, {"type": "text", "text": "What is it?"}]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*parts, {"type": "text", "text": "What is it?"}]
     sent = {
         "model": server.model,
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": 2,
     }
-    status, said = server.post("/v1/chat/completions", sent)
-    usage = said.get("usage")
+    status, reply = server.post("/v1/chat/completions", sent)
+    usage = reply.get("usage")
     return status, int(usage["prompt_tokens"]) if isinstance(usage, dict) else 0
 
 
-@pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
+@pytest.mark.parametrize("encode_images", KINDS, ids=lambda encode_images: encode_images.__name__)
 def test_a_pruned_server_answers_as_stock_does(
-    stock: Server, pruned: Server, made: Callable[[], list[bytes]]
+    stock: Server, pruned: Server, encode_images: Callable[[], list[bytes]]
 ) -> None:
-    images = made()
+    images = encode_images()
     (status, full), (same, kept) = answer(stock, images), answer(pruned, images)
     if len(images) * TOKENS > 2048:  # stock has no room for twenty images, and pruned has
         assert (status, same) == (400, 200)

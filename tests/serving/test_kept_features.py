@@ -23,14 +23,14 @@ def test_resets_of_vllm_s_caches_and_new_weights_drop_features(runner: Runner) -
 def test_an_image_sent_under_the_names_of_later_ones_is_not_their_answer(runner: Runner) -> None:
     """Both of vLLM's caches off: it then counts images, and a client may send such names."""
     before, *after = runner.run("kept_features")["planted"]
-    for said in after:
-        assert said["text"] == before["text"]
-        assert said["logprob"] == pytest.approx(before["logprob"], abs=2e-2)
+    for answer in after:
+        assert answer["text"] == before["text"]
+        assert answer["logprob"] == pytest.approx(before["logprob"], abs=2e-2)
 
 
 def test_two_images_under_one_name_are_answered_as_without_a_name(runner: Runner) -> None:
     unnamed, named = runner.run("kept_features")["renamed"]
     assert unnamed[1]["text"] != unnamed[2]["text"], "the images should lead to other answers"
-    assert [said["text"] for said in named] == [said["text"] for said in unnamed]
-    for said, expected in zip(named, unnamed, strict=True):
-        assert said["logprob"] == pytest.approx(expected["logprob"], abs=2e-2)
+    assert [answer["text"] for answer in named] == [answer["text"] for answer in unnamed]
+    for answer, expected in zip(named, unnamed, strict=True):
+        assert answer["logprob"] == pytest.approx(expected["logprob"], abs=2e-2)

@@ -28,13 +28,13 @@ class Aftermath:
 
 def kill_worker(server: Server) -> Aftermath:
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(_status, server, i) for i in range(4)]
+        requests = [pool.submit(_status, server, i) for i in range(4)]
         deadline = time.monotonic() + PATIENCE
         while "vllm:num_requests_running" not in _running(server):
             assert time.monotonic() < deadline, "nothing runs"
             time.sleep(0.05)
         _worker(server).kill()
-        statuses = frozenset(future.result() for future in asked)
+        statuses = frozenset(future.result() for future in requests)
         deadline = time.monotonic() + PATIENCE
         while server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -63,8 +63,8 @@ def _worker(server: Server) -> psutil.Process:
     children = psutil.Process(server.process.pid).children(recursive=True)
     titles = {child: " ".join(child.cmdline()) for child in children}
     for title in ("VLLM::Worker", "VLLM::EngineCore"):
-        for child, found in titles.items():
-            if found.startswith(title):
+        for child, command in titles.items():
+            if command.startswith(title):
                 return child
     raise AssertionError(f"no worker among {list(titles.values())}")
 

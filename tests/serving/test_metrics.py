@@ -30,10 +30,10 @@ def samples(server: Server) -> dict[str, float]:
     }
 
 
-def grown(server: Server, asking: Callable[[], None]) -> Callable[..., float]:
+def grown(server: Server, send_requests: Callable[[], None]) -> Callable[..., float]:
     """By how much a sample grew while ``asking`` ran."""
     before = samples(server)
-    asking()
+    send_requests()
     after = samples(server)
 
     def by(name: str) -> float:
@@ -45,20 +45,20 @@ def grown(server: Server, asking: Callable[[], None]) -> Callable[..., float]:
 
 def test_one_front_end(pruned: Server) -> None:
     # Of images that no other test asks about: vLLM's encoder cache would answer for the worker.
-    asked = examples(12)[-4:]
+    questions = examples(12)[-4:]
 
-    def asking() -> None:
-        for k, example in enumerate(asked):
+    def send_requests() -> None:
+        for k, example in enumerate(questions):
             ask(pruned, example, **budget(50 + k))
-        ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"enabled": False}})
-        ask(pruned, asked[0], mm_processor_kwargs={"autoprune": {"state": "dart", "budget": 9}})
-        bad = body(pruned, asked[0], **budget(0))
+        ask(pruned, questions[0], mm_processor_kwargs={"autoprune": {"enabled": False}})
+        ask(pruned, questions[0], mm_processor_kwargs={"autoprune": {"state": "dart", "budget": 9}})
+        bad = body(pruned, questions[0], **budget(0))
         assert pruned.post("/v1/chat/completions", bad)[0] == 400
         # Not served, not counted.
-        looked_at = {"model": pruned.model, "messages": body(pruned, asked[0])["messages"]}
+        looked_at = {"model": pruned.model, "messages": body(pruned, questions[0])["messages"]}
         assert pruned.post("/tokenize", looked_at)[0] == 200
 
-    by = grown(pruned, asking)
+    by = grown(pruned, send_requests)
     assert by("autoprune_requests_total state=autoprune") == 4
     assert by("autoprune_requests_total state=off") == 1
     assert by("autoprune_requests_total state=dart") == 1
@@ -74,30 +74,30 @@ def test_one_front_end(pruned: Server) -> None:
     hits = by("autoprune_feature_cache_hits_total")
     assert hits + by("autoprune_feature_cache_misses_total") == 6
     # The unpruned one is what it is in stock vLLM, which keeps no features.
-    assert hits >= 6 - 1 - len({example.image_id for example in asked})
+    assert hits >= 6 - 1 - len({example.image_id for example in questions})
     assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
     assert by("autoprune_unsafe_states_total") == 0
     assert by("autoprune_fallbacks_total fallback=reference reason=error") == 0
 
 
 def test_two_front_ends_show_the_same_sums(two_front_ends: Server) -> None:
-    asked = examples(1)[:2]
+    questions = examples(1)[:2]
 
-    def asking() -> None:
+    def send_requests() -> None:
         for i in range(20):
-            ask(two_front_ends, asked[i % 2])
+            ask(two_front_ends, questions[i % 2])
 
-    by = grown(two_front_ends, asking)
+    by = grown(two_front_ends, send_requests)
     assert by("autoprune_requests_total state=autoprune") == 20
     assert by("autoprune_images_total chooser=state") == 20
     assert by("autoprune_visual_tokens_total stage=before") == 20 * TOKENS
     assert by("autoprune_visual_tokens_total stage=after") == 20 * 16
     assert by("autoprune_kv_bytes_saved_total") == 20 * (TOKENS - 16) * KV_BYTES
     # Whichever front end answers shows all of it, the workers' part as well.
-    shown = [samples(two_front_ends) for _ in range(8)]
+    scrapes = [samples(two_front_ends) for _ in range(8)]
     for name in (
         "autoprune_requests_total state=autoprune",
         "autoprune_selection_seconds_count",
     ):
-        assert len({each[name] for each in shown}) == 1
-    assert shown[0]["autoprune_selection_seconds_count"] > 0
+        assert len({each[name] for each in scrapes}) == 1
+    assert scrapes[0]["autoprune_selection_seconds_count"] > 0

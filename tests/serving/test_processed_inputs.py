@@ -124,7 +124,7 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
     example = examples(2)[0]
     chat = body(server, example)
 
-    def asking() -> None:
+    def send_requests() -> None:
         looked_at = {"model": server.model, "messages": chat["messages"]}
         assert server.post("/tokenize", looked_at)[0] == 200
         url = chat["messages"][0]["content"][0]["image_url"]["url"]  # type: ignore[index]
@@ -138,7 +138,7 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
         long["messages"][0]["content"][1]["text"] = "red " * 4000  # type: ignore[index]
         assert server.post("/v1/chat/completions", long)[0] == 400
 
-    by = grown(server, asking)
+    by = grown(server, send_requests)
     served = by("autoprune_requests_total state=autoprune")
     assert served == 0 and by("autoprune_visual_tokens_total stage=before") == 0
 

@@ -25,10 +25,10 @@ def refused(*flags: str) -> str:
         check=False,
     )
     assert done.returncode == 1
-    said = done.stdout + done.stderr
-    assert "Traceback" not in said
-    assert "Loading safetensors" not in said
-    return said
+    output = done.stdout + done.stderr
+    assert "Traceback" not in output
+    assert "Loading safetensors" not in output
+    return output
 
 
 def test_every_problem_at_once_with_its_pointer(tmp_path: Path) -> None:
@@ -37,17 +37,17 @@ def test_every_problem_at_once_with_its_pointer(tmp_path: Path) -> None:
     state["constraints"]["selector"]["atom"] = "reference_residual_exchange_selecto"
     file = tmp_path / "state.json"
     file.write_text(json.dumps(state))
-    said = refused(
+    output = refused(
         "--autoprune-state", str(file), "--autoprune-budget", "0",
         "--autoprune-text-tower", str(tmp_path), "--autoprune-feature-cache-gb", "much",
     )  # fmt: skip
-    assert f"{file}#/scoring/signals/3/m" in said
-    assert f"{file}#/constraints/selector/atom" in said
-    assert "did you mean 'reference_residual_exchange_selector'" in said
+    assert f"{file}#/scoring/signals/3/m" in output
+    assert f"{file}#/constraints/selector/atom" in output
+    assert "did you mean 'reference_residual_exchange_selector'" in output
     for flag in ("budget", "text-tower", "feature-cache-gb"):
-        assert f"- --autoprune-{flag}" in said
+        assert f"- --autoprune-{flag}" in output
 
 
 def test_a_budget_without_a_state() -> None:
-    said = refused("--autoprune-budget", "16")
-    assert "--autoprune-state: no state is given" in said
+    output = refused("--autoprune-budget", "16")
+    assert "--autoprune-state: no state is given" in output

@@ -27,9 +27,9 @@ def test_a_request_counts_when_it_is_handed_over_and_not_before(report: Report) 
 
 def test_plans_that_were_made_elsewhere_are_checked(report: Report) -> None:
     assert report["elsewhere"] == ""
-    for name, said in report["forged"].items():
-        assert said.startswith("VLLMValidationError"), name  # answered by 400
-        assert "autoprune_plan" in said, name
+    for name, error in report["forged"].items():
+        assert error.startswith("VLLMValidationError"), name  # answered by 400
+        assert "autoprune_plan" in error, name
 
 
 def test_a_long_instruction_of_many_images_costs_little(report: Report) -> None:

@@ -20,12 +20,12 @@ pytestmark = [
 ]
 
 
-def entry(**said: object) -> dict[str, object]:
-    return {"mm_processor_kwargs": {"autoprune": said}}
+def entry(**fields: object) -> dict[str, object]:
+    return {"mm_processor_kwargs": {"autoprune": fields}}
 
 
-def refusal(server: Server, **said: object) -> str:
-    sent = body(server, examples(1)[0], **entry(**said))
+def refusal(server: Server, **fields: object) -> str:
+    sent = body(server, examples(1)[0], **entry(**fields))
     status, answer = server.post("/v1/chat/completions", sent)
     assert status == 400, answer
     return str(answer)
@@ -102,8 +102,8 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
 def test_a_refusal_says_where_and_how_to_fix_it(pruned: Server) -> None:
     assert "did you mean 'visionzip'" in refusal(pruned, state="visionzi")
     broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
-    said = refusal(pruned, state=broken)
-    assert "mm_processor_kwargs/autoprune/state/scoring/fusion/atom" in said
+    message = refusal(pruned, state=broken)
+    assert "mm_processor_kwargs/autoprune/state/scoring/fusion/atom" in message
     assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
     huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert "a request may bring" in refusal(pruned, state=huge)

@@ -20,8 +20,8 @@ def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) 
         full = prompt_tokens(ask(stock, example))
         assert prompt_tokens(ask(pruned, example)) == full - TOKENS + 32
         for k in (1, 8, 31, 143):
-            asked = ask(pruned, example, **budget(k))
-            assert prompt_tokens(asked) == full - TOKENS + k
+            reply = ask(pruned, example, **budget(k))
+            assert prompt_tokens(reply) == full - TOKENS + k
 
 
 def test_budgets_from_n_on_keep_everything(stock: Server, pruned: Server) -> None:
@@ -51,25 +51,25 @@ def test_a_question_is_cached_for_itself_alone(pruned: Server) -> None:
 
 
 def test_concurrent_requests_of_all_budgets_answer_as_they_do_alone(pruned: Server) -> None:
-    asked = examples(4)
-    budgets = [8 + 4 * (i % 12) for i in range(len(asked))]
+    questions = examples(4)
+    budgets = [8 + 4 * (i % 12) for i in range(len(questions))]
 
     def one(i: int) -> tuple[str, int]:
-        answer = ask(pruned, asked[i], **budget(budgets[i]))
+        answer = ask(pruned, questions[i], **budget(budgets[i]))
         return text_of(answer), prompt_tokens(answer)
 
     with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(one, range(len(asked))))
+        together = list(pool.map(one, range(len(questions))))
     pruned.post("/reset_prefix_cache", {})
-    alone = [one(i) for i in range(len(asked))]
+    alone = [one(i) for i in range(len(questions))]
     assert together == alone
 
 
 def test_controls_keep_k_tokens_of_their_own_choice(pruned: Server) -> None:
     example = examples(1)[0]
     for keep in ("reference", "random"):
-        asked = {"mm_processor_kwargs": {"autoprune": {"budget": 40, "keep": keep}}}
-        answer = ask(pruned, example, **asked)
+        entry = {"mm_processor_kwargs": {"autoprune": {"budget": 40, "keep": keep}}}
+        answer = ask(pruned, example, **entry)
         assert prompt_tokens(answer) == prompt_tokens(ask(pruned, example, **budget(40)))
 
 
@@ -85,8 +85,8 @@ def test_a_budget_that_cannot_be_is_a_bad_request(pruned: Server, k: object) -> 
 
 
 def test_untrusted_requests_choose_no_budget(two_front_ends: Server) -> None:
-    asked = body(two_front_ends, examples(1)[0], **budget(8))
-    status, answer = two_front_ends.post("/v1/chat/completions", asked)
+    request = body(two_front_ends, examples(1)[0], **budget(8))
+    status, answer = two_front_ends.post("/v1/chat/completions", request)
     assert status == 400
     assert "trust-request-mm-kwargs" in str(answer)
 

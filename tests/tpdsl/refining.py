@@ -50,29 +50,29 @@ def same(
     return True
 
 
-def vars_of(found: RefinedTokens) -> dict[str, Tensor | None]:
+def vars_of(outcome: RefinedTokens) -> dict[str, Tensor | None]:
     return {
-        "features": found.features,
-        "indices": found.indices,
-        "reference": found.reference,
-        "exchanged": found.exchanged,
-        "fallback": found.fallback,
-        "quality": found.quality,
+        "features": outcome.features,
+        "indices": outcome.indices,
+        "reference": outcome.reference,
+        "exchanged": outcome.exchanged,
+        "fallback": outcome.fallback,
+        "quality": outcome.quality,
     }
 
 
-def assert_sound(policy: PruningPolicy, tokens: VisualTokens, found: RefinedTokens) -> None:
+def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens) -> None:
     """The promises that hold for every policy, image and budget below N."""
     k = policy.budget
-    assert found.features.shape == (tokens.batch, k, tokens.features.shape[2])
-    assert found.features.dtype == tokens.features.dtype
-    assert bool(found.features.isfinite().all())
-    assert found.indices.shape == found.reference.shape == (tokens.batch, k)
-    assert bool((found.indices.diff(dim=1) > 0).all())
-    assert int(found.indices.min()) >= 0 and int(found.indices.max()) < tokens.count
-    base = mask_from_indices(found.reference, tokens.count)
+    assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
+    assert outcome.features.dtype == tokens.features.dtype
+    assert bool(outcome.features.isfinite().all())
+    assert outcome.indices.shape == outcome.reference.shape == (tokens.batch, k)
+    assert bool((outcome.indices.diff(dim=1) > 0).all())
+    assert int(outcome.indices.min()) >= 0 and int(outcome.indices.max()) < tokens.count
+    base = mask_from_indices(outcome.reference, tokens.count)
     assert base.sum(dim=1).tolist() == [k] * tokens.batch
-    shared = (mask_from_indices(found.indices, tokens.count) & base).sum(dim=1)
-    assert torch.equal(found.exchanged, k - shared)
+    shared = (mask_from_indices(outcome.indices, tokens.count) & base).sum(dim=1)
+    assert torch.equal(outcome.exchanged, k - shared)
     assert int(shared.min()) >= policy.r_min
-    assert int(found.exchanged.max()) <= policy.quota
+    assert int(outcome.exchanged.max()) <= policy.quota

@@ -22,14 +22,14 @@ def test_a_grid_counts_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "said"),
+    ("features", "message"),
     [
         (torch.zeros(4, 8), r"features must be \(B, N, D\), got shape \(4, 8\)"),
         (torch.zeros(1, 5, 8), "features hold N = 5 tokens but the grid 2 x 2 x 1 tiles has 4"),
     ],
 )
-def test_features_must_fit_the_grid(features: torch.Tensor, said: str) -> None:
-    with pytest.raises(SelectionError, match=said):
+def test_features_must_fit_the_grid(features: torch.Tensor, message: str) -> None:
+    with pytest.raises(SelectionError, match=message):
         VisualTokens(features, Grid(2, 2))
 
 

@@ -36,14 +36,14 @@ def counted_though_not_served(site: Site) -> Iterable[str]:
     body = {"model": site.client.server.model, "max_tokens": 4}
     anthropic = {**body, "messages": [{"role": "user", "content": parts}]}
     chat = site.client.chat_body(site.words, picture)
-    asked: Mapping[str, Callable[[], Reply]] = {
+    requests: Mapping[str, Callable[[], Reply]] = {
         "count_tokens": lambda: site.client.send("/v1/messages/count_tokens", anthropic),
         "tokenize": lambda: site.client.send("/tokenize", chat),
         "a prompt that is too long": lambda: site.client.chat(_LONG, picture),
         "max_tokens that do not fit": lambda: site.ask(picture, max_tokens=10**6),
         "a refused budget": lambda: site.ask(picture, **entry(budget=0)),
     }
-    for name, send in asked.items():
+    for name, send in requests.items():
         before = _counts(site)
         reply = send()
         if reply.status >= 500 or reply.status == 0:
@@ -65,9 +65,9 @@ def several_answers(site: Site) -> Iterable[str]:
         return
     if (counted := site.client.metric("autoprune_images_total") - before) != 1:
         yield f"three answers about one image are counted as {counted:.0f} images"
-    said = {choice["message"]["content"] for choice in reply.body["choices"]}
-    if said != {one.body["choices"][0]["message"]["content"]}:
-        yield f"answers of one request differ from the one alone: {said}"
+    answers = {choice["message"]["content"] for choice in reply.body["choices"]}
+    if answers != {one.body["choices"][0]["message"]["content"]}:
+        yield f"answers of one request differ from the one alone: {answers}"
     refused = site.ask(picture, n=10**6, temperature=1)
     if refused.status in (0, 200) or refused.status >= 500:
         yield f"a million answers: {refused}"

@@ -51,17 +51,17 @@ def images_of_every_role(site: Site) -> Iterable[str]:
     """Images in the turns of the system, of the assistant and of a tool: never worse than stock."""
     stock, image = site.open_stock(), _IMAGE.part
     words = {"type": "text", "text": site.words}
-    asked = {"role": "user", "content": [image, words]}
+    user_turn = {"role": "user", "content": [image, words]}
     tool = {"role": "tool", "tool_call_id": "1", "content": [image]}
     talks: Mapping[str, list[dict[str, Any]]] = {
-        "system": [{"role": "system", "content": [image]}, asked],
-        "assistant": [asked, {"role": "assistant", "content": [image, words]}, asked],
-        "tool": [asked, tool, asked],
-        "assistant last": [asked, {"role": "assistant", "content": [image]}],
+        "system": [{"role": "system", "content": [image]}, user_turn],
+        "assistant": [user_turn, {"role": "assistant", "content": [image, words]}, user_turn],
+        "tool": [user_turn, tool, user_turn],
+        "assistant last": [user_turn, {"role": "assistant", "content": [image]}],
         "no text": [{"role": "user", "content": [image]}],
         "no user": [{"role": "assistant", "content": [image]}],
         "text between": [{"role": "user", "content": [words, image, words, image, words]}],
-        "a thousand turns": [asked, *[{"role": "user", "content": "red"}] * 1000],
+        "a thousand turns": [user_turn, *[{"role": "user", "content": "red"}] * 1000],
         "no type": [{"role": "user", "content": [{"image_url": image["image_url"]}, words]}],
         "a bare text": [{"role": "user", "content": ["red", image]}],
     }

@@ -65,7 +65,7 @@ def special_tokens(site: Site) -> Iterable[str]:
 def truncated_prompts(site: Site) -> Iterable[str]:
     """Prompts cut by ``truncate_prompt_tokens``, through an image too: never worse than stock."""
     picture = Picture(15, *LARGE)
-    ours, theirs = (
+    pruned, unpruned = (
         [
             client.chat(site.words, picture, truncate_prompt_tokens=count, truncation_side=side)
             for count in (1, 2, 5, 20, 33, 200, 300, 2000, -1, 2**62)
@@ -75,7 +75,7 @@ def truncated_prompts(site: Site) -> Iterable[str]:
     )
     # One by one they cannot be compared: what fits differs, and vLLM 0.32 answers 500 where an
     # image of a prompt that it refused comes back.
-    errors, stock = ([r for r in replies if r.status >= 500] for replies in (ours, theirs))
+    errors, stock = ([r for r in replies if r.status >= 500] for replies in (pruned, unpruned))
     site.note(f"server errors: {len(errors)}, on stock {len(stock)}")
     if len(errors) > len(stock):
         yield f"{len(errors)} server errors, and {len(stock)} on stock; the last is {errors[-1]}"

@@ -41,10 +41,10 @@ def base_policies() -> Report:
 
     ``full`` has the prompt lengths of a server without a state.
     """
-    asked = examples(2)
+    questions = examples(2)
     llm = start(None, **SMALL)
     report: dict[str, Any] = {
-        "full": [generate(llm, [prompt(e)])[0].prompt_tokens for e in asked],
+        "full": [generate(llm, [prompt(e)])[0].prompt_tokens for e in questions],
         "policies": {},
     }
     release(llm)

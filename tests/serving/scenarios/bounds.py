@@ -49,13 +49,13 @@ class EncoderCalls:
 
         def embed(**inputs: object) -> object:
             tensors = {
-                name: given
-                for name, given in inputs.items()
-                if isinstance(given, Tensor | list) and name != "autoprune_plan"
+                name: value
+                for name, value in inputs.items()
+                if isinstance(value, Tensor | list) and name != "autoprune_plan"
             }
             self.tokens.append(sum(image.tokens for image in model.autoprune.images(tensors)))
             self.steps[-1] += self.tokens[-1]
-            self.bytes.append(sum(_nbytes(given) for given in tensors.values()))
+            self.bytes.append(sum(_nbytes(value) for value in tensors.values()))
             return stock(**inputs)
 
         model.embed_multimodal, runner.execute_model = embed, step
@@ -67,15 +67,15 @@ class EncoderCalls:
         self.steps[:] = [0]
 
 
-def _nbytes(given: Tensor | list[Tensor]) -> int:
-    parts = given if isinstance(given, list) else [given]
+def _nbytes(value: Tensor | list[Tensor]) -> int:
+    parts = value if isinstance(value, list) else [value]
     return sum(part.numel() * part.element_size() for part in parts)
 
 
 @scenario
 def bounds() -> Report:
     """By model: what profiling saw, every call of a burst, answers of the burst and one by one."""
-    found = {
+    report = {
         "llava": _measured({**STATE, "budget": 4}),
         COUNTED: _measured({**STATE, "budget": 4}, ec_manager_config=MANAGER),
     }
@@ -85,10 +85,10 @@ def bounds() -> Report:
             settings = {"state": "autoprune", "budget": 4}
             # Else Qwen is profiled with a video.
             limits = {"image": 8, "video": 0} if name == "qwen2_5_vl" else {"image": 8}
-            found[name] = _measured(
+            report[name] = _measured(
                 settings, model=model, max_model_len=1024, limit_mm_per_prompt=limits
             )
-    return found
+    return report
 
 
 def _measured(settings: Mapping[str, object], **options: object) -> Report:

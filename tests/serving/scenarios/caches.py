@@ -33,19 +33,19 @@ def interleaved() -> Report:
     llm = start({**STATE, "budget": 32})
     before = vision_runs(llm)
     report: dict[str, Any] = {"first": [], "again": [], "alone": [], "answers": []}
-    asked = examples(3)
-    for example in asked:
+    questions = examples(3)
+    for example in questions:
         report["first"].append(ask(llm, example).plain())
         report["answers"].append(example.answer)
     report["vision_runs"] = vision_runs(llm) - before
-    report["images"] = len({e.image_id for e in asked})
-    for example in reversed(asked):
+    report["images"] = len({e.image_id for e in questions})
+    for example in reversed(questions):
         report["again"].insert(0, ask(llm, example).plain())
     report["vision_runs_again"] = vision_runs(llm) - before
-    for example in asked:
+    for example in questions:
         forget(llm)
         report["alone"].append(ask(llm, example).plain())
-    one, other = asked[0].image, asked[-1].image
+    one, other = questions[0].image, questions[-1].image
     pairs = [[[turn("Which shape is red?", *pair)]] for pair in ((one, other), (other, one))]
     forget(llm)
     report["orders"] = [chat(llm, pair)[0].plain() for pair in pairs]
@@ -63,12 +63,12 @@ def instruction_left_out() -> Report:
         return make_cache_identity(identity, digest, budget, keep, None)
 
     llm = start({**STATE, "budget": 4})
-    asked = examples(6)
-    right = [ask(llm, e).plain() for e in asked]
+    questions = examples(6)
+    right = [ask(llm, e).plain() for e in questions]
     llm.reset_prefix_cache()
     with patch.object(request_plan, "make_cache_identity", without):
-        wrong = [ask(llm, e).plain() for e in asked]
-    return {"right": right, "wrong": wrong, "answers": [e.answer for e in asked]}
+        wrong = [ask(llm, e).plain() for e in questions]
+    return {"right": right, "wrong": wrong, "answers": [e.answer for e in questions]}
 
 
 @scenario
@@ -76,9 +76,9 @@ def blind_state() -> Report:
     """A state that does not read the instruction: questions on one image share everything."""
     llm = start({"state": alone("divprune"), "budget": 32})
     before = vision_runs(llm)
-    asked = examples(1)
+    questions = examples(1)
     return {
-        "answers": [ask(llm, e).plain() for e in asked],
+        "answers": [ask(llm, e).plain() for e in questions],
         "vision_runs": vision_runs(llm) - before,
     }
 

@@ -23,9 +23,9 @@ def everything_kept() -> Report:
 
 def _exact(settings: Mapping[str, object] | None) -> Report:
     llm = start(settings)
-    asked = [[turn(e.question, e.image)] for e in examples(2)]
+    questions = [[turn(e.question, e.image)] for e in examples(2)]
     both = [[turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)]]
-    return [answer.plain() for one in [*asked, *both] for answer in chat(llm, [one], tokens=8)]
+    return [answer.plain() for one in [*questions, *both] for answer in chat(llm, [one], tokens=8)]
 
 
 @scenario
@@ -49,10 +49,12 @@ def no_caches() -> Report:
 def _prefilled(settings: Mapping[str, object] | None = None, **options: object) -> Report:
     llm = start({**STATE, **(settings or {})}, **options)
     seen = watch()
-    asked = examples(3)[:8]
-    said = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in asked]
-    pair = chat(llm, [[turn("What digit is on the red shape?", asked[0].image, asked[-1].image)]])
+    questions = examples(3)[:8]
+    answers = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in questions]
+    pair = chat(
+        llm, [[turn("What digit is on the red shape?", questions[0].image, questions[-1].image)]]
+    )
     return {
-        "answers": [*said, pair[0].plain()],
+        "answers": [*answers, pair[0].plain()],
         "kept": [[list(p.instruction), rows] for p, rows in seen.kept.items()],
     }

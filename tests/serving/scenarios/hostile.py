@@ -75,13 +75,13 @@ def hostile() -> Report:
     report["unsafe"] = _unsafe_at_first_sight(llm, raising)
     survived("unsafe")
     report["exported"] = _exported(before)
-    for name, asked in (
+    for name, entry in (
         ("zero", {"budget": 0}),
         ("text", {"budget": "8"}),
         ("unknown", {"buget": 8}),
         ("list", [8]),
     ):
-        raw = {**prompt(other), "mm_processor_kwargs": {"autoprune": asked}}
+        raw = {**prompt(other), "mm_processor_kwargs": {"autoprune": entry}}
         try:
             generate(llm, [raw])
             report[name] = "accepted"
@@ -122,20 +122,20 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
     """
     state = edited(shipped(), {"/constraints/selector/q_e": 5})
     load_request_state(state)  # sound by all that can be known of it beforehand
-    asked, other = examples(3)[1], examples(3)[-2]
+    question, other = examples(3)[1], examples(3)[-2]
     report: dict[str, Any] = {}
 
-    def said(name: str, about: Example, keep: str) -> None:
+    def record_answer(name: str, about: Example, keep: str) -> None:
         entry = {"state": state, "budget": 8, "keep": keep}
         raw = {**prompt(about), "mm_processor_kwargs": {"autoprune": entry}}
         forget(llm)
         report[name] = generate(llm, [raw])[0].plain()
 
     with patch.object(executor, "run_fusion", raising):
-        said("broken", asked, "state")
-    said("fixed", other, "state")
-    said("base", asked, "reference")
-    said("other_base", other, "reference")
+        record_answer("broken", question, "state")
+    record_answer("fixed", other, "state")
+    record_answer("base", question, "reference")
+    record_answer("other_base", other, "reference")
     first = model_of(llm).autoprune_first_check
     report["counted"] = 0 if first is None else first.unsafe
     return report

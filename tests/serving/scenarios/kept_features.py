@@ -82,35 +82,35 @@ def _count_after_resets(llm: LLM) -> dict[str, int]:
     for (called, reset), example in zip(resets.items(), examples(2)[-3:], strict=True):
         llm.reset_prefix_cache()
         ask(llm, example)
-        held = len(_cache(llm))
+        entries = len(_cache(llm))
         with torch.no_grad():  # kernel-format weights are copied into parameters as they are
             reset()
-        left[called] = len(_cache(llm)) if held else -1
+        left[called] = len(_cache(llm)) if entries else -1
     return left
 
 
 def _ask_under(llm: LLM, uuid: str | None) -> list[dict[str, object]]:
-    asked = examples(2)
-    shown = picture(asked[0].image), picture(asked[-1].image).resize((80, 300))
+    questions = examples(2)
+    pictures = picture(questions[0].image), picture(questions[-1].image).resize((80, 300))
     forget(llm)
     answers = []
-    for images in (shown, shown[:1], shown[1:]):
+    for images in (pictures, pictures[:1], pictures[1:]):
         named = {} if uuid is None else {"uuid": uuid}
         parts = [{"type": "image_pil", "image_pil": image, **named} for image in images]
-        text = {"type": "text", "text": asked[0].question}
+        text = {"type": "text", "text": questions[0].question}
         answers.append(chat(llm, [[{"role": "user", "content": [*parts, text]}]])[0].plain())
     return answers
 
 
 def _plant_names(llm: LLM) -> list[dict[str, object]]:
-    asked = examples(2)
-    victim, planted = asked[0], picture(asked[-1].image)
+    questions = examples(2)
+    victim, planted = questions[0], picture(questions[-1].image)
     answers = [ask(llm, victim).plain()]
-    shown = [
+    pictures = [
         {"type": "image_pil", "image_pil": planted, "uuid": f"renderer0-mm-{n}-image-0"}
         for n in range(NAMES)
     ]
-    chat(llm, [[{"role": "user", "content": [*shown, {"type": "text", "text": "What?"}]}]])
+    chat(llm, [[{"role": "user", "content": [*pictures, {"type": "text", "text": "What?"}]}]])
     answers += [ask(llm, victim).plain() for _ in range(3)]
     return answers
 

@@ -31,14 +31,14 @@ def batches() -> Report:
     llm = start({**STATE, "budget": 32})
     model = model_of(llm)
     seen = watch(model.vision_tower)
-    asked = examples(4)[:12]
-    budgets = [8 + 4 * i for i in range(len(asked))]
-    together = generate(llm, [prompt(e, k) for e, k in zip(asked, budgets, strict=True)])
+    questions = examples(4)[:12]
+    budgets = [8 + 4 * i for i in range(len(questions))]
+    together = generate(llm, [prompt(e, k) for e, k in zip(questions, budgets, strict=True)])
     kept_together = {str(plan): rows for plan, rows in seen.kept.items()}
     mixed = list(seen.budgets)
     forget(llm)
     seen.kept.clear()
-    alone = [generate(llm, [prompt(e, k)])[0] for e, k in zip(asked, budgets, strict=True)]
+    alone = [generate(llm, [prompt(e, k)])[0] for e, k in zip(questions, budgets, strict=True)]
     kept_alone = {str(plan): rows for plan, rows in seen.kept.items()}
     forget(llm)
     seen.vision_batches.clear()
@@ -52,12 +52,12 @@ def batches() -> Report:
         for i in range(5)
     ]
     twenty = generate(llm, many)
-    conversation = [turn(asked[0].question, asked[0].image)]
+    conversation = [turn(questions[0].question, questions[0].image)]
     first = chat(llm, [conversation])[0]
     later = [
         *conversation,
         {"role": "assistant", "content": first.text},
-        {"role": "user", "content": [{"type": "text", "text": asked[1].question}]},
+        {"role": "user", "content": [{"type": "text", "text": questions[1].question}]},
     ]
     return {
         "together": [a.plain() for a in together],
@@ -80,4 +80,4 @@ def _samples(llm: LLM, conversation: Sequence[object]) -> list[str]:
 
     sampling = SamplingParams(n=3, temperature=0.01, seed=0, max_tokens=4)
     (output,) = llm.chat([conversation], sampling, use_tqdm=False)
-    return [said.text.strip() for said in output.outputs]
+    return [completion.text.strip() for completion in output.outputs]

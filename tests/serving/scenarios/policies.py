@@ -37,11 +37,11 @@ def shipped_by_request() -> Report:
         own = materialize(load_state(file)).tokens_kept(TOKENS)
         forget(llm)  # several names may mean one state, whose rows vLLM's caches would have
         before = meter.counts()
-        asked: dict[int, dict[str, object]] = {own: {"state": name}}
+        entries: dict[int, dict[str, object]] = {own: {"state": name}}
         if own >= TOKENS:
-            asked[HALF] = {"state": name, "budget": HALF}
+            entries[HALF] = {"state": name, "budget": HALF}
         report["states"][name] = {
-            "answers": {kept: _asked(llm, entry).plain() for kept, entry in asked.items()},
+            "answers": {kept: _asked(llm, entry).plain() for kept, entry in entries.items()},
             "fallbacks": {kind: count - before[kind] for kind, count in meter.counts().items()},
             "errors": dict(meter.errors),
         }

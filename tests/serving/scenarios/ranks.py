@@ -47,9 +47,9 @@ def two_ranks_qwen2_5_vl() -> Report:
             limit_mm_per_prompt={"image": 2},
         )
         llm.collective_rpc(begin_watching)
-        shown = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
-        said = [chat(llm, [[turn("what colour is the cat", i)]])[0].plain() for i in shown]
-        return {"answers": said, "kept": llm.collective_rpc(seen_here)}
+        pictures = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
+        answers = [chat(llm, [[turn("what colour is the cat", i)]])[0].plain() for i in pictures]
+        return {"answers": answers, "kept": llm.collective_rpc(seen_here)}
 
 
 def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Report:
@@ -64,9 +64,9 @@ def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Repo
             **options,
         )
         llm.collective_rpc(begin_watching)
-        asked = examples(4)
-        said = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in asked]
-        report = {"answers": said, "kept": llm.collective_rpc(seen_here), "policies": {}}
+        questions = examples(4)
+        answers = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in questions]
+        report = {"answers": answers, "kept": llm.collective_rpc(seen_here), "policies": {}}
         for name in policies:
             llm.collective_rpc(begin_watching)
             entry = {"autoprune": {"state": alone(name), "budget": 16}}

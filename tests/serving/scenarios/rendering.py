@@ -45,9 +45,9 @@ def rendering() -> Report:
 
     def request(name: str, prompt: Any, **sampling: int) -> Any:
         params = SamplingParams(**{"max_tokens": 4, **sampling})
-        made = door.process_inputs(name, prompt, params, ("generate",))
-        door.assign_request_id(made)
-        return made
+        engine_request = door.process_inputs(name, prompt, params, ("generate",))
+        door.assign_request_id(engine_request)
+        return engine_request
 
     def refusal(name: str, prompt: Any) -> str:
         try:
@@ -59,9 +59,9 @@ def rendering() -> Report:
     counts = [_counted()]
     rendered = chat(example.image)
     counts.append(_counted())
-    made = request("first", rendered)
+    engine_request = request("first", rendered)
     counts.append(_counted())
-    outputs.add_request(made, None)
+    outputs.add_request(engine_request, None)
     counts.append(_counted())
     report["too_many"] = refusal("second", chat(*[example.image] * 32))
     counts.append(_counted())
@@ -166,9 +166,9 @@ def _long(renderer: Any, example: Any) -> dict[str, float]:
             "mm_processor_kwargs": {"autoprune": {"instructions": [text] * 100}},
         }
         begun = time.process_time()
-        (made,) = renderer.render_cmpl([prompt])
+        (engine_request,) = renderer.render_cmpl([prompt])
         spent[f"{name}_seconds"] = time.process_time() - begun
-        items = made["mm_kwargs"]["image"]
+        items = engine_request["mm_kwargs"]["image"]
         spent[f"{name}_bytes"] = sum(item[FIELD].data.nbytes for item in items)
     return spent
 

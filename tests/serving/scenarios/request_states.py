@@ -39,45 +39,45 @@ def request_states() -> Report:
     ``batches``: budgets in each step. ``cached``: tokens from the prefix cache, for a state asked
     first, again, and another state.
     """
-    asked = examples(1)[:2]
+    questions = examples(1)[:2]
     report: dict[str, Any] = {"native": {}, "together": {}, "again": {}}
     for name in STATES:
         llm = start({**STATE, "state": name, "requests": "budget"})
         for budget in BUDGETS:
-            for i, example in enumerate(asked):
+            for i, example in enumerate(questions):
                 (answer,) = generate(llm, [prompt(example, budget)])
                 report["native"][f"{name}/{budget}/{i}"] = answer.plain()
         release(llm)
     llm = start({**STATE, "state": alone("divprune"), "requests": "states"})
     seen = watch()
-    keys = [f"{name}/{k}/{i}" for name in STATES for k in BUDGETS for i in range(len(asked))]
-    answers = generate(llm, [_bringing(key, asked) for key in keys])
+    keys = [f"{name}/{k}/{i}" for name in STATES for k in BUDGETS for i in range(len(questions))]
+    answers = generate(llm, [_bringing(key, questions) for key in keys])
     report["together"] = {k: a.plain() for k, a in zip(keys, answers, strict=True)}
     report["batches"] = list(seen.budgets)
     forget(llm)
-    report["again"] = {key: _answer(llm, key, asked).plain() for key in keys}
+    report["again"] = {key: _answer(llm, key, questions).plain() for key in keys}
     first, again, other = "visionzip/24/0", "visionzip/24/0", "autoprune/24/0"
     forget(llm)
-    report["cached"] = [_answer(llm, key, asked).cached for key in (first, again, other)]
-    report["images"] = _several(llm, asked)
+    report["cached"] = [_answer(llm, key, questions).cached for key in (first, again, other)]
+    report["images"] = _several(llm, questions)
     return report
 
 
-def _answer(llm: LLM, key: str, asked: list[Example]) -> Answer:
-    (answer,) = generate(llm, [_bringing(key, asked)])
+def _answer(llm: LLM, key: str, questions: list[Example]) -> Answer:
+    (answer,) = generate(llm, [_bringing(key, questions)])
     return answer
 
 
-def _bringing(key: str, asked: list[Example]) -> dict[str, object]:
+def _bringing(key: str, questions: list[Example]) -> dict[str, object]:
     """A raw prompt that brings a state by its name, or whole."""
     name, budget, i = key.split("/")
     whole = json.loads(load_state(name).dumps())
     policy = name if i == "0" else whole
     entry = {"state": policy, "budget": int(budget)}
-    return {**prompt(asked[int(i)]), "mm_processor_kwargs": {"autoprune": entry}}
+    return {**prompt(questions[int(i)]), "mm_processor_kwargs": {"autoprune": entry}}
 
 
-def _several(llm: LLM, asked: list[Example]) -> Report:
+def _several(llm: LLM, questions: list[Example]) -> Report:
     """Prompt tokens of two images under each form of a budget."""
     scenes = [picture(examples(3)[0].image), picture(examples(3)[-1].image)]
     counts = {}

@@ -37,9 +37,9 @@ class Space:
         return torch.stack(rows)[:, None], torch.ones(len(ids), 1, dtype=torch.bool)
 
 
-def plan(budget: int, key: int = 0, ids: Ids = (7,), **said: Any) -> ItemPlan:
+def plan(budget: int, key: int = 0, ids: Ids = (7,), **fields: Any) -> ItemPlan:
     """An image's plan; its key is one number twice."""
-    return ItemPlan(budget, (key, key), ids, **said)
+    return ItemPlan(budget, (key, key), ids, **fields)
 
 
 def parts(space: Space | None = None) -> ModelParts:
@@ -60,10 +60,10 @@ def blind(base: str = "cdpruner") -> ServedState:
 
 
 def pruned(
-    plans: Sequence[ItemPlan], shown: Sequence[ImageFeatures], state: ServedState | None = None
+    plans: Sequence[ItemPlan], image_list: Sequence[ImageFeatures], state: ServedState | None = None
 ) -> list[Tensor]:
     """The rows of each image, where no policy failed."""
     reporter = FallbackReporter()
-    rows = prune_images(SelectionContext(state or served(), parts(), reporter), plans, shown)
+    rows = prune_images(SelectionContext(state or served(), parts(), reporter), plans, image_list)
     assert reporter.meter.errors == {}, "the policy failed"
     return rows

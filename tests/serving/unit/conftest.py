@@ -27,17 +27,23 @@ class Registered:
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     """Registrations are noted instead of made: other tests of this process need stock vLLM."""
-    noted = Registered()
+    record = Registered()
     monkeypatch.setattr(activation, "_active", set())
-    monkeypatch.setattr(compat, "register_model", lambda *said: noted.models.append(said))
-    monkeypatch.setattr(compat, "register_renderer", lambda *said: noted.renderers.append(said))
+    monkeypatch.setattr(
+        compat, "register_model", lambda *arguments: record.models.append(arguments)
+    )
+    monkeypatch.setattr(
+        compat,
+        "register_renderer",
+        lambda *arguments: record.renderers.append(arguments),
+    )
     monkeypatch.setattr(compat, "request_positions_on_cpu", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
     monkeypatch.setattr(compat, "refuse_sleep", lambda reason: None)
     # Whether vLLM's names are there is a test of its own; here it would import all of them.
     monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    return noted
+    return record
 
 
 @pytest.fixture

@@ -95,10 +95,12 @@ def test_a_method_that_has_gone_is_noticed() -> None:
         compat.wrap(owner(), "elsewhere", doubled)
 
 
-@pytest.mark.parametrize(("said", "used"), [("1", True), ("true", True), ("0", False)])
-def test_the_rust_front_end_is_seen(monkeypatch: pytest.MonkeyPatch, said: str, used: bool) -> None:
+@pytest.mark.parametrize(("value", "used"), [("1", True), ("true", True), ("0", False)])
+def test_the_rust_front_end_is_seen(
+    monkeypatch: pytest.MonkeyPatch, value: str, used: bool
+) -> None:
     assert not compat.uses_rust_frontend()
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", said)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
     assert compat.uses_rust_frontend() is used
 
 
@@ -144,16 +146,16 @@ def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
         def is_multimodal_pruning_enabled(self) -> bool:
             return self.rate > 0
 
-    ours, theirs = Config(), Config()
+    own, foreign = Config(), Config()
     for _ in range(2):
-        compat.request_positions(ours)
-    assert (ours.is_multimodal_pruning_enabled(), theirs.is_multimodal_pruning_enabled()) == (
+        compat.request_positions(own)
+    assert (own.is_multimodal_pruning_enabled(), foreign.is_multimodal_pruning_enabled()) == (
         True,
         False,
     )
-    theirs.rate = 0.5
-    assert theirs.is_multimodal_pruning_enabled()
-    assert ours.rate == 0.0
+    foreign.rate = 0.5
+    assert foreign.is_multimodal_pruning_enabled()
+    assert own.rate == 0.0
 
 
 WORKER_CALLS = (

@@ -36,18 +36,18 @@ def request(name: str, *sizes: int | None) -> Any:
     )
 
 
-def scheduled(manager: UnprunedBudgetManager, asked: Any) -> list[int]:
+def scheduled(manager: UnprunedBudgetManager, req: Any) -> list[int]:
     """Inputs of a request that this step takes, tried and allocated as the scheduler does."""
-    taken: list[int] = []
-    for i in range(len(asked.mm_features)):
-        if manager.check_and_update_cache(asked, i):
+    scheduled_inputs: list[int] = []
+    for i in range(len(req.mm_features)):
+        if manager.check_and_update_cache(req, i):
             continue
-        if not manager.can_allocate(asked, i, CACHE, K * len(taken)):
+        if not manager.can_allocate(req, i, CACHE, K * len(scheduled_inputs)):
             break
-        taken.append(i)
-    for i in taken:
-        manager.allocate(asked, i)
-    return taken
+        scheduled_inputs.append(i)
+    for i in scheduled_inputs:
+        manager.allocate(req, i)
+    return scheduled_inputs
 
 
 def test_a_step_is_bounded_by_what_the_encoder_works_on(manager: UnprunedBudgetManager) -> None:

@@ -22,8 +22,8 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
     groups = list(group_by_tokens(sizes, bound))
     assert [size for some in groups for size in sizes[some]] == sizes
     for some in groups:
-        held = sizes[some]
-        assert held and (len(held) == 1 or sum(held) <= bound)
+        group = sizes[some]
+        assert group and (len(group) == 1 or sum(group) <= bound)
     for some, following in pairwise(groups):
         assert sum(sizes[some]) + sizes[following][0] > bound, "these would have gone together"
 
@@ -58,8 +58,8 @@ def first_calls(model: object, features: dict[str, list[int | None]]) -> list[di
     output: Any = SimpleNamespace(
         scheduled_encoder_inputs=scheduled, free_encoder_mm_hashes=["freed"]
     )
-    made = compat._wrap_encoder_v1(stock)(first_runner(model, features), output)
-    assert made == [f"{name}{i}" for name, inputs in scheduled.items() for i in inputs]
+    outputs = compat._wrap_encoder_v1(stock)(first_runner(model, features), output)
+    assert outputs == [f"{name}{i}" for name, inputs in scheduled.items() for i in inputs]
     assert output.scheduled_encoder_inputs is scheduled
     return calls
 

@@ -19,5 +19,5 @@ def test_every_bfloat16_comes_back() -> None:
 def test_rounding_is_torch_s() -> None:
     torch.manual_seed(0)
     values = torch.cat([torch.randn(10_000), torch.tensor([1.00390625, 1.01171875, 3.4e38, 1e-40])])
-    made = torch.from_numpy(rounded(values.numpy())).view(torch.bfloat16)
-    assert torch.equal(made, values.bfloat16())
+    result = torch.from_numpy(rounded(values.numpy())).view(torch.bfloat16)
+    assert torch.equal(result, values.bfloat16())

@@ -101,9 +101,9 @@ def test_with_a_state_ours_do(report: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "off"),
+    ("value", "off"),
     [("1", True), ("true", True), (" YES ", True), ("0", False), ("", False), ("no", False)],
 )
-def test_what_turns_it_off(monkeypatch: pytest.MonkeyPatch, said: str, off: bool) -> None:
-    monkeypatch.setenv(plugin.DISABLE, said)
+def test_what_turns_it_off(monkeypatch: pytest.MonkeyPatch, value: str, off: bool) -> None:
+    monkeypatch.setenv(plugin.DISABLE, value)
     assert plugin.disabled() is off

@@ -25,15 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("version", help="such as 0.33.0")
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     options = parser.parse_args(arguments)
-    found, file = fetched(options.version), file_of(options.version)
-    gone = [name for name, symbol in found.symbols.items() if symbol is None]
-    print(f"{found.wheel}: {len(found.symbols) - len(gone)} of {len(found.symbols)} names")
+    release, file = fetched(options.version), file_of(options.version)
+    gone = [name for name, symbol in release.symbols.items() if symbol is None]
+    print(f"{release.wheel}: {len(release.symbols) - len(gone)} of {len(release.symbols)} names")
     print("".join(f"not there: {name}\n" for name in gone), end="")
     if options.check:
-        same = file.is_file() and read(file) == found
+        same = file.is_file() and read(file) == release
         print(f"{file.name} says {'the same' if same else 'something else'}")
         return 0 if same else 1
-    file.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    file.write_text(release.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return 0
 
 

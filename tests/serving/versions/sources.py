@@ -56,8 +56,8 @@ def wheel_of(requirement: str) -> Wheel:
         raise OSError(f"pip does not answer about {requirement}") from error
     if done.returncode:
         raise OSError(f"pip does not find {requirement}: {done.stderr.strip()[-500:]}")
-    (found,) = json.loads(done.stdout)["install"]
-    archive = found["download_info"]
+    (item,) = json.loads(done.stdout)["install"]
+    archive = item["download_info"]
     return Wheel(archive["url"], archive["archive_info"]["hashes"]["sha256"])
 
 
@@ -79,8 +79,10 @@ class _Remote(io.RawIOBase):
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url, self._at = url, 0
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as said:
-            self._size = int(said.headers["Content-Length"])
+        with urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=60
+        ) as response:
+            self._size = int(response.headers["Content-Length"])
 
     def readable(self) -> bool:
         return True
@@ -100,14 +102,14 @@ class _Remote(io.RawIOBase):
         last = min(self._at + len(buffer), self._size) - 1
         if last < self._at:
             return 0
-        asked = urllib.request.Request(self._url, headers={"Range": f"bytes={self._at}-{last}"})
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        request = urllib.request.Request(self._url, headers={"Range": f"bytes={self._at}-{last}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
             if answer.status != 206:
                 raise OSError(f"no ranges of {self._url}: HTTP {answer.status}")
             try:
-                held = answer.read()
+                chunk = answer.read()
             except http.client.IncompleteRead as error:
                 raise OSError(f"{self._url} broke off") from error
-        buffer[: len(held)] = held
-        self._at += len(held)
-        return len(held)
+        buffer[: len(chunk)] = chunk
+        self._at += len(chunk)
+        return len(chunk)

@@ -95,17 +95,17 @@ class TestTheList:
         assert sorted(set(EVERY) - MEANINGS) == []
 
 
-def promised(name: str, tokens: VisualTokens, found: RefinedTokens, k: int = 8) -> None:
+def promised(name: str, tokens: VisualTokens, outcome: RefinedTokens, k: int = 8) -> None:
     policy = policy_using(name, k)
-    assert found.features.shape == (tokens.batch, k, tokens.features.shape[2])
-    assert found.features.dtype == tokens.features.dtype
-    assert bool(found.features.isfinite().all())
-    assert found.indices.shape == found.reference.shape == (tokens.batch, k)
-    kept = mask_from_indices(found.indices, tokens.count)
+    assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
+    assert outcome.features.dtype == tokens.features.dtype
+    assert bool(outcome.features.isfinite().all())
+    assert outcome.indices.shape == outcome.reference.shape == (tokens.batch, k)
+    kept = mask_from_indices(outcome.indices, tokens.count)
     assert kept.sum(dim=1).tolist() == [k] * tokens.batch
-    shared = (kept & mask_from_indices(found.reference, tokens.count)).sum(dim=1)
-    assert torch.equal(found.exchanged, k - shared)
-    assert int(shared.min()) >= policy.r_min and int(found.exchanged.max()) <= policy.quota
+    shared = (kept & mask_from_indices(outcome.reference, tokens.count)).sum(dim=1)
+    assert torch.equal(outcome.exchanged, k - shared)
+    assert int(shared.min()) >= policy.r_min and int(outcome.exchanged.max()) <= policy.quota
 
 
 class TestPromises:

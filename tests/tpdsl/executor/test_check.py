@@ -155,12 +155,12 @@ class TestVerdicts:
         replace_outcome(monkeypatch, lambda _: {"indices": torch.tensor([row, row])})
         assert failed(safety_check(materialize(state(), 4))) == ["valid_indices"]
 
-    @pytest.mark.parametrize(("r_min", "said"), [(None, 6), (1, 1)])
+    @pytest.mark.parametrize(("r_min", "least"), [(None, 6), (1, 1)])
     def test_valid_indices_means_no_more_exchanges_than_the_quota(
-        self, monkeypatch: pytest.MonkeyPatch, r_min: int | None, said: int
+        self, monkeypatch: pytest.MonkeyPatch, r_min: int | None, least: int
     ) -> None:
-        def swap_three(found: RefinedTokens) -> dict[str, Tensor]:
-            reference = found.reference[0].tolist()
+        def swap_three(outcome: RefinedTokens) -> dict[str, Tensor]:
+            reference = outcome.reference[0].tolist()
             others = [i for i in range(36) if i not in reference][:3]
             return {"indices": torch.tensor([sorted([*others, *reference[:5]])])}
 
@@ -169,7 +169,7 @@ class TestVerdicts:
         assert policy.quota == 2
         record = safety_check(policy, [images(1, batch=1)])
         assert failed(record) == ["valid_indices"]
-        assert details(record)["valid_indices"].endswith(f"kept: 5 of at least {said}")
+        assert details(record)["valid_indices"].endswith(f"kept: 5 of at least {least}")
 
     def test_finite_scores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def nothing(call: object, tokens: VisualTokens, picks: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class TestVerdicts:
         assert failed(safety_check(materialize(state(), 4))) == ["finite_scores"]
 
     def test_finite_scores_means_finite_rows_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        replace_outcome(monkeypatch, lambda found: {"features": found.features / 0})
+        replace_outcome(monkeypatch, lambda outcome: {"features": outcome.features / 0})
         record = safety_check(materialize(state(), 4))
         assert "finite_scores" in failed(record)
         assert details(record)["finite_scores"] == "finite rows: False, fell back: 0"
@@ -197,7 +197,7 @@ class TestVerdicts:
     def test_shapes(
         self, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]
     ) -> None:
-        replace_outcome(monkeypatch, lambda found: {"features": change(found.features)})
+        replace_outcome(monkeypatch, lambda outcome: {"features": change(outcome.features)})
         assert "shapes" in failed(safety_check(materialize(state(), 4)))
 
     @means("deterministic")
@@ -210,7 +210,9 @@ class TestVerdicts:
 
     def test_determinism_means_the_same_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         step = iter(range(100))
-        replace_outcome(monkeypatch, lambda found: {"features": found.features + 1e-3 * next(step)})
+        replace_outcome(
+            monkeypatch, lambda outcome: {"features": outcome.features + 1e-3 * next(step)}
+        )
         assert failed(safety_check(materialize(state(), 4))) == ["determinism"]
 
     def test_determinism_is_looked_at_as_often_as_the_state_says(
@@ -218,9 +220,9 @@ class TestVerdicts:
     ) -> None:
         runs: list[int] = []
 
-        def third_time_differs(found: RefinedTokens) -> dict[str, Tensor]:
+        def third_time_differs(outcome: RefinedTokens) -> dict[str, Tensor]:
             runs.append(1)
-            return {"features": found.features + (len(runs) == 3)}
+            return {"features": outcome.features + (len(runs) == 3)}
 
         replace_outcome(monkeypatch, third_time_differs)
         assert failed(safety_check(materialize(state(), 4), [images(1)])) == []
@@ -229,7 +231,9 @@ class TestVerdicts:
         assert failed(safety_check(materialize(thrice, 4), [images(1)])) == ["determinism"]
 
     def test_a_state_cannot_leave_a_check_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        replace_outcome(monkeypatch, lambda found: {"indices": found.indices[:, :1].expand(-1, 4)})
+        replace_outcome(
+            monkeypatch, lambda outcome: {"indices": outcome.indices[:, :1].expand(-1, 4)}
+        )
         lax = materialize(state({"/safety": ["fallback_to_selection"]}), 4)
         assert failed(safety_check(lax)) == ["valid_indices"]
 

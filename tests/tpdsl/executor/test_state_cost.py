@@ -118,5 +118,5 @@ def test_states_that_differ_much_are_ranked_as_they_run() -> None:
     ]
     predicted = [state_cost(one, shape) for one in ranked]
     assert all(2 * a <= b for a, b in pairwise(predicted)), predicted
-    found = [measured(one, shape) for one in ranked]
-    assert found == sorted(found), (predicted, found)
+    times = [measured(one, shape) for one in ranked]
+    assert times == sorted(times), (predicted, times)

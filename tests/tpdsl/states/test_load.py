@@ -245,7 +245,7 @@ def test_a_url_inside_a_state_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"),
+    ("version", "shown"),
     [
         (DELETE, "missing"),
         (None, "missing"),
@@ -254,7 +254,9 @@ def test_a_url_inside_a_state_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], r"[] is not known"),
     ],
 )
-def test_another_version_is_refused_with_the_one_that_is_read(version: object, said: str) -> None:
+def test_another_version_is_refused_with_the_one_that_is_read(version: object, shown: str) -> None:
     # The rest is not looked at: in another version it may well be right.
     actual = refused_with({"/schema": version, "/budget": 7, "/zzz": 1})
-    assert actual == [("/schema", f"schema version {said}; this version reads 'autoprune-state/1'")]
+    assert actual == [
+        ("/schema", f"schema version {shown}; this version reads 'autoprune-state/1'")
+    ]

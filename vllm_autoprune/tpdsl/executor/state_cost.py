@@ -237,28 +237,28 @@ def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
     own = _base_policy(base, shape)
     if base in ("visionzip", "prumerge_plus", "trim"):
         own += Work(10, 7 * shape.tokens * shape.width)  # every row is written anew
-    found = [_priced("/base_policy", base, own)]
+    costs = [_priced("/base_policy", base, own)]
     if scores or base == "cdpruner":
-        found.append(_priced("", "cosines between all tokens", _cosines(shape)))
+        costs.append(_priced("", "cosines between all tokens", _cosines(shape)))
     if scores:
         for i, signal in enumerate(state.scoring.signals):
             if signal.weight > 0:
                 work = _SIGNALS[signal.atom](signal, shape) + Work(6, 6 * shape.tokens)
-                found.append(_priced(f"/scoring/signals/{i}", signal.atom, work))
+                costs.append(_priced(f"/scoring/signals/{i}", signal.atom, work))
         for i, prior in enumerate(state.source.priors):
             if not is_idle(prior):
                 work = _prior(prior, state, shape)
-                found.append(_priced(f"/source/priors/{i}", prior.atom, work))
+                costs.append(_priced(f"/source/priors/{i}", prior.atom, work))
     if quota > 0:
         candidates = shape.tokens - shape.budget
         for i, pool in enumerate(state.constraints.pool):
             work, candidates = _pool(pool, shape, candidates)
-            found.append(_priced(f"/constraints/pool/{i}", pool.atom, work))
+            costs.append(_priced(f"/constraints/pool/{i}", pool.atom, work))
         selector = state.constraints.selector
-        found.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
+        costs.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
     reassembly = _reassembly(state.reassembly, shape)
-    found.append(_priced("/reassembly", state.reassembly.atom, reassembly))
-    return found
+    costs.append(_priced("/reassembly", state.reassembly.atom, reassembly))
+    return costs
 
 
 def _priced(where: str, name: str, work: Work) -> AtomCost:
@@ -272,10 +272,10 @@ def state_cost(state: PruningState, shape: Shape = REFERENCE) -> float:
 
 def _dearest(costs: Sequence[AtomCost]) -> list[tuple[str, int, float]]:
     """The three atoms that cost most: name, how often the state has it, milliseconds."""
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for cost in costs:
-        found.setdefault(cost.atom, []).append(cost.milliseconds)
-    totals = [(atom, len(each), sum(each)) for atom, each in found.items()]
+        times.setdefault(cost.atom, []).append(cost.milliseconds)
+    totals = [(atom, len(each), sum(each)) for atom, each in times.items()]
     return sorted(totals, key=lambda total: -total[2])[:3]
 
 

@@ -27,9 +27,9 @@ def fix() -> None:
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
         if lhs.dtype.scalar != tl.bfloat16:
             return stock(self, lhs, rhs, op)
-        found = op(widened(lhs.data), widened(rhs.data))
-        compared = found.dtype == numpy.bool_
-        return TensorHandle(found if compared else rounded(found), lhs.dtype.scalar)
+        result = op(widened(lhs.data), widened(rhs.data))
+        compared = result.dtype == numpy.bool_
+        return TensorHandle(result if compared else rounded(result), lhs.dtype.scalar)
 
     setattr(binary_op, _MARK, True)
     InterpreterBuilder.binary_op = binary_op

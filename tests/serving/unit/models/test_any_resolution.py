@@ -38,20 +38,20 @@ def image(join: Join, tiles: int, width: int = 8) -> tuple[Tensor, ImageFeatures
     projected = torch.randn(tiles, SIZE, width, generator=source)
     attention = projected[:, :, 0].exp()
     newline = torch.full((width,), 9.0)
-    made = join_features(Tiles(projected, attention), join, newline, SIDE)
-    return join(projected, newline), made
+    joined = join_features(Tiles(projected, attention), join, newline, SIDE)
+    return join(projected, newline), joined
 
 
 def test_without_padding_base_view_and_crops_are_equal_tiles() -> None:
     join = join_of(2, 2)
     (place,) = compute_joined_layout(join, 5, SIDE).places
     assert (place.grid, place.share) == (Grid(SIDE, SIDE, 5), 5)
-    rows, made = image(join, 5)
-    assert (made.tokens, made.candidates, made.gaps) == (len(rows), 80, 8)
-    assert torch.equal(made.rows(), rows)
+    rows, joined = image(join, 5)
+    assert (joined.tokens, joined.candidates, joined.gaps) == (len(rows), 80, 8)
+    assert torch.equal(joined.rows(), rows)
     source = torch.Generator().manual_seed(5)
     tiles = torch.randn(5, SIZE, 8, generator=source)
-    assert torch.equal(made.regions[0].projected, tiles.flatten(0, 1)), "tile after tile"
+    assert torch.equal(joined.regions[0].projected, tiles.flatten(0, 1)), "tile after tile"
 
 
 def test_where_padding_was_cut_off_crops_are_one_region() -> None:
@@ -59,19 +59,19 @@ def test_where_padding_was_cut_off_crops_are_one_region() -> None:
     base, crops = compute_joined_layout(join, 5, SIDE).places
     assert (base.grid, base.share) == (Grid(SIDE, SIDE), 1)
     assert (crops.grid, crops.share) == (Grid(6, 8), 4)
-    rows, made = image(join, 5)
-    assert torch.equal(made.rows(), rows)
-    for region in made.regions:
+    rows, joined = image(join, 5)
+    assert torch.equal(joined.rows(), rows)
+    for region in joined.regions:
         assert region.cls_attention is not None
         assert torch.equal(region.cls_attention, region.projected[:, 0].exp())
 
 
-def _pruned(made: ImageFeatures, budget: int) -> Tensor:
+def _pruned(joined: ImageFeatures, budget: int) -> Tensor:
     reporter = FallbackReporter()
     state = served(STATE)
     parts = ModelParts(lambda rows: rows)
     (rows,) = prune_images(
-        SelectionContext(state, parts, reporter), [ItemPlan(budget, (1, 1))], [made]
+        SelectionContext(state, parts, reporter), [ItemPlan(budget, (1, 1))], [joined]
     )
     assert reporter.meter.errors == {}
     return rows
@@ -85,17 +85,17 @@ def _places(rows: Tensor, whole: Tensor) -> list[int]:
 
 def test_kept_rows_come_in_the_model_s_own_order_without_newlines() -> None:
     for join, tiles in ((join_of(2, 2), 5), (join_of(1, 3, cut=1), 4), (join_of(3, 1), 4)):
-        rows, made = image(join, tiles)
-        kept = _places(_pruned(made, 9), rows)
+        rows, joined = image(join, tiles)
+        kept = _places(_pruned(joined, 9), rows)
         assert len(kept) == 9
         assert kept == sorted(set(kept))
         assert not any(bool((rows[i] == 9.0).all()) for i in kept)
 
 
 def test_every_tile_has_its_share() -> None:
-    _, made = image(join_of(2, 2), 5)
-    whole = made.regions[0].projected
-    kept = _places(_pruned(made, 10), whole)
+    _, joined = image(join_of(2, 2), 5)
+    whole = joined.regions[0].projected
+    kept = _places(_pruned(joined, 10), whole)
     assert [sum(i // SIZE == tile for i in kept) for tile in range(5)] == [2] * 5
     rows, cut = image(join_of(2, 2, cut=1), 5)
     kept = _places(_pruned(cut, 10), rows)
@@ -103,11 +103,11 @@ def test_every_tile_has_its_share() -> None:
 
 
 def test_newlines_come_back_where_there_is_room_for_more_than_tokens() -> None:
-    rows, made = image(join_of(2, 2, cut=1), 5)
+    rows, joined = image(join_of(2, 2, cut=1), 5)
     newlines = int((rows == 9.0).all(dim=1).sum())
-    assert made.gaps == newlines == 6
-    some = _pruned(made, made.candidates + 2)
+    assert joined.gaps == newlines == 6
+    some = _pruned(joined, joined.candidates + 2)
     is_newline = (rows == 9.0).all(dim=1)
     first_two = is_newline & (is_newline.cumsum(0) <= 2)
     assert torch.equal(some, rows[~is_newline | first_two])
-    assert torch.equal(_pruned(made, made.tokens), rows)
+    assert torch.equal(_pruned(joined, joined.tokens), rows)

@@ -28,13 +28,13 @@ def test_every_backbone_is_where_its_record_says(architecture: str) -> None:
     from vllm.model_executor.models import registry
 
     module, _, name = BACKBONES[architecture].model.partition(":")
-    found = vars(importlib.import_module(module))[name]
+    model_class = vars(importlib.import_module(module))[name]
     stock = registry._VLLM_MODELS[architecture]
     base = vars(importlib.import_module(f"vllm.model_executor.models.{stock[0]}"))[stock[1]]
-    assert issubclass(found, base)
-    assert found is not base
-    assert found._processor_factory is not base._processor_factory
-    assert found._processor_factory.info is base._processor_factory.info
+    assert issubclass(model_class, base)
+    assert model_class is not base
+    assert model_class._processor_factory is not base._processor_factory
+    assert model_class._processor_factory.info is base._processor_factory.info
 
 
 @pytest.mark.parametrize("architecture", BACKBONES)
@@ -105,25 +105,25 @@ def _keys(*keys: int) -> list[tuple[int, int]]:
 
 
 def test_each_image_is_encoded_once_and_then_remembered() -> None:
-    vision, shown = _vision(cache_bytes=1 << 20)
+    vision, encoded = _vision(cache_bytes=1 << 20)
     first = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
-    assert shown == [[1.0, 2.0]]
+    assert encoded == [[1.0, 2.0]]
     assert [f.rows()[0, 0].item() for f in first] == [1, 2, 1]
     again = vision.features(_keys(2, 3), _pixels(2, 3))
-    assert shown[1:] == [[3.0]]
+    assert encoded[1:] == [[3.0]]
     assert [f.rows()[0, 0].item() for f in again] == [2, 3]
 
 
 def test_features_of_another_geometry_are_not_used() -> None:
     """Two shapes of pixels under one key: a plan may be forged, and keys are digests."""
-    vision, shown = _vision(cache_bytes=1 << 20)
+    vision, encoded = _vision(cache_bytes=1 << 20)
     first, other = _pixels(1), [{"pixel_values": torch.full((4, 6, 6), 2.0)}]
     vision.features(_keys(1), first)
-    (found,) = vision.features(_keys(1), other)
-    assert shown == [[1.0], [2.0]]
-    assert found.rows()[0, 0].item() == 2
+    (features,) = vision.features(_keys(1), other)
+    assert encoded == [[1.0], [2.0]]
+    assert features.rows()[0, 0].item() == 2
     assert [f.rows()[0, 0].item() for f in vision.features(_keys(1), first)] == [1]
-    assert len(shown) == 2
+    assert len(encoded) == 2
 
 
 @pytest.mark.compat
@@ -140,25 +140,25 @@ def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
 
 
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
-    vision, shown = _vision(cache_bytes=1 << 20)
+    vision, encoded = _vision(cache_bytes=1 << 20)
     for _ in range(2):
-        found = vision.features([NO_KEY, NO_KEY, (1, 1)], _pixels(4, 5, 6))
-        assert [f.rows()[0, 0].item() for f in found] == [4, 5, 6]
-    assert shown == [[4.0, 5.0, 6.0], [4.0, 5.0]]
+        features = vision.features([NO_KEY, NO_KEY, (1, 1)], _pixels(4, 5, 6))
+        assert [f.rows()[0, 0].item() for f in features] == [4, 5, 6]
+    assert encoded == [[4.0, 5.0, 6.0], [4.0, 5.0]]
     assert len(vision.cache) == 1
     assert (vision.cache.hits, vision.cache.misses) == (1, 5)
 
 
 def test_cached_rows_do_not_hold_their_batch() -> None:
     vision, _ = _vision(cache_bytes=1 << 20)
-    for found in vision.features(_keys(1, 2), _pixels(1, 2)):
-        assert sum(p.untyped_storage().nbytes() for p in found.tensors()) == found.nbytes
+    for features in vision.features(_keys(1, 2), _pixels(1, 2)):
+        assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
 
 
 def test_profiling_encodes_every_dummy_although_they_look_alike() -> None:
-    vision, shown = _vision(cache_bytes=1 << 20)
+    vision, encoded = _vision(cache_bytes=1 << 20)
     assert len(vision.features(_keys(0, 0, 0), _pixels(0, 0, 0), profile=True)) == 3
-    assert shown == [[0.0, 0.0, 0.0]]
+    assert encoded == [[0.0, 0.0, 0.0]]
     assert len(vision.cache) == 0
 
 

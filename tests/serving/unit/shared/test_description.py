@@ -17,17 +17,17 @@ TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
 
 
 def test_one_line_says_what_will_happen_and_why() -> None:
-    said = format_summary(served(budget=16))
-    assert "\n" not in said
-    assert served().state.digest[:12] in said
-    assert "keeps 16 tokens of an image, by --autoprune-budget" in said
-    assert "base policy cdpruner" in said
-    assert "because no --autoprune-text-tower is given" in said
-    assert "requests may set nothing, because no --autoprune-requests is given" in said
+    summary = format_summary(served(budget=16))
+    assert "\n" not in summary
+    assert served().state.digest[:12] in summary
+    assert "keeps 16 tokens of an image, by --autoprune-budget" in summary
+    assert "base policy cdpruner" in summary
+    assert "because no --autoprune-text-tower is given" in summary
+    assert "requests may set nothing, because no --autoprune-requests is given" in summary
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"budget": 32}, "keeps 32 tokens of an image, as the state has it"),
         ({"tower": TOWER}, "relevance by CLIP text tower some/clip, sign -1, because its config"),
@@ -36,9 +36,9 @@ def test_one_line_says_what_will_happen_and_why() -> None:
         ({"rules": RequestRules("states", explicit=True)}, "any state, 1 to 65536 tokens"),
     ],
 )
-def test_each_reason(changes: dict[str, object], said: str) -> None:
+def test_each_reason(changes: dict[str, object], reason: str) -> None:
     changed = dataclasses.replace(served(), **changes)  # type: ignore[arg-type]
-    assert said in format_summary(changed)
+    assert reason in format_summary(changed)
 
 
 def test_relevance_is_told_only_where_it_is_read() -> None:
@@ -51,20 +51,20 @@ def test_clients_are_told_no_path(tmp_path: Path) -> None:
     local = dataclasses.replace(TOWER, path=str(tmp_path))
     here = dataclasses.replace(served(), tower=local)
     assert str(tmp_path) in format_summary(here)
-    told = json.dumps(describe_as_json(here))
-    assert str(tmp_path) not in told and tmp_path.name not in told
-    assert "CLIP text tower from a local folder, sign -1" in told
+    description = json.dumps(describe_as_json(here))
+    assert str(tmp_path) not in description and tmp_path.name not in description
+    assert "CLIP text tower from a local folder, sign -1" in description
     hub = describe_as_json(dataclasses.replace(served(), tower=TOWER))["relevance"]
     assert hub == "CLIP text tower some/clip, sign -1, because its config says so"
 
 
 def test_data_has_policy_digest_and_evidence() -> None:
     state = load_state("visionzip")
-    told = describe_as_json(ServedState("LlavaForConditionalGeneration", state, 64, None, 0))
-    assert (told["state"], told["digest"], told["base_policy"]) == (
+    description = describe_as_json(ServedState("LlavaForConditionalGeneration", state, 64, None, 0))
+    assert (description["state"], description["digest"], description["base_policy"]) == (
         "visionzip",
         state.digest,
         "visionzip",
     )
-    assert told["evidence"] == state.provenance.model_dump(mode="json")
-    assert told["budget"] == {"k": 64, "follows_image_size": False, "q_e": 0, "r_min": 64}
+    assert description["evidence"] == state.provenance.model_dump(mode="json")
+    assert description["budget"] == {"k": 64, "follows_image_size": False, "q_e": 0, "r_min": 64}

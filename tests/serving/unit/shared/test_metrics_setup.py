@@ -36,9 +36,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def opened() -> Any:
     config = vllm_config()
     attach_metrics_setup(config)
-    found = find_metrics_setup(config.model_config)
-    assert found is not None
-    return found
+    setup = find_metrics_setup(config.model_config)
+    assert setup is not None
+    return setup
 
 
 def test_one_api_server_shows_what_its_workers_write() -> None:
@@ -64,8 +64,8 @@ def test_bytes_of_one_token() -> None:
     config = vllm_config()
     config.cache_config.cache_dtype = "fp8"
     attach_metrics_setup(config)
-    found = find_metrics_setup(config.model_config)
-    assert found is not None and found.kv_bytes == 2 * 4 * 6 * 32
+    setup = find_metrics_setup(config.model_config)
+    assert setup is not None and setup.kv_bytes == 2 * 4 * 6 * 32
 
 
 def test_the_record_travels() -> None:

@@ -57,7 +57,7 @@ def test_what_is_no_plan_is_refused_with_its_reason() -> None:
     def forged(place: int, value: int) -> torch.Tensor:
         return sound.index_fill(0, torch.tensor([place]), value)
 
-    for row, said in (
+    for row, message in (
         (None, "64-bit"),
         (sound.float(), "64-bit"),
         (sound[None], "64-bit"),
@@ -81,7 +81,7 @@ def test_what_is_no_plan_is_refused_with_its_reason() -> None:
         (forged(12, -3), "negative"),
         (torch.cat([sound, sound]), "numbers"),
     ):
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=message):
             ItemPlan.decode(row)
 
 

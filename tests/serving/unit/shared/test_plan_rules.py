@@ -33,9 +33,9 @@ def plan(**more: Any) -> ItemPlan:
     return ItemPlan(**{"budget": 8, "key": (1, 2), "instruction": (3,), **more})
 
 
-def refused(made: ItemPlan, by: PlanRules, placeholders: int | None = None) -> str:
+def refused(item_plan: ItemPlan, by: PlanRules, placeholders: int | None = None) -> str:
     with pytest.raises(RequestError) as caught:
-        by.check(made, made.budget if placeholders is None else placeholders)
+        by.check(item_plan, item_plan.budget if placeholders is None else placeholders)
     assert "autoprune_plan" in str(caught.value)
     return str(caught.value)
 
@@ -49,7 +49,7 @@ def test_what_the_server_s_own_api_makes_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "level", "said"),
+    ("item_plan", "level", "message"),
     [
         (plan(profile=True), "states", "profiling"),
         (plan(budget=65), "states", "K = 65"),
@@ -66,12 +66,12 @@ def test_what_the_server_s_own_api_makes_is_allowed() -> None:
     ],
     ids=str,
 )
-def test_a_forged_plan_is_refused(made: ItemPlan, level: Any, said: str) -> None:
+def test_a_forged_plan_is_refused(item_plan: ItemPlan, level: Any, message: str) -> None:
     by = rules(level)
-    if "reads" in said:
+    if "reads" in message:
         lacking = dataclasses.replace(by.served, unavailable=(("language", "not here"),))
         by = PlanRules(lacking, WORDS)
-    assert said in refused(made, by)
+    assert message in refused(item_plan, by)
 
 
 def test_a_plan_has_as_many_rows_as_the_prompt_has_room_for() -> None:
@@ -91,36 +91,36 @@ def test_the_text_tower_has_words_of_its_own() -> None:
 
 def read(row: object, by: PlanRules) -> tuple[ItemPlan, FallbackReporter]:
     reporter = FallbackReporter()
-    (found,) = PlanReader(by, reporter, torch.device("cpu")).read([row])
-    return found, reporter
+    (result,) = PlanReader(by, reporter, torch.device("cpu")).read([row])
+    return result, reporter
 
 
 def test_the_worker_reads_a_sound_plan_as_it_is() -> None:
-    for made in (plan(), plan(state=OWN), plan(keep="random"), plan(budget=8, profile=True)):
-        found, reporter = read(made.encode(), rules())
-        assert found == made
+    for item_plan in (plan(), plan(state=OWN), plan(keep="random"), plan(budget=8, profile=True)):
+        result, reporter = read(item_plan.encode(), rules())
+        assert result == item_plan
         assert reporter.meter.errors == {}
 
 
 def test_the_worker_carries_out_another_plan_where_it_must() -> None:
-    found, reporter = read(plan(state=OWN).encode(), rules("budget"))
-    assert (found.state, found.keep, found.budget) == (b"", "state", 8)
+    result, reporter = read(plan(state=OWN).encode(), rules("budget"))
+    assert (result.state, result.keep, result.budget) == (b"", "state", 8)
     assert reporter.meter.errors == {"RequestError": 1}
     assert reporter.meter.counts_on_host()["reference", "plan"] == 1
-    found, _ = read(plan(instruction=(WORDS,), language=(WORDS,)).encode(), rules())
-    assert (found.instruction, found.language) == ((), ())
-    found, _ = read(plan(keep="random").encode(), rules("none"))
-    assert found.keep == "state"
+    result, _ = read(plan(instruction=(WORDS,), language=(WORDS,)).encode(), rules())
+    assert (result.instruction, result.language) == ((), ())
+    result, _ = read(plan(keep="random").encode(), rules("none"))
+    assert result.keep == "state"
     for junk in (None, torch.zeros(3), torch.full((20,), -1), "no plan", [1, 2]):
-        found, reporter = read(junk, rules())
-        assert (found.budget, found.keep, found.state) == (8, "reference", b"")
+        result, reporter = read(junk, rules())
+        assert (result.budget, result.keep, result.state) == (8, "reference", b"")
         assert sum(reporter.meter.errors.values()) == 1
 
 
 def test_a_plan_whose_budget_its_state_cannot_have_has_its_rows() -> None:
     strict = PlanRules(served({"/constraints/selector/r_min": 8}), WORDS)
-    found, reporter = read(plan(budget=4).encode(), strict)
-    assert (found.budget, found.keep, reporter.meter.errors) == (4, "reference", {})
+    result, reporter = read(plan(budget=4).encode(), strict)
+    assert (result.budget, result.keep, reporter.meter.errors) == (4, "reference", {})
     limited = PlanRules(served({"/budget/limit": 32}), WORDS)
     assert read(plan(budget=33).encode(), limited)[0].keep == "random"
 

@@ -13,11 +13,11 @@ from vllm_autoprune.serving.shared.text_tower import TextTower
 
 
 def test_policies_of_a_served_state() -> None:
-    found = served({"/constraints/selector/q_e": 2}, budget=8)
-    assert (found.policy().budget, found.policy().quota) == (8, 2)
-    assert (found.policy(16).budget, found.policy(16).quota) == (16, 2)
-    assert found.policy(16, "reference").quota == 0
-    assert found.policy(16) is found.policy(16)
+    served_state = served({"/constraints/selector/q_e": 2}, budget=8)
+    assert (served_state.policy().budget, served_state.policy().quota) == (8, 2)
+    assert (served_state.policy(16).budget, served_state.policy(16).quota) == (16, 2)
+    assert served_state.policy(16, "reference").quota == 0
+    assert served_state.policy(16) is served_state.policy(16)
 
 
 def test_needs_are_those_of_every_budget_a_request_may_ask_for() -> None:
@@ -33,10 +33,10 @@ def test_a_served_state_survives_pickling_and_copying(how: str) -> None:
     sent = served({"/base_policy": {"name": "divprune"}}, 16, tower, cache_bytes=5)
     rules = RequestRules("states", 8, 64, explicit=True)
     sent = dataclasses.replace(sent, rules=rules, unavailable=(("language", "because"),))
-    found = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
-    assert isinstance(found, ServedState)
-    assert found.state.digest == sent.state.digest
-    assert found.policy() == sent.policy()
-    assert found.policy(8, "reference") == sent.policy(8, "reference")
-    assert (found.budget, found.tower, found.cache_bytes) == (16, tower, 5)
-    assert (found.rules, found.unavailable) == (rules, sent.unavailable)
+    received = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
+    assert isinstance(received, ServedState)
+    assert received.state.digest == sent.state.digest
+    assert received.policy() == sent.policy()
+    assert received.policy(8, "reference") == sent.policy(8, "reference")
+    assert (received.budget, received.tower, received.cache_bytes) == (16, tower, 5)
+    assert (received.rules, received.unavailable) == (rules, sent.unavailable)

@@ -22,8 +22,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = BASE_POLICIES["divprune"]
 
     def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-        found = sound.select(params, tokens, budget).picks
-        return ReferenceSelection(torch.cat([found[:, :1], found[:, :-1]], dim=1))
+        picks = sound.select(params, tokens, budget).picks
+        return ReferenceSelection(torch.cat([picks[:, :1], picks[:, :-1]], dim=1))
 
     monkeypatch.setitem(BASE_POLICIES, "divprune", dataclasses.replace(sound, function=repeats))
 
@@ -33,9 +33,9 @@ def test_a_state_that_breaks_its_promises_serves_its_base_policy(
     logged: pytest.LogCaptureFixture,
 ) -> None:
     data = edited(shipped(), DIVPRUNE)
-    found = resolve_settings({"state": data}, vllm_config())
-    assert not found.policy().refines
-    assert found.state.digest == state(DIVPRUNE).without_exchange().digest
+    served_state = resolve_settings({"state": data}, vllm_config())
+    assert not served_state.policy().refines
+    assert served_state.state.digest == state(DIVPRUNE).without_exchange().digest
     (record,) = logged.records
     assert record.levelname == "WARNING"
     assert "valid_indices" in record.getMessage()
@@ -52,10 +52,10 @@ def test_a_state_that_may_not_fall_back_is_refused() -> None:
 
 def test_a_sound_state_is_served_as_it_is(logged: pytest.LogCaptureFixture) -> None:
     for changes in ({}, {"/safety": CHECKS}):
-        found = resolve_settings(
+        served_state = resolve_settings(
             {"state": edited(shipped(), {**DIVPRUNE, **changes})}, vllm_config()
         )
-        assert found.policy().refines
+        assert served_state.policy().refines
     assert logged.records == []
 
 

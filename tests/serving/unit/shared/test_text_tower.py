@@ -45,10 +45,10 @@ def test_the_sign_comes_with_its_reason(
     assert because in tower.reason
 
 
-@pytest.mark.parametrize("said", [0, 2, "1", "-1", [1], True, 0.5], ids=repr)
-def test_a_sign_that_is_none_is_refused(tmp_path: Path, said: object) -> None:
-    problem = refused(describe(tmp_path, {SIGN_KEY: said}))
-    assert f"{SIGN_KEY} = {said!r}" in problem.what
+@pytest.mark.parametrize("sign", [0, 2, "1", "-1", [1], True, 0.5], ids=repr)
+def test_a_sign_that_is_none_is_refused(tmp_path: Path, sign: object) -> None:
+    problem = refused(describe(tmp_path, {SIGN_KEY: sign}))
+    assert f"{SIGN_KEY} = {sign!r}" in problem.what
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_place_that_is_not_there(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path / "nowhere").what
 
 
-@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"model_type": "nope"}'])
-def test_a_config_that_is_none(tmp_path: Path, said: str) -> None:
-    (tmp_path / "config.json").write_text(said)
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "nope"}'])
+def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
     assert "cannot be read" in refused(tmp_path).what
 
 

@@ -12,7 +12,7 @@ from vllm_autoprune.serving.startup.config import resolve_settings
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (vllm_config(architecture="PixtralForConditionalGeneration"), "has no pruned form"),
         (
@@ -26,10 +26,10 @@ from vllm_autoprune.serving.startup.config import resolve_settings
     ],
     ids=["architecture", "SigLIP", "layers", "strategy"],
 )
-def test_a_model_that_cannot_be_pruned(config: Any, said: str) -> None:
+def test_a_model_that_cannot_be_pruned(config: Any, message: str) -> None:
     (problem,) = refusal({"state": "autoprune"}, config)
     assert problem.where == "model"
-    assert said in problem.what
+    assert message in problem.what
 
 
 def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +38,8 @@ def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lora_on_the_vision_tower() -> None:
-    for wanted, refused in ((True, True), (False, False)):
-        config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=wanted))
+    for enabled, refused in ((True, True), (False, False)):
+        config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=enabled))
         if refused:
             assert places({"state": "autoprune"}, config) == ["--enable-tower-connector-lora"]
         else:
@@ -61,19 +61,19 @@ def _of(base: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ({"model_type": "qwen2"}, "'qwen2'"),
         ({"bos_token_id": None}, "bos_token_id None"),
         ({"max_position_embeddings": 832}, "832 is below 833"),
     ],
 )
-def test_a_language_model_that_cannot_be_read(text: dict[str, object], said: str) -> None:
+def test_a_language_model_that_cannot_be_read(text: dict[str, object], message: str) -> None:
     config = vllm_config()
     resolve_settings(_of("fastv"), config)
     vars(config.model_config.hf_config.text_config).update(text)
     (problem,) = refusal(_of("fastv"), config)
-    assert said in problem.what
+    assert message in problem.what
     resolve_settings(_of("divprune"), config)  # it matters only to who reads it
 
 
@@ -86,10 +86,10 @@ def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
 
 def test_what_cannot_be_read_limits_only_what_requests_may_bring() -> None:
     config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
-    found = resolve_settings({"state": "autoprune", "requests": "states"}, config)
-    ((need, reason),) = found.unavailable
+    served_state = resolve_settings({"state": "autoprune", "requests": "states"}, config)
+    ((need, reason),) = served_state.unavailable
     assert (need, reason.partition(":")[0]) == ("language", "--enable-lora")
-    assert found.needs == {"cls_attention", "instruction", "tower", "next_layer"}
+    assert served_state.needs == {"cls_attention", "instruction", "tower", "next_layer"}
     resolve_settings({"state": "autoprune", "requests": "budget:16-64"}, config)
 
 

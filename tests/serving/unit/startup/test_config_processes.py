@@ -56,9 +56,9 @@ def test_a_mistake_on_the_command_line_ends_with_one_message(registered: Registe
     config = vllm_config({"state": "nowhere", "budget": "x", "from_flags": True})
     with pytest.raises(SystemExit) as caught:
         apply_settings(config)
-    said = str(caught.value.code)
-    assert said.startswith("\nvllm-autoprune: cannot serve pruned: 2 problem(s)")
-    assert "--autoprune-state nowhere" in said and "--autoprune-budget" in said
+    message = str(caught.value.code)
+    assert message.startswith("\nvllm-autoprune: cannot serve pruned: 2 problem(s)")
+    assert "--autoprune-state nowhere" in message and "--autoprune-budget" in message
     assert caught.value.__suppress_context__
     assert served_state(config.model_config) is None
     assert registered.models == []

@@ -40,8 +40,8 @@ VERIFY = "try_verify_and_update_config"
 @pytest.fixture
 def parsed(parser: Any) -> Callable[..., Config]:
     def parse(*words: str) -> Config:
-        found: Config = parser.parse_args(list(words)).additional_config
-        return found
+        config: Config = parser.parse_args(list(words)).additional_config
+        return config
 
     return parse
 
@@ -57,12 +57,12 @@ def ours(**settings: object) -> Config:
 def test_every_flag_lands_in_additional_config_as_it_was_typed(
     parsed: Callable[..., Config],
 ) -> None:
-    found = parsed(
+    config = parsed(
         *("--autoprune-state", "autoprune", "--autoprune-budget", "64"),
         *("--autoprune-text-tower", "some/clip", "--autoprune-feature-cache-gb", "0.5"),
         *("--autoprune-requests", "budget:16-64"),
     )
-    assert found == ours(
+    assert config == ours(
         state="autoprune",
         budget="64",
         text_tower="some/clip",
@@ -72,17 +72,17 @@ def test_every_flag_lands_in_additional_config_as_it_was_typed(
 
 
 def test_no_flag_leaves_the_namespace_as_it_is(parser: Any) -> None:
-    found = parser.parse_args([])
-    assert found.additional_config == {}
-    assert not [name for name in vars(found) if "autoprune" in name]
+    namespace = parser.parse_args([])
+    assert namespace.additional_config == {}
+    assert not [name for name in vars(namespace) if "autoprune" in name]
 
 
 def test_engine_arguments_hold_what_the_flags_said(parser: Any, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     words = ["--model", str(tmp_path), "--autoprune-state", "autoprune"]
-    found = EngineArgs.from_cli_args(parser.parse_args(words))
-    assert found.additional_config == ours(state="autoprune")
+    engine_args = EngineArgs.from_cli_args(parser.parse_args(words))
+    assert engine_args.additional_config == ours(state="autoprune")
 
 
 THEIRS = ("--additional-config", asjson(theirs={"x": 1}))
@@ -142,12 +142,12 @@ def test_a_default_of_the_parser_is_added_to_and_never_changed(
     assert parsed() is default
 
 
-@pytest.mark.parametrize("said", ["[1]", "3", "text"])
+@pytest.mark.parametrize("value", ["[1]", "3", "text"])
 def test_an_additional_config_that_is_no_object_is_refused_and_not_dropped(
-    parsed: Callable[..., Config], said: str, capsys: pytest.CaptureFixture[str]
+    parsed: Callable[..., Config], value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parsed("--additional-config", said)
+        parsed("--additional-config", value)
     assert "not a JSON object" in capsys.readouterr().err
 
 

@@ -21,8 +21,8 @@ def test_names_that_are_gone_are_found() -> None:
     assert find_missing_names(Hook("json", ("JSONEncoder.encode", "dumps"), "a test")) == ()
     gone = find_missing_names(Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "a test"))
     assert gone == ("JSONEncoder.sing",)
-    (told,) = find_missing_names(Hook("no_such_module", ("a", "b"), "a test"))
-    assert told.startswith("no_such_module (ModuleNotFoundError")
+    (missing,) = find_missing_names(Hook("no_such_module", ("a", "b"), "a test"))
+    assert missing.startswith("no_such_module (ModuleNotFoundError")
 
 
 @pytest.mark.compat
@@ -65,10 +65,10 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 def test_everything_that_is_imported_from_vllm_is_on_the_list() -> None:
     listed = {(hook.module, name.split(".")[0]) for hook in HOOKS for name in hook.names}
     modules = {hook.module for hook in HOOKS}
-    found = {
+    imports = {
         pair
         for path in ROOM.rglob("*.py")
         for pair in imported(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert len(found) > 10
-    assert {(m, n) for m, n in found - listed if f"{m}.{n}" not in modules} == set()
+    assert len(imports) > 10
+    assert {(m, n) for m, n in imports - listed if f"{m}.{n}" not in modules} == set()

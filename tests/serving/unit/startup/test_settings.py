@@ -23,7 +23,7 @@ TOWER = "--autoprune-text-tower"
 @pytest.mark.parametrize("form", ["name", "path", "path as text", "json", "dict", "state"])
 def test_a_state_may_be_given_in_every_form(form: str) -> None:
     file = shipped_states()["autoprune"]
-    given: Mapping[str, object] = {
+    forms: Mapping[str, object] = {
         "name": "autoprune",
         "path": file,
         "path as text": str(file),
@@ -31,16 +31,16 @@ def test_a_state_may_be_given_in_every_form(form: str) -> None:
         "dict": shipped(),
         "state": state(),
     }
-    found = resolve_settings({"state": given[form]}, vllm_config())
-    assert found.state.digest == state().digest
-    assert (found.architecture, found.budget, found.tower) == (LLAVA, 32, None)
-    assert found.cache_bytes == 1 << 28
+    served_state = resolve_settings({"state": forms[form]}, vllm_config())
+    assert served_state.state.digest == state().digest
+    assert (served_state.architecture, served_state.budget, served_state.tower) == (LLAVA, 32, None)
+    assert served_state.cache_bytes == 1 << 28
 
 
 @pytest.mark.parametrize("budget", [64, "64", " 64 "], ids=repr)
 def test_a_budget_of_its_own(budget: object) -> None:
-    found = resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
-    assert found.budget == found.policy().budget == 64
+    served_state = resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+    assert served_state.budget == served_state.policy().budget == 64
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ def test_a_budget_of_its_own(budget: object) -> None:
     ids=repr,
 )
 def test_a_cache_of_its_own(size: object, count: int) -> None:
-    found = resolve_settings({"state": "autoprune", "feature_cache_gb": size}, vllm_config())
-    assert found.cache_bytes == count
+    served_state = resolve_settings({"state": "autoprune", "feature_cache_gb": size}, vllm_config())
+    assert served_state.cache_bytes == count
 
 
 def test_a_text_tower_of_its_own(tiny_clip: TinyClip) -> None:
     settings = {"state": "autoprune", "text_tower": str(tiny_clip.folder)}
-    found = resolve_settings(settings, vllm_config())
-    assert found.tower is not None
-    assert (found.tower.path, found.tower.sign) == (str(tiny_clip.folder), -1)
+    served_state = resolve_settings(settings, vllm_config())
+    assert served_state.tower is not None
+    assert (served_state.tower.path, served_state.tower.sign) == (str(tiny_clip.folder), -1)
 
 
 @pytest.mark.parametrize("settings", ["autoprune", 3, None, ["autoprune"], True], ids=repr)
@@ -114,7 +114,7 @@ def test_a_dictionary_that_is_no_json_is_told_as_every_other_problem(value: obje
 
 
 @pytest.mark.parametrize(
-    ("changes", "pointer", "said"),
+    ("changes", "pointer", "message"),
     [
         ({"/schema": "autoprune-state/9"}, "/schema", "autoprune-state/9"),
         ({"/scoring/fusion/atom": MISSING}, "/scoring/fusion/atom", MISSING),
@@ -124,14 +124,14 @@ def test_a_dictionary_that_is_no_json_is_told_as_every_other_problem(value: obje
     ids=["version", "atom", "parameter", "field"],
 )
 def test_a_state_with_a_mistake_is_pointed_at(
-    tmp_path: Path, changes: dict[str, object], pointer: str, said: str
+    tmp_path: Path, changes: dict[str, object], pointer: str, message: str
 ) -> None:
     data = edited(shipped(), {"/reassembly": {"atom": "mean_residual"}, **changes})
     file = tmp_path / "state.json"
     file.write_text(json.dumps(data))
     (in_file,) = refusal({"state": str(file)})
     assert in_file.where == f"--autoprune-state {file}#{pointer}"
-    assert said in in_file.what
+    assert message in in_file.what
     (in_settings,) = refusal({"state": data})
     assert in_settings.where == f"#{pointer}"
 
@@ -225,8 +225,8 @@ def test_every_problem_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_bound_on_states_of_requests() -> None:
     assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.cost == DEFAULT_COST
-    found = resolve_settings({"state": "autoprune", "request_cost": "750"}, vllm_config()).rules
-    assert (found.cost, found.level) == (750.0, "budget")
+    rules = resolve_settings({"state": "autoprune", "request_cost": "750"}, vllm_config()).rules
+    assert (rules.cost, rules.level) == (750.0, "budget")
     for wrong in ("much", 0, -1, "nan", "inf", 1e9):
         settings = {"state": "autoprune", "request_cost": wrong}
         assert places(settings) == ["--autoprune-request-cost"]

@@ -40,15 +40,15 @@ RELEASES = kept()
 
 @cache
 def here() -> Sources:
-    found = importlib.util.find_spec("vllm")  # not imported: that takes ten seconds
-    assert found is not None and found.origin is not None
-    return installed(Path(found.origin).parent)
+    spec = importlib.util.find_spec("vllm")  # not imported: that takes ten seconds
+    assert spec is not None and spec.origin is not None
+    return installed(Path(spec.origin).parent)
 
 
 @pytest.fixture(params=RELEASES, ids=lambda release: release.version)
 def release(request: pytest.FixtureRequest) -> Release:
-    found: Release = request.param
-    return found
+    value: Release = request.param
+    return value
 
 
 # ---- releases that are kept ----
@@ -59,8 +59,8 @@ def test_every_minor_version_of_the_range_is_installed_or_kept() -> None:
 
     seen = {vllm_version(), *(Version(release.version) for release in RELEASES)}
     assert all(LOWEST <= version < BELOW for version in seen)
-    wanted = {(LOWEST.major, minor) for minor in range(LOWEST.minor, BELOW.minor)}
-    assert {(version.major, version.minor) for version in seen} == wanted
+    minor_versions = {(LOWEST.major, minor) for minor in range(LOWEST.minor, BELOW.minor)}
+    assert {(version.major, version.minor) for version in seen} == minor_versions
 
 
 def test_a_release_has_every_hook(release: Release) -> None:
@@ -73,10 +73,10 @@ def test_a_release_has_every_hook(release: Release) -> None:
 @pytest.mark.compat
 def test_a_release_calls_hooks_as_the_installed_one_does(release: Release) -> None:
     """The same kind, parameters and defaults; of code that differs somebody has said why it may."""
-    ours = symbols_of(here())
+    installed_symbols = symbols_of(here())
     other: dict[str, tuple[Symbol | None, Symbol | None]] = {}
     for name, symbol in release.symbols.items():
-        mine = ours[name]
+        mine = installed_symbols[name]
         assert mine is not None and symbol is not None
         assert (symbol.kind, symbol.called) == (mine.kind, mine.called), name
         if symbol.code != mine.code:
@@ -143,7 +143,7 @@ def fast(x): ...
 }
 
 
-def found(name: str, module: str = "p.a") -> Symbol | None:
+def find_symbol(name: str, module: str = "p.a") -> Symbol | None:
     return look_up(PACKAGE.get, module, name)
 
 
@@ -163,16 +163,16 @@ def found(name: str, module: str = "p.a") -> Symbol | None:
     ],
 )
 def test_a_name_is_found(name: str, kind: str, where: str, called: str) -> None:
-    symbol = found(name)
+    symbol = find_symbol(name)
     assert symbol is not None
     assert (symbol.kind, symbol.where, symbol.called) == (kind, where, called)
 
 
 def test_through_packages() -> None:
-    assert found("Child", "p") == found("Child")
-    assert found("lazy", "p.b") == Symbol("value", "p.b")
-    assert found("other.fast", "p") == found("fast")
-    assert found("b", "p") == Symbol("module", "p.b")
+    assert find_symbol("Child", "p") == find_symbol("Child")
+    assert find_symbol("lazy", "p.b") == Symbol("value", "p.b")
+    assert find_symbol("other.fast", "p") == find_symbol("fast")
+    assert find_symbol("b", "p") == Symbol("module", "p.b")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_through_packages() -> None:
     ],
 )
 def test_a_name_that_is_not_there(name: str, module: str) -> None:
-    assert found(name, module) is None
+    assert find_symbol(name, module) is None
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_name_that_is_not_there(name: str, module: str) -> None:
 def test_code_is_compared_without_what_is_said_about_it(old: str, new: str, same: bool) -> None:
     edited = {**PACKAGE, "p/a.py": PACKAGE["p/a.py"].replace(old, new)}
     assert edited["p/a.py"] != PACKAGE["p/a.py"]
-    before, after = found("Child.method"), look_up(edited.get, "p.a", "Child.method")
+    before, after = find_symbol("Child.method"), look_up(edited.get, "p.a", "Child.method")
     assert before is not None and after is not None
     assert (before.code == after.code) is same
 
@@ -217,11 +217,11 @@ def test_the_command_writes_and_compares(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     symbols = {"p.a": Symbol("value", "p"), "p.gone": None}
-    made = Release(version="9.9", wheel="vllm-9.9.whl", sha256="0", symbols=symbols)
+    release_record = Release(version="9.9", wheel="vllm-9.9.whl", sha256="0", symbols=symbols)
     monkeypatch.setattr("tests.serving.versions.release.FOLDER", tmp_path)
-    monkeypatch.setattr(command, "fetched", lambda version: made)
+    monkeypatch.setattr(command, "fetched", lambda version: release_record)
     assert command.main(["9.9", "--check"]) == 1
     assert command.main(["9.9"]) == 0
     assert "1 of 2 names\nnot there: p.gone\n" in capsys.readouterr().out
-    assert read(file_of("9.9")) == made
+    assert read(file_of("9.9")) == release_record
     assert command.main(["9.9", "--check"]) == 0

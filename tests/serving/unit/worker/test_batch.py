@@ -35,15 +35,15 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
     selections: list[tuple[int, int]],
 ) -> None:
-    shown = images(6)
+    image_list = images(6)
     plans = [plan(8), plan(4, ids=(1,)), plan(8, ids=(2,)), plan(12), plan(4), plan(8, ids=(3,))]
-    together = pruned(plans, shown)
+    together = pruned(plans, image_list)
     assert sorted(selections) == [(4, 2), (8, 3), (12, 1)]
-    for one, rows, asked in zip(shown, together, plans, strict=True):
-        assert rows.shape == (asked.budget, 16)
+    for one, rows, item_plan in zip(image_list, together, plans, strict=True):
+        assert rows.shape == (item_plan.budget, 16)
         kept = rows_of(one, rows)
         assert kept == sorted(set(kept))
-        assert torch.equal(rows, pruned([asked], [one])[0])
+        assert torch.equal(rows, pruned([item_plan], [one])[0])
 
 
 def test_the_instruction_is_the_image_s_own() -> None:
@@ -64,9 +64,9 @@ def test_nothing_is_selected_or_copied_where_everything_is_kept(
 
 
 def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
-    shown = images(3)
-    rows = pruned([plan(8, profile=True)] * 3, shown)
-    assert all(torch.equal(r, i.rows()) for r, i in zip(rows, shown, strict=True))
+    image_list = images(3)
+    rows = pruned([plan(8, profile=True)] * 3, image_list)
+    assert all(torch.equal(r, i.rows()) for r, i in zip(rows, image_list, strict=True))
     assert selections == [(8, 3)]
 
 
@@ -84,11 +84,11 @@ def test_the_reference_alone_is_the_base_policy_s_selection(
 
 def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
     one, other = images(2)
-    drawn = pruned(
+    rows = pruned(
         [plan(8, 5, keep="random"), plan(8, 6, keep="random"), plan(8, 5, (9,), keep="random")],
         [one, one, other],
     )
-    first, second, third = (rows_of(i, r) for i, r in zip([one, one, other], drawn, strict=True))
+    first, second, third = (rows_of(i, r) for i, r in zip([one, one, other], rows, strict=True))
     assert first == third == sorted(set(first))
     assert first != second
     assert rows_of(one, pruned([plan(8, 5, keep="random")], [one])[0]) == first
@@ -105,8 +105,8 @@ def test_keeps_of_one_budget_do_not_mix() -> None:
     plans = [plan(8, 5, keep="random"), plan(8, 5), plan(8, 5, keep="reference")]
     together = pruned(plans, [one] * 3)
     assert all(
-        torch.equal(rows, pruned([asked], [one])[0])
-        for rows, asked in zip(together, plans, strict=True)
+        torch.equal(rows, pruned([item_plan], [one])[0])
+        for rows, item_plan in zip(together, plans, strict=True)
     )
 
 
@@ -131,12 +131,12 @@ def test_a_policy_with_another_number_of_rows_still_fills_its_placeholder(
 @pytest.mark.parametrize("budget", [N + 1, 4 * N])
 def test_an_image_smaller_than_its_plan_still_fills_its_placeholder(budget: int) -> None:
     """Its rows, then the last one again: vLLM's engine ends where rows are missing."""
-    shown, reporter = images(2), FallbackReporter()
+    image_list, reporter = images(2), FallbackReporter()
     large, small = prune_images(
-        SelectionContext(served(), parts(), reporter), [plan(budget), plan(8)], shown
+        SelectionContext(served(), parts(), reporter), [plan(budget), plan(8)], image_list
     )
-    assert torch.equal(large[:N], shown[0].rows())
-    assert torch.equal(large[N:], shown[0].rows()[-1:].expand(budget - N, -1))
+    assert torch.equal(large[:N], image_list[0].rows())
+    assert torch.equal(large[N:], image_list[0].rows()[-1:].expand(budget - N, -1))
     assert small.shape[0] == 8
     assert reporter.meter.errors == {"SelectionError": 1}
 
@@ -149,8 +149,10 @@ def test_a_policy_that_raises_still_answers_for_every_image(
 
     monkeypatch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
     reporter = FallbackReporter()
-    shown = images(2)
-    rows = prune_images(SelectionContext(served(), parts(), reporter), [plan(8), plan(4)], shown)
+    image_list = images(2)
+    rows = prune_images(
+        SelectionContext(served(), parts(), reporter), [plan(8), plan(4)], image_list
+    )
     assert [r.shape[0] for r in rows] == [8, 4]
     assert reporter.meter.errors == {"RuntimeError": 2}
 
@@ -162,8 +164,8 @@ def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch
         return ReferenceSelection(torch.arange(budget - 2)[None], extra=extra)
 
     real = BASE_POLICIES["cdpruner"]
-    told = dataclasses.replace(real, needs=frozenset(), function=two_more)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    policy = dataclasses.replace(real, needs=frozenset(), function=two_more)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
     (one,) = images(1)
     reporter = FallbackReporter()
     (rows,) = prune_images(SelectionContext(blind(), parts(), reporter), [plan(8)], [one])

@@ -54,33 +54,33 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
         return ReferenceSelection(torch.arange(budget).expand(tokens.batch, -1))
 
     needs: frozenset[Need] = frozenset({"tower", "next_layer", "language"})
-    told = dataclasses.replace(real, needs=needs, function=noted)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
+    policy = dataclasses.replace(real, needs=needs, function=noted)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
     return seen
 
 
 def towered(seed: int) -> ImageFeatures:
     source = torch.Generator().manual_seed(seed)
 
-    def made(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source)
 
-    tower = TowerFeatures(made(N, 5), made(1, 5), made(N, 3), made(N).abs(), made(N, 5))
+    tower = TowerFeatures(random(N, 5), random(1, 5), random(N, 3), random(N).abs(), random(N, 5))
     return ImageFeatures((dataclasses.replace(region(seed, GRID), tower=tower),))
 
 
 def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[VisualTokens]) -> None:
-    shown = [towered(1), towered(2)]
+    image_list = [towered(1), towered(2)]
     plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=(7,))]
     model = ModelParts(lambda rows: 2 * rows, Space(), Prefix)
     reporter = FallbackReporter()
-    rows = prune_images(SelectionContext(blind(), model, reporter), plans, shown)
+    rows = prune_images(SelectionContext(blind(), model, reporter), plans, image_list)
     assert reporter.meter.errors == {}
     assert [r.shape for r in rows] == [(8, 16)] * 2
-    for tokens, one, asked in zip(reading, shown, plans, strict=True):
+    for tokens, one, item_plan in zip(reading, image_list, plans, strict=True):
         assert tokens.batch == 1, "instructions differ in length, and nothing may be padded"
         assert isinstance(tokens.language, Prefix)
-        assert tokens.language.ids == asked.language
+        assert tokens.language.ids == item_plan.language
         assert torch.equal(tokens.language.image, one.rows())
         tower, known = tokens.require_tower(), one.regions[0].tower
         assert known is not None
@@ -98,27 +98,31 @@ def test_the_tower_alone_is_read_of_many_images_at_once(
     reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs: frozenset[Need] = frozenset({"tower"})
-    told = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
-    monkeypatch.setitem(BASE_POLICIES, "cdpruner", told)
-    shown = [towered(1), towered(2), towered(3)]
+    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    image_list = [towered(1), towered(2), towered(3)]
     plans = [plan(8), plan(4), plan(8)]
     reporter = FallbackReporter()
-    prune_images(SelectionContext(blind(), parts(), reporter), plans, shown)
+    prune_images(SelectionContext(blind(), parts(), reporter), plans, image_list)
     assert reporter.meter.errors == {}
     assert [tokens.batch for tokens in reading] == [2, 1]
     assert reading[0].language is None
-    third = shown[2].regions[0].tower
+    third = image_list[2].regions[0].tower
     assert third is not None
     assert torch.equal(reading[0].require_tower().patches[1], third.patches)
 
 
 def test_a_state_that_reads_no_instruction_embeds_none() -> None:
     space = Space()
-    shown = images(2)
+    image_list = images(2)
     plans = [plan(8, ids=()), plan(8, ids=())]
     reporter = FallbackReporter()
     assert (
-        len(prune_images(SelectionContext(blind("divprune"), parts(space), reporter), plans, shown))
+        len(
+            prune_images(
+                SelectionContext(blind("divprune"), parts(space), reporter), plans, image_list
+            )
+        )
         == 2
     )
     assert (space.asked, reporter.meter.errors) == ([], {})

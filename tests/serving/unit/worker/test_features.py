@@ -59,8 +59,8 @@ def test_the_bound_holds_whatever_is_put_in(limit: int, puts: list[tuple[int, in
     for key, units in puts:
         cache.put((key, 0), sized(units))
         assert cache.used_bytes <= cache.limit
-        inside = [found for k in range(9) if (found := cache.get((k, 0))) is not None]
-        assert cache.used_bytes == sum(found.nbytes for found in inside)
+        inside = [features for k in range(9) if (features := cache.get((k, 0))) is not None]
+        assert cache.used_bytes == sum(features.nbytes for features in inside)
         assert len(cache) == len(inside)
 
 
@@ -114,6 +114,6 @@ def test_cleared_it_is_empty_and_counts_on() -> None:
 
 def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
     assert FeatureCache(64).reserve(torch.device("cpu")) is None
-    held = FeatureCache(64).reserve(torch.device("meta"))
-    assert held is not None
-    assert held.nbytes == 64
+    buffer = FeatureCache(64).reserve(torch.device("meta"))
+    assert buffer is not None
+    assert buffer.nbytes == 64

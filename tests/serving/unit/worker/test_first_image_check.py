@@ -43,16 +43,16 @@ def test_a_state_that_fails_serves_its_base_policy_from_then_on(
     policy: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     first, tokens = FirstImageCheck(), images()
-    found = first.replace_unsafe(policy, tokens)
+    replacement = first.replace_unsafe(policy, tokens)
     expected = materialize(policy.state.without_exchange(), 8)
-    assert torch.equal(refine(found, tokens).indices, refine(expected, tokens).indices)
+    assert torch.equal(refine(replacement, tokens).indices, refine(expected, tokens).indices)
     broken.undo()
-    assert first.replace_unsafe(policy, tokens) == found
+    assert first.replace_unsafe(policy, tokens) == replacement
     assert first.unsafe == 1
     (record,) = logged.records
     assert record.levelname == "ERROR"
-    said = record.getMessage()
-    assert "FAILS" in said and "made to fail" in said and "cdpruner" in said
+    message = record.getMessage()
+    assert "FAILS" in message and "made to fail" in message and "cdpruner" in message
 
 
 def test_budgets_of_a_failed_state_stay_what_they_are(
@@ -101,10 +101,10 @@ def test_a_verdict_holds_for_the_budget_that_it_is_about(
     first, tokens = FirstImageCheck(), images()
     for _ in range(2):
         for budget in budgets:
-            asked = materialize(policy.state, budget)
-            found = first.replace_unsafe(asked, tokens)
-            assert (found is asked) == (budget != 5)
-            assert found.quota == (0 if budget == 5 else asked.quota)
+            requested = materialize(policy.state, budget)
+            replacement = first.replace_unsafe(requested, tokens)
+            assert (replacement is requested) == (budget != 5)
+            assert replacement.quota == (0 if budget == 5 else requested.quota)
     assert checked == list(budgets)
     assert first.unsafe == 1
 

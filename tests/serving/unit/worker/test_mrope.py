@@ -81,11 +81,11 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
     positions, delta = compute_input_positions(stock, ids, features, unpruned)
     assert delta + len(ids) == full_delta + len(full_ids), "decoding goes on at the same position"
 
-    kept, carried = [], []
+    kept, channels = [], []
     for height, width in shapes:
         rows = torch.randperm(height * width, generator=source)[:3].sort().values
         kept.append(rows)
-        carried.append(position_channels(height, width, torch.device("cpu"))[rows].bfloat16())
+        channels.append(position_channels(height, width, torch.device("cpu"))[rows].bfloat16())
     survivors = []
     left = iter(kept)
     starts = {f.mm_position.offset: f for f in full_features}
@@ -98,17 +98,17 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
             inside -= 1
         else:
             survivors.append(at)
-    wanted = full[:, survivors]
+    expected = full[:, survivors]
     # Prefill in steps; each is done twice, as after a preemption.
     for start in range(0, len(ids), step):
         now = [
             rows[max(0, start - f.mm_position.offset) : max(0, start + step - f.mm_position.offset)]
-            for f, rows in zip(features, carried, strict=True)
+            for f, rows in zip(features, channels, strict=True)
         ]
         now = [rows for rows in now if len(rows)]
         for _ in range(2 if now else 0):
             positions = place_image_tokens(torch.tensor(ids), positions, now, IMAGE, start)
-    assert torch.equal(positions, wanted)
+    assert torch.equal(positions, expected)
 
 
 def test_whole_images_are_placed_by_the_stock_code_alone() -> None:
@@ -121,11 +121,11 @@ def test_whole_images_are_placed_by_the_stock_code_alone() -> None:
 
 def test_places_survive_the_coarsest_dtype() -> None:
     """bfloat16 cannot hold 257; the channels can."""
-    carried = position_channels(300, 400, torch.device("cpu")).bfloat16()
-    found = position_offsets(carried)
-    assert torch.equal(found[0], torch.zeros(300 * 400, dtype=torch.int64))
-    assert torch.equal(found[1].view(300, 400)[:, 7], torch.arange(300))
-    assert torch.equal(found[2].view(300, 400)[7], torch.arange(400))
+    channels = position_channels(300, 400, torch.device("cpu")).bfloat16()
+    offsets = position_offsets(channels)
+    assert torch.equal(offsets[0], torch.zeros(300 * 400, dtype=torch.int64))
+    assert torch.equal(offsets[1].view(300, 400)[:, 7], torch.arange(300))
+    assert torch.equal(offsets[2].view(300, 400)[7], torch.arange(400))
 
 
 def test_an_image_token_that_a_user_typed_stays_where_it_is() -> None:

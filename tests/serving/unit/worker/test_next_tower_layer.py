@@ -37,8 +37,8 @@ def checkpoint(tower: Any, prefix: str = PREFIXES[0]) -> Iterator[tuple[str, Ten
     """The tower's layers as a checkpoint streams them, among other things."""
     yield "language_model.model.layers.2.self_attn.q_proj.weight", torch.zeros(3, 3)
     for name, weight in tower.state_dict().items():
-        _, found, rest = name.partition("encoder.layers.")
-        if found:
+        _, separator, rest = name.partition("encoder.layers.")
+        if separator:
             yield prefix + rest, weight
 
 

@@ -34,7 +34,7 @@ def test_cls_attention_is_the_softmax_row_of_the_first_token() -> None:
     torch.manual_seed(0)
     batch, tokens, heads, size = 3, 10, 4, 6
     qkv = Qkv(torch.randn(3 * heads * size, 24), torch.randn(3 * heads * size))
-    heard = QkvHook(attention(qkv, heads, scale=0.37))
+    hook = QkvHook(attention(qkv, heads, scale=0.37))
     hidden = torch.randn(batch, tokens, 24)
     packed, _ = qkv(hidden)
     q, k, _ = packed.chunk(3, dim=-1)
@@ -43,12 +43,12 @@ def test_cls_attention_is_the_softmax_row_of_the_first_token() -> None:
         part = slice(h * size, (h + 1) * size)
         scores = q[..., part] @ k[..., part].transpose(1, 2) * 0.37
         total += scores.softmax(dim=-1)[:, 0]
-    taken = heard.take()
-    found = taken.cls_attention()
-    assert found.shape == (batch, tokens - 1)
-    torch.testing.assert_close(found, (total / heads)[:, 1:])
+    captured = hook.take()
+    attention_row = captured.cls_attention()
+    assert attention_row.shape == (batch, tokens - 1)
+    torch.testing.assert_close(attention_row, (total / heads)[:, 1:])
     keys = sum(k[..., h * size : (h + 1) * size] for h in range(heads)) / heads
-    torch.testing.assert_close(taken.mean_keys(), keys[:, 1:])
+    torch.testing.assert_close(captured.mean_keys(), keys[:, 1:])
 
 
 def test_attention_and_keys_are_those_of_the_layer_the_model_reads() -> None:
@@ -70,28 +70,28 @@ def test_attention_and_keys_are_those_of_the_layer_the_model_reads() -> None:
         torch.cat([p.bias.detach() for p in projections]),
     )
     heads = config.num_attention_heads
-    heard = QkvHook(attention(qkv, heads, scale=(config.hidden_size // heads) ** -0.5))
+    hook = QkvHook(attention(qkv, heads, scale=(config.hidden_size // heads) ** -0.5))
     with torch.no_grad():
         normed = layer.layer_norm1(seen.hidden_states[-3])
         qkv(normed)
-        taken = heard.take()
+        captured = hook.take()
         keys = layer.self_attn.k_proj(normed).unflatten(-1, (heads, -1)).mean(dim=2)
-    found = taken.cls_attention()
-    torch.testing.assert_close(taken.mean_keys(), keys[:, 1:])
+    attention_row = captured.cls_attention()
+    torch.testing.assert_close(captured.mean_keys(), keys[:, 1:])
     assert len(seen.attentions) == 3
-    torch.testing.assert_close(found, seen.attentions[-2].mean(dim=1)[:, 0, 1:])
-    assert not torch.allclose(found, seen.attentions[-1].mean(dim=1)[:, 0, 1:], atol=1e-3)
+    torch.testing.assert_close(attention_row, seen.attentions[-2].mean(dim=1)[:, 0, 1:])
+    assert not torch.allclose(attention_row, seen.attentions[-1].mean(dim=1)[:, 0, 1:], atol=1e-3)
 
 
 def test_half_precision_attention_is_summed_in_float32() -> None:
     torch.manual_seed(2)
     qkv = Qkv(torch.randn(24, 8), torch.zeros(24)).to(torch.bfloat16)
-    heard = QkvHook(attention(qkv, 2, scale=0.5))
+    hook = QkvHook(attention(qkv, 2, scale=0.5))
     qkv(torch.randn(1, 500, 8, dtype=torch.bfloat16))
-    taken = heard.take()
-    found = taken.cls_attention().detach()
-    assert found.dtype == taken.mean_keys().dtype == torch.float32
-    assert 0.5 < float(found.sum()) <= 1.0
+    captured = hook.take()
+    attention_row = captured.cls_attention().detach()
+    assert attention_row.dtype == captured.mean_keys().dtype == torch.float32
+    assert 0.5 < float(attention_row.sum()) <= 1.0
 
 
 @pytest.mark.parametrize("summed", [QueriesAndKeys.cls_attention, QueriesAndKeys.mean_keys])
@@ -108,25 +108,25 @@ def test_heads_of_other_ranks_count_too(
     ]
     parts: list[Tensor] = []
 
-    def told(part: Tensor) -> Tensor:
+    def record_part(part: Tensor) -> Tensor:
         parts.append(part)
         return part
 
-    monkeypatch.setattr(under_test, "sum_over_ranks", told)
+    monkeypatch.setattr(under_test, "sum_over_ranks", record_part)
     for half in halves:
         summed(half)
     monkeypatch.setattr(under_test, "sum_over_ranks", lambda _: parts[0] + parts[1])
-    found = [summed(half) for half in halves]
-    assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[0], summed(whole))
+    sums = [summed(half) for half in halves]
+    assert torch.equal(sums[0], sums[1])
+    torch.testing.assert_close(sums[0], summed(whole))
 
 
 def test_a_batch_is_taken_once() -> None:
     qkv = Qkv(torch.randn(24, 8), torch.zeros(24))
-    heard = QkvHook(attention(qkv, 2, scale=0.5))
+    hook = QkvHook(attention(qkv, 2, scale=0.5))
     with pytest.raises(AssertionError, match="has not run"):
-        heard.take()
+        hook.take()
     qkv(torch.randn(1, 5, 8))
-    heard.take()
+    hook.take()
     with pytest.raises(AssertionError, match="has not run"):
-        heard.take()
+        hook.take()

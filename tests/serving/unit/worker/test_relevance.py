@@ -55,13 +55,13 @@ def published(model: Any, ids: Ids, size: int) -> Tensor:
 def test_segments_are_those_of_the_published_code(name: str) -> None:
     expected = load(name).expected
     ids = tuple(int(i) for i in expected["token_ids"])
-    found = split_segments(ids, 77)
+    segments = split_segments(ids, 77)
     padded = np.zeros_like(expected["segments"])
-    for row, segment in zip(padded, found, strict=True):
+    for row, segment in zip(padded, segments, strict=True):
         row[: len(segment)] = segment
     assert np.array_equal(padded, expected["segments"])
     lengths = expected["mask"].sum(axis=1).tolist()
-    assert [len(segment) for segment in found] == lengths
+    assert [len(segment) for segment in segments] == lengths
 
 
 def test_no_ids_are_one_empty_segment() -> None:
@@ -78,11 +78,11 @@ def test_padding_to_the_full_length_would_change_nothing(
 
 
 def test_a_batch_is_each_of_its_instructions_alone(tower: ClipTower) -> None:
-    asked = [SHORT, LONG, LONGER]
-    text, used = tower.instructions(asked)
+    instructions = [SHORT, LONG, LONGER]
+    text, used = tower.instructions(instructions)
     assert text.shape == (3, 3, WIDTH)
     assert used.tolist() == [[True, False, False], [True] * 3, [True, False, False]]
-    for row, ids in enumerate(asked):
+    for row, ids in enumerate(instructions):
         alone, _ = tower.instructions([ids])
         torch.testing.assert_close(text[row][used[row]], alone[0])
 
@@ -94,9 +94,9 @@ def test_different_instructions_are_told_apart(tower: ClipTower) -> None:
 
 def test_an_instruction_without_any_id_is_survived(tower: ClipTower) -> None:
     """A tokenizer that adds no ends makes nothing of an empty instruction."""
-    for asked in ([()], [SHORT, ()]):
-        text, used = tower.instructions(asked)
-        assert text.shape[:2] == used.shape == (len(asked), 1)
+    for instructions in ([()], [SHORT, ()]):
+        text, used = tower.instructions(instructions)
+        assert text.shape[:2] == used.shape == (len(instructions), 1)
         assert text.isfinite().all()
 
 
@@ -163,8 +163,8 @@ class Lookup:
 
     def __call__(self, ids: Tensor) -> Tensor:
         self.calls += 1
-        found: Tensor = self.table(ids).detach()
-        return found
+        rows: Tensor = self.table(ids).detach()
+        return rows
 
 
 def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
@@ -181,20 +181,20 @@ def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
 
 def test_an_empty_instruction_has_no_segment() -> None:
     relevance = InputEmbeddings(Lookup(), CPU)
-    for asked in ([()], [(), ()], [(1,), (), (2, 3)]):
-        text, used = relevance.instructions(asked)
-        assert used[:, 0].tolist() == [len(ids) > 0 for ids in asked]
+    for instructions in ([()], [(), ()], [(1,), (), (2, 3)]):
+        text, used = relevance.instructions(instructions)
+        assert used[:, 0].tolist() == [len(ids) > 0 for ids in instructions]
         assert text.isfinite().all()
-        assert not text[[not ids for ids in asked]].any()
+        assert not text[[not ids for ids in instructions]].any()
 
 
 def test_a_batch_is_one_lookup_and_each_instruction_alone() -> None:
     lookup = Lookup()
     relevance = InputEmbeddings(lookup, CPU)
-    asked: list[Ids] = [(1, 2), (), (3,), (4, 5, 6)]
-    text, _ = relevance.instructions(asked)
+    instructions: list[Ids] = [(1, 2), (), (3,), (4, 5, 6)]
+    text, _ = relevance.instructions(instructions)
     assert lookup.calls == 1
-    for row, ids in enumerate(asked):
+    for row, ids in enumerate(instructions):
         alone, _ = relevance.instructions([ids])
         assert torch.equal(text[row], alone[0])
 

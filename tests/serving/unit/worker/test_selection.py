@@ -29,9 +29,9 @@ def failing(*names: str) -> Any:
 
 def test_a_sound_policy_is_refine(policy: PruningPolicy) -> None:
     reporter, tokens = FallbackReporter(), images()
-    found, expected = select_with_fallback(policy, tokens, reporter), refine(policy, tokens)
-    assert torch.equal(found.indices, expected.indices)
-    assert torch.equal(found.features, expected.features)
+    result, expected = select_with_fallback(policy, tokens, reporter), refine(policy, tokens)
+    assert torch.equal(result.indices, expected.indices)
+    assert torch.equal(result.features, expected.features)
     assert reporter.meter.counts() == {"none": 2, "reference": 0, "uniform": 0}
     assert reporter.meter.errors == {}
 
@@ -40,12 +40,12 @@ def test_features_that_follow_derivatives_are_no_failure(policy: PruningPolicy) 
     """vLLM's warm-up on a CPU hands over such."""
     reporter, tokens = FallbackReporter(), images()
     tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
-    found = select_with_fallback(policy, tracked, reporter)
+    result = select_with_fallback(policy, tracked, reporter)
     assert reporter.meter.errors == {} and reporter.meter.counts()["none"] == 2
     assert torch.equal(
-        found.indices, select_with_fallback(policy, tokens, FallbackReporter()).indices
+        result.indices, select_with_fallback(policy, tokens, FallbackReporter()).indices
     )
-    assert not found.features.requires_grad
+    assert not result.features.requires_grad
 
 
 def test_an_exception_costs_the_exchange_and_not_the_engine(
@@ -53,8 +53,8 @@ def test_an_exception_costs_the_exchange_and_not_the_engine(
 ) -> None:
     reporter, tokens = FallbackReporter(), images()
     monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
-    found = select_with_fallback(policy, tokens, reporter)
-    assert torch.equal(found.indices, keep_reference(policy, tokens).indices)
+    result = select_with_fallback(policy, tokens, reporter)
+    assert torch.equal(result.indices, keep_reference(policy, tokens).indices)
     assert reporter.meter.counts() == {"none": 0, "reference": 2, "uniform": 0}
     assert reporter.meter.errors == {"RuntimeError": 1}
 
@@ -65,8 +65,8 @@ def test_a_base_policy_that_raises_leaves_an_even_spread(
     reporter, tokens = FallbackReporter(), images()
     monkeypatch.setattr(under_test, "select_tokens", failing("refine"))
     monkeypatch.setattr(under_test, "keep_reference", failing("base"))
-    found = select_with_fallback(policy, tokens, reporter)
-    assert torch.equal(found.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
+    result = select_with_fallback(policy, tokens, reporter)
+    assert torch.equal(result.indices, evenly_spaced(2, tokens.count, 8, tokens.features.device))
     assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 2}
     assert reporter.meter.errors == {"RuntimeError": 2}
 
@@ -75,8 +75,8 @@ def test_an_input_that_is_missing_costs_the_exchange_too() -> None:
     """The worker made no instruction for a state that reads one."""
     policy = materialize(state({"/base_policy": {"name": "divprune"}}), 8)
     reporter, tokens = FallbackReporter(), images()
-    found = select_with_fallback(policy, VisualTokens(tokens.features, tokens.grid), reporter)
-    assert found.indices.shape == (2, 8)
+    result = select_with_fallback(policy, VisualTokens(tokens.features, tokens.grid), reporter)
+    assert result.indices.shape == (2, 8)
     assert reporter.meter.errors == {"SelectionError": 1}
     assert reporter.meter.counts()["reference"] == 2
 
@@ -107,8 +107,8 @@ def test_the_meter_adds_up_and_tells_of_each_kind_once(logged: pytest.LogCapture
     for codes in ([0, 0], [1, 0], [1, 1], [0], [2], [2], [1], [0]):
         reporter.report(torch.tensor(codes, dtype=torch.uint8))
     assert reporter.meter.counts() == {"none": 5, "reference": 4, "uniform": 2}
-    told = [record.getMessage() for record in logged.records]
-    assert [("reference" in line, "uniform" in line) for line in told] == [
+    messages = [record.getMessage() for record in logged.records]
+    assert [("reference" in line, "uniform" in line) for line in messages] == [
         (True, False),
         (False, True),
     ]
@@ -133,10 +133,10 @@ def test_errors_are_logged_once_a_type_with_their_traceback(
 
 def test_a_random_keep_is_untouched_tokens_in_raster_order() -> None:
     tokens = images(batch=3)
-    found = select_at_random(8, tokens, [(1, 0), (2, 0), (1, 9)])
-    assert (found.indices.diff(dim=1) > 0).all()
-    rows = [tokens.features[b][found.indices[b]] for b in range(3)]
-    assert torch.equal(found.features, torch.stack(rows))
-    assert torch.equal(found.indices[0], found.indices[2])
-    assert not torch.equal(found.indices[0], found.indices[1])
-    assert (found.fallback == 0).all()
+    result = select_at_random(8, tokens, [(1, 0), (2, 0), (1, 9)])
+    assert (result.indices.diff(dim=1) > 0).all()
+    rows = [tokens.features[b][result.indices[b]] for b in range(3)]
+    assert torch.equal(result.features, torch.stack(rows))
+    assert torch.equal(result.indices[0], result.indices[2])
+    assert not torch.equal(result.indices[0], result.indices[1])
+    assert (result.fallback == 0).all()
