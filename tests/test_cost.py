@@ -1,4 +1,4 @@
-"""Costs against every figure that was recomputed from the published efficiency tables."""
+"""Costs, compared with the recomputed figures of the published efficiency tables."""
 
 from __future__ import annotations
 

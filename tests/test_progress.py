@@ -11,13 +11,13 @@ pytest_plugins = ["pytester"]
     ("elapsed", "done", "total", "left"),
     [(10.0, 5.0, 20.0, 30.0), (10.0, 0.0, 20.0, None), (10.0, 25.0, 20.0, 0.0)],
 )
-def test_time_left_goes_on_at_the_pace_so_far(
+def test_time_left_scales_with_the_pace_so_far(
     elapsed: float, done: float, total: float, left: float | None
 ) -> None:
     assert time_left(elapsed, done, total) == left
 
 
-def test_a_run_says_how_far_it_is(pytester: pytest.Pytester) -> None:
+def test_progress_lines_are_printed(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         "import tests.progress as progress\n"
         "progress.INTERVAL = 0.0\n"

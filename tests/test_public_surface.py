@@ -24,7 +24,7 @@ def with_problems() -> list[type[ProblemsError]]:
     return [c for c in every_error() if issubclass(c, ProblemsError)]
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names() -> None:
     assert vllm_autoprune.__all__ == [
         "AutopruneError",
         "BudgetError",
@@ -48,7 +48,7 @@ def test_the_public_names_are_these() -> None:
     assert all(name in vars(vllm_autoprune) for name in vllm_autoprune.__all__)
 
 
-def test_nothing_public_is_left_out_of_the_list() -> None:
+def test_all_lists_every_public_name() -> None:
     # Submodules become attributes of a package as they are imported; they are not its names.
     public = {
         name
@@ -70,12 +70,12 @@ def test_every_error_is_an_autoprune_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["StateError", "BudgetError", "RequestError", "SelectionError"])
-def test_what_is_wrong_with_a_value_is_a_value_error(name: str) -> None:
+def test_errors_about_values_are_value_errors(name: str) -> None:
     assert issubclass(vars(errors)[name], ValueError)
 
 
 @pytest.mark.parametrize("error", with_problems())
-def test_the_message_tells_every_problem_with_its_place_and_the_way_to_fix_it(
+def test_message_lists_every_problem_with_place_and_fix(
     error: type[ProblemsError],
 ) -> None:
     assert str(error("state s.json", PROBLEMS)).splitlines() == [
@@ -86,7 +86,7 @@ def test_the_message_tells_every_problem_with_its_place_and_the_way_to_fix_it(
 
 
 @pytest.mark.parametrize("error", with_problems())
-def test_problems_survive_the_way_between_processes(error: type[ProblemsError]) -> None:
+def test_errors_survive_pickling(error: type[ProblemsError]) -> None:
     sent = error("state s.json", list(PROBLEMS))
     received = pickle.loads(pickle.dumps(sent))
     assert type(received) is error
@@ -94,7 +94,7 @@ def test_problems_survive_the_way_between_processes(error: type[ProblemsError]) 
     assert str(received) == str(sent)
 
 
-def test_the_tree_drawn_in_the_module_is_the_tree() -> None:
+def test_exception_tree_in_the_docstring_is_correct() -> None:
     drawn = [
         line.split("── ")[1].split()[0]
         for line in (errors.__doc__ or "").splitlines()

@@ -138,7 +138,7 @@ def test_tiles_share_the_budget_and_one_scale_of_relevance(k: int) -> None:
         assert_greedy(plain(tokens.features[0, rows]), own.tolist(), quality[rows], until=1e-4)
 
 
-def test_the_first_picks_come_in_turn_from_every_tile() -> None:
+def test_picks_alternate_between_tiles() -> None:
     picks = cdpruner(AS_PUBLISHED, images(6, batch=1, grid=Grid(4, 4, 3)), 8)[0]
     assert (picks // 16).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
@@ -149,7 +149,7 @@ def test_a_smaller_budget_gives_the_first_picks_of_a_larger_one() -> None:
     assert all(torch.equal(cdpruner(AS_PUBLISHED, tokens, k), large[:, :k]) for k in range(1, 13))
 
 
-def test_constant_relevance_leaves_diversity_alone() -> None:
+def test_constant_relevance_selects_by_diversity_only() -> None:
     tokens = images(8, batch=1, width=24)
     flat = with_relevance(tokens, torch.full((1, 36), 0.3))
     picks = cdpruner(AS_PUBLISHED, flat, 12)[0].tolist()
@@ -181,7 +181,7 @@ def test_no_instruction_is_constant_relevance() -> None:
     assert torch.equal(cdpruner(AS_PUBLISHED, silent, 9), cdpruner(AS_PUBLISHED, flat, 9))
 
 
-def test_the_sign_says_which_end_of_the_cosine_is_relevant() -> None:
+def test_sign_decides_whether_high_or_low_cosine_is_relevant() -> None:
     features = torch.eye(8)
     cosine = torch.linspace(-0.7, 0.7, 8)[None]
     towards = cdpruner(AS_PUBLISHED, with_relevance(plain(features), cosine, sign=1), 4)
@@ -201,7 +201,7 @@ def test_relevance_is_the_mean_over_segments_and_padding_does_not_count() -> Non
     assert torch.equal(picks, cdpruner(AS_PUBLISHED, tokens, 12))
 
 
-def test_duplicates_are_kept_only_when_nothing_else_is_left() -> None:
+def test_duplicates_are_picked_last() -> None:
     distinct = images(11, batch=1, grid=Grid(3, 3), noise=1.0)
     twice = with_relevance(
         plain(distinct.features.repeat(1, 2, 1)), torch.linspace(0, 0.9, 9).repeat(1, 2)
@@ -211,19 +211,19 @@ def test_duplicates_are_kept_only_when_nothing_else_is_left() -> None:
     assert (picks[:8] % 9).unique().numel() == 8
 
 
-def test_beyond_the_rank_the_rest_comes_by_relevance() -> None:
+def test_picks_beyond_the_kernel_rank_are_by_relevance() -> None:
     tokens = with_relevance(plain(torch.eye(3).repeat(4, 1)), torch.linspace(-0.9, 0.9, 12)[None])
     # Three directions exist: their most relevant tokens are 9, 10 and 11.
     assert cdpruner(AS_PUBLISHED, tokens, 8).tolist() == [[11, 10, 9, 8, 7, 6, 5, 4]]
 
 
-def test_identical_tokens_still_give_k_of_them() -> None:
+def test_identical_tokens_give_k_picks() -> None:
     tokens = with_relevance(plain(torch.ones(2, 20, 4)), torch.zeros(2, 20))
     assert cdpruner(AS_PUBLISHED, tokens, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_never_makes_an_index_repeat(poison: float) -> None:
+def test_non_finite_input_repeats_no_index(poison: float) -> None:
     tokens = images(12, grid=Grid(4, 4, 3))
     tokens.features[0, 5] = poison
     assert tokens.instruction is not None
@@ -233,13 +233,13 @@ def test_what_is_not_finite_never_makes_an_index_repeat(poison: float) -> None:
     assert picks.min() >= 0 and picks.max() < 48
 
 
-def test_images_of_a_batch_do_not_see_each_other() -> None:
+def test_images_of_a_batch_are_independent() -> None:
     tokens = images(13, batch=3, grid=Grid(4, 4, 2))
     together = cdpruner(AS_PUBLISHED, tokens, 9)
     alone = torch.cat([cdpruner(AS_PUBLISHED, take(tokens, [i]), 9) for i in range(3)])
     assert torch.equal(together, alone)
 
 
-def test_without_an_instruction_it_says_what_is_missing() -> None:
+def test_missing_instruction_is_named_in_the_error() -> None:
     with pytest.raises(SelectionError, match=r"VisualTokens\.instruction is None"):
         cdpruner(AS_PUBLISHED, plain(torch.eye(4)), 2)

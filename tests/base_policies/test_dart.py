@@ -11,7 +11,7 @@ from vllm_autoprune.base_policies.dart import DartParams
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 
-def brute(
+def reference_dart(
     tokens: VisualTokens, turns: list[int], shares: list[int], visual: list[int]
 ) -> list[int]:
     """Kept tokens of the first image in pick order, in float64, from the definition."""
@@ -43,7 +43,7 @@ def test_the_published_rule(seed: int) -> None:
     # As the port has it: a set of positions, in whatever order Python walks it.
     turns = list({*(START + i for i in visual), *text})
     kept = native("dart", tokens, 17).indices[0].tolist()
-    assert kept == sorted(brute(tokens, turns, [2] * 8, visual))
+    assert kept == sorted(reference_dart(tokens, turns, [2] * 8, visual))
     assert len(kept) == 4 + 8 * 2
 
 
@@ -54,7 +54,9 @@ def test_exactly_k_with_the_remainder_to_the_first_turns(budget: int) -> None:
     turns = sorted([*(START + i for i in visual), *text], key=lambda p: (p % 32, p))
     each, rest = divmod(budget - 4, 8)
     shares = [each + (turn < rest) for turn in range(8)]
-    assert select("dart", tokens, budget).picks[0].tolist() == brute(tokens, turns, shares, visual)
+    assert select("dart", tokens, budget).picks[0].tolist() == reference_dart(
+        tokens, turns, shares, visual
+    )
 
 
 def test_without_collisions_in_pythons_table_the_turns_are_the_published_ones() -> None:
@@ -113,7 +115,7 @@ def test_an_instruction_of_one_token_takes_all_four_turns_of_the_text() -> None:
     word = START + tokens.count
     turns = sorted([*(START + i for i in visual), *[word] * 4], key=lambda p: (p % 32, p))
     actual = select("dart", short, 20).picks[0].tolist()
-    assert actual == brute(short, turns, [2] * 8, visual)
+    assert actual == reference_dart(short, turns, [2] * 8, visual)
 
 
 def test_the_embeddings_alone_need_no_layer() -> None:

@@ -63,7 +63,7 @@ def test_the_first_pick_is_farthest_from_its_nearest_neighbour() -> None:
     assert divprune(PER_TILE, plain(directions), 1).tolist() == [[2]]
 
 
-def test_length_does_not_count_only_direction() -> None:
+def test_distance_ignores_vector_length() -> None:
     tokens = images(4, noise=1.0)
     scaled = plain(tokens.features * torch.tensor([1.0, 2.0, 4.0, 0.5]).repeat(9)[:, None])
     assert torch.equal(divprune(PER_TILE, scaled, 12), divprune(PER_TILE, tokens, 12))
@@ -86,9 +86,7 @@ def test_global_scope_sees_one_set_of_tokens() -> None:
 
 @pytest.mark.parametrize("params", [PER_TILE, GLOBAL])
 @pytest.mark.parametrize("value", [1.0, 0.0, torch.nan, torch.inf])
-def test_tokens_that_cannot_be_told_apart_never_repeat(
-    params: DivPruneParams, value: float
-) -> None:
+def test_identical_tokens_repeat_no_index(params: DivPruneParams, value: float) -> None:
     picks = divprune(params, plain(torch.full((2, 24, 4), value), Grid(2, 4, tiles=3)), 20)
     assert all(row.unique().numel() == 20 for row in picks)
     assert picks.min() >= 0 and picks.max() < 24
@@ -103,7 +101,7 @@ def test_the_instruction_changes_nothing() -> None:
     assert torch.equal(divprune(PER_TILE, tokens, 9), divprune(PER_TILE, plain(tokens.features), 9))
 
 
-def test_images_of_a_batch_do_not_see_each_other() -> None:
+def test_images_of_a_batch_are_independent() -> None:
     tokens = images(8, batch=3, grid=Grid(4, 4, 2), dtype=torch.float16)
     together = divprune(PER_TILE, tokens, 9)
     alone = torch.cat([divprune(PER_TILE, take(tokens, [i]), 9) for i in range(3)])

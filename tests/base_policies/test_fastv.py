@@ -44,8 +44,8 @@ def test_text_and_what_is_before_the_image_are_never_picked() -> None:
     assert int(actual.picks.max()) < 4
 
 
-class Deep(RecordedPrefix):
-    """Says which layer was asked for."""
+class LayerRecorder(RecordedPrefix):
+    """Records the layers whose attention is read."""
 
     def attention(self, layer: int) -> Tensor:
         raise KeyError(layer)
@@ -56,12 +56,12 @@ def test_attention_is_of_the_layer_before_the_one_that_prunes(
     params: dict[str, object], layer: int
 ) -> None:
     tokens = prefix(4, [True] * 3)
-    object.__setattr__(tokens, "language", Deep(1, torch.ones(1, 3, dtype=torch.bool)))
+    object.__setattr__(tokens, "language", LayerRecorder(1, torch.ones(1, 3, dtype=torch.bool)))
     with pytest.raises(KeyError, match=str(layer)):
         select("fastv", tokens, 2, **params)
 
 
-def test_a_layer_that_the_model_does_not_have_is_an_error_that_says_so() -> None:
+def test_missing_layer_is_named_in_the_error() -> None:
     tokens = prefix(4, [True] * 3, attention=attention_of(HEADS), layers=4)
     with pytest.raises(SelectionError, match=r"reads layer 7.*layers 0 to 3.*'layer'"):
         select("fastv", tokens, 2, layer=8)
@@ -73,6 +73,6 @@ def test_rows_are_taken_where_each_sequence_ends() -> None:
     assert last_token_rows(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
 
 
-def test_what_is_left_of_the_whole_sequence() -> None:
+def test_surviving_positions_of_the_sequence() -> None:
     # S = 2, N = 5, Lt = 2.
     assert surviving_positions(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]

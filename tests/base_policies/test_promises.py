@@ -1,4 +1,4 @@
-"""What every base policy promises, whatever it is given."""
+"""Guarantees of every base policy: K rows, batch independence, robustness, no host sync."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_exactly_k_rows(variant: str, grid: Grid, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_images_of_a_batch_do_not_see_each_other(variant: str, grid: Grid) -> None:
+def test_images_of_a_batch_are_independent(variant: str, grid: Grid) -> None:
     tokens = images(2, batch=3, grid=grid)
     for budget in (1, 7, 13):
         together = parts(run(variant, tokens, budget))
@@ -83,9 +83,7 @@ def test_images_of_a_batch_do_not_see_each_other(variant: str, grid: Grid) -> No
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("grid", GRIDS[:2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_not_finite_never_makes_an_index_repeat(
-    variant: str, grid: Grid, poison: float
-) -> None:
+def test_non_finite_input_repeats_no_index(variant: str, grid: Grid, poison: float) -> None:
     clean = images(3, grid=grid)
 
     def spoil(share: float, tensor: Tensor) -> Tensor:
@@ -107,7 +105,7 @@ def test_what_is_not_finite_never_makes_an_index_repeat(
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_that_cannot_be_told_apart(variant: str, value: float) -> None:
+def test_identical_tokens_give_k_unique_picks(variant: str, value: float) -> None:
     def flat(tensor: Tensor) -> Tensor:
         return torch.full_like(tensor, value) if tensor.is_floating_point() else tensor
 
@@ -120,14 +118,14 @@ def test_tokens_that_cannot_be_told_apart(variant: str, value: float) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS[:2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_everything_is_decided_on_the_device(variant: str, grid: Grid) -> None:
+def test_selection_does_not_synchronise_with_the_device(variant: str, grid: Grid) -> None:
     # Tensors of the meta device have no values to read, and mixing in one of the host's fails.
     tokens = mapped(images(6, grid=grid), lambda tensor: tensor.to("meta"))
     assert all(part.is_meta for part in parts(run(variant, tokens, 9)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_shape_depends_on_a_value(variant: str) -> None:
+def test_shapes_do_not_depend_on_values(variant: str) -> None:
     with FakeTensorMode():
         tokens = images(7, grid=Grid(3, 4, tiles=3))
         actual = run(variant, tokens, 10)
@@ -136,7 +134,7 @@ def test_no_shape_depends_on_a_value(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_safety_check_runs_it(variant: str) -> None:
+def test_safety_check_passes(variant: str) -> None:
     name, params = VARIANTS[variant]
     for budget in (1, 4, 32):
         changes: dict[str, object] = {"/base_policy": {"name": name, "params": params}}
@@ -145,7 +143,7 @@ def test_the_safety_check_runs_it(variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_what_is_missing_is_named(name: str) -> None:
+def test_missing_inputs_are_named_in_the_error(name: str) -> None:
     tokens = images(8)
     given = {
         "cls_attention": replace(tokens, cls_attention=None),

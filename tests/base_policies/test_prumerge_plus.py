@@ -29,7 +29,7 @@ def image_of(attention: Tensor, keys: Tensor | None = None) -> VisualTokens:
     return VisualTokens(patches, Grid(1, count), tower=tower)
 
 
-def brute(tokens: VisualTokens, kept: list[int]) -> tuple[Tensor, Tensor]:
+def reference_prumerge(tokens: VisualTokens, kept: list[int]) -> tuple[Tensor, Tensor]:
     """Merged rows and the extra row in float64, from the definition."""
     following = tokens.require_next_layer()
     a, keys = following.attention[0].double(), following.keys[0].double()
@@ -58,7 +58,7 @@ def test_more_outliers_than_rows_leave_no_room_for_samples() -> None:
     assert select("prumerge_plus", tokens, 4).picks.tolist() == [[9, 20, 5]]
 
 
-def test_images_with_other_numbers_of_outliers_share_a_batch() -> None:
+def test_batch_of_images_with_different_outlier_counts() -> None:
     few, many = attended({30: 0.2}), attended({1: 0.3, 2: 0.4, 3: 0.5})
     actual = select("prumerge_plus", image_of(torch.cat([few, many])), 6)
     for image, attention in enumerate((few, many)):
@@ -85,7 +85,7 @@ def test_neighbours_are_added_unnormalised_and_the_rest_is_summed(budget: int) -
     tower = tower_of(tokens)
     actual = select("prumerge_plus", tokens, budget)
     assert actual.merged is not None
-    rows, extra = brute(tokens, actual.picks[0].tolist())
+    rows, extra = reference_prumerge(tokens, actual.picks[0].tolist())
     torch.testing.assert_close(actual.merged[0], tower.project(rows.float()), rtol=1e-4, atol=1e-4)
     assert (actual.extra is None) == (budget == 1)
     if actual.extra is not None:
@@ -95,7 +95,7 @@ def test_neighbours_are_added_unnormalised_and_the_rest_is_summed(budget: int) -
 
 
 class TestPublishedCount:
-    """Native, without a budget."""
+    """Published code without a budget."""
 
     def test_samples_start_at_zero_and_never_reach_the_last_token(self) -> None:
         # 4 of 40 stand out: the stride is int(10 / 3) = 3.
@@ -108,7 +108,7 @@ class TestPublishedCount:
         tokens = image_of(attended({5: 0.3, 9: 0.5, 20: 0.4, 21: 0.2}))
         assert native("prumerge_plus", tokens, plus=False).indices[0].tolist() == [9, 20, 5, 21, -1]
 
-    def test_where_the_published_code_divides_by_zero_it_says_so(self) -> None:
+    def test_division_by_zero_in_the_published_code_is_an_error(self) -> None:
         with pytest.raises(SelectionError, match="0% of the tokens are outliers"):
             native("prumerge_plus", image_of(attended({})))
 
@@ -116,7 +116,7 @@ class TestPublishedCount:
         tokens = image_of(attended({3: 0.3, 8: 0.4}, 36), images(3).features[:1])
         actual = native("prumerge_plus", tokens)
         assert actual.features is not None
-        rows, extra = brute(tokens, actual.indices[0][:-1].tolist())
+        rows, extra = reference_prumerge(tokens, actual.indices[0][:-1].tolist())
         wanted = torch.cat([rows, extra[None]]).float()
         torch.testing.assert_close(actual.features[0], wanted, rtol=1e-4, atol=1e-5)
 

@@ -8,8 +8,8 @@ from tests.base_policies.samples import native, prefix, select
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
 
 
-class Asked(RecordedPrefix):
-    """Says which layer was asked for."""
+class LayerRecorder(RecordedPrefix):
+    """Records the layers whose attention is read."""
 
     def attention(self, layer: int) -> Tensor:
         raise KeyError(layer)
@@ -23,7 +23,7 @@ def test_the_default_is_the_published_first_stage_a_quarter_of_the_depth(
     layers: int, params: dict[str, object], layer: int
 ) -> None:
     tokens = prefix(4, [True] * 3)
-    requested = Asked(1, torch.ones(1, 3, dtype=torch.bool), layers)
+    requested = LayerRecorder(1, torch.ones(1, 3, dtype=torch.bool), layers)
     object.__setattr__(tokens, "language", requested)
     with pytest.raises(KeyError, match=str(layer)):
         select("pyramiddrop", tokens, 2, **params)

@@ -28,7 +28,7 @@ def test_the_base_policies_of_this_version() -> None:
 
 
 @pytest.mark.parametrize("name", known_base_policies())
-def test_each_says_in_one_line_what_it_does_and_what_its_parameters_mean(name: str) -> None:
+def test_policies_and_parameters_are_documented(name: str) -> None:
     policy = BASE_POLICIES[name]
     assert policy.doc.endswith(".") and "\n" not in policy.doc
     params = policy.call.model_fields["params"].annotation
@@ -36,7 +36,7 @@ def test_each_says_in_one_line_what_it_does_and_what_its_parameters_mean(name: s
     assert all(field.description for field in params.model_fields.values())
 
 
-def test_a_name_is_taken_once() -> None:
+def test_duplicate_name_is_refused() -> None:
     def divprune(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         """Another policy of the same name."""
         return ReferenceSelection(torch.zeros(tokens.batch, budget, dtype=torch.int64))

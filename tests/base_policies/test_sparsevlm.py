@@ -29,7 +29,7 @@ WORDS = [[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
 EMBEDDINGS = torch.tensor([[9.0, 9.0], *VISUAL, *WORDS])
 
 
-def test_raters_are_the_words_that_the_image_is_like_above_the_mean() -> None:
+def test_raters_are_words_with_above_average_similarity() -> None:
     tokens = prefix(3, [True] * 3, embeddings=EMBEDDINGS)
     # Two visual tokens like the first word, one the second, none the third.
     assert find_raters(required(tokens.language), 3).tolist() == [[True, False, False]]
@@ -41,7 +41,7 @@ def test_padding_neither_rates_nor_counts_in_the_mean() -> None:
     assert find_raters(required(tokens.language), 3).tolist() == [[True, False, False, False]]
 
 
-def test_where_no_word_is_above_the_mean_all_of_them_rate() -> None:
+def test_all_words_rate_if_none_is_above_the_mean() -> None:
     one = prefix(3, [True], embeddings=EMBEDDINGS[:5])
     assert find_raters(required(one.language), 3).tolist() == [[True]]
     alike = torch.cat([EMBEDDINGS[:4], torch.zeros(3, 2)])
@@ -80,7 +80,7 @@ class TestRecycling:
         assert [recycled_count(n) for n in (1, 3, 10, 276, 512)] == [1, 1, 4, 83, 154]
         assert [cluster_count(n) for n in (1, 9, 10, 83, 154)] == [1, 1, 2, 9, 16]
 
-    def test_two_heaps_are_two_clusters(self) -> None:
+    def test_two_separated_groups_are_two_clusters(self) -> None:
         near = torch.tensor([[0.0], [0.125], [0.25], [8.0], [8.25], [8.5]])[None]
         members = density_peak_clusters(near, 2)[0]
         assert members.sum(dim=1).tolist() == [1.0] * 6
@@ -97,7 +97,7 @@ class TestRecycling:
         middle = cluster_means(members[None], near)[0, :, 0].sort().values
         assert middle.tolist() == pytest.approx([0.125, 8.25], abs=1e-4)
 
-    def test_what_cannot_be_told_apart_is_one_full_cluster_and_empty_ones(self) -> None:
+    def test_identical_tokens_form_one_cluster(self) -> None:
         members = density_peak_clusters(torch.ones(1, 5, 3), 2)[0]
         assert members.sum(dim=0).tolist() == [5.0, 0.0]
         assert cluster_means(members[None], torch.ones(1, 5, 3))[0, 1].tolist() == [0.0] * 3

@@ -113,7 +113,7 @@ class TestPublished:
         assert actual[:3] == [2, 3, -1] and len(actual) == 6 and actual[-1] == -1
         assert all(30 <= index < 60 for index in actual[3:5])
 
-    def test_where_the_published_code_fails_it_says_so(self) -> None:
+    def test_failure_of_the_published_code_is_an_error(self) -> None:
         for tokens, budget in ((image_of([1.0] * 20), None), (image_of(DOTS), 1)):
             with pytest.raises(SelectionError, match="keeps no patch"):
                 native("trim", tokens, budget)

@@ -40,7 +40,7 @@ def test_each_other_token_goes_to_its_most_similar_target_as_part_of_a_mean() ->
     assert actual.merged[0, :, 0].tolist() == [-value for value in expected]
 
 
-def test_only_what_was_merged_goes_through_the_projector() -> None:
+def test_only_merged_rows_are_projected_again() -> None:
     tokens = small()
     other = replace(tokens, features=tokens.features + 0.5)
     actual = select("visionzip", other, 4, contextual=2)
@@ -48,7 +48,7 @@ def test_only_what_was_merged_goes_through_the_projector() -> None:
     assert actual.merged[0, :2, 0].tolist() == [-7.5, -15.5]
 
 
-def test_a_target_that_nothing_is_like_stays_alone() -> None:
+def test_target_without_members_is_unchanged() -> None:
     tokens = small()
     keys = KEYS.clone()
     keys[0, 5] = torch.tensor([-1.0, -1.0])  # of the two targets, 0 is nearer to every other token

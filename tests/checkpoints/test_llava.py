@@ -1,4 +1,4 @@
-"""LLaVA's vision side with transformers: against an evaluation by hand."""
+"""LLaVA's vision side with transformers, compared with direct calls of the model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_language_models_layers_are_those_that_transformers_runs(scene: Imag
 
 
 @pytest.mark.parametrize("name", known_base_policies())
-def test_every_base_policy_finds_what_it_reads(
+def test_inputs_suffice_for_every_base_policy(
     vision: LlavaVision, scene: Image.Image, name: str
 ) -> None:
     alone = state({"/base_policy": {"name": name}, "/budget/atom": "fixed_budget@16"})
@@ -134,7 +134,7 @@ def test_pixels_come_back_as_they_were() -> None:
     assert picture.getpixel((3, 1)) == tuple(levels[:, 1, 3].tolist())
 
 
-def test_checkpoints_that_are_none(tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         open_vision(tmp_path)
     (tmp_path / "config.json").write_text("[1]")

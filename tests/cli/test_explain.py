@@ -45,7 +45,7 @@ def test_any_mode_and_shape_of_image(tmp_path: Path, mode: str, capsys: Captured
     assert "keeps 4 of 144" in capsys.readouterr().out
 
 
-def test_what_is_transparent_is_white(tmp_path: Path) -> None:
+def test_transparent_pixels_become_white(tmp_path: Path) -> None:
     from vllm_autoprune.cli.commands.explain import read_image
 
     path = tmp_path / "clear.png"

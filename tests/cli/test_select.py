@@ -50,7 +50,7 @@ def test_indices_are_those_of_the_library(arrays: Path, tmp_path: Path, capsys: 
         assert saved["indices"].tolist() == expected.indices.tolist()
 
 
-def test_the_table_tells_why_tokens_were_exchanged(arrays: Path, capsys: Captured) -> None:
+def test_table_shows_the_reason_of_each_exchange(arrays: Path, capsys: Captured) -> None:
     assert main(["select", "autoprune", str(arrays), "--budget", "10"]) == 0
     output = capsys.readouterr().out
     assert "image 0, grid 6 x 6 x 1, fallback none" in output and "image 1" in output

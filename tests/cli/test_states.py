@@ -1,4 +1,4 @@
-"""show, diff, materialize: what people read and what programs parse."""
+"""show, diff, materialize: text and JSON output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_command(capsys: Captured, *arguments: str, status: int = 0) -> str:
     return capsys.readouterr().out
 
 
-def test_show_tells_the_parts_of_a_state(capsys: Captured) -> None:
+def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
     output = run_command(capsys, "show", "autoprune")
     for part in (
         "Keeps 32 visual tokens",
@@ -56,9 +56,7 @@ def test_diff_of_a_state_with_itself(capsys: Captured) -> None:
     assert "both keep the same tokens" in output and "no field differs" in output
 
 
-def test_materialize_writes_a_state_and_tells_what_changed(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Captured) -> None:
     target = tmp_path / "next.json"
     output = run_command(
         capsys,
@@ -90,9 +88,7 @@ def test_materialize_as_json_holds_the_state(capsys: Captured) -> None:
     assert all(change["why"] for change in record["changes"])
 
 
-def test_nothing_is_left_behind_where_nothing_can_be_written(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, capsys: Captured) -> None:
     target = tmp_path / "no" / "such" / "folder.json"
     assert main(["materialize", "autoprune", "--budget", "64", "-o", str(target)]) == 1
     assert "cannot be written" in capsys.readouterr().err
@@ -109,7 +105,7 @@ def test_nothing_is_left_behind_where_nothing_can_be_written(
         ["cost", "--backbone", "llava-next-7b", "--tokens", "0"],
     ],
 )
-def test_what_is_wrong_is_reported_in_one_line(arguments: list[str], capsys: Captured) -> None:
+def test_errors_are_one_line(arguments: list[str], capsys: Captured) -> None:
     assert main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

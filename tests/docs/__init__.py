@@ -1,1 +1,1 @@
-"""What is written in docs/ and can go stale."""
+"""Tests that the documentation agrees with the code."""

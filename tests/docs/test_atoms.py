@@ -9,7 +9,7 @@ from vllm_autoprune.cli.main import main
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "atoms.md"
 
 
-def test_the_reference_page_is_what_the_declarations_say(
+def test_reference_page_equals_the_registry(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["atoms", "--markdown"]) == 0

@@ -11,7 +11,7 @@ from vllm_autoprune.tpdsl.states.rules import RULES
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_copy_of_the_json_schema_is_what_the_command_prints(
+def test_schema_file_equals_the_command_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["schema"]) == 0

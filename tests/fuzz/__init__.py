@@ -1,1 +1,1 @@
-"""Generated and mutated states: what the loader, the schema and the safety check make of them."""
+"""Fuzzing of the loader, the JSON Schema and the safety check with generated and mutated states."""

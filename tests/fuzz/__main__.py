@@ -1,7 +1,7 @@
-"""``python -m tests.fuzz``: judge generated and mutated states, and count what became of them.
+"""``python -m tests.fuzz``: fuzz the state loader and count the outcomes.
 
-Exit status 0 where nothing happened that must not: no crash, no exception but StateError, no
-disagreement between loader and JSON Schema.
+Exit status 0 without faults: no crash, no exception but StateError, no disagreement between loader
+and JSON Schema.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run or go on with a campaign; 1 where there are faults."""
+    """Run or resume a campaign; exit status 1 if there are faults."""
     options = _parser().parse_args(arguments)
     campaign = Campaign(options.seed, options.count, options.full_every)
     if options.only is not None:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
 
-    tally = run.go(progress)
+    tally = run.run(progress)
     print(report(tally, options.full_every))
     return 1 if tally.faults else 0
 

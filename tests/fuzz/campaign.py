@@ -1,6 +1,6 @@
-"""Many texts, each made from a seed and its index, judged in processes that may die.
+"""Fuzzing campaign: texts generated from a seed and an index, judged in worker processes.
 
-Blocks that are done are kept in a journal, so that a run that was stopped goes on where it was.
+Finished blocks are recorded in a journal, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FORK = multiprocessing.get_context("fork")  # torch is imported once, not for e
 
 @dataclass(frozen=True)
 class Campaign:
-    """Which texts: ``seed`` and an index decide one; ``full_every``: how many run at full size."""
+    """Parameters of a campaign: every ``full_every``-th text is checked at full size."""
 
     seed: int
     count: int
     full_every: int
 
     def text(self, index: int) -> tuple[str | bytes, list[str]]:
-        """The text of an index, and what was done to a sound state to get it."""
+        """The text of an index, and the mutations that were applied to a valid state."""
         random = Random(f"{self.seed}/{index}")
         state = _grammar().state(random)
         fate = random.random()
@@ -55,12 +55,12 @@ class Campaign:
         return content, [*done, how]
 
     def fully(self, index: int) -> bool:
-        """True where the safety check runs at the state's own K on all probes."""
+        """Whether the safety check runs at the state's own K on all probes."""
         return index % self.full_every == 0
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the language, and with it what every index stands for."""
+        """Digest of the language; texts of an index are comparable only under the same one."""
         grammar = json.dumps(PruningState.model_json_schema(), sort_keys=True)
         report = f"{self.seed}/{self.full_every}/{grammar}"
         return hashlib.sha256(report.encode()).hexdigest()[:16]
@@ -77,7 +77,7 @@ def _grammar() -> Grammar:
 
 @dataclass
 class _Worker:
-    """A process that judges the rest of one block, and what it has found so far."""
+    """A process that judges the rest of one block, and its findings so far."""
 
     block: range
     done: int
@@ -87,7 +87,7 @@ class _Worker:
 
 
 class Run:
-    """A campaign being run: as many processes as ``jobs``, a journal of finished blocks."""
+    """A running campaign: ``jobs`` processes and a journal of finished blocks."""
 
     def __init__(self, campaign: Campaign, journal: Path, *, jobs: int = 1) -> None:
         self.campaign = campaign
@@ -105,8 +105,8 @@ class Run:
                 self.tally.merge(Tally.from_json(entry["tally"]))
                 yield entry["start"]
 
-    def go(self, progress: Callable[[Tally], None]) -> Tally:
-        """Judge what is not in the journal yet; ``progress`` is called after every block."""
+    def run(self, progress: Callable[[Tally], None]) -> Tally:
+        """Judge the texts that are not in the journal; ``progress`` is called after every block."""
         _grammar()
         self._journal.parent.mkdir(parents=True, exist_ok=True)
         waiting = [
@@ -122,7 +122,7 @@ class Run:
                     workers.append(self._start(waiting.pop()))
                 for worker in self._listen(workers):
                     workers.remove(worker)
-                    if worker.done < len(worker.block):  # it died; the rest is another's
+                    if worker.done < len(worker.block):  # it crashed; another worker takes the rest
                         workers.append(self._start(worker.block, worker.done, worker.tally))
                         continue
                     self._record(worker)
@@ -140,7 +140,7 @@ class Run:
         return _Worker(block, done, tally or Tally(), process, receive)
 
     def _listen(self, workers: list[_Worker]) -> Iterator[_Worker]:
-        """Take in what was found; yields the workers that have ended."""
+        """Receive findings; yields the workers that have ended."""
         ready = wait([worker.findings for worker in workers], timeout=PATIENCE)
         for worker in list(workers):
             if ready and worker.findings not in ready:
@@ -174,8 +174,8 @@ class Run:
 
 
 def _judge(campaign: Campaign, indices: range, findings: Connection) -> None:
-    """In the process: one finding for every index, in order."""
-    torch.set_num_threads(1)  # a pool of threads that the parent has does not survive the fork
+    """Judge a block in a worker process: one finding for every index, in order."""
+    torch.set_num_threads(1)  # thread pools of the parent do not survive the fork
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(Path(folder))
         for index in indices:

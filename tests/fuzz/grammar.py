@@ -1,4 +1,4 @@
-"""States drawn at random from the JSON Schema, and so from the registry."""
+"""Random states generated from the JSON Schema."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Grammar:
     """Draws values that a JSON Schema describes.
 
     Numbers are drawn from the ends of their range as often as from within, and on a logarithmic
-    scale where the range is wide: that is where a program is wrong.
+    scale if the range is wide, because most faults occur there.
     """
 
     def __init__(self, schema: Json) -> None:
         self._schema = schema
 
     def state(self, random: Random) -> Json:
-        """One state; sound but for what a schema cannot say."""
+        """One state, valid except for rules that no schema can express."""
         drawn: Json = self._draw(self._schema, random)
         return drawn
 

@@ -1,4 +1,4 @@
-"""One text, looked at from every side: loader, schema, round trip, Materialize, SafetyCheck."""
+"""Judgement of one text by loader, schema, round trip, Materialize and SafetyCheck."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LONGEST_MESSAGE = 64 * 1024
 
 @dataclass
 class Finding:
-    """What became of one text; ``faults`` is what must not happen."""
+    """Outcome of one text; ``faults`` are violations of what the loader guarantees."""
 
     accepted: bool = False
     kinds: tuple[str, ...] = ()
@@ -62,9 +62,9 @@ class Judge:
         self._file = folder / "state.json"
 
     def look(self, content: str | bytes, *, fully: bool = False) -> Finding:
-        """Judge one text. ``fully``: at the state's own K on all probes, and by plain jsonschema.
+        """Judge one text. ``fully``: at the state's own K on all probes, and by the full schema.
 
-        Any exception that is no StateError of the loader's is a fault, and is not raised.
+        Any exception but the loader's StateError is recorded as a fault and not raised.
         """
         actual = Finding()
         try:
@@ -81,7 +81,7 @@ class Judge:
                 record = safety_check(_policy(state, fully), None if fully else _probe(state))
                 actual.faults += _shape(record)
                 actual.valid = record.valid
-                # Without the numbers, so that equal reasons count as one.
+                # Numbers are removed, so that equal reasons count as one.
                 report = (f"{v.name}: {v.detail}" for v in record.failures())
                 actual.broken = tuple(re.sub(r"\d+", "#", reason)[:200] for reason in report)
         except Exception as error:
@@ -112,7 +112,7 @@ class Judge:
                 finding.faults.append(f"took {finding.seconds:.1f} s")
 
     def _disagreements(self, content: str | bytes, finding: Finding, fully: bool) -> Iterator[str]:
-        """Loader against schema, but for the rules that no schema can express."""
+        """Compare loader and schema, except for the rules that no schema can express."""
         if not finding.accepted and set(finding.kinds) <= {*RULES, "more"}:
             return
         try:
@@ -146,7 +146,7 @@ def _atoms(value: Any) -> Iterator[str]:
 
 
 def _untidy(error: StateError) -> Iterator[str]:
-    """What is wrong with an error message."""
+    """Faults of an error message."""
     if not error.problems:
         yield "refused without a problem"
     if len(str(error)) > _LONGEST_MESSAGE or not str(error).replace("\n", "").isprintable():
@@ -172,7 +172,7 @@ def _round_trip(state: PruningState, accepts: Any) -> Iterator[str]:
 
 
 def _budgets(state: PruningState) -> Iterator[str]:
-    """Materialize at the state's own K always succeeds; at others it succeeds or says why not."""
+    """Materialize succeeds at the state's own K, and at others succeeds or raises BudgetError."""
     materialize(state)
     for budget in _BUDGETS:
         try:

@@ -1,4 +1,4 @@
-"""Ways in which a state, as a tree of values, goes wrong: from a typo to nonsense."""
+"""Mutations of a state as a tree of values, from typos to arbitrary values."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def places(value: Any) -> Iterator[Place]:
             yield from places(value[key])
 
 
-def _any(state: Json, random: Random) -> Place:
-    # A state whose every field was dropped still has to be changed somewhere.
+def _random_place(state: Json, random: Random) -> Place:
+    # The root, because every field may have been dropped.
     return random.choice(list(places(state)) or [(state, "schema")])
 
 
-def _where(
+def _find_place(
     state: Json, random: Random, wanted: Callable[[Any, Any], bool]
 ) -> Iterator[tuple[Any, Any]]:
-    """One place that is wanted, or none where there is none."""
+    """One matching place, or None."""
     actual = [place for place in places(state) if wanted(*place)]
     if actual:
         yield random.choice(actual)
@@ -113,22 +113,22 @@ def _typo(text: str, random: Random) -> str:
 
 
 def drop(state: Json, random: Random) -> None:
-    container, key = _any(state, random)
+    container, key = _random_place(state, random)
     container.pop(key, None) if isinstance(container, dict) else container.pop(key)
 
 
 def rename(state: Json, random: Random) -> None:
-    for container, key in _where(state, random, lambda c, _: isinstance(c, dict)):
+    for container, key in _find_place(state, random, lambda c, _: isinstance(c, dict)):
         container[_typo(key, random)] = container.pop(key)
 
 
 def misspell(state: Json, random: Random) -> None:
-    for container, key in _where(state, random, lambda c, k: isinstance(c[k], str)):
+    for container, key in _find_place(state, random, lambda c, k: isinstance(c[k], str)):
         container[key] = _typo(container[key], random)
 
 
 def retype(state: Json, random: Random) -> None:
-    container, key = _any(state, random)
+    container, key = _random_place(state, random)
     old = container.get(key) if isinstance(container, dict) else container[key]
     new: tuple[Any, ...] = (
         None,
@@ -148,7 +148,7 @@ def retype(state: Json, random: Random) -> None:
 
 
 def nest(state: Json, random: Random) -> None:
-    container, key = _any(state, random)
+    container, key = _random_place(state, random)
     value = container.get(key) if isinstance(container, dict) else container[key]
     for _ in range(random.choice((1, 2, 20, 40, 300))):
         value = [value] if random.random() < 0.5 else {"atom": value}
@@ -159,19 +159,19 @@ def repeat(state: Json, random: Random) -> None:
     def in_list(container: Any, key: Any) -> bool:
         return isinstance(container, list)
 
-    for container, key in _where(state, random, in_list):
+    for container, key in _find_place(state, random, in_list):
         times = random.choice((1, 2, 8, 40))
         container[key:key] = [copy.deepcopy(container[key]) for _ in range(times)]
 
 
 def intrude(state: Json, random: Random) -> None:
-    """A field that belongs elsewhere, or nowhere."""
+    """Insert a field of another part of the language, or an unknown one."""
 
     def holds_fields(container: Any, key: Any) -> bool:
         return isinstance(container, dict)
 
     known = [name for atom in ATOMS.names() for name in ATOMS[atom].call.parameters()]
-    for container, _ in _where(state, random, holds_fields):
+    for container, _ in _find_place(state, random, holds_fields):
         container[random.choice([*known, "atom", "name", "limit", "Weight"])] = anything(random)
 
 
@@ -179,7 +179,7 @@ def renumber(state: Json, random: Random) -> None:
     def is_number(container: Any, key: Any) -> bool:
         return isinstance(container[key], int | float) and not isinstance(container[key], bool)
 
-    for container, key in _where(state, random, is_number):
+    for container, key in _find_place(state, random, is_number):
         value = container[key]
         near: tuple[float, ...] = (-value,)
         if abs(value) < 2**63:  # others may be whole numbers that no float holds
@@ -188,31 +188,31 @@ def renumber(state: Json, random: Random) -> None:
 
 
 def swap_atom(state: Json, random: Random) -> None:
-    """Another atom's name, of whatever group."""
+    """Replace an atom's name by that of another atom of any group."""
 
     def names_an_atom(container: Any, key: Any) -> bool:
         value = container[key]
         return isinstance(value, str) and (value in ATOMS.names() or value in BASE_POLICIES)
 
-    for container, key in _where(state, random, names_an_atom):
+    for container, key in _find_place(state, random, names_an_atom):
         container[key] = random.choice([*ATOMS.names(), *BASE_POLICIES])
 
 
 def graft(state: Json, random: Random) -> None:
-    """A part of the state in place of another."""
-    source, key = _any(state, random)
+    """Replace a part of the state by another part."""
+    source, key = _random_place(state, random)
     part = copy.deepcopy(source.get(key) if isinstance(source, dict) else source[key])
-    container, at = _any(state, random)
+    container, at = _random_place(state, random)
     container[at] = part
 
 
 def odd_text(state: Json, random: Random) -> None:
-    for container, key in _where(state, random, lambda c, k: isinstance(c[k], str)):
+    for container, key in _find_place(state, random, lambda c, k: isinstance(c[k], str)):
         container[key] = random.choice(ODD_TEXTS)
 
 
 def odd_key(state: Json, random: Random) -> None:
-    for container, key in _where(state, random, lambda c, _: isinstance(c, dict)):
+    for container, key in _find_place(state, random, lambda c, _: isinstance(c, dict)):
         container[random.choice(ODD_TEXTS)] = container[key]
 
 
@@ -241,7 +241,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 def mutate(state: Json, random: Random) -> list[str]:
-    """Change a state in place, one to four times; returns how."""
+    """Apply one to four mutations to a state in place; returns their names."""
     done = []
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
         mutation = random.choice(MUTATIONS)

@@ -13,16 +13,16 @@ Accepts = Callable[[Any], bool]
 
 
 def plain(schema: Json) -> Accepts:
-    """The verdict of ``jsonschema`` as it comes."""
+    """The verdict of ``jsonschema`` on the full schema."""
     accepts: Accepts = jsonschema.Draft202012Validator(schema).is_valid
     return accepts
 
 
 def quick(schema: Json) -> Accepts:
-    """The same verdict, looking only at the branch of a ``oneOf`` whose tag the instance holds.
+    """The same verdict, evaluating only the branch of a ``oneOf`` that the instance's tag selects.
 
-    The other branches could not match, each requiring another constant; with a hundred atoms,
-    looking at them all is most of the time. A test holds this to :func:`plain`.
+    The other branches cannot match, because each requires another constant, and with a hundred
+    atoms they would take most of the time. A test compares the result with :func:`plain`.
     """
     plainly = jsonschema.Draft202012Validator.VALIDATORS["oneOf"]
 

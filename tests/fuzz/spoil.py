@@ -1,4 +1,4 @@
-"""Ways in which the text of a state goes wrong, as characters and as bytes."""
+"""Mutations of the text of a state, as characters and as bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ INSERTED = (
 
 
 def written(state: Json, random: Random) -> str:
-    """A state as one of the texts that stand for it."""
+    """One of the JSON texts of a state."""
     indent = random.choice((None, None, 2, "\t"))
     ascii_only = random.random() < 0.5
     text = json.dumps(state, indent=indent, ensure_ascii=ascii_only)
@@ -74,7 +74,7 @@ def _number(text: str, random: Random) -> str:
 
 
 def _twice(text: str, random: Random) -> str:
-    """A key that is there already, once more at the head of some object."""
+    """Repeat a key at the head of an object."""
     keys = re.findall(r'"[^"\\]*"(?=\s*:)', text) or ['"a"']
     heads = [match.end() for match in re.finditer(r"\{", text)] or [0]
     at, key = random.choice(heads), random.choice(keys)
@@ -175,7 +175,7 @@ BYTES: tuple[Callable[[str, Random], bytes], ...] = (
 
 
 def spoil(text: str, random: Random) -> tuple[str | bytes, str]:
-    """A spoiled text, and how it was spoiled."""
+    """A mutated text, and the name of its mutation."""
     if random.random() < 0.6:
         change = random.choice(CHARACTERS)
         return change(text, random), change.__name__.strip("_")

@@ -1,4 +1,4 @@
-"""What many findings come to: counts that add up, and that a journal can hold."""
+"""Counts over many findings, which can be merged and written to a journal."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Tally:
         self.slowest = sorted([*self.slowest, *slowest], reverse=True)[:SLOWEST]
 
     def as_json(self) -> dict[str, Any]:
-        """For the journal."""
+        """Record for the journal."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Tally:
-        """What :meth:`as_json` gave, read back."""
+        """Inverse of :meth:`as_json`."""
         counters = {name: Counter(data[name]) for name in ("refused", "atoms", "records")}
         return cls(
             texts=data["texts"],

@@ -31,13 +31,13 @@ def test_a_sample_of_texts_is_judged_without_a_fault(tmp_path: Path) -> None:
         content, _ = campaign.text(index)
         tally.add(index, judge.look(content), fully=False)
     assert tally.faults == []
-    # Both sides of the fence are seen often, or the sample would say little.
+    # Valid and invalid texts must both be frequent for the sample to be informative.
     assert tally.accepted > 60 and tally.texts - tally.accepted > 100
     assert len(tally.refused) >= 10
 
 
 class TestGrammar:
-    def test_what_it_draws_is_what_the_schema_accepts(self) -> None:
+    def test_generated_states_are_valid_under_the_schema(self) -> None:
         random, grammar, accepts = Random(0), Grammar(SCHEMA), plain(SCHEMA)
         drawn = [grammar.state(random) for _ in range(60)]
         assert sum(accepts(state) for state in drawn) > 40
@@ -49,7 +49,7 @@ class TestGrammar:
 
 
 @pytest.mark.parametrize("mutation", dict.fromkeys(MUTATIONS), ids=lambda made: made.__name__)
-def test_every_mutation_changes_states_and_survives_its_own_work(mutation: Mutation) -> None:
+def test_every_mutation_changes_states(mutation: Mutation) -> None:
     random, changed = Random(0), 0
     for _ in range(20):
         state = edited(shipped(), {})
@@ -62,13 +62,13 @@ def test_every_mutation_changes_states_and_survives_its_own_work(mutation: Mutat
 
 
 def breakable(state: Json) -> Iterator[tuple[str, Place]]:
-    """Places whose every wrong value must be told: pointer, container and key."""
+    """Places at which every wrong value must be reported: pointer, container and key."""
 
     def below(value: Any, where: str) -> Iterator[tuple[str, Place]]:
         for key in value if isinstance(value, dict) else range(len(value)):
             at = f"{where}/{key}"
-            # The version ends the reading, scores hold anything, and a name decides what the
-            # fields beside it mean.
+            # A wrong version ends validation, scores accept any value, and with a wrong name the
+            # fields beside it are not validated.
             if at not in ("/schema", "/provenance/scores") and key not in ("atom", "name"):
                 yield at, (value, key)
                 if isinstance(value[key], dict | list):
@@ -82,7 +82,7 @@ def inside(where: str, other: str) -> bool:
     return f"{where}/".startswith(f"{other}/")
 
 
-def test_all_that_is_wrong_is_told_at_once_each_in_its_place() -> None:
+def test_all_problems_are_reported_at_their_pointers() -> None:
     random, grammar = Random(0), Grammar(SCHEMA)
     for _ in range(150):
         state = grammar.state(random)
@@ -94,7 +94,7 @@ def test_all_that_is_wrong_is_told_at_once_each_in_its_place() -> None:
         with pytest.raises(StateError) as raised:
             load_state(json.dumps(state))
         report = {problem.where for problem in raised.value.problems}
-        # An object where an object belongs is told by what is in it.
+        # An object in place of an object is reported at its fields.
         assert [b for b in broken if not {b, f"{b}/wrong"} & report] == []
 
 
@@ -114,7 +114,7 @@ class TestJudge:
         actual = self.look(tmp_path, text)
         assert not actual.accepted and actual.kinds == (kind,) and not actual.faults
 
-    def test_a_loader_that_raises_something_else(
+    def test_other_exceptions_of_the_loader_are_faults(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def broken(_: object) -> PruningState:
@@ -123,7 +123,7 @@ class TestJudge:
         monkeypatch.setattr("tests.fuzz.judge.load_state", broken)
         assert self.look(tmp_path, "{}").faults == ["loader raised KeyError: 'x'"]
 
-    def test_a_loader_that_accepts_too_much(
+    def test_loader_accepting_invalid_states_is_a_fault(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("tests.fuzz.judge.load_state", lambda _: load_state("autoprune"))
@@ -131,7 +131,7 @@ class TestJudge:
         assert self.look(tmp_path, bad).faults[0] == "schema refuses it, the loader says yes"
         assert self.look(tmp_path, "{,").faults[0] == "text is no JSON, but the loader accepts it"
 
-    def test_a_loader_that_refuses_too_much(
+    def test_loader_refusing_valid_states_is_a_fault(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def strict(_: object) -> PruningState:
@@ -141,7 +141,7 @@ class TestJudge:
         actual = self.look(tmp_path, json.dumps(shipped()))
         assert actual.faults == ["schema accepts it, the loader says ('version',)"]
 
-    def test_a_message_that_says_nothing(
+    def test_empty_message_is_a_fault(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def silent(_: object) -> PruningState:
@@ -150,7 +150,7 @@ class TestJudge:
         monkeypatch.setattr("tests.fuzz.judge.load_state", silent)
         assert len(self.look(tmp_path, "{,").faults) == 2
 
-    def test_a_safety_check_that_raises(
+    def test_exception_of_the_safety_check_is_a_fault(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def raises(*_: object) -> None:
@@ -161,7 +161,7 @@ class TestJudge:
         assert actual.faults == ["after loading: RuntimeError: out of memory"]
 
 
-def test_the_quick_verdict_of_the_schema_is_the_plain_one() -> None:
+def test_quick_schema_verdict_equals_the_full_one() -> None:
     campaign = Campaign(seed=2, count=150, full_every=10**9)
     quickly, plainly, seen = quick(SCHEMA), plain(SCHEMA), set()
     for index in range(campaign.count):
@@ -181,9 +181,9 @@ class TestRun:
         return Campaign(seed=3, count=count, full_every=10**9)
 
     def quietly(self, _: Tally) -> None:
-        """Say nothing after a block."""
+        """Report no progress."""
 
-    def test_an_index_stands_for_one_text(self) -> None:
+    def test_text_is_determined_by_its_index(self) -> None:
         texts = [self.campaign().text(index)[0] for index in range(6)]
         assert texts == [self.campaign(99).text(index)[0] for index in range(6)]
         assert len(set(texts)) == 6
@@ -192,20 +192,20 @@ class TestRun:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(campaign_module, "BLOCK", 2)
-        whole = Run(self.campaign(), tmp_path / "a.jsonl", jobs=2).go(self.quietly)
+        whole = Run(self.campaign(), tmp_path / "a.jsonl", jobs=2).run(self.quietly)
         assert whole.texts == 6 and whole.faults == []
-        Run(self.campaign(4), tmp_path / "b.jsonl").go(self.quietly)
+        Run(self.campaign(4), tmp_path / "b.jsonl").run(self.quietly)
         resumed = Run(self.campaign(), tmp_path / "b.jsonl")
         assert resumed.tally.texts == 4
-        assert resumed.go(self.quietly).refused == whole.refused
+        assert resumed.run(self.quietly).refused == whole.refused
 
-    def test_a_journal_of_another_language_is_not_gone_on_with(self, tmp_path: Path) -> None:
-        Run(self.campaign(), tmp_path / "a.jsonl").go(self.quietly)
+    def test_journal_of_another_language_is_refused(self, tmp_path: Path) -> None:
+        Run(self.campaign(), tmp_path / "a.jsonl").run(self.quietly)
         other = Campaign(seed=4, count=6, full_every=10**9)
         assert Run(self.campaign(), tmp_path / "a.jsonl").tally.texts == 6
         assert Run(other, tmp_path / "a.jsonl").tally.texts == 0
 
-    def test_a_process_that_dies_is_a_fault_and_the_rest_goes_on(
+    def test_crashed_process_is_a_fault_and_the_run_continues(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         text = Campaign.text
@@ -216,12 +216,12 @@ class TestRun:
             return text(campaign, index)
 
         monkeypatch.setattr(Campaign, "text", deadly)
-        tally = Run(self.campaign(), tmp_path / "a.jsonl").go(self.quietly)
+        tally = Run(self.campaign(), tmp_path / "a.jsonl").run(self.quietly)
         assert tally.texts == 6
         assert tally.faults == [(2, f"crash: exit code {-signal.SIGKILL}")]
         assert "1 crashes" in report(tally, 500)
 
-    def test_a_process_that_hangs_is_a_fault_and_the_rest_goes_on(
+    def test_hanging_process_is_a_fault_and_the_run_continues(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         text = Campaign.text
@@ -233,7 +233,7 @@ class TestRun:
 
         monkeypatch.setattr(Campaign, "text", slow)
         monkeypatch.setattr(campaign_module, "PATIENCE", 3.0)
-        tally = Run(self.campaign(), tmp_path / "a.jsonl").go(self.quietly)
+        tally = Run(self.campaign(), tmp_path / "a.jsonl").run(self.quietly)
         assert tally.texts == 6 and tally.faults == [(2, "crash: hangs")]
 
 

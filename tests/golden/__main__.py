@@ -14,12 +14,12 @@ from tests.golden.replay import METHODS, replay
 
 
 def failures(path: Path) -> list[str]:
-    """What is wrong with one case file; a file that cannot be read or replayed is a failure."""
+    """Problems of one case file; a file that cannot be read or replayed is a failure."""
     if path.is_dir():
         return [f"no method of the name {path.name!r} is known"]
     try:
         return replay(read(path))
-    except Exception as error:  # whatever a file holds, the others are still to be looked at
+    except Exception as error:  # any failure of one file must not stop the others
         return [
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}"
         ]
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _strangers(folder: Path) -> list[Path]:
-    """Folders that are named as no method is and hold no case that would say so."""
+    """Folders that contain no case and are not named after a method."""
     inside = (path for path in folder.iterdir() if path.is_dir() and path.name not in METHODS)
     return sorted(path for path in inside if not any(path.rglob("*.npz")))
 

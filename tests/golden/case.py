@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True)
 class Case:
-    """One golden case: the recipe, what goes in, what the published code returned."""
+    """One golden case: the recipe, the inputs and the output of the published code."""
 
     name: str
     recipe: dict[str, Any]
@@ -31,12 +31,12 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the published code got its features."""
+        """Dtype of the features given to the published code."""
         return _DTYPES[self.recipe.get("dtype", "float32")]
 
     @property
     def note(self) -> str:
-        """What is degenerate here and what may then be compared; empty for most cases."""
+        """What is degenerate in this case and what can still be compared; mostly empty."""
         return str(self.recipe.get("note", ""))
 
     def given(self, name: str, *, cast: bool = True) -> Tensor:
@@ -55,12 +55,12 @@ def names(method: str) -> list[str]:
 
 
 def load(name: str) -> Case:
-    """The case of that name among those kept here."""
+    """Load a stored case by name."""
     return read(DATA / f"{name}.npz")
 
 
 def read(path: Path) -> Case:
-    """The case in a file; raises ValueError where its inputs are not the recorded ones."""
+    """Read a case from a file; raises ValueError if its inputs differ from the recorded digests."""
     with np.load(path, allow_pickle=False) as stored:
         recipe = json.loads(str(stored["spec"]))
         recorded = json.loads(str(stored["sha"])) if "sha" in stored else {}

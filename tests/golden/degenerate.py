@@ -1,4 +1,4 @@
-"""What still has to agree where a published loop breaks down on degenerate input."""
+"""Comparison of picks on degenerate inputs, where the published loop gives NaN or duplicates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 def same_until_rank(case: Case, tokens: VisualTokens, picks: Tensor) -> Iterator[str]:
-    """CDPruner's picks ``(T, K)`` as long as the published loop still measured anything.
+    """Compare CDPruner's picks ``(T, K)`` up to the numerical rank of the kernel.
 
-    Nothing where the note names no residual, or where relevance is constant: the published code
-    then divides zero by zero before its first pick.
+    No pick is compared if the note names no residual, or if relevance is constant: the published
+    code then divides zero by zero before its first pick.
     """
     bound = residual_bound(case)
     if bound is None:
@@ -34,7 +34,7 @@ def same_until_rank(case: Case, tokens: VisualTokens, picks: Tensor) -> Iterator
 
 
 def same_until_duplicates(case: Case, features: Tensor, picks: Tensor) -> Iterator[str]:
-    """DivPrune's first picks, a token being as good as any that equals it."""
+    """Compare DivPrune's first picks; duplicates of a token count as equal."""
     count = first_picks(case)
     if count is None:
         return
@@ -56,7 +56,7 @@ def published_relevance(tokens: VisualTokens) -> Tensor:
 
 
 def residuals(features: Tensor, quality: Tensor, picks: list[int]) -> Iterator[float]:
-    """Gain of each pick, in turn: what is left of q_j u_j outside the span of those before it."""
+    """Gain of each pick in order: squared residual of q_j u_j outside the span of earlier picks."""
     left = features / features.norm(dim=1, keepdim=True) * quality[:, None]
     lowest = float("inf")
     for pick in picks:

@@ -1,7 +1,7 @@
-"""How much of a golden case may be demanded: its flags and its note decide.
+"""Strictness of the comparison of a golden case, from its flags and its note.
 
-A note marks a case as degenerate. It then says in words what still holds; the two phrases that
-have figures in them are read here, everything else leaves only that the outcome is sound.
+A note marks a case as degenerate and states what still holds. Two phrases with numbers are parsed
+here; with any other note only the validity of the output is checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.golden.case import Case
 
 
 class Demand(Enum):
-    """What has to equal the published outcome."""
+    """Part of the output that must equal the published one."""
 
     ORDER = "order"
     SET = "set"
@@ -22,7 +22,7 @@ class Demand(Enum):
 
 
 def demand(case: Case) -> Demand:
-    """Order where nothing is degenerate and the order is stable, else the set where that is."""
+    """Order if it is stable, else the set if that is; less for degenerate cases."""
     if not case.note and case.recipe.get("stable_order", True):
         return Demand.ORDER
     return Demand.SET if case.recipe.get("stable_set", False) else Demand.SOUND

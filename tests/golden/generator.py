@@ -27,7 +27,7 @@ def uniform(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
     digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
     start = np.uint64(int.from_bytes(digest[:8], "little"))
     counter = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):  # wrapping around at 2^64 is what the hash wants
+    with np.errstate(over="ignore"):  # the hash is defined modulo 2^64
         z = counter * np.uint64(0x9E3779B97F4A7C15) + start
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,7 +37,7 @@ def uniform(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
 
 
 def bell(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
-    """Mean 0, variance 1: four uniforms added up, one after the other."""
+    """Approximately normal with mean 0 and variance 1: the sum of four uniform numbers."""
     total = uniform(seed, f"{name}/0", shape)
     for part in (1, 2, 3):
         total = total + uniform(seed, f"{name}/{part}", shape)
@@ -57,7 +57,7 @@ def clustered(
 
 
 def mass(recipe: Recipe, name: str, shape: tuple[int, ...]) -> Doubles:
-    """Positive and heavy-tailed, as attention is: a uniform number to a whole power."""
+    """Positive and heavy-tailed, like attention: an integer power of a uniform number."""
     drawn = uniform(recipe["seed"], name, shape)
     power = np.ones(shape)
     for _ in range(recipe.get("p", 6)):  # by multiplication alone: `pow` differs between machines
@@ -170,7 +170,7 @@ def _sparsevlm(recipe: Recipe) -> dict[str, Doubles]:
 
 
 def _alike(recipe: Recipe, patches: Doubles) -> Doubles:
-    """Patches as they are, or all of them the first one: relevance is then constant."""
+    """Patches, all replaced by the first one if relevance is to be constant."""
     return np.broadcast_to(patches[:, :1], patches.shape) if recipe.get("const_rel") else patches
 
 

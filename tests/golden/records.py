@@ -17,7 +17,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerState
 
 
 def _unchanged(rows: Tensor) -> Tensor:
-    return rows  # no projector: merging methods are compared before it
+    return rows  # no projector: merged rows are compared before projection
 
 
 def cdpruner(case: Case) -> VisualTokens:
@@ -36,7 +36,7 @@ def divprune(case: Case) -> VisualTokens:
 
 
 def visionzip(case: Case) -> VisualTokens:
-    """B images with the sum over heads: its scale says nothing, and the published code ranks it."""
+    """B images with attention summed over heads; only its order matters to the published code."""
     hidden, keys = case.given("hidden"), case.given("key_metric")
     tower = TowerStates(hidden[:, 1:], keys[:, 1:], _unchanged, cls=hidden[:, :1])
     attention = case.given("cls_attn").sum(dim=1)
@@ -127,18 +127,18 @@ def _clip(patches: Tensor, text: Tensor) -> Instruction:
 
 
 def _text(case: Case) -> RecordedPrefix:
-    """A recording of nothing yet: where image and text stand."""
+    """An empty recording: positions of image and text."""
     return RecordedPrefix(case.recipe["sys"], torch.ones(1, case.recipe["txt"], dtype=torch.bool))
 
 
 def _last_row(case: Case, last: Tensor) -> RecordedPrefix:
-    """A recording of the last row of attention ``(H, L)``; the others are not numbers."""
+    """A recording of the last row of attention ``(H, L)``; all other rows are NaN."""
     rows = last.new_full((1, last.shape[0], case.recipe["txt"], last.shape[1]), torch.nan)
     rows[0, :, -1] = last
     return replace(_text(case), recorded_attention=rows)
 
 
 def _image(case: Case, sequence: Tensor, language: RecordedPrefix) -> VisualTokens:
-    """The visual span of a sequence ``(1, L, D)``, with what was recorded of the whole."""
+    """The visual span of a sequence ``(1, L, D)``, with the recording of the whole sequence."""
     visual = sequence.narrow(1, case.recipe["sys"], case.recipe["N"])
     return VisualTokens(visual, Grid(1, case.recipe["N"]), language=language)

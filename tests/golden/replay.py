@@ -32,7 +32,7 @@ Problems = Iterator[str]
 
 
 def replay(case: Case) -> list[str]:
-    """What of a case does not agree with the published code; empty where all of it does."""
+    """Differences between this implementation and the published output of a case."""
     method = case.name.split("/")[0]
     if method not in METHODS:
         return [f"no method of the name {method!r} is known"]
@@ -40,7 +40,7 @@ def replay(case: Case) -> list[str]:
 
 
 def cdpruner(case: Case) -> Problems:
-    """Pick order within each tile; where the published loop ran into NaN, as far as it counts."""
+    """Pick order within each tile, up to the kernel's rank where the published loop gives NaN."""
     tokens = RECORDS["cdpruner"](case)
     tiles, count = tokens.grid.tiles, case.recipe["K"]
     flat = _select("cdpruner", {}, tokens, count * tiles).picks
@@ -113,7 +113,7 @@ def trim(case: Case) -> Problems:
 
 
 def dart(case: Case) -> Problems:
-    """Kept tokens in raster order; a budget of exactly that many keeps as many."""
+    """Kept tokens in raster order, and the same number with that budget."""
     tokens = RECORDS["dart"](case)
     kept = _native("dart", {}, tokens, case.recipe["K"]).indices[0]
     yield from _equal("n_out", torch.tensor(kept.numel()), case.wanted("n_out"))
@@ -123,7 +123,7 @@ def dart(case: Case) -> Problems:
 
 
 def fastv(case: Case) -> Problems:
-    """Pick order, and what is left of the whole sequence."""
+    """Pick order, and the surviving positions of the sequence."""
     tokens = RECORDS["fastv"](case)
     picks = _select("fastv", {}, tokens, case.recipe["K"]).picks
     yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
@@ -141,7 +141,7 @@ def pdrop(case: Case) -> Problems:
 
 
 def sparsevlm(case: Case) -> Problems:
-    """Raters, scores, kept tokens, what is recycled, and the clusters made of it."""
+    """Raters, scores, kept tokens, recycled tokens and their clusters."""
     tokens = RECORDS["sparsevlm"](case)
     language = tokens.require_language()
     actual = _native("sparsevlm", {}, tokens, case.recipe["K"])
@@ -167,7 +167,7 @@ def sparsevlm(case: Case) -> Problems:
 
 
 def next_order(case: Case) -> Problems:
-    """Tokens of five tiles as LLaVA-NeXT's language model reads them."""
+    """Order in which LLaVA-NeXT's language model reads the tokens of five tiles."""
     size = case.recipe["N"]
     side = int(size**0.5)
     kept = case.wanted("keep") + torch.arange(len(case.wanted("keep")))[:, None] * size

@@ -27,19 +27,19 @@ METHODS = {
 GENERATOR = {"prumerge_budget": "prumerge_nocls"}
 
 
-def test_there_are_cases_of_every_method_and_of_no_other() -> None:
+def test_every_method_has_cases() -> None:
     assert {folder.name for folder in DATA.iterdir()} == set(METHODS)
 
 
 @pytest.mark.parametrize(("method", "count"), METHODS.items())
-def test_every_case_is_there_and_its_inputs_are_the_recorded_ones(method: str, count: int) -> None:
+def test_every_case_loads_with_its_recorded_inputs(method: str, count: int) -> None:
     actual = [load(name) for name in names(method)]  # load checks the digests
     assert len(actual) == count
     made_by = GENERATOR.get(method, method)
     assert all(case.recipe["gen"] == made_by and case.expected for case in actual)
 
 
-def test_the_hash_behind_the_inputs_gives_the_same_numbers_everywhere() -> None:
+def test_input_hash_is_portable() -> None:
     assert uniform(11, "feat", (3,)).tolist() == uniform(11, "feat", (5,)).tolist()[:3]
     assert uniform(11, "feat", (1,)).item() != uniform(12, "feat", (1,)).item()
 
@@ -56,7 +56,7 @@ def changed(name: str, folder: Path, **recipe: object) -> Path:
     return path
 
 
-def test_inputs_that_are_not_the_recorded_ones_are_an_error(tmp_path: Path) -> None:
+def test_inputs_with_other_digests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not make the recorded inputs: attn_last_row"):
         read(changed("fastv/case_01", tmp_path, seed=999))
 

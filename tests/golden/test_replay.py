@@ -15,7 +15,7 @@ from tests.golden.test_case import changed
 
 
 @pytest.mark.parametrize("name", [name for method in METHODS for name in names(method)])
-def test_the_published_outcome(name: str) -> None:
+def test_output_equals_the_published_one(name: str) -> None:
     assert replay(load(name)) == []
 
 
@@ -40,7 +40,7 @@ def test_the_published_outcome(name: str) -> None:
         ("clip_chunk/case_02", "pooled_pos", "pooled_pos: 1 of 2 differ"),
     ],
 )
-def test_another_outcome_is_noticed(name: str, array: str, message: str) -> None:
+def test_differing_output_is_reported(name: str, array: str, message: str) -> None:
     case = load(name)
     wrong = case.expected[array].copy()
     wrong.flat[3 if wrong.size > 3 else 0] += 1
@@ -49,7 +49,7 @@ def test_another_outcome_is_noticed(name: str, array: str, message: str) -> None
 
 
 class TestDemands:
-    """A note or a flag loosens what is compared, and never more than it says."""
+    """Notes and flags relax the comparison exactly as far as they state."""
 
     @pytest.mark.parametrize(
         ("recipe", "wanted"),
@@ -61,7 +61,7 @@ class TestDemands:
             ({"note": "constant", "stable_order": False, "stable_set": False}, Demand.SOUND),
         ],
     )
-    def test_what_is_demanded(self, recipe: dict[str, object], wanted: Demand) -> None:
+    def test_strictness_of_each_case(self, recipe: dict[str, object], wanted: Demand) -> None:
         assert demand(replace(load("fastv/case_00"), recipe=recipe)) is wanted
 
     def test_figures_are_read_from_notes(self) -> None:
@@ -96,7 +96,7 @@ class TestCommand:
         assert main([str(tmp_path)]) == 0
         assert capsys.readouterr().out == "1 passed, 0 failed\n"
 
-    def test_each_failure_is_a_line_and_stops_nothing(
+    def test_each_failure_is_one_line_and_all_cases_run(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for folder in ("fastv", "telepathy", "dart"):

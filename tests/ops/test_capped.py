@@ -16,7 +16,7 @@ def similarity(seed: int, batch: int = 2, tokens: int = 20, width: int = 24) -> 
 
 
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 20), forced=st.integers(0, 4))
-def test_a_cap_that_never_binds_is_plain_greedy_map(seed: int, count: int, forced: int) -> None:
+def test_cap_that_never_binds_equals_greedy_map(seed: int, count: int, forced: int) -> None:
     kernel, source = similarity(seed), torch.Generator().manual_seed(seed)
     quality = torch.rand(2, 20, generator=source) + 0.1
     anchors = torch.rand(2, 20, generator=source).argsort(dim=1)[:, : min(forced, count)]
@@ -80,7 +80,7 @@ def test_anchors_fill_their_cells() -> None:
     assert actual.tolist() == [[0, 2]]
 
 
-def test_the_cap_is_lifted_where_nothing_else_is_left() -> None:
+def test_cap_is_ignored_if_all_cells_are_full() -> None:
     actual = capped_greedy_map(
         torch.eye(4)[None],
         torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
@@ -94,7 +94,7 @@ def test_the_cap_is_lifted_where_nothing_else_is_left() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_does_not_repeat_an_index(value: float) -> None:
+def test_non_finite_input_repeats_no_index(value: float) -> None:
     kernel, quality = similarity(1), torch.rand(2, 20)
     kernel[0, 3] = kernel[0, :, 3] = value
     quality[0, 5] = value

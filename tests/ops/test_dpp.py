@@ -69,8 +69,8 @@ def test_an_anchor_need_not_be_eligible() -> None:
     assert picks.tolist() == [[2, 1, 3]]
 
 
-def test_by_hand() -> None:
-    # Token 1 repeats token 0, so after 0 its gain is nothing and the weak but new 2 comes next.
+def test_picks_computed_by_hand() -> None:
+    # Token 1 equals token 0, so after 0 its gain is 0 and token 2 of lower quality is next.
     similarity = torch.tensor([[[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
     assert greedy_map(similarity, torch.tensor([[0.9, 0.8, 0.1]]), 3).tolist() == [[0, 2, 1]]
 
@@ -96,7 +96,7 @@ def test_nan_repeats_no_index_and_stays_in_its_own_row(count: int) -> None:
     assert all(row.unique().numel() == count for row in picks)
 
 
-def test_the_shape_of_the_answer() -> None:
+def test_shape_of_the_result() -> None:
     picks = greedy_map(*kernel(4, 3, 9), 5)
     assert picks.shape == (3, 5) and picks.dtype == torch.int64
 

@@ -40,7 +40,7 @@ def compared() -> dict[str, list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_picks_what_the_torch_form_picks(name: str) -> None:
+def test_picks_equal_the_torch_implementation(name: str) -> None:
     in_torch, in_triton = compared()[name]
     assert in_triton == in_torch
     assert all(len(set(row)) == len(row) > 0 for row in in_torch)
@@ -62,7 +62,7 @@ def test_tensors_on_the_cpu_go_to_torch() -> None:
     assert dpp._fastest_implementation(torch.device("cpu")) is greedy_map_torch
 
 
-def test_without_triton_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_used_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
     assert dpp._fastest_implementation(torch.device("cuda")) is greedy_map_torch
 
@@ -70,7 +70,7 @@ def test_without_triton_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
-def test_on_a_gpu_it_picks_the_same(given: triton_cases.Inputs) -> None:
+def test_picks_on_a_gpu_equal_torch(given: triton_cases.Inputs) -> None:
     from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
 
     assert works()

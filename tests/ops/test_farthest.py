@@ -34,7 +34,7 @@ def test_the_distances_to_earlier_choices_count() -> None:
     assert picks.tolist() == [[1]]
 
 
-def test_what_is_taken_is_never_picked_however_far_it_is() -> None:
+def test_taken_tokens_are_never_picked() -> None:
     distance = on_a_line([0.0, 1.0, 100.0])
     taken = torch.tensor([[False, False, True]])
     picks = farthest_points(distance, 2, nearest=distance[:, 2], taken=taken)
@@ -48,7 +48,7 @@ def test_ties_go_to_the_lower_index() -> None:
     ]
 
 
-def test_nothing_asked_is_nothing_picked() -> None:
+def test_count_zero_picks_nothing() -> None:
     picks = farthest_points(
         torch.ones(2, 3, 3), 0, nearest=torch.ones(2, 3), taken=none_taken(3).repeat(2, 1)
     )
@@ -56,7 +56,9 @@ def test_nothing_asked_is_nothing_picked() -> None:
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 14), data=st.data())
-def test_each_pick_is_the_farthest_of_those_left(seed: int, size: int, data: st.DataObject) -> None:
+def test_each_pick_is_the_farthest_remaining_token(
+    seed: int, size: int, data: st.DataObject
+) -> None:
     source = torch.Generator().manual_seed(seed)
     distance = torch.rand(1, size, size, generator=source, dtype=torch.float64)
     nearest = torch.rand(1, size, generator=source, dtype=torch.float64)
@@ -73,7 +75,7 @@ def test_each_pick_is_the_farthest_of_those_left(seed: int, size: int, data: st.
 
 
 @given(bad=st.sets(st.integers(0, 7)), value=st.sampled_from([torch.nan, torch.inf]))
-def test_what_is_not_finite_never_makes_an_index_repeat(bad: set[int], value: float) -> None:
+def test_non_finite_input_repeats_no_index(bad: set[int], value: float) -> None:
     distance = on_a_line([float(i * i) for i in range(8)])
     distance[:, list(bad)] = value
     picks = farthest_points(distance, 8, nearest=distance[:, 0], taken=none_taken(8))

@@ -44,7 +44,7 @@ def test_ranking_is_descending_and_ties_go_to_the_lower_index() -> None:
 
 
 @given(st.sets(st.integers(0, 19), min_size=1))
-def test_raster_undoes_mask_of(positions: set[int]) -> None:
+def test_indices_from_mask_inverts_mask_from_indices(positions: set[int]) -> None:
     mask = mask_from_indices(torch.tensor([sorted(positions, reverse=True)]), 20)
     assert mask.sum() == len(positions)
     assert indices_from_mask(mask, len(positions)).tolist() == [sorted(positions)]
@@ -62,7 +62,7 @@ def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.D
     assert abs(row[0] - (tokens - 1 - row[-1])) <= 1 + tokens // count
 
 
-def test_every_image_is_read_at_its_own_places() -> None:
+def test_gather_reads_each_image_at_its_own_indices() -> None:
     values = torch.arange(2 * 4 * 3).view(2, 4, 3)
     actual = gather_rows(values, torch.tensor([[3, 0], [1, 1]]))
     assert actual.tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
@@ -76,7 +76,7 @@ def test_views_that_are_not_contiguous_and_empty_selections() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 144, 575, 576, 729])
-def test_as_numpys_percentile_has_it(count: int) -> None:
+def test_outliers_use_the_quartiles_of_numpy_percentile(count: int) -> None:
     score = torch.rand(20, count, generator=torch.Generator().manual_seed(count)) ** 6
     actual = find_outliers(score)
     for row, mine in zip(score.numpy(), actual, strict=True):
@@ -84,7 +84,7 @@ def test_as_numpys_percentile_has_it(count: int) -> None:
         assert mine.tolist() == (row > high + 1.5 * (high - low)).tolist()
 
 
-def test_a_constant_score_has_none_and_nan_is_none() -> None:
+def test_constant_scores_and_nan_are_no_outliers() -> None:
     assert not find_outliers(torch.ones(2, 9)).any()
     score = torch.ones(1, 9)
     score[0, 4] = torch.nan

@@ -1,4 +1,4 @@
-"""Cosines: what they are, and that the rest of a batch does not touch their bits."""
+"""Cosines: their values, and bit-identical results alone and in a batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_two_triangles_are_equal_where_one_is_copied() -> None:
     assert torch.equal(actual[:, :144, 144:], actual[:, 144:, :144].transpose(1, 2))
 
 
-def test_a_zero_row_is_like_nothing() -> None:
+def test_cosine_with_a_zero_row_is_zero() -> None:
     features = rows(2, 1, 6, 8, torch.float16)
     features[0, 3] = 0
     actual = cosine(features)
@@ -58,7 +58,7 @@ def test_a_zero_row_is_like_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_cosines_between_some_are_entries_of_the_whole(dtype: torch.dtype) -> None:
+def test_cosines_between_subsets_are_entries_of_the_full_matrix(dtype: torch.dtype) -> None:
     features = rows(6, 2, 12, 33, dtype)
     features[0, 2] = 0
     actual = cosines_between(features[:, [2, 7]], features[:, [0, 2, 11]])
@@ -102,7 +102,7 @@ def test_an_image_alone_has_the_same_bits_as_in_a_batch(
 
 
 def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
-    """Everything between features and indices that sums."""
+    """All summing operations between features and indices."""
     similarity = cosine(features)
     relevance = cosines_with(features, text)
     quality = 1.5 + relevance.sum(dim=-1)
@@ -163,7 +163,7 @@ def test_neighbours_are_those_within_the_window(height: int, width: int, radius:
         assert torch.allclose(actual[:, token], wanted, atol=1e-6)
 
 
-def test_a_token_that_is_not_near_says_nothing_even_if_it_is_nan() -> None:
+def test_nan_outside_the_window_has_no_effect() -> None:
     similarity = symmetric(1, 1, 9)
     clean = mean_of_neighbours(similarity, 3, 3, 1)
     similarity[0, 0, 8] = torch.nan

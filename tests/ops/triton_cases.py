@@ -52,7 +52,7 @@ class Inputs:
         return None if self.given is None else condition(self.similarity, self.given)
 
     def in_torch(self) -> list[list[int]]:
-        """The picks of the torch form."""
+        """Picks of the torch implementation."""
         picks: list[list[int]] = greedy_map_torch(
             self.similarity,
             self.quality,
@@ -73,7 +73,7 @@ def _random(seed: int, batch: int, tokens: int, count: int, width: int) -> Input
 
 
 def cases() -> Iterator[tuple[str, Inputs]]:
-    """What the two forms must agree on; gains are far apart, or equal to the last bit."""
+    """Inputs on which both implementations must agree: gains are far apart or bit-identical."""
     yield "one token", _random(1, 1, 1, 1, 4)
     yield "one pick", _random(2, 2, 7, 1, 8)
     yield "every token", _random(3, 2, 12, 12, 32)

@@ -1,4 +1,4 @@
-"""States in words, and side by side."""
+"""Descriptions of states, and comparison of two states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_autoprune import BudgetError
 from vllm_autoprune.report.describe import compare, describe
 
 
-def test_what_a_state_says() -> None:
+def test_description_of_the_shipped_state() -> None:
     description = describe(state())
     assert (description.budget, description.q_e, description.r_min) == ((32, 32), 2, 30)
     assert description.base_policy.atom == "cdpruner"
@@ -47,7 +47,7 @@ def test_weightless_signals_have_no_share() -> None:
     assert [signal.share for signal in describe(none).signals] == [0.0] * 5
 
 
-def test_states_that_behave_alike_have_one_digest() -> None:
+def test_states_of_equal_behaviour_have_equal_digests() -> None:
     description = compare(
         state(), state({"/name": "other", "/safety": [{"atom": "preserve_budget"}]})
     )

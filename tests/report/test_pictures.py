@@ -1,4 +1,4 @@
-"""Pictures and pages: tokens are in the right place, and pages fetch nothing."""
+"""Pictures and pages: tokens are drawn at their places, and pages fetch nothing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_ramp_grows_lighter_and_is_clamped() -> None:
     assert (heat_colour(-1), heat_colour(2), heat_colour(1)) == (RAMP[0], RAMP[-1], RAMP[-1])
 
 
-def test_values_are_stretched_and_what_is_not_finite_is_low() -> None:
+def test_non_finite_values_are_stretched_to_zero() -> None:
     assert stretch_values([1.0, 3.0, 2.0]) == [0.0, 1.0, 0.5]
     assert stretch_values([2.0, 2.0]) == [0.0, 0.0]
     assert stretch_values([float("nan"), 0.0, 1.0, float("inf")]) == [0.0, 0.0, 1.0, 0.0]
@@ -87,7 +87,7 @@ def test_a_heat_map_of_tiles_is_as_wide_as_all_of_them() -> None:
     assert image.getpixel((3, 0)) == RAMP[-1]
 
 
-def test_marks_lie_on_their_tokens() -> None:
+def test_marks_are_drawn_on_their_tokens() -> None:
     sheet = draw_sheet(explanation())
     size = SIDE // GRID.width
     # The second panel of the first row: found by its frame colours, so layout may change.
@@ -149,7 +149,7 @@ class Reader(HTMLParser):
             self.scripts.append(data)
 
 
-def test_a_page_needs_nothing_else() -> None:
+def test_page_is_self_contained() -> None:
     text = render_page(explanation())
     reader = Reader()
     reader.feed(text)
@@ -160,7 +160,7 @@ def test_a_page_needs_nothing_else() -> None:
     assert "default-src 'none'" in text
 
 
-def test_a_question_cannot_break_out_of_the_page() -> None:
+def test_question_is_escaped_in_the_page() -> None:
     text = render_page(explanation())
     assert "<b>" not in text and "&lt;b&gt;this&lt;/b&gt;" in text
     reader = Reader()

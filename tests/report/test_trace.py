@@ -38,7 +38,7 @@ def test_a_trace_agrees_with_the_selection() -> None:
         assert all(min(s.values) >= 0 and max(s.values) == 1 for s in image.signals)
 
 
-def test_what_enters_is_better_than_what_leaves() -> None:
+def test_entering_tokens_have_higher_quality_than_leaving_ones() -> None:
     exchanged = 0
     for image in trace_batch(images(seed=4, batch=4)):
         assert image.quality is not None

@@ -1,4 +1,4 @@
-"""Every check passes on a correct report, and fails on reports changed in one place."""
+"""Checks pass on a correct report and fail on reports with one change."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_runners_that_differ_are_reported() -> None:
 
 
 @pytest.mark.parametrize(("off", "agree"), [(0.15, True), (0.25, False)])
-def test_runners_may_differ_as_their_kernels_round(off: float, agree: bool) -> None:
+def test_runners_may_differ_by_rounding(off: float, agree: bool) -> None:
     moved = _with_completion("pruned", logprob=good().pruned["q"].logprob - off)(good())
     assert (runners_agree(good(), moved) == "") is agree
 

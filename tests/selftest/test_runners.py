@@ -15,7 +15,7 @@ from vllm_autoprune.selftest.run import RUNNERS, available_runners
         ("", ("v1",)),  # vLLM could not be imported: the backbones will say why
     ],
 )
-def test_the_second_runner_needs_what_vllm_needs_for_it(
+def test_second_runner_requires_triton(
     monkeypatch: pytest.MonkeyPatch, output: str, expected: tuple[str, ...]
 ) -> None:
     done = subprocess.CompletedProcess[str]([], 0, stdout=output, stderr="")
@@ -24,7 +24,7 @@ def test_the_second_runner_needs_what_vllm_needs_for_it(
 
 
 @pytest.mark.compat
-def test_vllm_reads_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_reads_the_runner_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import envs
 
     for environment, meant in zip(RUNNERS.values(), (False, True), strict=True):

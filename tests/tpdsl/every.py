@@ -1,4 +1,4 @@
-"""What tests of every atom share: a state that runs the atom, images with every input, a ledger."""
+"""Shared by the tests of every atom: states that run an atom, images with every input."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from vllm_autoprune.tpdsl.registry import ATOMS, Group
 from vllm_autoprune.tpdsl.tokens import Need, TowerStates
 
 MEANINGS: set[str] = set()
-"""Atoms of which some test says, on a case checked by hand or by a plain loop, what they do."""
+"""Atoms whose values a test compares with a manual computation or a scalar loop."""
 
 T = TypeVar("T", bound=Callable[..., object])
 
 
 def means(*names: str) -> Callable[[T], T]:
-    """Mark a test (or a class of tests) as one of what these atoms mean."""
+    """Mark a test, or a class of tests, as a test of these atoms' values."""
     MEANINGS.update(names)
     return lambda test: test
 
 
-def doing_something(name: str) -> dict[str, object]:
-    """The atom with parameters at which it is not idle."""
+def active_parameters(name: str) -> dict[str, object]:
+    """The atom as JSON, with parameters at which it is not idle."""
     actual = ATOMS[name].call
     call: dict[str, object] = {"atom": name}
     if issubclass(actual, BlendCall):
@@ -46,7 +46,7 @@ def doing_something(name: str) -> dict[str, object]:
 
 def active(name: str) -> Any:
     """A call of the atom at which it is not idle."""
-    return ATOMS[name].call.model_validate(doing_something(name))
+    return ATOMS[name].call.model_validate(active_parameters(name))
 
 
 WITHOUT_NEEDS: dict[str, object] = {
@@ -54,13 +54,13 @@ WITHOUT_NEEDS: dict[str, object] = {
     "/scoring/signals": [{"atom": "visual_token_norm_saliency"}],
     "/constraints/selector/q_e": 3,
 }
-"""Changes that leave the shipped state reading nothing but features."""
+"""Changes after which the shipped state reads only features."""
 
 
 def using(name: str) -> dict[str, object]:
-    """Changes to the shipped state after which the atom decides something."""
-    call, kind = doing_something(name), ATOMS[name].call
-    dpp = {"/constraints/selector": doing_something("constrained_pool_dpp_selector")}
+    """Changes to the shipped state after which the atom affects the result."""
+    call, kind = active_parameters(name), ATOMS[name].call
+    dpp = {"/constraints/selector": active_parameters("constrained_pool_dpp_selector")}
     places: dict[Group, dict[str, object]] = {
         "budget_control": {"/budget": call},
         "scoring": {"/scoring/signals": [call]},
@@ -100,8 +100,8 @@ def whole_images(
     return dataclasses.replace(tokens, tower=tower)
 
 
-def some(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
-    """Some images of a batch, with their towers."""
+def take_with_towers(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
+    """Some images of a batch, with their tower states."""
     tower = tokens.tower
     assert tower is not None
     part = dataclasses.replace(tower, patches=tower.patches[rows], keys=tower.keys[rows])
@@ -109,7 +109,7 @@ def some(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
 
 
 def with_only(tokens: VisualTokens, needs: frozenset[Need]) -> VisualTokens:
-    """The images without what is not needed."""
+    """The images with only the needed optional inputs."""
     return dataclasses.replace(
         tokens,
         cls_attention=tokens.cls_attention if "cls_attention" in needs else None,

@@ -1,4 +1,4 @@
-"""Policies of every kind, and what must hold of whatever they select."""
+"""Example policies, and assertions on every selection."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def policy_of(variant: str = "shipped", budget: int = 8) -> PruningPolicy:
 def same(
     one: RefinedTokens, other: RefinedTokens, rows: tuple[slice | list[int], slice | list[int]]
 ) -> bool:
-    """All of it bit-equal, for these rows of the one and those of the other."""
+    """Whether the given rows of two results are bit-identical."""
     mine, yours = rows
     for field in dataclasses.fields(RefinedTokens):
         a, b = vars_of(one)[field.name], vars_of(other)[field.name]
@@ -62,7 +62,7 @@ def vars_of(outcome: RefinedTokens) -> dict[str, Tensor | None]:
 
 
 def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens) -> None:
-    """The promises that hold for every policy, image and budget below N."""
+    """Assert the guarantees for every policy, image and budget below N."""
     k = policy.budget
     assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
     assert outcome.features.dtype == tokens.features.dtype

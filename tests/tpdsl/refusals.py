@@ -1,4 +1,4 @@
-"""What is said of a state that is refused."""
+"""Problems reported for refused states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_autoprune import StateError, load_state
 
 
 def refused(source: str | Path) -> list[tuple[str, str]]:
-    """Where and what, of every problem for which the state is refused."""
+    """(where, what) of every problem of a refused state."""
     with pytest.raises(StateError) as raised:
         load_state(source)
     assert raised.value.problems and all(p.fix for p in raised.value.problems)
@@ -20,12 +20,12 @@ def refused(source: str | Path) -> list[tuple[str, str]]:
 
 
 def refused_with(changes: dict[str, object]) -> list[tuple[str, str]]:
-    """The same of the shipped state with some fields changed."""
+    """(where, what) of every problem of the shipped state with some fields changed."""
     return refused(json.dumps(edited(shipped(), changes)))
 
 
 def fixed(changes: dict[str, object]) -> str:
-    """The advice given for the one problem of a changed state."""
+    """The fix proposed for the only problem of a changed state."""
     with pytest.raises(StateError) as raised:
         load_state(json.dumps(edited(shipped(), changes)))
     (problem,) = raised.value.problems

@@ -116,7 +116,7 @@ class TestAgainstTransformers:
             assert not rows[:, :, 3:].any() and not rows[..., short:].any()
 
 
-def test_no_more_layers_run_than_are_asked_for() -> None:
+def test_only_requested_layers_run() -> None:
     model = model_of(4)
     ran: list[int] = []
     for number, layer in enumerate(model.layers):

@@ -7,7 +7,7 @@ from vllm_autoprune import SelectionError
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix, RecordedPrefix, attention_rows
 
 
-def test_a_recording_gives_out_what_was_recorded_whichever_layer_is_asked_for() -> None:
+def test_recording_returns_its_tensors_for_any_layer() -> None:
     states = torch.randn(1, 5, 4)
     prefix: LanguagePrefix = RecordedPrefix(
         1, torch.ones(1, 2, dtype=torch.bool), recorded_states=states
@@ -15,7 +15,7 @@ def test_a_recording_gives_out_what_was_recorded_whichever_layer_is_asked_for() 
     assert prefix.states(0) is prefix.states(7) is states
 
 
-def test_what_was_not_recorded_is_named() -> None:
+def test_missing_recording_is_named_in_the_error() -> None:
     nothing = RecordedPrefix(1, torch.ones(1, 2, dtype=torch.bool))
     for ask, name in (
         (nothing.embeddings, "embeddings"),

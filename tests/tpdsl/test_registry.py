@@ -36,7 +36,7 @@ EVERY_ATOM = [(group, name) for group, names in BY_GROUP.items() for name in nam
 
 @pytest.mark.parametrize("group", BY_GROUP)
 def test_the_atoms_of_each_group(group: Group) -> None:
-    # At least: more atoms may be added, none may vanish from under the states that name it.
+    # Atoms may be added; none may be removed, because states name them.
     assert set(BY_GROUP[group]) <= set(ATOMS.names(group))
 
 
@@ -46,7 +46,7 @@ def test_every_atom_is_in_exactly_one_group() -> None:
 
 
 @pytest.mark.parametrize("name", ATOMS.names())
-def test_an_atom_explains_itself_and_its_parameters(name: str) -> None:
+def test_atoms_and_parameters_are_documented(name: str) -> None:
     entry = ATOMS[name]
     assert entry.name == name and entry.role == ROLES[entry.group]
     assert entry.doc.endswith(".") and "\n" not in entry.doc
@@ -57,7 +57,7 @@ def test_an_atom_explains_itself_and_its_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATOMS.names())
-def test_a_call_admits_its_own_name_alone(name: str) -> None:
+def test_call_accepts_only_its_own_name(name: str) -> None:
     call = ATOMS[name].call
     assert ATOMS.of(call.model_validate({"atom": name})) is ATOMS[name]
     with pytest.raises(ValueError, match=r"atom\n  Input should be"):
@@ -84,13 +84,13 @@ def test_a_signal_says_which_costly_inputs_it_reads(name: str, needs: set[str]) 
     assert ATOMS[name].needs == needs
 
 
-def test_only_the_names_that_the_paper_prints_are_marked_as_its_own() -> None:
+def test_only_names_of_the_paper_are_marked() -> None:
     ours = [name for name in ATOMS.names() if not ATOMS[name].paper]
     assert "diversity_pool_builder" in ours
     assert "quality_pool_builder" not in ours
 
 
-def test_a_name_is_declared_once() -> None:
+def test_duplicate_name_is_refused() -> None:
     def quality_pool_builder() -> None:
         """Another of that name."""
 

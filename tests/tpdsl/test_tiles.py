@@ -49,7 +49,7 @@ def test_a_group_sees_its_own_tiles_of_every_image() -> None:
     assert group.within_image(within, tokens).tolist() == [[6], [17], [7], [14]]
 
 
-def test_groups_join_by_rank_with_the_longer_ones_last_row_behind() -> None:
+def test_groups_are_joined_by_rank_with_surplus_rows_last() -> None:
     tokens = image_of(3)
     groups = tile_groups(tokens, 4)
     first = torch.tensor([[0, 1], [100, 101]])  # one tile of each image, two rows
@@ -61,7 +61,7 @@ def test_groups_join_by_rank_with_the_longer_ones_last_row_behind() -> None:
     assert join_groups([others], [TileGroup(0, 2, 1)], tokens).tolist() == [[10, 20], [110, 120]]
 
 
-def test_llava_next_reads_the_base_view_then_the_crops_as_one_picture() -> None:
+def test_reading_order_of_llava_next() -> None:
     # Tiles of 2 x 3: the base view holds 0 to 5; crops 6.. and 12.. stand side by side, 18.. and
     # 24.. below them.
     grid = Grid(2, 3, 5)

@@ -63,7 +63,7 @@ def test_cosines_by_hand() -> None:
     assert tokens.tile_cosine[1, 0].tolist() == [pytest.approx(1), pytest.approx(-(0.5**0.5))]
 
 
-def test_tiles_and_images_are_two_views_of_the_same_rows() -> None:
+def test_tile_and_image_views_share_their_rows() -> None:
     tokens = images(2, grid=Grid(2, 3, tiles=4))
     tiles = tokens.by_tile(tokens.features)
     assert tiles.shape == (8, 6, 16)
@@ -76,7 +76,7 @@ def test_the_record_is_frozen() -> None:
         images().grid = Grid(1, 1)  # type: ignore[misc]
 
 
-def test_cosines_made_before_are_used_and_change_nothing() -> None:
+def test_precomputed_cosines_give_the_same_result() -> None:
     policy = materialize(load_state("autoprune"), 8)
     tokens = images(batch=3)
     result = tokens.cosine.clone()

@@ -60,7 +60,7 @@ def test_so_many_tokens_a_tile_up_to_a_ceiling() -> None:
     assert [run_budget(budget, 576 * t, t) for t in (1, 2, 3, 5)] == [40, 80, 100, 100]
 
 
-def test_where_floor_and_ceiling_cross_the_ceiling_holds() -> None:
+def test_ceiling_wins_over_a_higher_floor() -> None:
     crossed = call("ratio_budget", floor=64, ceiling=32)
     assert run_budget(crossed, 576) == 32 and crossed.range() == (32, 32)
 
@@ -94,10 +94,10 @@ class TestVarying:
         policy = materialize(state(changes))
         assert policy.tokens_kept(100, 5) == 15 and policy.tokens_kept(100) == 3
 
-    def test_it_is_safe(self) -> None:
+    def test_safety_check_passes(self) -> None:
         assert safety_check(materialize(state(RATIO))).valid
 
-    def test_limits_are_held_to_the_largest_k_and_r_min_to_the_smallest(self) -> None:
+    def test_limits_apply_to_the_largest_k_and_r_min_to_the_smallest(self) -> None:
         low: dict[str, object] = {"/budget": {"atom": "ratio_budget", "ceiling": 64, "limit": 63}}
         with pytest.raises(StateError, match="limit 63 is below the state's own K = 64"):
             state(low)

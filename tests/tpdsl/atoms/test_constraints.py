@@ -40,8 +40,8 @@ def select(
     return run_selector(call(name, **parameters), revision)
 
 
-def exchanged(g: list[float], reference: list[int], pool: list[int], quota: int) -> list[int]:
-    """What the exchange selector keeps of one image."""
+def select_one(g: list[float], reference: list[int], pool: list[int], quota: int) -> list[int]:
+    """Tokens that the exchange selector keeps of one image."""
     size = len(g)
     kept = select(
         EXCHANGE,
@@ -78,26 +78,26 @@ def test_the_quota_is_what_r_min_leaves(
 class TestExchange:
     G = (0.5, 0.1, 0.3, 0.9, 0.2, 0.8)
 
-    def test_the_lowest_give_way_to_the_highest(self) -> None:
-        assert exchanged([*self.G], [0, 1, 2], [3, 4, 5], quota=2) == [0, 3, 5]
+    def test_lowest_quality_is_exchanged_for_highest(self) -> None:
+        assert select_one([*self.G], [0, 1, 2], [3, 4, 5], quota=2) == [0, 3, 5]
 
     def test_the_quota_bounds_the_swaps_and_the_best_pair_goes_first(self) -> None:
-        assert exchanged([*self.G], [0, 1, 2], [3, 4, 5], quota=1) == [0, 2, 3]
-        assert exchanged([*self.G], [0, 1, 2], [3, 4, 5], quota=0) == [0, 1, 2]
+        assert select_one([*self.G], [0, 1, 2], [3, 4, 5], quota=1) == [0, 2, 3]
+        assert select_one([*self.G], [0, 1, 2], [3, 4, 5], quota=0) == [0, 1, 2]
 
     def test_only_the_pool_is_swapped_in(self) -> None:
-        assert exchanged([*self.G], [0, 1, 2], [4], quota=2) == [0, 2, 4]
-        assert exchanged([*self.G], [0, 1, 2], [], quota=2) == [0, 1, 2]
+        assert select_one([*self.G], [0, 1, 2], [4], quota=2) == [0, 2, 4]
+        assert select_one([*self.G], [0, 1, 2], [], quota=2) == [0, 1, 2]
 
     def test_a_swap_needs_a_better_candidate(self) -> None:
-        assert exchanged([0.5, 0.1, 0.1, 0.4], [0, 1], [2, 3], quota=2) == [0, 3]
-        assert exchanged([0.5, 0.1, 0.1, 0.05], [0, 1], [2, 3], quota=2) == [0, 1]
+        assert select_one([0.5, 0.1, 0.1, 0.4], [0, 1], [2, 3], quota=2) == [0, 3]
+        assert select_one([0.5, 0.1, 0.1, 0.05], [0, 1], [2, 3], quota=2) == [0, 1]
 
     def test_equal_quality_is_no_reason_to_swap(self) -> None:
-        assert exchanged([0.5] * 6, [1, 3, 5], [0, 2, 4], quota=3) == [1, 3, 5]
+        assert select_one([0.5] * 6, [1, 3, 5], [0, 2, 4], quota=3) == [1, 3, 5]
 
     @given(seed=st.integers(0, 10_000), k=st.integers(1, 11), quota=st.integers(0, 12))
-    def test_it_is_a_plain_loop_over_pairs(self, seed: int, k: int, quota: int) -> None:
+    def test_equals_a_loop_over_pairs(self, seed: int, k: int, quota: int) -> None:
         source = torch.Generator().manual_seed(seed)
         g = torch.rand(12, generator=source).tolist()
         order = torch.rand(12, generator=source).argsort().tolist()
@@ -112,7 +112,7 @@ class TestExchange:
         for worst, best in list(pairs)[:quota]:
             if g[best] > g[worst]:
                 kept = kept - {worst} | {best}
-        assert exchanged(g, reference, pool, quota) == sorted(kept)
+        assert select_one(g, reference, pool, quota) == sorted(kept)
 
 
 @means(DPP)
@@ -182,7 +182,7 @@ def kept_of(
     pool: list[int],
     **parameters: object,
 ) -> list[int]:
-    """What a selector keeps of one image; its quota is the q_e given."""
+    """Tokens that a selector keeps of one image, with quota q_e."""
     quota = parameters.get("q_e", 2)
     assert isinstance(quota, int)
     kept = select(
@@ -218,14 +218,14 @@ class TestMargins:
         for margin, kept in ((0.5, [2, 3]), (0.51, [0, 2])):
             assert kept_of(self.STRICT, tokens, g, [0, 1], [2, 3, 4], margin=margin) == kept
 
-    def test_a_strict_swap_takes_nothing_too_much_like_what_stays(self) -> None:
+    def test_strict_swap_refuses_tokens_similar_to_kept_ones(self) -> None:
         # Token 2 is the best and the same as 0, which stays; token 3 is unlike both.
         tokens = plain(torch.tensor([[1.0, 0, 0], [0, 1, 0], [2, 0, 0], [0, 0, 1]]))
         g = [0.5, 0.1, 0.9, 0.4]
         assert kept_of(self.STRICT, tokens, g, [0, 1], [2, 3], q_e=1) == [0, 3]
         assert kept_of(self.STRICT, tokens, g, [0, 1], [2, 3], q_e=1, max_sim=1.0) == [0, 2]
 
-    def test_what_leaves_bars_nothing_and_what_came_in_does(self) -> None:
+    def test_similarity_to_removed_tokens_is_ignored(self) -> None:
         # 1 leaves first, so its twin 2 may come; then 2's twin 3 may not, and 0 stays.
         tokens = plain(torch.tensor([[1.0, 0], [0, 1], [0, 3], [0, 2]]))
         g = [0.3, 0.1, 0.9, 0.8]
@@ -240,7 +240,7 @@ class TestMarginalRelevance:
     )
 
     @means(NAME)
-    def test_likeness_counts_against_a_candidate(self) -> None:
+    def test_similarity_penalises_a_candidate(self) -> None:
         g = [0.5, 0.0, 0.9, 0.8]
         chosen = {
             lam: kept_of(self.NAME, self.TOKENS, g, [0, 1], [2, 3], q_e=1, lam=lam)
@@ -249,7 +249,7 @@ class TestMarginalRelevance:
         # At 0.5: 0.45 - 0.4 for token 2, 0.4 for token 3, and 0 for token 1, which would leave.
         assert chosen == {1.0: [0, 2], 0.5: [0, 3]}
 
-    def test_a_worse_token_may_come_in_for_its_difference(self) -> None:
+    def test_dissimilar_token_of_lower_quality_may_enter(self) -> None:
         # Token 1 is the same as 0 and better than 3: at 0.5, 0.15 - 0.5 against 0.1.
         tokens = plain(torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 1.0]]))
         g = [0.5, 0.3, 0.9, 0.2]
@@ -257,7 +257,7 @@ class TestMarginalRelevance:
         assert kept_of(self.NAME, tokens, g, [0, 1], [3], q_e=1, lam=1.0) == [0, 1]
 
     @given(seed=st.integers(0, 10_000), k=st.integers(1, 9), quota=st.integers(0, 9))
-    def test_it_is_a_plain_loop(self, seed: int, k: int, quota: int) -> None:
+    def test_equals_a_plain_loop(self, seed: int, k: int, quota: int) -> None:
         source = torch.Generator().manual_seed(seed)
         tokens = plain(torch.randn(12, 6, generator=source))
         g = torch.rand(12, generator=source).tolist()
@@ -287,7 +287,7 @@ def test_preservation_keeps_the_reference_at_every_budget() -> None:
 
 
 @means("quality_topk_selector")
-def test_top_k_keeps_the_best_wherever_they_are() -> None:
+def test_top_k_ignores_the_reference() -> None:
     name = "quality_topk_selector"
     assert resolve_constraints(call(name), 1000) == (1000, 0)
     assert kept_of(name, plain(torch.eye(5)), [0.3, 0.1, 0.9, 0.8, 0.2], [0, 1], [4]) == [2, 3]
@@ -304,7 +304,7 @@ def test_the_runtime_kernel_follows_the_instruction_not_the_quality() -> None:
 
 
 @means("constrained_pool_dpp_selector")
-def test_no_part_of_the_image_gets_more_than_its_cap() -> None:
+def test_cap_limits_the_tokens_of_each_part() -> None:
     name = "constrained_pool_dpp_selector"
     # Cells are 0-2, 3-5 and so on. All are unlike each other, so the first open token joins
     # anchor 0; with a cap of 1 the anchor has filled its cell.

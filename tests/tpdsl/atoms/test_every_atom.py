@@ -1,4 +1,4 @@
-"""What holds for every atom, so that one declared tomorrow is tested tomorrow."""
+"""Guarantees of every declared atom: validity, declared needs, ranges, no host sync."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.tpdsl.every import (
     MEANINGS,
     WITHOUT_NEEDS,
     active,
-    doing_something,
+    active_parameters,
     policy_using,
-    some,
+    take_with_towers,
     using,
     whole_images,
     with_only,
@@ -74,7 +74,7 @@ RANGES: dict[str, tuple[float, float]] = {
 """Range of each signal, to rounding."""
 
 
-class TestTheList:
+class TestRegistry:
     def test_the_language_has_131_atoms_in_nine_groups(self) -> None:
         own = [ATOMS[name] for name in EVERY if ATOMS[name].origin != "extension"]
         assert {group: sum(a.group == group for a in own) for group in ROLES} == SIZES
@@ -83,11 +83,11 @@ class TestTheList:
     def test_the_paper_prints_50_of_them(self) -> None:
         assert sum(ATOMS[name].paper for name in EVERY) == 50
 
-    def test_extensions_are_told_apart(self) -> None:
+    def test_extensions_are_marked(self) -> None:
         extensions = [name for name in EVERY if ATOMS[name].origin == "extension"]
         assert set(extensions) == {"ratio_budget", "per_tile_budget", "local_detail_energy"}
 
-    def test_some_test_says_what_each_atom_means(self) -> None:
+    def test_every_atom_has_a_test_of_its_values(self) -> None:
         for package in (tests.tpdsl, tests.ops):
             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 if module.name.rpartition(".")[2].startswith("test_"):
@@ -95,7 +95,7 @@ class TestTheList:
         assert sorted(set(EVERY) - MEANINGS) == []
 
 
-def promised(name: str, tokens: VisualTokens, outcome: RefinedTokens, k: int = 8) -> None:
+def assert_valid(name: str, tokens: VisualTokens, outcome: RefinedTokens, k: int = 8) -> None:
     policy = policy_using(name, k)
     assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
     assert outcome.features.dtype == tokens.features.dtype
@@ -119,7 +119,7 @@ class TestPromises:
     ) -> None:
         tokens = whole_images(3, grid=grid, dtype=dtype)
         actual = refine(policy_using(name), tokens)
-        promised(name, tokens, actual)
+        assert_valid(name, tokens, actual)
         assert actual.fallback.tolist() == [0, 0]
         again = refine(policy_using(name), whole_images(3, grid=grid, dtype=dtype))
         assert same(actual, again, ALL)
@@ -130,10 +130,10 @@ class TestPromises:
         policy, tokens = policy_using(name), whole_images(5, batch=3, grid=grid)
         together = refine(policy, tokens)
         for i in range(3):
-            assert same(together, refine(policy, some(tokens, [i])), ([i], [0]))
+            assert same(together, refine(policy, take_with_towers(tokens, [i])), ([i], [0]))
 
     @pytest.mark.parametrize("name", EVERY)
-    def test_what_is_not_finite_stays_in_its_image(self, name: str) -> None:
+    def test_non_finite_input_affects_only_its_image(self, name: str) -> None:
         clean, tokens = whole_images(6, batch=2), whole_images(6, batch=2)
         assert tokens.instruction is not None and tokens.cls_attention is not None
         assert tokens.tower is not None
@@ -142,7 +142,7 @@ class TestPromises:
         tokens.tower.patches[1, 5] = torch.nan
         tokens.features[1, 7] = torch.nan
         actual = refine(policy_using(name), tokens)
-        promised(name, tokens, actual)
+        assert_valid(name, tokens, actual)
         assert actual.fallback.tolist() == [0, 2]
         assert same(actual, refine(policy_using(name), clean), ([0], [0]))
 
@@ -150,10 +150,10 @@ class TestPromises:
     @pytest.mark.parametrize("k", [1, 35])
     def test_the_smallest_and_the_largest_budget(self, name: str, k: int) -> None:
         tokens = whole_images(7)
-        promised(name, tokens, refine(policy_using(name, k), tokens), k)
+        assert_valid(name, tokens, refine(policy_using(name, k), tokens), k)
 
     @pytest.mark.parametrize("name", EVERY)
-    def test_nothing_waits_for_the_device(self, name: str) -> None:
+    def test_no_host_sync(self, name: str) -> None:
         # Tensors of the meta device have no values to read.
         tokens = whole_images(8)
         assert tokens.instruction is not None and tokens.tower is not None
@@ -175,25 +175,27 @@ class TestPromises:
 
 
 class TestNeeds:
-    """Caches are shared across questions by what a policy says it reads."""
+    """Declared needs are correct; caches rely on them."""
 
     @pytest.mark.parametrize("name", EVERY)
-    def test_what_is_not_declared_is_not_read(self, name: str) -> None:
+    def test_undeclared_inputs_are_not_read(self, name: str) -> None:
         policy, tokens = policy_using(name), whole_images(9)
         actual = refine(policy, tokens)
         assert same(refine(policy, with_only(tokens, policy.needs)), actual, ALL)
 
     @pytest.mark.parametrize("name", EVERY)
-    def test_what_is_declared_is_read(self, name: str) -> None:
+    def test_declared_inputs_are_read(self, name: str) -> None:
         policy, tokens = policy_using(name), whole_images(9)
         assert policy.needs == ATOMS[name].needs_of(active(name))
         others = whole_images(10)
         for need in policy.needs:
-            changed = VisualTokens(**{**given(tokens), need: given(others)[need]})
+            changed = VisualTokens(
+                **{**optional_inputs(tokens), need: optional_inputs(others)[need]}
+            )
             assert not same(refine(policy, changed), refine(policy, tokens), ALL), need
 
     @pytest.mark.parametrize("name", RECIPES)
-    def test_a_reassembly_that_does_nothing_reads_nothing(self, name: str) -> None:
+    def test_idle_reassembly_reads_nothing(self, name: str) -> None:
         idle = state({**WITHOUT_NEEDS, "/reassembly": {"atom": name}})
         assert materialize(idle, 8).needs == frozenset()
         tokens = whole_images(9)
@@ -220,13 +222,13 @@ class TestNeeds:
         assert policy.needs == {"instruction"} and policy.reads_instruction
 
 
-def given(tokens: VisualTokens) -> dict[str, Any]:
-    """The fields that images were made with; each need is the name of one."""
+def optional_inputs(tokens: VisualTokens) -> dict[str, Any]:
+    """Names of the optional inputs that are set; each need is the name of one."""
     return {name: vars(tokens)[name] for name in VisualTokens.__dataclass_fields__}
 
 
 class TestGroups:
-    """What the functions of each group return, whatever atom it is."""
+    """Return values of the atoms of each group."""
 
     TOKENS = whole_images(4, grid=Grid(3, 4, tiles=3))
     PICKS = torch.stack([torch.randperm(36)[:7] for _ in range(2)])
@@ -291,8 +293,8 @@ class TestGroups:
         here, there = (
             refine(materialize(state({**using(name), "/reassembly": changed}), 8), tokens)
             for changed in (
-                doing_something(name),
-                doing_something(_in_raster(name)),
+                active_parameters(name),
+                active_parameters(_in_raster(name)),
             )
         )
         back = here.indices.argsort(dim=1)

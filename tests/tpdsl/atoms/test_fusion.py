@@ -21,7 +21,7 @@ def test_product_of_powers_by_hand() -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.05])
-def test_the_worst_token_of_a_signal_gets_the_floor(eps: float) -> None:
+def test_lowest_value_of_a_signal_becomes_the_floor(eps: float) -> None:
     g = run_fusion(
         call("weighted_product_fusion", eps=eps), [torch.tensor([[3.0, 4.0, 7.0]])], [1.0], PICKS
     )

@@ -18,7 +18,7 @@ def approx(rows: list[list[float]]) -> list[object]:
 
 
 @means("pairwise_cosine_kernel")
-def test_cosine_is_blind_to_quality() -> None:
+def test_cosine_kernel_ignores_quality() -> None:
     kernel = run_kernel(call("pairwise_cosine_kernel"), TOKENS, G)
     assert kernel.similarity[0].tolist() == approx([[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]])
     assert kernel.quality.tolist() == [[1, 1, 1]]
@@ -42,7 +42,7 @@ def test_theta_is_the_exponential_balance() -> None:
     assert kernel.quality[0].tolist() == pytest.approx([1, math.e, math.e**2], rel=1e-4)
 
 
-def test_no_theta_is_not_theta_zero() -> None:
+def test_theta_none_differs_from_theta_zero() -> None:
     r = torch.tensor([0.2, 0.9])
     assert sharpen(r, None) is r
     assert sharpen(r, 0.0).tolist() == [1.0, 1.0]

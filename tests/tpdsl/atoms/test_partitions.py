@@ -24,7 +24,7 @@ def test_tiles_have_cells_of_their_own_and_small_tiles_fewer() -> None:
 
 
 @means("feature_cluster_partition")
-def test_clusters_that_anybody_would_see() -> None:
+def test_well_separated_clusters() -> None:
     angles = torch.tensor([0.0, 180.0, 5.0, 90.0, 185.0, 95.0, 355.0]).deg2rad()
     tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1) * torch.rand(7, 1).add(0.5))
     labels = run_partition(call("feature_cluster_partition", clusters=3), tokens)[0].tolist()

@@ -44,7 +44,7 @@ def test_diversity_takes_the_farthest_from_the_reference_and_from_each_other() -
     assert positions(pool) == [[2, 4]]
 
 
-def test_diversity_looks_as_far_as_the_tile_scope_says() -> None:
+def test_diversity_respects_the_tile_scope() -> None:
     """Token 2 is the reference's twin in another tile; token 1, in its own tile, is at 60 degrees.
 
     Within tiles the twin is nothing to the reference (cosine 0), so it is the farthest of all but
@@ -64,7 +64,7 @@ def test_diversity_looks_as_far_as_the_tile_scope_says() -> None:
     assert positions(build_pool([two], tokens, NONE, reference)) == [[2, 3]]
 
 
-def test_a_later_builder_sees_only_what_the_one_before_it_left() -> None:
+def test_builders_are_applied_in_sequence() -> None:
     g = torch.tensor([[0.0, 0.9, 0.8, 0.7, 0.1, 0.2]])
     tokens = plain(torch.tensor([[1.0, 0.0]] * 3 + [[1.0, 1.0], [-1.0, 0.0], [-1.0, 0.1]]))
     reference = torch.tensor([[0]])

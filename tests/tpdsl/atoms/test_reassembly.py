@@ -29,7 +29,7 @@ def run_reassembly(atom: AtomCall, tokens: VisualTokens, indices: Tensor) -> Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_strength_zero_is_a_gather_of_the_same_bits(dtype: torch.dtype) -> None:
+def test_strength_zero_is_a_bit_identical_gather(dtype: torch.dtype) -> None:
     tokens = images(1, dtype=dtype)
     indices = torch.tensor([[2, 3, 11], [0, 30, 35]])
     rows = run_reassembly(call("mean_residual"), tokens, indices)
@@ -53,14 +53,14 @@ def test_strength_is_linear() -> None:
     assert torch.allclose((half - anchors) / 5, tenth - anchors, atol=1e-6)
 
 
-def test_a_token_nobody_is_nearest_to_stays_as_it_is() -> None:
+def test_anchor_without_members_is_unchanged() -> None:
     tokens = plain(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]]))
     rows = run_reassembly(call("mean_residual", strength=0.5), tokens, torch.tensor([[0, 2]]))
     assert rows[0, 1].tolist() == [0.0, 1.0]
     assert rows[0, 0].tolist() == [1.0, pytest.approx(0.05)]
 
 
-def test_kept_tokens_lend_nothing_to_each_other() -> None:
+def test_kept_tokens_are_not_merged_into_each_other() -> None:
     tokens = plain(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]))
     rows = run_reassembly(call("mean_residual", strength=0.5), tokens, torch.tensor([[0, 1, 2]]))
     assert torch.equal(rows, tokens.features)

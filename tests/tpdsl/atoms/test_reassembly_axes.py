@@ -59,7 +59,7 @@ class TestAssignment:
         )
         assert share[0, 2:].tolist() == [[1, 0], [0, 1], [0, 0]]
 
-    def test_tiles_are_no_neighbours(self) -> None:
+    def test_tokens_of_different_tiles_are_no_neighbours(self) -> None:
         close = neighbourhood(Grid(1, 2, tiles=2), 1, torch.device("cpu"))
         pairs = [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
         assert close.tolist() == pairs
@@ -88,13 +88,13 @@ class TestAggregationAndOutput:
         # Means with the anchors: (4/3, 2/3) and (0.5, 2).
         assert near(self.rows("nearest_anchor"), [[7 / 6, 1 / 3], [0.25, 1.5]])
 
-    def test_likeness_weighs_members(self) -> None:
+    def test_members_are_weighted_by_similarity(self) -> None:
         a, b = COSINES[2][0], COSINES[3][0]
         x, y = (2 * a + b) / (a + b), (a + b) / (a + b)
         expected = [[(1 + x) / 2, y / 2], [0.5, 2.0]]
         assert near(self.rows("similarity_weighted_residual_merge"), expected)
 
-    def test_opposite_tokens_do_not_weigh(self) -> None:
+    def test_tokens_of_negative_cosine_have_weight_zero(self) -> None:
         tokens = plain(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
         actual, _ = run_reassembly(
             call("similarity_weighted_residual_merge", strength=0.5),
@@ -103,7 +103,7 @@ class TestAggregationAndOutput:
         )
         assert actual[0].tolist() == [[1.0, 0.0]]
 
-    def test_relevance_gates_and_weighs(self) -> None:
+    def test_members_are_gated_and_weighted_by_relevance(self) -> None:
         # Normalised relevance is 0, 1, 0.5, 0.75, 0.25; the gate at half of five is 0.5.
         tokens = with_relevance(plain(ROWS), torch.tensor([[0.0, 0.8, 0.4, 0.6, 0.2]]))
         x, y = (0.5 * 2 + 0.75 * 1) / 1.25, 1.0
@@ -122,7 +122,7 @@ class TestAggregationAndOutput:
         # Group 1 is (0, 1), and (1, 3) by a likeness below 1: the anchor is nearer the middle.
         assert near(self.rows("anchor_exchange", margin=0.0), [[2.0, 1.0], [0.0, 1.0]])
 
-    def test_a_margin_of_two_ends_all_exchange(self) -> None:
+    def test_margin_of_two_prevents_every_exchange(self) -> None:
         assert near(self.rows("anchor_exchange", margin=2.0), [[1.0, 0.0], [0.0, 1.0]])
         assert near(self.rows("anchor_exchange", margin=0.5), [[1.0, 0.0], [0.0, 1.0]])
 
@@ -264,7 +264,7 @@ GRID = Grid(3, 4, tiles=2)
 @means(*RECIPES)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_composition_is_the_plain_loop(name: str, seed: int) -> None:
+def test_every_composition_equals_the_scalar_reference(name: str, seed: int) -> None:
     cell = RECIPES[name].cell
     source = torch.Generator().manual_seed(seed)
     relevance = torch.rand(2, 24, generator=source)
@@ -288,7 +288,7 @@ def test_every_composition_is_the_plain_loop(name: str, seed: int) -> None:
         assert near(rows[image], [by_token[i] for i in wanted])
 
 
-def test_no_two_of_the_81_do_the_same() -> None:
+def test_the_81_compositions_are_distinct() -> None:
     source = torch.Generator().manual_seed(3)
     tokens = with_relevance(images(3, batch=8), torch.rand(8, 36, generator=source))
     order = torch.rand(8, 36, generator=source).argsort(dim=1)
@@ -310,7 +310,7 @@ def test_by_default_nothing_changes_but_the_order(name: str) -> None:
     assert torch.equal(placed.sort(dim=1).values, kept)
 
 
-def test_the_eight_printed_names_stand_for_eight_cells() -> None:
+def test_names_of_the_paper_map_to_eight_compositions() -> None:
     cells = [recipe.cell for recipe in RECIPES.values()]
     assert len(PRINTED) == 8 and set(PRINTED) <= set(cells) and len(set(cells)) == 81
     assert all(RECIPES[name].cell == cell for cell, name in PRINTED.items())
@@ -318,7 +318,7 @@ def test_the_eight_printed_names_stand_for_eight_cells() -> None:
     assert all(name == f"reassemble/{RECIPES[name].cell}" for name in others)
 
 
-def test_merged_rows_of_the_base_policy_are_what_is_built_on() -> None:
+def test_rows_merged_by_the_base_policy_are_the_anchors() -> None:
     merged = torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
     whole = torch.zeros(1, dtype=torch.uint8)
     given = TokenSelection(KEPT, ReferenceSelection(KEPT, merged=merged), whole)

@@ -76,7 +76,7 @@ class TestRelevance:
         assert rounded(actual[0]) == [1.0, 0.0, 0.6, 0.0]
 
     @pytest.mark.parametrize("reduce", ["mean", "max"])
-    def test_nothing_is_relevant_to_no_instruction(self, reduce: str) -> None:
+    def test_relevance_is_zero_without_an_instruction(self, reduce: str) -> None:
         actual = score(self.NAME, self.instruction(used=(False, False)), reduce=reduce)
         assert actual.abs().tolist() == [[0, 0, 0, 0]]
 
@@ -100,7 +100,7 @@ class TestRelevance:
         longer = dataclasses.replace(given, patches=given.patches * 8, text=given.text / 4)
         assert torch.equal(instruction_relevance(longer), instruction_relevance(given))
 
-    def test_a_missing_instruction_is_an_error_that_says_so(self) -> None:
+    def test_missing_instruction_is_named_in_the_error(self) -> None:
         with pytest.raises(SelectionError, match=r"VisualTokens\.instruction is None"):
             score(self.NAME, plain(torch.eye(3)))
 
@@ -204,7 +204,7 @@ class TestContrast:
                 assert float(actual[tile, i]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_relevance_survives_the_helper_that_other_tests_build_it_with() -> None:
+def test_helper_produces_the_requested_relevance() -> None:
     wanted = torch.tensor([[0.9, -0.3, 0.0]])
     actual = score(
         "instruction_guided_visual_relevance", with_relevance(plain(torch.eye(3)), wanted)
@@ -220,7 +220,7 @@ def test_length_is_euclidean_or_the_sum_of_absolute_values() -> None:
 
 
 @means("cluster_centroid_representativeness")
-def test_the_middle_of_a_cluster_is_more_like_its_centroid_than_the_rim() -> None:
+def test_cluster_centre_is_most_similar_to_its_centroid() -> None:
     angles = torch.tensor([-10.0, 0.0, 10.0, 170.0, 190.0]).deg2rad()
     tokens = plain(torch.stack([angles.cos(), angles.sin()], dim=1))
     actual = score("cluster_centroid_representativeness", tokens, clusters=2)
@@ -262,7 +262,7 @@ def test_entropy_is_largest_where_all_channels_are_alike() -> None:
 
 
 @means("reference_selection_confidence")
-def test_confidence_falls_with_the_order_of_picks() -> None:
+def test_confidence_decreases_with_pick_order() -> None:
     tokens, picks = plain(torch.eye(5)), torch.tensor([[3, 0, 4, 1]])
     actual = score("reference_selection_confidence", tokens, picks)
     assert actual.tolist() == [[0.75, 0.25, 0.0, 1.0, 0.5]]
@@ -285,7 +285,7 @@ class TestDetail:
             here = actual.reshape(2, 2, 4, 5)[image, tile, y, x]
             assert float(here) == pytest.approx(float(variance), abs=1e-5)
 
-    def test_print_stands_out_from_a_blank_page_and_from_one_odd_token(self) -> None:
+    def test_detail_is_highest_on_varied_directions(self) -> None:
         # Nine letters, each another direction, in the middle of a page of one direction.
         rows = torch.zeros(7, 7, 12)
         rows[..., 0] = 1.0

@@ -42,13 +42,13 @@ class TestViews:
     )
 
     @means("vision_tokens@post_projector")
-    def test_after_the_projector_each_tile_is_looked_at_on_its_own(self) -> None:
+    def test_view_after_the_projector_compares_within_tiles(self) -> None:
         seen = apply_view(call("vision_tokens@post_projector"), self.TOKENS)
         assert seen is self.TOKENS
         assert redundancy(seen).abs().tolist() == [[0, 0, 1, 1]]  # the nearest other: -1 of (2, 3)
 
     @means("vision_tokens@pre_llm")
-    def test_before_the_language_model_tiles_are_looked_at_together(self) -> None:
+    def test_view_before_the_language_model_compares_across_tiles(self) -> None:
         seen = apply_view(call("vision_tokens@pre_llm"), self.TOKENS)
         assert torch.equal(seen.features, self.TOKENS.features)
         assert redundancy(seen).tolist() == [[-1, 0, -1, 0]]
@@ -60,7 +60,7 @@ class TestViews:
         assert apply_view(call("vision_tokens@pre_llm"), tokens) is tokens
 
     @means("vision_tokens@vision_tower")
-    def test_the_tower_is_looked_at_and_the_projected_rows_are_kept(self) -> None:
+    def test_tower_view_scores_tower_features_and_keeps_projected_rows(self) -> None:
         tokens = whole_images(1)
         assert tokens.tower is not None
         # In the tower one token is longer than all others together; after the projector it is not.
@@ -98,7 +98,7 @@ class TestViews:
         }
         assert refine(materialize(state(changes), 8), tokens).fallback.tolist() == [0, 1]
 
-    def test_no_other_layer_can_be_asked_for(self) -> None:
+    def test_other_layers_are_refused(self) -> None:
         tower = {"tokens": {"atom": "vision_tokens@vision_tower", "layer": -1}}
         with pytest.raises(StateError, match="/source/tokens/layer"):
             state({"/source": tower})
@@ -122,7 +122,7 @@ class TestPriors:
         expected[0, picks.picks[0]] = 1.0
         assert torch.equal(prior, expected)
 
-    def test_the_second_policy_is_one_that_is_registered(self) -> None:
+    def test_external_policy_must_be_registered(self) -> None:
         unknown = {"priors": [{"atom": "external_policy", "policy": "nobody"}]}
         with pytest.raises(StateError, match="/source/priors/0/policy"):
             state({"/source": unknown})
@@ -165,7 +165,7 @@ class TestPriors:
             assert torch.allclose(actual.quality[outside], factor * plainly.quality[outside])
             assert torch.equal(actual.quality[~outside], plainly.quality[~outside])
 
-    def test_a_floor_of_zero_lets_nothing_in(self) -> None:
+    def test_floor_of_zero_excludes_all_other_tokens(self) -> None:
         changes: dict[str, object] = {
             "/source": {"priors": [{"atom": "reference_mask_prior"}]},
             "/constraints/selector/q_e": 8,

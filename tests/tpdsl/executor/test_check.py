@@ -60,7 +60,7 @@ def replace_atom(
 
 
 def replace_outcome(monkeypatch: pytest.MonkeyPatch, break_: Break) -> None:
-    """Let the executor itself return something else than it worked out."""
+    """Replace the result of the executor."""
 
     def broken(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
         actual = refine(policy, tokens)
@@ -82,11 +82,11 @@ def test_the_probes_hold_more_tokens_than_are_kept(budget: int) -> None:
     probes = synthetic_probes(budget)
     assert all(probe.count > budget for probe in probes)
     assert {probe.grid.tiles for probe in probes} == {1, 5}
-    # Among them an image whose tokens are all alike, the hardest thing to select from.
+    # The probes include an image of identical tokens, the hardest case to select from.
     assert any(bool((probe.cosine > 0.999).all()) for probe in probes)
 
 
-def test_own_probes_are_what_is_looked_at() -> None:
+def test_given_probes_are_used() -> None:
     policy = materialize(state(), 4)
     record = safety_check(policy, [images(1), images(2, batch=3)])
     assert failed(record) == [] and details(record)["shapes"].startswith("features (2, 4, 16)")
@@ -94,13 +94,13 @@ def test_own_probes_are_what_is_looked_at() -> None:
     assert failed(fits) == [] and "K = 4" in details(fits)["exact_count"]
 
 
-def test_no_probes_is_no_reason_to_pass() -> None:
-    # An empty list falls back on the synthetic ones: no verdict at all would read as valid.
+def test_empty_probes_do_not_pass() -> None:
+    # An empty list selects the synthetic probes: a record without verdicts would count as valid.
     assert failed(safety_check(materialize(state(), 4), [])) == []
 
 
 @pytest.mark.parametrize("budget", [641, 65536])
-def test_a_budget_too_large_to_probe_is_looked_at_smaller_and_the_record_says_so(
+def test_large_budget_is_checked_at_a_smaller_one_with_a_note(
     budget: int,
 ) -> None:
     largest: dict[str, object] = {
@@ -112,11 +112,11 @@ def test_a_budget_too_large_to_probe_is_looked_at_smaller_and_the_record_says_so
     assert time.process_time() - begun < 30
     assert failed(record) == []
     assert details(record)["exact_count"].endswith(f", K = 640, checked in place of K = {budget}")
-    # Probes of the caller's are taken as they are.
+    # The caller's probes are used unchanged.
     assert details(safety_check(policy, [images(1)]))["exact_count"].endswith(", K = 36")
 
 
-def test_what_is_probed_has_room_for_every_r_min_and_quota() -> None:
+def test_probed_budget_has_room_for_every_r_min_and_quota() -> None:
     for name in ATOMS.names("selection_constraints"):
         bounds = ATOMS[name].call.model_json_schema()["properties"]
         stated = [bounds[field] for field in ("q_e", "r_min") if field in bounds]
@@ -124,7 +124,7 @@ def test_what_is_probed_has_room_for_every_r_min_and_quota() -> None:
             assert branch.get("maximum", 0) <= MAX_PROBED_BUDGET
 
 
-def test_one_bad_probe_is_enough() -> None:
+def test_one_failing_probe_fails_the_check() -> None:
     bad = images(4)
     bad.features[0, 0, 0] = torch.nan
     record = safety_check(materialize(state(), 4), [images(3), bad, images(5)])
@@ -133,7 +133,7 @@ def test_one_bad_probe_is_enough() -> None:
 
 
 class TestVerdicts:
-    """Each verdict fails for its own reason and leaves the others standing."""
+    """Each verdict fails for its own reason, without affecting the others."""
 
     @pytest.mark.parametrize("count", [3, 5])
     @means("preserve_budget")
@@ -215,7 +215,7 @@ class TestVerdicts:
         )
         assert failed(safety_check(materialize(state(), 4))) == ["determinism"]
 
-    def test_determinism_is_looked_at_as_often_as_the_state_says(
+    def test_determinism_uses_the_repeats_of_the_state(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runs: list[int] = []
@@ -230,7 +230,7 @@ class TestVerdicts:
         thrice = state({"/safety/2": {"atom": "deterministic", "repeats": 3}})
         assert failed(safety_check(materialize(thrice, 4), [images(1)])) == ["determinism"]
 
-    def test_a_state_cannot_leave_a_check_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_state_cannot_omit_a_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replace_outcome(
             monkeypatch, lambda outcome: {"indices": outcome.indices[:, :1].expand(-1, 4)}
         )
@@ -280,7 +280,7 @@ def test_an_exception_becomes_the_reason_of_every_verdict(
     assert set(details(record).values()) == {f"{type(error).__name__}: {error}"}
 
 
-def test_a_probe_without_what_the_policy_reads_is_a_failure_not_a_crash() -> None:
+def test_probe_without_required_inputs_is_a_failure() -> None:
     record = safety_check(materialize(state(), 4), [plain(torch.randn(2, 20, 4))])
     assert failed(record) == list(VERDICTS)
     assert "SelectionError" in details(record)["shapes"]

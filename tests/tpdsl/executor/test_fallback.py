@@ -31,7 +31,7 @@ BAD = [torch.nan, torch.inf, -torch.inf]
         max_size=6,
     ),
 )
-def test_whatever_is_not_finite_the_promises_hold_and_other_images_do_not_notice(
+def test_non_finite_inputs_keep_guarantees_and_affect_no_other_image(
     variant: str, budget: int, value: float, places: set[tuple[str, int, int]]
 ) -> None:
     policy, clean, tokens = policy_of(variant, budget), images(6, batch=3), images(6, batch=3)
@@ -53,7 +53,7 @@ def test_whatever_is_not_finite_the_promises_hold_and_other_images_do_not_notice
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("variant", ["shipped", "divprune", "base alone"])
-def test_features_that_nothing_can_read_leave_an_even_spread(variant: str, value: float) -> None:
+def test_non_finite_features_give_evenly_spaced_tokens(variant: str, value: float) -> None:
     tokens = images(1)
     tokens.features[1, 20, 3] = value
     actual = refine(policy_of(variant), tokens)
@@ -64,7 +64,7 @@ def test_features_that_nothing_can_read_leave_an_even_spread(variant: str, value
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("variant", ["shipped", "divprune", "dpp"])
-def test_attention_that_cannot_be_scored_leaves_the_reference(variant: str, value: float) -> None:
+def test_non_finite_attention_keeps_the_reference(variant: str, value: float) -> None:
     tokens, clean = images(1), images(1)
     assert tokens.cls_attention is not None
     tokens.cls_attention[0, 7] = value
@@ -78,7 +78,7 @@ def test_attention_that_cannot_be_scored_leaves_the_reference(variant: str, valu
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("field", ["patches", "text"])
 @pytest.mark.parametrize(("variant", "code"), [("shipped", 2), ("base alone", 2), ("divprune", 1)])
-def test_an_instruction_matters_to_the_base_that_reads_it_and_to_the_scores(
+def test_non_finite_instruction_affects_base_and_scores(
     variant: str, code: int, field: str, value: float
 ) -> None:
     tokens = images(1)
@@ -88,7 +88,7 @@ def test_an_instruction_matters_to_the_base_that_reads_it_and_to_the_scores(
     assert refine(policy_of(variant), tokens).fallback.tolist() == [0, code]
 
 
-def test_what_a_policy_does_not_read_may_hold_anything() -> None:
+def test_unread_inputs_may_be_non_finite() -> None:
     tokens, clean = images(1), images(1)
     assert tokens.cls_attention is not None and tokens.instruction is not None
     tokens.cls_attention.fill_(torch.nan)
@@ -107,7 +107,7 @@ def test_a_signal_of_weight_zero_is_not_read() -> None:
     assert refine(policy, tokens).fallback.tolist() == [0, 0]
 
 
-def test_padding_of_the_instruction_may_hold_anything() -> None:
+def test_instruction_padding_may_be_non_finite() -> None:
     tokens = images(1)
     given = tokens.instruction
     assert given is not None
@@ -128,7 +128,7 @@ def test_a_zero_patch_embedding_is_a_token_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("variant", ["shipped", "residual"])
-def test_the_kept_rows_are_untouched_but_for_what_is_not_finite(variant: str) -> None:
+def test_kept_rows_are_unchanged_except_non_finite_values(variant: str) -> None:
     tokens = images(1)
     hidden = next(i for i in range(36) if i not in EVENLY)
     tokens.features[0, EVENLY[2], 4] = torch.nan

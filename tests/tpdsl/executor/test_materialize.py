@@ -16,7 +16,7 @@ SILENT = {f"/scoring/signals/{i}/weight": 0.0 for i in range(5)}
 FIXED = {"/constraints/selector/q_e": 0}
 
 
-def test_a_state_brings_its_own_budget() -> None:
+def test_default_budget_is_the_state_s_own() -> None:
     policy = materialize(state())
     assert (policy.budget, policy.quota, policy.r_min) == (32, 2, 30)
 
@@ -24,9 +24,7 @@ def test_a_state_brings_its_own_budget() -> None:
 @pytest.mark.parametrize(
     ("budget", "quota", "r_min"), [(1, 1, 0), (2, 2, 0), (3, 2, 1), (640, 2, 638)]
 )
-def test_another_budget_changes_what_depends_on_it_and_nothing_else(
-    budget: int, quota: int, r_min: int
-) -> None:
+def test_another_budget_changes_only_dependent_fields(budget: int, quota: int, r_min: int) -> None:
     policy = materialize(state(), budget)
     assert (policy.budget, policy.quota, policy.r_min) == (budget, quota, r_min)
     assert policy.state == state()
@@ -64,7 +62,7 @@ def test_a_budget_is_a_whole_number_of_tokens(budget: Any) -> None:
         ),
     ],
 )
-def test_an_objection_says_where_and_how_to_fix_it(
+def test_budget_error_has_pointer_and_fix(
     changes: dict[str, object], budget: int, where: str, fix: str
 ) -> None:
     with pytest.raises(BudgetError, match="'autoprune'") as raised:
@@ -99,18 +97,18 @@ def test_a_policy_needs_what_it_reads(changes: dict[str, object], needs: set[str
     assert policy.reads_instruction == ("instruction" in needs)
 
 
-def test_r_min_that_fills_the_budget_leaves_the_base_policy() -> None:
+def test_r_min_equal_to_the_budget_serves_the_base_policy() -> None:
     chosen = state({**DIVPRUNE, "/constraints/selector/r_min": 32})
     assert not materialize(chosen).refines and not materialize(chosen).reads_instruction
     assert materialize(chosen, 33).refines and materialize(chosen, 33).reads_instruction
 
 
 @means("fallback_to_selection")
-def test_falling_back_is_what_the_state_asks_for() -> None:
+def test_fallback_requires_the_atom_in_the_state() -> None:
     assert materialize(state()).falls_back
     assert not materialize(state({"/safety": ["preserve_budget"]})).falls_back
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(576, 32), (33, 32), (32, 32), (31, 31), (1, 1)])
-def test_an_image_never_grows(tokens: int, kept: int) -> None:
+def test_tokens_kept_never_exceed_n(tokens: int, kept: int) -> None:
     assert materialize(state()).tokens_kept(tokens) == kept

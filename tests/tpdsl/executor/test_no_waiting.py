@@ -1,4 +1,4 @@
-"""Nothing may read a value back to the host: on a GPU that would stall the whole batch."""
+"""No host synchronisation: reading a value back would stall the whole batch on a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shapes_alone(device: str, grid: Grid, dtype: torch.dtype) -> VisualTokens:
 
 @pytest.mark.parametrize("name", shipped_states())
 @pytest.mark.parametrize("grid", [Grid(12, 12), Grid(6, 6, tiles=5)])
-def test_shipped_states_decide_everything_on_the_device(name: str, grid: Grid) -> None:
+def test_shipped_states_do_not_synchronise(name: str, grid: Grid) -> None:
     # Tensors of the meta device have no values to read, and mixing in one of the host's fails.
     tokens = shapes_alone("meta", grid, torch.float16)
     policy = materialize(load_state(name)).at(grid.tokens)
@@ -60,7 +60,7 @@ def test_shipped_states_decide_everything_on_the_device(name: str, grid: Grid) -
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_so_does_every_atom(variant: str) -> None:
+def test_atoms_do_not_synchronise(variant: str) -> None:
     tokens = shapes_alone("meta", Grid(4, 4, tiles=3), torch.bfloat16)
     assert refine(policy_of(variant), tokens).features.shape == (3, 8, 32)
     assert keep_reference(policy_of(variant), tokens).features.shape == (3, 8, 32)
@@ -68,7 +68,7 @@ def test_so_does_every_atom(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_shape_depends_on_a_value(variant: str) -> None:
+def test_shapes_do_not_depend_on_values(variant: str) -> None:
     with FakeTensorMode():
         tokens = shapes_alone("cpu", Grid(4, 4, tiles=3), torch.float16)
         assert refine(policy_of(variant), tokens).features.shape == (3, 8, 32)

@@ -8,7 +8,7 @@ from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 
 
 @pytest.mark.parametrize("budget", [1, 33, 640])
-def test_every_policy_finds_in_them_what_it_reads(budget: int) -> None:
+def test_probes_have_the_inputs_of_every_policy(budget: int) -> None:
     for tokens in synthetic_probes(budget):
         for policy in BASE_POLICIES.values():
             actual = policy.select(policy.call.model_fields["params"].default, tokens, budget)
@@ -16,7 +16,7 @@ def test_every_policy_finds_in_them_what_it_reads(budget: int) -> None:
             assert actual.picks.shape == (2, budget - extra)
 
 
-def test_they_are_the_same_each_time() -> None:
+def test_probes_are_deterministic() -> None:
     for one, other in zip(synthetic_probes(9), synthetic_probes(9), strict=True):
         assert torch.equal(one.features, other.features)
         mine, yours = one.require_tower(), other.require_tower()

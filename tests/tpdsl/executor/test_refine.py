@@ -23,7 +23,7 @@ from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_indices, keep
     clusters=st.sampled_from([1, 3, 40]),
     noise=st.sampled_from([0.0, 0.5]),
 )
-def test_every_policy_keeps_its_promises(
+def test_guarantees_of_every_policy(
     variant: str,
     seed: int,
     budget: int,
@@ -49,9 +49,7 @@ def test_every_policy_keeps_its_promises(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_batched_or_alone_or_in_another_order_the_bits_are_the_same(
-    variant: str, grid: Grid
-) -> None:
+def test_results_do_not_depend_on_the_batch(variant: str, grid: Grid) -> None:
     policy, tokens = policy_of(variant), images(5, batch=4, grid=grid)
     together = refine(policy, tokens)
     for i in range(4):
@@ -109,7 +107,7 @@ class TestExchange:
     @pytest.mark.parametrize(
         ("q_e", "kept"), [(0, [0, 1, 2]), (1, [1, 2, 7]), (2, [2, 6, 7]), (3, [5, 6, 7])]
     )
-    def test_the_worst_by_quality_give_way_to_the_best(self, q_e: int, kept: list[int]) -> None:
+    def test_lowest_quality_is_exchanged_for_highest(self, q_e: int, kept: list[int]) -> None:
         actual = refine(self.policy(q_e, attention_proxy_saliency=1.0), self.tokens())
         assert actual.reference.tolist() == [[0, 1, 2]]
         assert actual.indices.tolist() == [kept]
@@ -134,12 +132,12 @@ class TestExchange:
         assert kept(4.0, 0.25) == [0, 1, 2]
         assert kept(0.0, 1.0) == [5, 6, 7]
 
-    def test_without_any_weight_the_base_policy_stands(self) -> None:
+    def test_zero_weights_keep_the_reference(self) -> None:
         actual = refine(self.policy(3, attention_proxy_saliency=0.0), self.tokens())
         assert actual.indices.tolist() == [[0, 1, 2]] and actual.fallback.tolist() == [0]
         assert actual.quality is not None and bool((actual.quality == 1).all())
 
-    def test_quality_is_there_only_where_the_state_scores(self) -> None:
+    def test_quality_is_none_if_the_state_does_not_score(self) -> None:
         scored = refine(self.policy(1, attention_proxy_saliency=1.0), self.tokens())
         assert scored.quality is not None and scored.quality[0].argmax() == 7
         assert refine(self.policy(0, attention_proxy_saliency=1.0), self.tokens()).quality is None
@@ -170,7 +168,7 @@ class TestInputs:
 
 
 def test_kept_rows_carry_derivatives_and_the_choice_has_none() -> None:
-    """As training through a pruned model would want it."""
+    """As required to train through a pruned model."""
     tokens = images(3)
     tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
     actual = refine(policy_of("shipped", 8), tracked)
@@ -222,7 +220,7 @@ class TestLastResorts:
         assert torch.equal(actual.features, gather_rows(tokens.features, actual.indices))
         assert actual.fallback.tolist() == [0, 0]
 
-    def test_neither_prunes_what_fits(self) -> None:
+    def test_fallbacks_keep_all_tokens_if_they_fit(self) -> None:
         tokens = images(5)
         for actual in (keep_reference(policy_of(budget=36), tokens), keep_evenly(36, tokens)):
             assert actual.features is tokens.features and actual.fallback.tolist() == [0, 0]

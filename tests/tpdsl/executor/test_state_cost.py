@@ -1,4 +1,4 @@
-"""The cost model knows every atom, grows with what a state does, and ranks states as they run."""
+"""Cost model: covers every atom, is monotonic in the work, and ranks states as measured."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_more_work_costs_more(pointer: str, less: Any, more: Any) -> None:
     assert state_cost(state({pointer: less})) < state_cost(state({pointer: more}))
 
 
-def test_a_large_r_min_hides_no_cost() -> None:
-    """At the K that states are judged by nothing could be exchanged; a request asks for more."""
+def test_large_r_min_does_not_reduce_the_cost() -> None:
+    """At the K of the check nothing can be exchanged, but requests may ask for a larger one."""
     selector = {"atom": "reference_residual_exchange_selector", "q_e": 640, "r_min": 200}
     signals = [{"atom": "cluster_centroid_representativeness", "clusters": 64}] * 32
     hidden = state(
@@ -106,7 +106,7 @@ def measured(one: PruningState, shape: Shape) -> float:
     return min(taken) * 1e3
 
 
-def test_states_that_differ_much_are_ranked_as_they_run() -> None:
+def test_predicted_ranking_equals_the_measured_one() -> None:
     """Three states, each predicted to cost at least twice the one before it."""
     shape = Shape(REFERENCE.tokens, 64, width=64, tower=64)
     clusters = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}

@@ -1,4 +1,4 @@
-"""Transfer: what changes, what must not, and that the record is complete."""
+"""Transfer: changed fields, unchanged fields, and completeness of the record."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_searched_structure_stays(budget: int, backbone: BackboneShape) -> N
     assert new["budget"] == {**shipped()["budget"], "atom": f"fixed_budget@{budget}", "limit": None}
 
 
-def test_nothing_asked_for_changes_nothing() -> None:
+def test_transfer_without_targets_changes_nothing() -> None:
     old = state()
     assert transfer(old).changes == ()
     assert transfer(old, 32).state == old
@@ -108,17 +108,17 @@ def test_a_direction_left_to_the_text_tower_stays_so() -> None:
     assert meanings["/scoring/signals/0/sign"].startswith("sign of relevance: +")
 
 
-def test_the_tile_split_is_told() -> None:
+def test_tile_split_is_recorded() -> None:
     resolved = transfer(state(), 32, LLAVA_NEXT_7B).resolved
     assert resolved[0].meaning == "K = 32, over 5 tiles: 7 + 7 + 6 + 6 + 6"
 
 
-def test_signals_that_lose_their_input_are_told() -> None:
+def test_signals_without_their_input_are_recorded() -> None:
     report = [f for f in transfer(state(), None, QWEN_7B).resolved if "without [CLS]" in f.meaning]
     assert [f.value for f in report] == ["attention_proxy_saliency"]
 
 
-def test_evidence_does_not_travel() -> None:
+def test_evidence_is_not_transferred() -> None:
     old = load_state(
         json.dumps(
             edited(
@@ -152,7 +152,7 @@ def test_evidence_does_not_travel() -> None:
         ("x" * 128, 64, None, "x" * 124 + "-k64"),
     ],
 )
-def test_names_tell_states_apart(
+def test_transferred_names_are_distinct(
     name: str, budget: int | None, backbone: BackboneShape | None, expected: str
 ) -> None:
     old = state({"/name": name, "/budget/atom": "fixed_budget@32"})
@@ -163,7 +163,7 @@ def test_a_name_may_be_chosen() -> None:
     assert transfer(state(), name="mine").state.name == "mine"
 
 
-def test_an_operators_limit_holds() -> None:
+def test_limit_of_the_operator_applies() -> None:
     limited = state({"/budget/limit": 64})
     assert transfer(limited, 64).policy.budget == 64
     with pytest.raises(BudgetError, match="/budget/limit"):
@@ -171,7 +171,7 @@ def test_an_operators_limit_holds() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, -1, 65537])
-def test_no_number_of_tokens_is_refused(budget: int) -> None:
+def test_non_positive_budget_is_refused(budget: int) -> None:
     with pytest.raises(BudgetError):
         transfer(state(), budget)
 
@@ -215,13 +215,13 @@ def test_a_budget_that_follows_the_image_is_resolved_on_a_backbone() -> None:
     assert transfer(tiles, name="x").resolved[0].meaning == "K = 32 to 640, by image"
 
 
-def test_r_min_beyond_its_field_is_left_to_null() -> None:
+def test_r_min_above_its_range_becomes_null() -> None:
     result = transfer(state({"/constraints/selector/r_min": 30}), 1000)
     assert state_document(result.state)["constraints"]["selector"]["r_min"] is None  # type: ignore[index,call-overload]
     assert result.policy.r_min == 998
 
 
-def test_the_vision_towers_tokens_are_left_where_they_are_none() -> None:
+def test_tower_view_is_removed_without_a_tower() -> None:
     tower = state({"/source": {"tokens": {"atom": "vision_tokens@vision_tower"}}})
     assert "/source/tokens" not in pointers(transfer(tower, None, LLAVA_NEXT_7B))
     result = transfer(tower, None, QWEN_7B)
@@ -229,7 +229,7 @@ def test_the_vision_towers_tokens_are_left_where_they_are_none() -> None:
     assert result.state.source.tokens.atom == "vision_tokens@post_projector"
 
 
-def test_the_scope_of_likeness_is_told_where_there_are_tiles() -> None:
+def test_similarity_scope_is_recorded_for_tiled_backbones() -> None:
     report = {field.where: field.meaning for field in transfer(state(), 64, LLAVA_NEXT_7B).resolved}
     assert report["/source/tokens/tile_scope"].endswith("within each tile")
     assert "/source/tokens/tile_scope" not in {f.where for f in transfer(state(), 64).resolved}

@@ -36,7 +36,7 @@ def test_the_page_has_one_row_an_atom_and_counts_them() -> None:
     assert sum(int(ours) for _, _, ours in sizes) == len(ATOMS) - 131
 
 
-def test_the_prompt_names_everything_that_may_be_written() -> None:
+def test_prompt_names_every_atom_and_parameter() -> None:
     report = render_proposer_text()
     names = set(BASE_POLICIES) | {name for name in ATOMS.names() if name not in RECIPES}
     assert all(f"- {name}: " in report for name in names)
@@ -45,7 +45,7 @@ def test_the_prompt_names_everything_that_may_be_written() -> None:
         assert f"{parameter.name} = {parameter.default} ({parameter.values}: " in report, name
 
 
-def test_the_prompt_says_how_the_81_are_named() -> None:
+def test_prompt_explains_the_names_of_the_81_reassemblies() -> None:
     report = render_proposer_text()
     levels = [recipe.cell.split(".") for recipe in RECIPES.values()]
     for axis in zip(*levels, strict=True):

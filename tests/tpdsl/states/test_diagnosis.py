@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.registry import ATOMS
         ({"/base_policy/name": "cdprune"}, "/base_policy/name", 'unknown name "cdprune"'),
         ({"/budget/atom": "fixed_budget@33"}, "/budget/atom", 'unknown atom "fixed_budget@33"'),
         ({"/budget/atom": 32}, "/budget/atom", "unknown atom 32"),
-        # An atom of another group is as unknown here as one that does not exist.
+        # An atom of another group is as invalid here as one that does not exist.
         ({"/reassembly/atom": "pairwise_cosine_kernel"}, "/reassembly/atom", "unknown atom"),
         ({"/safety/1": "mean_residual"}, "/safety/1", 'unknown atom "mean_residual"'),
         ({"/safety/1": {"atom": "x"}}, "/safety/1/atom", 'unknown atom "x"'),
@@ -65,7 +65,7 @@ from vllm_autoprune.tpdsl.registry import ATOMS
         ({"/provenance": {"notes": ["a"] * 99}}, "/provenance/notes", '["a", "a"'),
     ],
 )
-def test_one_problem_is_told_with_its_place(
+def test_single_problem_is_reported_at_its_pointer(
     changes: dict[str, object], where: str, what: str
 ) -> None:
     ((actual, message),) = refused_with(changes)
@@ -117,12 +117,12 @@ def test_each_problem_says_how_to_fix_it(changes: dict[str, object], fix: str) -
     assert fixed(changes) == fix or fixed(changes).startswith(f"{fix}, ...")
 
 
-def test_an_atom_of_another_group_is_told_apart_from_a_typo() -> None:
+def test_atom_of_another_group_is_not_reported_as_a_typo() -> None:
     message = fixed({"/reassembly/atom": "pairwise_cosine_kernel"})
     assert message.startswith("that is one of similarity_kernel, this field takes another group; ")
 
 
-def test_rules_about_two_fields_are_told_along_with_everything_else() -> None:
+def test_rules_on_two_fields_are_reported_with_all_problems() -> None:
     actual = refused_with(
         {
             "/name": 7,
@@ -139,12 +139,12 @@ def test_rules_about_two_fields_are_told_along_with_everything_else() -> None:
     ]
 
 
-def test_a_rule_is_left_alone_where_what_it_reads_is_wrong() -> None:
+def test_rules_on_invalid_fields_are_skipped() -> None:
     actual = refused_with({"/budget/limit": 0, "/constraints/selector/r_min": -1})
     assert [where for where, _ in actual] == ["/budget/limit", "/constraints/selector/r_min"]
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     actual = refused_with(
         {
             "/base_policy/name": "nobody",
@@ -182,7 +182,7 @@ def test_a_list_of_bad_items_is_not_also_called_too_short() -> None:
 
 
 @pytest.mark.parametrize("data", [{}, {"a": 1}, {"name": None}])
-def test_hardly_anything(data: dict[str, Any]) -> None:
+def test_nearly_empty_state(data: dict[str, Any]) -> None:
     assert refused(json.dumps(data))[0][0] == "/schema"
     rest = {"schema": "autoprune-state/1", **data}
     assert len(refused(json.dumps(rest))) >= 7

@@ -32,7 +32,7 @@ def test_documents_differ_exactly_where_they_are_not_equal(
 
 
 def _typed(value: JsonValue) -> object:
-    """The value, with JSON's true told apart from 1."""
+    """The value with its type, since true equals 1 in Python but not in JSON."""
     if isinstance(value, dict):
         return {key: _typed(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -51,13 +51,13 @@ def test_it_costs_less_than_a_second_and_little_memory(text: str) -> None:
         tracemalloc.stop()
 
 
-def test_what_is_left_out_is_counted() -> None:
+def test_omitted_problems_are_counted() -> None:
     actual = refused_with({f"/extra{i}": 0 for i in range(1000)})
     assert len(actual) == MAX_PROBLEMS + 1
     assert actual[-1] == ("", f"{1000 - MAX_PROBLEMS} more problem(s)")
 
 
-def test_nothing_that_a_terminal_obeys_is_repeated() -> None:
+def test_control_characters_are_not_repeated() -> None:
     bad = "\x1b[2J\nstate ok: 0 problem(s)\u202e"
     with pytest.raises(StateError) as raised:
         load_state(json.dumps(edited(shipped(), {"/reassembly/atom": bad, f"/{bad}": bad})))

@@ -19,7 +19,7 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
     assert not materialize(variant, 8).reads_instruction
 
 
-def test_every_base_policy_that_reads_has_a_substitute_that_does_not() -> None:
+def test_substitutes_of_base_policies_read_no_instruction() -> None:
     readers = {n for n, policy in BASE_POLICIES.items() if policy.needs & INSTRUCTION_NEEDS}
     assert set(NEAREST) == readers
     assert not {other for other, _ in NEAREST.values()} & readers
@@ -32,7 +32,7 @@ def test_the_same_tokens_for_two_questions() -> None:
     assert torch.equal(refine(policy, tokens).indices, refine(policy, bare).indices)
 
 
-def test_only_what_reads_the_instruction_changes_and_every_change_is_told() -> None:
+def test_only_instruction_dependent_parts_change_and_are_recorded() -> None:
     before = load_state("autoprune")
     result = instruction_free(before)
     assert [c.where for c in result.changes if not c.where.startswith("/provenance")] == [

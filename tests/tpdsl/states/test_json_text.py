@@ -55,7 +55,7 @@ def test_a_text_is_measured_in_bytes() -> None:
     assert refused(text) == [("", "larger than 1048576 bytes")]
 
 
-def test_too_large_once_it_is_written_out() -> None:
+def test_too_large_in_canonical_form() -> None:
     # Lists deep in lists, each on its own indented line, take more to write than they hold.
     deep = json.loads("[" * 27 + ",".join(["[]"] * 4000) + "]" * 27)
     long = edited(shipped(), {"/provenance": {"scores": {"x": deep}, "notes": "x" * 900_000}})
@@ -90,14 +90,14 @@ def test_too_large_once_it_is_written_out() -> None:
     ],
     ids=lambda value: value[:24],
 )
-def test_what_is_not_one_json_object(tmp_path: Path, content: str, what: str) -> None:
+def test_texts_that_are_not_one_json_object(tmp_path: Path, content: str, what: str) -> None:
     actual = in_file(tmp_path, content.encode())
     assert actual[0][0] == "" and actual[0][1].startswith(what)
     if content.startswith("{"):
         assert refused(content) == actual
 
 
-def test_as_deep_and_as_many_as_may_be() -> None:
+def test_limits_on_depth_and_count_are_inclusive() -> None:
     deep = json.loads("[" * (MAX_DEPTH - 3) + "]" * (MAX_DEPTH - 3))
     many = [0] * (MAX_VALUES - 200)
     changed = edited(shipped(), {"/provenance": {"scores": {"deep": deep, "many": many}}})
@@ -106,13 +106,13 @@ def test_as_deep_and_as_many_as_may_be() -> None:
     assert refused(json.dumps(changed))[0][1].startswith("nested too deeply: 33 levels")
 
 
-def test_brackets_and_commas_in_strings_count_for_nothing() -> None:
+def test_brackets_and_commas_in_strings_are_not_counted() -> None:
     odd = '[{,\\"' * 20_000
     changed = edited(shipped(), {"/provenance": {"notes": odd, "scores": {odd: "\\"}}})
     assert load_state(json.dumps(changed)).provenance.notes == odd
 
 
-def test_numbers_that_no_float_holds_are_told_with_their_places() -> None:
+def test_numbers_beyond_float_range_are_reported_at_their_pointers() -> None:
     changed = edited(
         shipped(),
         {
@@ -131,7 +131,7 @@ def test_numbers_that_no_float_holds_are_told_with_their_places() -> None:
     ]
 
 
-def test_keys_that_occur_twice_are_told_with_their_places_and_all_else() -> None:
+def test_duplicate_keys_are_reported_with_all_other_problems() -> None:
     text = json.dumps(edited(shipped(), {"/reassembly/strength": 7}))
     text = text.replace('"scoring": {', '"name": "n", "scoring": {"kernel": 1, "kernel": 2, ')
     assert refused(text) == [
@@ -142,7 +142,7 @@ def test_keys_that_occur_twice_are_told_with_their_places_and_all_else() -> None
 
 
 @pytest.mark.parametrize("escaped", [True, False])
-def test_halves_of_characters_are_refused_wherever_they_are(escaped: bool) -> None:
+def test_lone_surrogates_are_refused(escaped: bool) -> None:
     changed = edited(
         shipped(),
         {"/name": "\ud800", "/provenance": {"scores": {"\udfff": 1, "ok": ["\udc00x"]}}},

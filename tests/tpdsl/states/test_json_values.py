@@ -23,7 +23,7 @@ def test_a_value_is_shown_as_json_on_one_short_line(value: object, text: str) ->
     assert format_value(value) == text and text.isprintable()
 
 
-def test_what_is_shown_of_a_large_value_costs_little() -> None:
+def test_showing_a_large_value_is_fast() -> None:
     deep: object = "x" * 1_000_000
     for _ in range(30):
         deep = {"k" * 1000: deep, "other": [deep] * 2}

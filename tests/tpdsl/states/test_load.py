@@ -111,7 +111,7 @@ def test_every_shipped_state_loads_under_its_name() -> None:
     assert all(load_state(name).name == name for name in shipped_states())
 
 
-def test_a_name_nobody_ships_is_answered_with_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(StateError, match="did you mean 'autoprune'") as raised:
         load_state("autoprun")
     (problem,) = raised.value.problems
@@ -119,13 +119,13 @@ def test_a_name_nobody_ships_is_answered_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("source", ["\0", "\ud800", "missing.json", "a/b/c.json", Path("nowhere")])
-def test_what_is_not_there(source: str | Path) -> None:
+def test_missing_file(source: str | Path) -> None:
     assert refused(source) == [("", "no such file, and no shipped state of that name")]
 
 
 def test_a_name_too_long_for_the_file_system() -> None:
     assert refused("x" * 5000) == [("", "cannot be read (File name too long)")]
-    # Text that is not an object is not taken for a state, so it ends here too.
+    # Text that is not a JSON object is treated as a name.
     assert refused(json.dumps([0] * 3000)) == [("", "cannot be read (File name too long)")]
 
 
@@ -156,7 +156,7 @@ def test_a_folder_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch) -> N
     assert refused("folder/s.json") == [("", "cannot be read (Permission denied)")]
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "s.json")
     assert refused(tmp_path / "s.json") == [("", "is a pipe")]
 
@@ -196,8 +196,8 @@ def test_a_link_in_a_circle(tmp_path: Path) -> None:
     assert where == "" and what == "cannot be read (Too many levels of symbolic links)"
 
 
-def test_a_file_whose_size_is_a_lie() -> None:
-    # As long as it likes to be, and 0 by its own account: a file that grows is like this.
+def test_file_with_a_wrong_reported_size() -> None:
+    # It reports size 0 and has no end, like a file that grows.
     assert os.stat("/proc/self/maps").st_size == 0
     ((where, what),) = refused("/proc/self/maps")
     assert where == "" and what.startswith("not JSON")
@@ -254,8 +254,8 @@ def test_a_url_inside_a_state_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], r"[] is not known"),
     ],
 )
-def test_another_version_is_refused_with_the_one_that_is_read(version: object, shown: str) -> None:
-    # The rest is not looked at: in another version it may well be right.
+def test_other_schema_version_is_refused(version: object, shown: str) -> None:
+    # Other fields are not validated, because they may be valid in another version.
     actual = refused_with({"/schema": version, "/budget": 7, "/zzz": 1})
     assert actual == [
         ("/schema", f"schema version {shown}; this version reads 'autoprune-state/1'")

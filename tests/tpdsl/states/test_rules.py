@@ -24,7 +24,7 @@ def changed(pointer: str, value: object) -> str:
     return json.dumps(edited(shipped(), {pointer: value}))
 
 
-# For each rule the smallest breach of it: a text that a schema has nothing against.
+# For each rule a minimal breach, which the schema accepts.
 TEXTS: dict[str, Callable[[], str]] = {
     "size": lambda: scores(1).ljust(MAX_BYTES + 1),
     "syntax": lambda: scores(float("nan")),
@@ -39,7 +39,7 @@ TEXTS: dict[str, Callable[[], str]] = {
 
 
 def broken(source: str | Path) -> set[str]:
-    """Kinds of the problems for which a state is refused."""
+    """Kinds of the problems of a refused state."""
     with pytest.raises(StateError) as raised:
         load_state(source)
     return {problem.kind for problem in raised.value.problems}
@@ -60,7 +60,7 @@ def test_rules_about_files(tmp_path: Path) -> None:
     assert broken(pipe) == {"file"} and broken(marked) == {"encoding"}
 
 
-def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
+def test_every_rule_is_tested_and_documented() -> None:
     assert set(RULES) == {*TEXTS, "file", "encoding"}
     assert all(rule.kind == kind and rule.requires and rule.why for kind, rule in RULES.items())
 
@@ -75,7 +75,7 @@ def test_every_rule_is_tested_and_says_why_it_is_one() -> None:
         ("/budget/limit", 0, "value"),
     ],
 )
-def test_what_a_schema_can_say_is_no_rule(pointer: str, value: object, kind: str) -> None:
+def test_schema_accepts_every_breach_of_a_rule(pointer: str, value: object, kind: str) -> None:
     text = changed(pointer, value)
     assert not ACCEPTS(json.loads(text))
     assert broken(text) == {kind} and kind not in RULES

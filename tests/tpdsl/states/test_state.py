@@ -110,7 +110,7 @@ class TestRoundTrip:
         again = load_state(state({"/provenance": provenance}).dumps())
         assert again.provenance.model_dump() == provenance
 
-    def test_what_is_written_is_what_the_documentation_shows(self) -> None:
+    def test_dumped_state_equals_the_documentation(self) -> None:
         assert json.loads(load_state("autoprune").dumps())["schema"] == "autoprune-state/1"
 
 
@@ -122,13 +122,13 @@ class TestFrozen:
         with pytest.raises(ValidationError, match="frozen"):
             chosen.constraints.pool = ()
 
-    def test_a_state_is_a_key(self) -> None:
+    def test_states_are_hashable(self) -> None:
         assert {state(): 1}[state()] == 1
 
 
 class TestDigest:
     def test_the_shipped_state_keeps_its_digest(self) -> None:
-        # Caches and measurements name it: a change here changes what every server has stored.
+        # Caches and measurements are stored under the digest, so a change here invalidates them.
         assert load_state("autoprune").digest == (
             "2233f0520a54703f1c5f07895539f52e9ab2bfdbe4fd2bf8dcc548516794c9a8"
         )
@@ -270,7 +270,7 @@ class TestJsonSchema:
         jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(written))
         assert load_state(written) == parsed(sound)
 
-    def test_it_says_what_it_is(self) -> None:
+    def test_schema_has_title_and_version(self) -> None:
         assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
         assert SCHEMA["$id"].startswith("urn:") and SCHEMA["title"] and SCHEMA["description"]
         parts = [SCHEMA, *SCHEMA["$defs"].values()]
