@@ -1,1 +1,1 @@
-"""What a hostile client may send, and what has to hold afterwards."""
+"""Robustness tests: hostile requests, and checks that the server still works afterwards."""

@@ -1,7 +1,7 @@
-"""``python -m tests.hostile``: attacks on running servers, which have to withstand them.
+"""``python -m tests.hostile``: run attacks on pruned servers and report problems.
 
-Each attack runs on a server of its own kind; whatever it does, a normal request must be answered
-afterwards as it was before. Exit status 0 where all attacks are withstood.
+Each attack runs on a server with its flags. After it, a normal request must be answered as before.
+Exit status 0 if no attack finds a problem.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tests.hostile.attacks  # noqa: F401  (registers them)
 from tests.hostile.attack import ATTACKS, BACKBONES, Attack, Profile
-from tests.hostile.campaign import Outcome, carry_out
+from tests.hostile.campaign import Outcome, run_attack
 from tests.hostile.fleet import Fleet
 from tests.serving.runners import ENVIRONMENTS
 
@@ -24,7 +24,7 @@ _PRUNED: Sequence[Profile] = ("default", "uncached", "trusting")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, attack, report."""
+    """Parse arguments, run attacks, print outcomes."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.hostile", description=(__doc__ or "").partition("\n")[0]
     )
@@ -68,7 +68,7 @@ def _attack_all(
                 for profile in _PRUNED:
                     if profile != attack.profile:
                         fleet.end(profile)  # one pruned server at a time
-                outcome = carry_out(attack, backbone, runner, fleet.get)
+                outcome = run_attack(attack, backbone, runner, fleet.get)
                 outcomes.append(outcome)
                 _print(outcome, begun, len(outcomes), total)
                 if file is not None:

@@ -27,9 +27,9 @@ random model differs by several times that."""
 
 @dataclass
 class Site:
-    """Where an attack takes place: a backbone, and clients of its servers.
+    """Target of an attack: a backbone, and clients of its servers.
 
-    ``notes`` are figures that an attack reports beside its problems.
+    ``notes`` are figures that an attack reports in addition to problems.
     """
 
     backbone: str
@@ -43,7 +43,7 @@ class Site:
         self.notes.append(text)
 
     def ask(self, *pictures: Picture, **more: object) -> Reply:
-        """The answer to the question of this site about pictures."""
+        """Ask the site's question about pictures."""
         return self.client.chat(self.words, *pictures, **more)
 
 
@@ -52,7 +52,7 @@ Run = Callable[[Site], Iterable[str]]
 
 @dataclass(frozen=True)
 class Attack:
-    """``run`` yields a problem for each thing that does not hold; ``quick`` ones run in pytest."""
+    """One attack: ``run`` yields problems; attacks marked ``quick`` also run in pytest."""
 
     name: str
     summary: str
@@ -69,7 +69,7 @@ BACKBONES = ("qwen2_5_vl", "llava_next", "llava")
 def attack(
     profile: Profile = "default", quick: bool = True, backbones: Sequence[str] = BACKBONES
 ) -> Callable[[Run], Run]:
-    """Register a function as an attack, described by its name and the line of its docstring."""
+    """Register a function as an attack, with its name and docstring as description."""
 
     def register(run: Run) -> Run:
         name = run.__name__
@@ -81,14 +81,14 @@ def attack(
 
 
 def server_errors(*replies: Reply) -> Iterable[str]:
-    """A problem for each reply that is a server error, or is missing."""
+    """A problem for each reply that is a server error or missing."""
     for reply in replies:
         if reply.status >= 500 or reply.status == 0:
             yield str(reply)
 
 
 def unlike(name: str, reply: Reply, *accepted: Reply) -> Iterable[str]:
-    """A problem where a reply was answered, and like none of these."""
+    """A problem for an answered reply that equals none of the references."""
     yield from server_errors(reply)
     if reply.status == 200:
         gap = min(distance(reply.logprobs, other.logprobs) for other in accepted)

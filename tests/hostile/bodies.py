@@ -1,4 +1,4 @@
-"""Mutated chat requests: what they say of pruning, of their images, and of everything else."""
+"""Mutations of chat requests: of the plugin's entry, the images and all other fields."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ _DETAILS: tuple[object, ...] = ("low", "high", "auto", "", "ü", 1, None, {})
 
 @dataclass(frozen=True)
 class Mutant:
-    """A request: its kind, its bytes, and how it is shown where it goes wrong.
+    """A mutated request: its kind, its bytes, and its text for reports.
 
-    ``stock`` is the same request without our entry, where it is still JSON.
+    ``stock`` is the same request without the plugin's entry, if it is still JSON.
     """
 
     kind: str
@@ -106,7 +106,7 @@ def _without_entry(request: Mapping[str, object]) -> dict[str, object]:
 
 
 def entries() -> list[Any]:
-    """Sound entries that mutations begin with."""
+    """Valid entries to mutate."""
     state = json.loads(load_state("visionzip").dumps())
     return [
         {"budget": 8},
@@ -155,7 +155,7 @@ def _draw_huge_entry(random: Random) -> Any:
 
 
 def _change_body(request: dict[str, object], random: Random) -> None:
-    """Change one to three things that vLLM reads, beside a sound entry or none."""
+    """Mutate one to three fields that vLLM reads, with a valid entry or none."""
     if random.random() < 0.5:
         request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:9])}
     messages = request["messages"]

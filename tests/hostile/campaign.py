@@ -1,4 +1,4 @@
-"""One attack on one server, with the same sane question before and after it."""
+"""Run one attack on one server, with the same normal question before and after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRACE = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one attack; without problems the server withstood it."""
+    """Result of one attack; it passes without problems."""
 
     attack: str
     backbone: str
@@ -36,10 +36,10 @@ class Outcome:
         return "BROKEN" if self.problems else "withstood"
 
 
-def carry_out(
+def run_attack(
     attack: Attack, backbone: str, runner: str, get: Callable[[Profile], Server]
 ) -> Outcome:
-    """Carry out an attack on the server of its profile, and see how the server is afterwards."""
+    """Run an attack on the server of its profile, then check the server."""
     begun = time.monotonic()
     client = Client(get(attack.profile))
     before = _ask_sane_question(client)
@@ -70,7 +70,7 @@ def _problems_since(client: Client, before: Reply) -> list[str]:
 
 
 def _last_words(server: Server) -> str:
-    """The exception that a dead engine's log ends with."""
+    """The last exception in the log of a dead engine."""
     deadline = time.monotonic() + _GRACE
     while server.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""An OpenAI client that records what it is answered and never raises for what a server does."""
+"""OpenAI client that records replies and never raises for errors of the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Logprobs = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Reply:
-    """A status, 0 where there was no answer, with the body and the seconds it took."""
+    """One reply: status (0 without an answer), body and seconds."""
 
     status: int
     text: str
@@ -32,7 +32,7 @@ class Reply:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer; empty where it is none."""
+        """The JSON object of the answer; empty if it is not one."""
         try:
             value = json.loads(self.text)
         except ValueError:
@@ -41,7 +41,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """What an error says."""
+        """Message of an error."""
         error = self.body.get("error")
         return str(error.get("message", "")) if isinstance(error, dict) else self.text
 
@@ -52,7 +52,7 @@ class Reply:
             return {}
         content = self.body["choices"][0]["logprobs"]["content"]
         tops = content[0]["top_logprobs"]
-        # The endpoint for tokens gives numbers where a chat gives texts.
+        # The endpoint for processed inputs returns token ids instead of text.
         return {str(top.get("token_id", top.get("token"))): float(top["logprob"]) for top in tops}
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Client:
         }
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all samples of a metric that have these labels."""
+        """Sum of a metric over all samples with these labels."""
         pairs = [f'{label}="{value}"' for label, value in labels.items()]
         lines = self.server.get("/metrics").splitlines()
         samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
@@ -123,7 +123,7 @@ class Client:
 
 
 def content(text: str, pictures: Sequence[Picture]) -> list[dict[str, object]]:
-    """The parts of a user turn."""
+    """Content parts of a user turn."""
     return [*(picture.part for picture in pictures), {"type": "text", "text": text}]
 
 
@@ -146,5 +146,5 @@ def distance(one: Logprobs, other: Logprobs) -> float:
 
 
 def nearest(answer: Logprobs, references: Sequence[Logprobs]) -> int:
-    """Which reference an answer is most like."""
+    """The reference nearest to an answer."""
     return min(range(len(references)), key=lambda i: distance(answer, references[i]))

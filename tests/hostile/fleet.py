@@ -1,4 +1,4 @@
-"""The servers of one backbone and one runner, each started when it is first asked for."""
+"""Servers of one backbone and one runner, started at first use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNCACHED = (
 
 
 def flags(backbone: str, profile: Profile) -> Sequence[str]:
-    """What a server of a profile is started with."""
+    """Flags of a server of a profile."""
     common = (*_COMMON, "--max-model-len", _LENGTHS[backbone])
     if profile == "stock":
         return (*common, _TRUST, "--enable-scale-out")
@@ -47,7 +47,7 @@ def flags(backbone: str, profile: Profile) -> Sequence[str]:
 
 
 class Fleet:
-    """A context manager; whatever it has started is ended with it."""
+    """Context manager that starts servers on demand and stops them at exit."""
 
     def __init__(self, backbone: str, runner: str) -> None:
         self.backbone = backbone
@@ -76,7 +76,7 @@ class Fleet:
         self._stack.close()
 
     def get(self, profile: Profile) -> Server:
-        """The running server of a profile, started again where it has died."""
+        """The running server of a profile, restarted if it has crashed."""
         if profile in self._servers and self._servers[profile][1].process.poll() is not None:
             self.end(profile)
         if profile not in self._servers:

@@ -1,4 +1,4 @@
-"""Pictures of any size, as parts of a chat message, under names that a client chooses."""
+"""Pictures of any size as parts of a chat message, optionally with a uuid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Picture:
     flat: bool = False
 
     def named(self, uuid: str) -> Picture:
-        """The same picture under a uuid."""
+        """The same picture with a uuid."""
         return replace(self, uuid=uuid)
 
     @property

@@ -1,4 +1,4 @@
-"""The quick attacks that need a backbone whose images differ in tokens, or vLLM's caches off."""
+"""Quick attacks on a backbone with variable image sizes, with and without vLLM's caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import tests.hostile.attacks  # noqa: F401  (registers them)
 from tests.hostile.attack import ATTACKS
-from tests.hostile.campaign import carry_out
+from tests.hostile.campaign import run_attack
 from tests.hostile.fleet import Fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -18,7 +18,7 @@ CACHED = ("one_uuid_in_one_request", "one_uuid_in_two_requests")
 UNCACHED = tuple(a.name for a in ATTACKS.values() if a.quick and a.profile == "uncached")
 
 
-# One runner for each: starting a server takes longer than all attacks on it.
+# One runner each, because starting a server takes longer than all attacks on it.
 @pytest.fixture(scope="module")
 def cached() -> Iterator[Fleet]:
     with Fleet(BACKBONE, "v2") as fleet:
@@ -32,10 +32,10 @@ def uncached() -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_an_attack_is_withstood(cached: Fleet, name: str) -> None:
-    assert carry_out(ATTACKS[name], BACKBONE, "v2", cached.get).problems == []
+def test_attack_finds_no_problem(cached: Fleet, name: str) -> None:
+    assert run_attack(ATTACKS[name], BACKBONE, "v2", cached.get).problems == []
 
 
 @pytest.mark.parametrize("name", UNCACHED)
-def test_an_attack_without_caches_is_withstood(uncached: Fleet, name: str) -> None:
-    assert carry_out(ATTACKS[name], BACKBONE, "v1", uncached.get).problems == []
+def test_attack_without_caches_finds_no_problem(uncached: Fleet, name: str) -> None:
+    assert run_attack(ATTACKS[name], BACKBONE, "v1", uncached.get).problems == []

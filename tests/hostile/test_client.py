@@ -1,4 +1,4 @@
-"""How answers are told apart."""
+"""Distances between answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_an_answer_is_nearest_to_itself() -> None:
     assert nearest({"1": -1.1, "2": -1.9}, references) == 0
 
 
-def test_a_refused_request_is_like_no_answer() -> None:
+def test_refused_request_is_nearest_to_no_answer() -> None:
     refused = Reply(400, '{"error": {"message": "no"}}', 0.1)
     assert (refused.message, refused.logprobs) == ("no", {})
     assert distance(refused.logprobs, {"1": -1.0}) == float("inf")
@@ -23,5 +23,5 @@ def test_a_token_that_one_answer_lacks_counts_as_its_least_likely() -> None:
     assert distance({"1": -1.0, "2": -3.0}, {"1": -1.0, "3": -4.0}) == pytest.approx(2 / 3)
 
 
-def test_an_entry_stands_where_requests_hold_it() -> None:
+def test_entry_is_placed_in_mm_processor_kwargs() -> None:
     assert entry(budget=8) == {"mm_processor_kwargs": {"autoprune": {"budget": 8}}}

@@ -1,4 +1,4 @@
-"""Servers shared by all tests of a session: starting one costs more than asking it everything."""
+"""Servers shared by all tests of a session, because starting one takes longer than its tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Both runners for each test of a ``runner``; V2 is exhaustive unless it is marked ``both``."""
+    """Parametrise tests by model runner; V2 is exhaustive unless the test is marked ``both``."""
     direct = any(
         "runner" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")
     )
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that end a shared server come after all others of the same model runner."""
+    """Run tests that end a shared server after all others of the same model runner."""
     ends = [item for item in items if item.get_closest_marker("ends_servers")]
     for item in ends:
         name = item.callspec.id if isinstance(item, pytest.Function) else ""
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the scenarios that collected tests name, those of V1 and V2 side by side."""
+    """Start the scenarios of the collected tests, V1 and V2 in parallel."""
     if session.config.option.collectonly or hasattr(session.config, "workerinput"):
         return
     for item in session.items:
@@ -61,20 +61,20 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def runner(request: pytest.FixtureRequest) -> Runner:
-    """One of vLLM's model runners; servers of one are ended before those of the other start."""
+    """One of vLLM's model runners; its servers end before those of the other one start."""
     return Runner(request.param)
 
 
 @pytest.fixture(scope="session")
 def stock(runner: Runner) -> Iterator[Server]:
-    """The plugin installed, no state given."""
+    """Server with the plugin installed and no state."""
     with serve(LLAVA, *COMMON, env=runner.environment) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def pruned(runner: Runner) -> Iterator[Server]:
-    """The shipped state at its own K = 32; requests may bring any other."""
+    """Server of the shipped state at K = 32; requests may bring other states."""
     flags = (*COMMON, *PRUNED, "--autoprune-requests", "states")
     with serve(LLAVA, *flags, env=runner.environment) as server:
         yield server
@@ -82,14 +82,14 @@ def pruned(runner: Runner) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def two_front_ends(runner: Runner) -> Iterator[Server]:
-    """Two API servers before one engine, K = 16 by flag; requests may set nothing.
+    """Two API servers and one engine, K = 16 by flag; requests may set nothing.
 
-    They have the endpoint that tells what is served.
+    The endpoint that describes the served state is on.
     """
     flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--api-server-count", "2")
     env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
     with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:
-        # Health is answered by whichever process is up first.
+        # The health check is answered by the first process that is up.
         deadline = time.monotonic() + 60
         while server.logged().count("Application startup complete") < 2:
             assert time.monotonic() < deadline, "the second front end did not start"

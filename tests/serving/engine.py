@@ -1,4 +1,4 @@
-"""An engine inside this process, for tests that have to look into it."""
+"""Engine in this process, for tests that inspect its internals."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower":
 
 
 def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
-    """A state that is one base policy and exchanges nothing."""
+    """A state of one base policy without exchange."""
     state = {"/base_policy": {"name": base, "params": params}, "/constraints/selector/q_e": 0}
     return edited(shipped(), {**state, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said, and what it cost."""
+    """One completion: text, log-probability, and token counts."""
 
     text: str
     logprob: float
@@ -41,23 +41,23 @@ class Answer:
     cached: int
 
     def plain(self) -> dict[str, object]:
-        """As JSON."""
+        """JSON form."""
         return dataclasses.asdict(self)
 
 
 def examples(scenes: int = 4) -> list[Example]:
-    """Questions of the held-out split with open, short answers about one shape or sign."""
+    """Questions of the held-out split with short free-form answers."""
     kinds = ("digit", "colour", "shape", "text", "relation")
     return [e for e in held_out("test", scenes) if e.kind in kinds]
 
 
 def picture(image: Tensor) -> Image.Image:
-    """An example's image as chat clients send it."""
+    """The image of an example, as chat clients send it."""
     return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 def start(settings: Mapping[str, object] | None = STATE, **overrides: object) -> LLM:
-    """An engine on mini-LLaVA, with a state unless ``settings`` is None."""
+    """Start an engine on mini-LLaVA, with a state unless ``settings`` is None."""
     from vllm import LLM
 
     options: dict[str, object] = {
@@ -83,13 +83,13 @@ def release(llm: LLM) -> None:
     """End an engine of this process, so that another one can start."""
     _RUNNING.remove(llm)
     llm.llm_engine.engine_core.shutdown()
-    # vLLM collects garbage several times a start, and each time walks all that was imported:
-    # half of the time that an engine of this size takes.
+    # vLLM collects garbage several times during a start, which takes half of the start-up time of
+    # an engine of this size.
     gc.freeze()
 
 
 def release_all() -> None:
-    """End whichever engines of this process still run."""
+    """End all running engines of this process."""
     for llm in list(_RUNNING):
         release(llm)
 
@@ -102,14 +102,14 @@ def model_of(llm: LLM) -> AutopruneLlavaForConditionalGeneration:
 
 
 def vision_runs(llm: LLM) -> int:
-    """How often the vision tower has run on requests."""
+    """Number of runs of the vision tower on requests."""
     vision = model_of(llm).autoprune
     assert vision is not None
     return vision.runs
 
 
 def forget(llm: LLM) -> None:
-    """Empty vLLM's caches; the plugin's own, of features, goes with them."""
+    """Empty vLLM's caches, and with them the plugin's feature cache."""
     llm.reset_prefix_cache()
     llm.llm_engine.reset_mm_cache()
     llm.llm_engine.reset_encoder_cache()

@@ -32,14 +32,14 @@ def budget(tokens: object) -> dict[str, object]:
 
 
 def ask(server: Server, example: Example, **more: object) -> dict[str, Any]:
-    """The whole answer; fails where the status is not 200."""
+    """The response body; fails unless the status is 200."""
     status, answer = server.post("/v1/chat/completions", body(server, example, **more))
     assert status == 200, answer
     return cast("dict[str, Any]", answer)
 
 
 def text_of(answer: Mapping[str, Any]) -> str:
-    """What the model said."""
+    """The generated text."""
     return str(answer["choices"][0]["message"]["content"]).strip()
 
 
@@ -49,6 +49,6 @@ def prompt_tokens(answer: Mapping[str, Any]) -> int:
 
 
 def cached_tokens(answer: Mapping[str, Any]) -> int:
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens from the prefix cache."""
     details = answer["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)

@@ -1,4 +1,4 @@
-"""``python -m tests.serving.interleave``: requests of every kind at once, beside each one alone."""
+"""``python -m tests.serving.interleave``: compare mixed concurrent requests with single ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ POLICIES = (None, "visionzip", "fastv", "prumerge_plus", "dart", "divprune", "of
 
 
 def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
-    """``apart``: requests whose tokens differ; ``requests``, ``distinct``: how many there were.
+    """``apart``: requests whose answers differ; ``requests``, ``distinct``: their numbers.
 
-    ``kept_apart`` are images that kept other tokens; ``at_once`` the most images that one call of
-    selection had.
+    ``kept_apart``: images that kept other tokens; ``at_once``: the most images in one selection.
     """
     from tests.serving.engine import STATE, examples, start
     from tests.serving.watch import watch
@@ -109,6 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Before vLLM is imported, which reads it then: the engine is looked into.
+    # vLLM reads this variable during its import.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What a policy keeps of mini-LLaVA's tokens, computed with transformers alone, in float32."""
+"""Reference selection on mini-LLaVA, computed with transformers alone in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOS = 1
 
 
 class WholePrefix:
-    """A ``LanguagePrefix`` out of one forward pass of the whole language model."""
+    """A ``LanguagePrefix`` from one forward pass of the whole language model."""
 
     start = 1
 
@@ -86,12 +86,12 @@ class Offline:
 
     @torch.no_grad()
     def kept(self, policy: PruningPolicy, image: Image.Image, question: str) -> RefinedTokens:
-        """What the policy makes of one image and question."""
+        """The policy's selection for one image and question."""
         return refine(policy, self.tokens(image, question))
 
     @torch.no_grad()
     def tokens(self, image: Image.Image, question: str) -> VisualTokens:
-        """Every input that any policy reads, B = 1."""
+        """Visual tokens with every optional input, B = 1."""
         model = self._model.model
         pixels = self._processor.image_processor(image, return_tensors="pt")["pixel_values"]
         tower = model.vision_tower

@@ -1,4 +1,4 @@
-"""vLLM's two model runners, each with the environment in which tests serve by it.
+"""vLLM's two model runners, and the environment variables that select them.
 
 On a CPU, V2 runs by Triton's interpreter (``interpreter/README.md``).
 """
@@ -35,17 +35,17 @@ class Runner:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables of a process that serves by it."""
+        """Environment of a process that uses this runner."""
         return ENVIRONMENTS[self.name]
 
     def begin(self, scenario: str) -> None:
-        """Start a scenario whose report a later test reads."""
+        """Start a scenario; a later test reads its report."""
         begin(scenario, self.environment)
 
     def run(
         self, scenario: str, more: Mapping[str, str] | None = None, patience: float = PATIENCE
     ) -> Report:
-        """The report of a scenario; ``more`` variables mean a process of its own."""
+        """The report of a scenario, in a separate process if there are ``more`` variables."""
         return run(scenario, {**self.environment, **(more or {})}, patience)
 
     def examine(self, backbone: str) -> report.Report:

@@ -1,4 +1,4 @@
-"""The quick attacks of ``python -m tests.hostile``, on the servers that these tests share."""
+"""Quick attacks of ``python -m tests.hostile`` on the shared servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import tests.hostile.attacks  # noqa: F401  (registers them)
 from benchmarks.server import Server
 from tests.hostile.attack import ATTACKS
-from tests.hostile.campaign import carry_out
+from tests.hostile.campaign import run_attack
 from tests.hostile.mutate import run
 from tests.serving.runners import Runner
 
@@ -25,18 +25,18 @@ WORKER = tuple(
     if attack.quick
     and attack.profile == "default"
     and "llava" in attack.backbones
-    # The shared servers have no endpoint of ours.
+    # The plugin's endpoint is off on the shared servers.
     and attack.name not in (*API_SERVER, "paths_of_the_server")
 )
 
 
 def find_problems(name: str, runner: Runner, stock: Server, pruned: Server) -> list[str]:
     servers = {"default": pruned, "stock": stock}
-    return carry_out(ATTACKS[name], "llava", runner.name, lambda p: servers[p]).problems
+    return run_attack(ATTACKS[name], "llava", runner.name, lambda p: servers[p]).problems
 
 
 @pytest.mark.parametrize("name", WORKER)
-def test_an_attack_on_the_worker_is_withstood(
+def test_attack_on_the_worker_finds_no_problem(
     runner: Runner, stock: Server, pruned: Server, name: str
 ) -> None:
     assert find_problems(name, runner, stock, pruned) == []
@@ -44,14 +44,14 @@ def test_an_attack_on_the_worker_is_withstood(
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 @pytest.mark.parametrize("name", API_SERVER)
-def test_an_attack_on_the_api_server_is_withstood(
+def test_attack_on_the_api_server_finds_no_problem(
     runner: Runner, stock: Server, pruned: Server, name: str
 ) -> None:
     assert find_problems(name, runner, stock, pruned) == []
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
-def test_mutated_requests_leave_the_server_as_it_was(stock: Server, pruned: Server) -> None:
+def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server) -> None:
     tally = run(pruned, 300, seed=5, stock=stock)
     assert tally.faults == []
     assert min(tally.statuses[200], tally.statuses[400]) > 20

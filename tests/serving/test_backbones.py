@@ -1,4 +1,4 @@
-"""What must hold for every backbone in the table, on tiny random models (``selftest.checks``)."""
+"""Self-test checks of every supported backbone, on tiny random models (``selftest.checks``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [row.name for row in BACKBONE_SUPPORT if row.name in BUILDERS]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_promise_holds(runner: Runner, name: str) -> None:
+def test_selftest_checks_pass(runner: Runner, name: str) -> None:
     report = runner.examine(name)
     assert report.runner == runner.name
     assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(CHECKS, "")
@@ -33,5 +33,5 @@ def test_every_promise_holds(runner: Runner, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_both_model_runners_keep_the_same(runner: Runner, name: str) -> None:
-    """Rows, positions and answers."""
+    """The same rows, positions and answers."""
     assert runners_agree(Runner("v1").examine(name), runner.examine(name)) == ""

@@ -1,4 +1,4 @@
-"""Every base policy alone, served by a real engine: K tokens, and the right ones."""
+"""Every base policy alone on a real engine keeps the same K tokens as transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ_THE_INSTRUCTION = {
 }
 
 
-def test_all_nine_are_there(runner: Runner) -> None:
+def test_report_has_all_nine_base_policies(runner: Runner) -> None:
     assert set(runner.run("base_policies")["policies"]) == set(BASE_POLICIES)
     assert len(BASE_POLICIES) >= 9
 
@@ -37,8 +37,8 @@ def test_a_prompt_is_shorter_by_exactly_what_was_removed(
 
 @pytest.mark.parametrize("budget", [16, 8])
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_the_server_keeps_what_transformers_would(runner: Runner, name: str, budget: int) -> None:
-    """The same tokens, and rows that are equal up to the rounding of float32.
+def test_kept_tokens_equal_those_of_transformers(runner: Runner, name: str, budget: int) -> None:
+    """Equal tokens, and rows equal up to float32 rounding.
 
     A policy that does not read the instruction selects once an image: later questions find the
     rows in vLLM's caches.
@@ -53,7 +53,7 @@ def test_the_server_keeps_what_transformers_would(runner: Runner, name: str, bud
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_nothing_fell_back(runner: Runner, name: str) -> None:
+def test_no_fallbacks(runner: Runner, name: str) -> None:
     report = runner.run("base_policies")["policies"][name]
     assert report["errors"] == {}
     assert report["fallbacks"]["reference"] == report["fallbacks"]["uniform"] == 0
@@ -61,7 +61,7 @@ def test_nothing_fell_back(runner: Runner, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_a_batch_keeps_what_each_question_keeps_alone(runner: Runner, name: str) -> None:
+def test_batched_and_single_questions_keep_the_same_tokens(runner: Runner, name: str) -> None:
     report = runner.run("base_policies")["policies"][name]
     together, alone = report["together"]["kept"], report["alone"]
     assert report["together"]["at_once"] > 1
@@ -70,8 +70,10 @@ def test_a_batch_keeps_what_each_question_keeps_alone(runner: Runner, name: str)
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
-def test_no_instruction_and_no_image_stops_the_engine(runner: Runner, name: str) -> None:
-    """10,000 words; none; and features that are not numbers, which leave an even spread."""
+def test_extreme_instructions_and_features_do_not_stop_the_engine(
+    runner: Runner, name: str
+) -> None:
+    """10,000 words; no words; non-finite features, which give evenly spaced tokens."""
     report = runner.run("base_policies")["policies"][name]
     full = runner.run("base_policies")["full"]
     for index, answer in zip((0, -1, 0), report["survived"], strict=True):

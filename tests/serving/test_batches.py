@@ -30,7 +30,7 @@ def test_every_image_keeps_exactly_its_budget(runner: Runner) -> None:
 def test_vision_batches_stay_bounded_however_small_k_is(runner: Runner) -> None:
     """100 images of K = 2 fit one step's token budget, but not one vision batch."""
     report = runner.run("batches")
-    # A few of the 100 were seen before, so their features are cached.
+    # Features of a few of the 100 images are already cached.
     assert sum(report["vision_batches"]) > 90
     assert max(report["vision_batches"]) <= report["bound"] == 4096 // TOKENS
 
@@ -41,7 +41,7 @@ def test_twenty_images_in_one_prompt(runner: Runner) -> None:
         assert answer["text"] is not None
 
 
-def test_samples_of_one_request_see_one_image(runner: Runner) -> None:
-    """``n > 1`` makes requests of their own of the same plan."""
+def test_samples_of_one_request_share_a_plan(runner: Runner) -> None:
+    """``n > 1`` creates several requests with the same plan."""
     report = runner.run("batches")
     assert report["samples"] == [report["turn_one"]["text"]] * 3

@@ -1,4 +1,4 @@
-"""`GET /v1/autoprune` tells what is served, where the operator turned it on."""
+"""`GET /v1/autoprune` describes the served state if the operator enables it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_autoprune.serving.api.endpoint import PATH
 pytestmark = pytest.mark.engine
 
 
-def test_it_tells_what_every_front_end_serves(two_front_ends: Server) -> None:
+def test_endpoint_describes_the_state_on_every_front_end(two_front_ends: Server) -> None:
     state = load_state("autoprune")
     for _ in range(8):
         description = json.loads(two_front_ends.get(PATH))
@@ -23,12 +23,12 @@ def test_it_tells_what_every_front_end_serves(two_front_ends: Server) -> None:
         assert description["evidence"] == state.provenance.model_dump(mode="json")
 
 
-def test_it_changes_nothing(two_front_ends: Server) -> None:
+def test_endpoint_is_read_only(two_front_ends: Server) -> None:
     status, _ = two_front_ends.post(PATH, {"state": "visionzip"})
     assert status == 405
 
 
-def test_it_is_off_unless_turned_on(pruned: Server) -> None:
+def test_endpoint_is_off_by_default(pruned: Server) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         pruned.get(PATH)
     assert caught.value.code == 404

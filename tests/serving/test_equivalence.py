@@ -1,4 +1,4 @@
-"""Invariants 2 and 4: K >= N is stock vLLM, and how a prompt is processed changes nothing."""
+"""Invariants 2 and 4: K >= N equals stock vLLM; chunked prefill and caches change nothing."""
 
 from __future__ import annotations
 

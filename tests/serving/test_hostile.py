@@ -1,4 +1,4 @@
-"""Invariant 5: nothing that a request holds stops the engine."""
+"""Invariant 5: no request stops the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUESTS = ("one_pixel", "empty", "long", "nan", "inf", "raised")
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_engine_answers_and_lives_on(runner: Runner, name: str) -> None:
+def test_engine_survives_and_answers(runner: Runner, name: str) -> None:
     report = runner.run("hostile")
     assert isinstance(report[name]["text"], str)
     assert report["after"][name] == report["sane"]
@@ -20,7 +20,7 @@ def test_the_engine_answers_and_lives_on(runner: Runner, name: str) -> None:
 
 def test_fallbacks_are_counted_by_reason(runner: Runner) -> None:
     report = runner.run("hostile")
-    # NaN and Inf in an image's features leave nothing to select by: an even spread.
+    # NaN and Inf in an image's features: evenly spaced tokens are kept.
     assert report["fallbacks"]["uniform"] == 2
     assert report["errors"] == {"RuntimeError": 1}
 
@@ -37,7 +37,7 @@ def test_a_state_that_fails_on_its_first_image_is_served_by_its_base_policy(runn
     report = runner.run("hostile")["unsafe"]
     assert report["counted"] == 1
     assert report["broken"] == report["base"]
-    # It has had its chance: what it breaks once it may break again.
+    # A state that failed once is not used again.
     assert report["fixed"] == report["other_base"]
 
 

@@ -25,12 +25,12 @@ def test_interleaved_questions_answer_as_they_do_alone(runner: Runner) -> None:
 
 def test_same_question_shares_the_prefix_and_another_does_not(runner: Runner) -> None:
     report = runner.run("interleaved")
-    # The first block holds the image's beginning: shared only with the same question.
+    # The first block contains the start of the image, so only the same question shares it.
     assert all(answer["cached"] == 0 for answer in report["first"])
     assert all(answer["cached"] >= 32 for answer in report["again"])
 
 
-def test_two_images_are_told_apart_by_their_order(runner: Runner) -> None:
+def test_order_of_two_images_matters(runner: Runner) -> None:
     ab, ba, ab_alone, ba_alone = runner.run("interleaved")["orders"]
     assert ab["prompt_tokens"] == ba["prompt_tokens"]
     assert (ab["cached"], ba["cached"]) == (0, 0)
@@ -40,14 +40,14 @@ def test_two_images_are_told_apart_by_their_order(runner: Runner) -> None:
     assert ab["logprob"] != pytest.approx(ba["logprob"], abs=1e-4)
 
 
-def test_one_vision_pass_for_an_image_whatever_is_asked(runner: Runner) -> None:
+def test_one_vision_pass_per_image(runner: Runner) -> None:
     report = runner.run("interleaved")
     assert report["vision_runs"] == report["images"]
     assert report["vision_runs_again"] == report["images"]
 
 
-def test_without_the_instruction_in_the_identity_answers_are_wrong(runner: Runner) -> None:
-    """The control that shows what the tests above are for."""
+def test_negative_control_without_the_instruction_in_the_identity(runner: Runner) -> None:
+    """Shows that the tests above detect a missing instruction."""
     report = runner.run("instruction_left_out")
     changed = [
         (right["text"], wrong["text"], answer)
@@ -73,7 +73,7 @@ def test_a_follow_up_turn_reuses_the_image(runner: Runner) -> None:
     assert report["turn_two"]["cached"] >= 32
 
 
-def test_relevance_from_input_embeddings_where_there_is_no_tower(runner: Runner) -> None:
+def test_relevance_from_input_embeddings_without_a_text_tower(runner: Runner) -> None:
     report = runner.run("embeddings_for_relevance")
     assert (report["kind"], report["sign"]) == ("InputEmbeddings", 1)
     assert all(len(kept) == 32 for kept in report["kept"])

@@ -1,4 +1,4 @@
-"""Images that are odd or broken: whatever stock vLLM answers, a pruned server answers."""
+"""Unusual and broken images: a pruned server answers wherever stock vLLM does."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def animated() -> list[bytes]:
 
 
 def twenty() -> list[bytes]:
-    # None as other tests ask about it: stock vLLM will not answer for these again, see below.
+    # None is used by other tests, because stock vLLM fails on these images later, see below.
     return [encoded(scene().rotate(1 + i)) for i in range(20)]
 
 
@@ -112,7 +112,9 @@ def test_a_pruned_server_answers_as_stock_does(
 ) -> None:
     images = encode_images()
     (status, full), (same, kept) = answer(stock, images), answer(pruned, images)
-    if len(images) * TOKENS > 2048:  # stock has no room for twenty images, and pruned has
+    if (
+        len(images) * TOKENS > 2048
+    ):  # twenty images exceed the context of stock vLLM, but not of a pruned server
         assert (status, same) == (400, 200)
         assert kept < len(images) * TOKENS
         return
@@ -121,8 +123,8 @@ def test_a_pruned_server_answers_as_stock_does(
         assert kept == full - len(images) * (TOKENS - 32)
 
 
-def test_both_live_on(stock: Server, pruned: Server) -> None:
-    # Not one of the twenty: vLLM 0.32 remembers images of a prompt that it then finds too long, and
-    # answers 500 where one of them comes back, because the engine was never given it.
+def test_both_servers_still_answer(stock: Server, pruned: Server) -> None:
+    # Not one of the twenty: vLLM 0.32 caches images of a prompt that it refuses as too long, and
+    # answers 500 to later requests with one of them, because the engine never received it.
     unseen = [encoded(scene().rotate(45))]
     assert [answer(server, unseen)[0] for server in (stock, pruned)] == [200, 200]

@@ -1,4 +1,4 @@
-"""A worker that is killed under load: what stock vLLM does then, a pruned server does."""
+"""Killed worker under load: a pruned server behaves like stock vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Aftermath:
-    """Statuses of the requests that were running (0: no answer), and how the server ended."""
+    """Statuses of the running requests (0: no answer), and the server's exit."""
 
     statuses: frozenset[int]
     ended: bool
@@ -50,7 +50,7 @@ def _status(server: Server, number: int) -> int:
 
 
 def _running(server: Server) -> str:
-    """Lines of ``/metrics`` that say that requests are being answered."""
+    """Lines of ``/metrics`` that show running requests."""
     lines = server.get("/metrics").splitlines()
     return "\n".join(
         line
@@ -69,9 +69,7 @@ def _worker(server: Server) -> psutil.Process:
     raise AssertionError(f"no worker among {list(titles.values())}")
 
 
-def test_a_killed_worker_ends_a_pruned_server_as_it_ends_stock(
-    stock: Server, pruned: Server
-) -> None:
+def test_pruned_server_ends_like_stock_after_a_killed_worker(stock: Server, pruned: Server) -> None:
     """The last test of these servers (``conftest.pytest_collection_modifyitems``)."""
     aftermath = kill_worker(stock)
     assert kill_worker(pruned) == aftermath

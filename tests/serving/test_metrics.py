@@ -1,4 +1,4 @@
-"""``/metrics`` adds up to what the client counted, with one API server and with two."""
+"""``/metrics`` agrees with the client's counts, with one API server and with two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_BYTES = 2 * 6 * 6 * 32 * 2
 
 
 def samples(server: Server) -> dict[str, float]:
-    """Everything of ours in ``/metrics``, by name and labels."""
+    """All metrics of the plugin, by name and labels."""
     return {
         sample.name + "".join(f" {key}={sample.labels[key]}" for key in sorted(sample.labels)): (
             sample.value
@@ -30,8 +30,8 @@ def samples(server: Server) -> dict[str, float]:
     }
 
 
-def grown(server: Server, send_requests: Callable[[], None]) -> Callable[..., float]:
-    """By how much a sample grew while ``asking`` ran."""
+def measure_increase(server: Server, send_requests: Callable[[], None]) -> Callable[..., float]:
+    """Increase of each metric while ``send_requests`` runs."""
     before = samples(server)
     send_requests()
     after = samples(server)
@@ -44,7 +44,7 @@ def grown(server: Server, send_requests: Callable[[], None]) -> Callable[..., fl
 
 
 def test_one_front_end(pruned: Server) -> None:
-    # Of images that no other test asks about: vLLM's encoder cache would answer for the worker.
+    # Images that no other test uses: vLLM's encoder cache would hide the worker's counts.
     questions = examples(12)[-4:]
 
     def send_requests() -> None:
@@ -54,11 +54,11 @@ def test_one_front_end(pruned: Server) -> None:
         ask(pruned, questions[0], mm_processor_kwargs={"autoprune": {"state": "dart", "budget": 9}})
         bad = body(pruned, questions[0], **budget(0))
         assert pruned.post("/v1/chat/completions", bad)[0] == 400
-        # Not served, not counted.
+        # A refused request is not counted.
         looked_at = {"model": pruned.model, "messages": body(pruned, questions[0])["messages"]}
         assert pruned.post("/tokenize", looked_at)[0] == 200
 
-    by = grown(pruned, send_requests)
+    by = measure_increase(pruned, send_requests)
     assert by("autoprune_requests_total state=autoprune") == 4
     assert by("autoprune_requests_total state=off") == 1
     assert by("autoprune_requests_total state=dart") == 1
@@ -68,32 +68,32 @@ def test_one_front_end(pruned: Server) -> None:
     assert by("autoprune_visual_tokens_total stage=before") == 6 * TOKENS
     assert by("autoprune_visual_tokens_total stage=after") == kept
     assert by("autoprune_kv_bytes_saved_total") == (6 * TOKENS - kept) * KV_BYTES
-    # In the worker: one image a step, and the tower skipped where the image was there.
+    # In the worker: one image per step, without the tower if its features are cached.
     assert by("autoprune_selection_seconds_count") == 6
     assert by("autoprune_selection_seconds_sum") > 0
     hits = by("autoprune_feature_cache_hits_total")
     assert hits + by("autoprune_feature_cache_misses_total") == 6
-    # The unpruned one is what it is in stock vLLM, which keeps no features.
+    # Stock vLLM serves the unpruned image, without caching features.
     assert hits >= 6 - 1 - len({example.image_id for example in questions})
     assert samples(pruned)["autoprune_feature_cache_bytes"] > 0
     assert by("autoprune_unsafe_states_total") == 0
     assert by("autoprune_fallbacks_total fallback=reference reason=error") == 0
 
 
-def test_two_front_ends_show_the_same_sums(two_front_ends: Server) -> None:
+def test_two_front_ends_report_the_same_totals(two_front_ends: Server) -> None:
     questions = examples(1)[:2]
 
     def send_requests() -> None:
         for i in range(20):
             ask(two_front_ends, questions[i % 2])
 
-    by = grown(two_front_ends, send_requests)
+    by = measure_increase(two_front_ends, send_requests)
     assert by("autoprune_requests_total state=autoprune") == 20
     assert by("autoprune_images_total chooser=state") == 20
     assert by("autoprune_visual_tokens_total stage=before") == 20 * TOKENS
     assert by("autoprune_visual_tokens_total stage=after") == 20 * 16
     assert by("autoprune_kv_bytes_saved_total") == 20 * (TOKENS - 16) * KV_BYTES
-    # Whichever front end answers shows all of it, the workers' part as well.
+    # Every front end reports all totals, including those of the workers.
     scrapes = [samples(two_front_ends) for _ in range(8)]
     for name in (
         "autoprune_requests_total state=autoprune",

@@ -18,7 +18,7 @@ def assert_served(report: Report, name: str) -> None:
     """K tokens at the state's own budget, no fallback and no error.
 
     The prompt is shorter than a stock engine's by N - K tokens of the N = 144 that this model has.
-    A state that keeps all 144 is also asked to keep 72. Whether the answer is right is not judged.
+    A state that keeps all 144 is also run at 72. Correctness of the answer is not checked.
     """
     served, full = report["states"][name], report["full"]
     assert "error" not in served, served["error"]

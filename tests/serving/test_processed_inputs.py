@@ -1,4 +1,4 @@
-"""Processed inputs of a client (``/inference/v1/generate``): a forged plan is refused by itself."""
+"""Processed inputs of a client (``/inference/v1/generate``): only the forged plan is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.serving.engine import examples
 from tests.serving.http import ask, body, text_of
 from tests.serving.paths import LLAVA, TOKENS
 from tests.serving.runners import Runner
-from tests.serving.test_metrics import grown
+from tests.serving.test_metrics import measure_increase
 from tests.tpdsl.samples import state
 from vllm_autoprune import load_state
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(runner: Runner) -> Iterator[Server]:
-    """A server that takes processed inputs; requests may set a budget."""
+    """A server that accepts processed inputs; requests may set a budget."""
     flags = (*COMMON, *PRUNED, "--enable-scale-out", "--autoprune-requests", "budget:1-64")
     with serve(LLAVA, *flags, env=runner.environment) as started:
         yield started
@@ -43,7 +43,7 @@ _NAMES = itertools.count(1)
 
 
 def rendered(server: Server, number: int = 0) -> dict[str, Any]:
-    """A chat request as the server itself renders it."""
+    """A chat request as rendered by the server."""
     sent = body(server, examples(2)[number], logprobs=False)
     status, answer = server.post("/v1/chat/completions/render", sent)
     assert status == 200, answer
@@ -51,7 +51,7 @@ def rendered(server: Server, number: int = 0) -> dict[str, Any]:
 
 
 def forged(request: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The request with another plan, under an identity that no cache knows."""
+    """The request with another plan and a new identity."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
         decode_mm_kwargs_item,
         encode_mm_kwargs_item,
@@ -102,14 +102,14 @@ FORGERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def test_what_the_server_rendered_is_answered(server: Server) -> None:
+def test_rendered_request_is_answered(server: Server) -> None:
     status, answer = server.post("/inference/v1/generate", rendered(server))
     assert status == 200, answer
     assert answer["choices"]
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_plan_is_refused_and_the_engine_lives(server: Server, name: str) -> None:
+def test_forged_plan_is_refused_and_the_engine_survives(server: Server, name: str) -> None:
     example = examples(2)[1]
     before = text_of(ask(server, example))
     status, answer = server.post(
@@ -120,7 +120,7 @@ def test_a_forged_plan_is_refused_and_the_engine_lives(server: Server, name: str
     assert text_of(ask(server, example)) == before
 
 
-def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
+def test_only_accepted_requests_are_counted(server: Server) -> None:
     example = examples(2)[0]
     chat = body(server, example)
 
@@ -138,7 +138,7 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
         long["messages"][0]["content"][1]["text"] = "red " * 4000  # type: ignore[index]
         assert server.post("/v1/chat/completions", long)[0] == 400
 
-    by = grown(server, send_requests)
+    by = measure_increase(server, send_requests)
     served = by("autoprune_requests_total state=autoprune")
     assert served == 0 and by("autoprune_visual_tokens_total stage=before") == 0
 
@@ -147,6 +147,6 @@ def test_only_what_the_engine_gets_is_counted(server: Server) -> None:
         ask(server, example, n=2, temperature=0.5)
         ask(server, example, use_beam_search=True, n=2)
 
-    by = grown(server, answered)
+    by = measure_increase(server, answered)
     assert by("autoprune_requests_total state=autoprune") == 3
     assert by("autoprune_visual_tokens_total stage=before") == 3 * TOKENS

@@ -1,4 +1,4 @@
-"""Invariant 1 across tensor-parallel ranks: they choose the same tokens before they agree."""
+"""Invariant 1 across tensor-parallel ranks: equal selections before the broadcast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ranks_choose_the_same_by_what_they_hold_in_parts(runner: Runner, name: str) -> None:
+def test_ranks_agree_on_inputs_sharded_by_heads(runner: Runner, name: str) -> None:
     """Heads of the vision tower and of the language model are spread over the ranks."""
     report = runner.run("two_ranks")["policies"][name]
     first, second = report["kept"]
@@ -33,7 +33,7 @@ def test_ranks_choose_the_same_by_what_they_hold_in_parts(runner: Runner, name: 
 
 
 @pytest.mark.scenarios("two_ranks_qwen2_5_vl")
-def test_ranks_of_a_model_with_m_rope_choose_the_same() -> None:
+def test_ranks_agree_with_m_rope() -> None:
     """With V1 only: ranks agree within the model, which both runners call alike."""
     report = Runner("v1").run("two_ranks_qwen2_5_vl")
     first, second = report["kept"]

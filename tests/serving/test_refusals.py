@@ -1,4 +1,4 @@
-"""A server that cannot serve as asked refuses before weights, with one message and all reasons."""
+"""Invalid settings stop a server before it loads weights, with all problems in one message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refused(*flags: str) -> str:
     return output
 
 
-def test_every_problem_at_once_with_its_pointer(tmp_path: Path) -> None:
+def test_all_problems_are_reported_with_pointers(tmp_path: Path) -> None:
     state = json.loads((Path(__file__).parents[2] / "policies" / "autoprune.json").read_text())
     state["scoring"]["signals"][3]["m"] = 0
     state["constraints"]["selector"]["atom"] = "reference_residual_exchange_selecto"

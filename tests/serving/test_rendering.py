@@ -1,4 +1,4 @@
-"""Between the renderer and the engine: what is counted, refused, and shipped with each image."""
+"""Rendered requests before the engine: counting, refusals and plans."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """One process, no engine."""
+    """Report of the scenario, which starts no engine."""
     return run("rendering", ENVIRONMENT)
 
 
-def test_a_request_counts_when_it_is_handed_over_and_not_before(report: Report) -> None:
+def test_request_is_counted_when_the_engine_receives_it(report: Report) -> None:
     start, rendered, checked, handed_over, refused = report["counts"]
     assert (rendered, checked) == (start, start)
     assert handed_over == start + 1
@@ -25,10 +25,10 @@ def test_a_request_counts_when_it_is_handed_over_and_not_before(report: Report) 
     assert refused == handed_over
 
 
-def test_plans_that_were_made_elsewhere_are_checked(report: Report) -> None:
+def test_plans_from_elsewhere_are_checked(report: Report) -> None:
     assert report["elsewhere"] == ""
     for name, error in report["forged"].items():
-        assert error.startswith("VLLMValidationError"), name  # answered by 400
+        assert error.startswith("VLLMValidationError"), name  # answered with 400
         assert "autoprune_plan" in error, name
 
 
@@ -39,7 +39,7 @@ def test_a_long_instruction_of_many_images_costs_little(report: Report) -> None:
     assert spent["long_seconds"] < spent["short_seconds"] + 2.0
 
 
-def test_odd_requests_fail_only_where_they_fail_unpruned(report: Report) -> None:
+def test_unusual_requests_fail_only_if_stock_fails(report: Report) -> None:
     """Prompts that are cut short, and an image's token typed by a user."""
     refused = ("VLLMValidationError", "ValueError", "RequestError")
     assert len(report["odd"]) == 19
@@ -49,5 +49,5 @@ def test_odd_requests_fail_only_where_they_fail_unpruned(report: Report) -> None
     assert "served" in report["odd"].values()
 
 
-def test_several_renderer_workers_do_not_mix_instructions_up(report: Report) -> None:
+def test_concurrent_renderers_do_not_mix_instructions(report: Report) -> None:
     assert report["side_by_side"] == [True] * 8

@@ -1,4 +1,4 @@
-"""What requests bring: the same tokens as a server of that state, and nothing bad gets through."""
+"""States and budgets in requests: tokens of a server of that state, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refusal(server: Server, **fields: object) -> str:
     return str(answer)
 
 
-# ---- in an engine of this machine ----
+# ---- in a local engine ----
 
 
 @pytest.mark.parametrize("how", ["together", "again"])
@@ -53,7 +53,7 @@ def test_states_and_budgets_share_a_step(runner: Runner) -> None:
     assert max(map(len, report["batches"])) >= 6
 
 
-def test_a_state_shares_its_prefix_with_itself_alone(runner: Runner) -> None:
+def test_prefix_cache_is_not_shared_between_states(runner: Runner) -> None:
     first, again, other = runner.run("request_states")["cached"]
     assert (first, other) == (0, 0)
     assert again >= 32
@@ -67,7 +67,7 @@ def test_each_form_of_a_budget_for_two_images(runner: Runner) -> None:
     assert counts['{"shared": 1000}'] == words + 2 * TOKENS
 
 
-def test_requests_of_every_kind_answer_at_once_as_they_do_alone(runner: Runner) -> None:
+def test_mixed_concurrent_requests_equal_single_ones(runner: Runner) -> None:
     report = runner.run("every_kind")
     assert (report["apart"], report["kept_apart"]) == ([], [])
     assert report["at_once"] > 1
@@ -77,7 +77,7 @@ def test_requests_of_every_kind_answer_at_once_as_they_do_alone(runner: Runner) 
 # ---- over HTTP ----
 
 
-def test_policies_over_http_without_trust_in_anything_else(pruned: Server) -> None:
+def test_states_over_http_without_trusting_other_kwargs(pruned: Server) -> None:
     example = examples(1)[0]
     full = prompt_tokens(ask(pruned, example, **entry(enabled=False)))
     for policy in ("visionzip", "dart", edited(shipped(), {"/constraints/selector/q_e": 3})):
@@ -99,7 +99,7 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
     assert same["usage"]["prompt_tokens"] == full["usage"]["prompt_tokens"]
 
 
-def test_a_refusal_says_where_and_how_to_fix_it(pruned: Server) -> None:
+def test_refusal_has_pointer_and_fix(pruned: Server) -> None:
     assert "did you mean 'visionzip'" in refusal(pruned, state="visionzi")
     broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
     message = refusal(pruned, state=broken)

@@ -1,4 +1,4 @@
-"""What an engine keeps and says under one of vLLM's model runners, it does under the other.
+"""Both of vLLM's model runners keep the same tokens and give the same answers.
 
 Every scenario's whole report is compared: tokens kept, answers, prompt lengths, hits of the prefix
 cache, how often the vision tower ran, fallbacks, refusals.
@@ -29,7 +29,7 @@ CLOSE = 3e-2
 
 
 def apart(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Where two reports differ."""
+    """Paths at which two reports differ."""
     if isinstance(one, float) and isinstance(other, float):
         if abs(one - other) > CLOSE:
             yield f"{where}: {one} and {other}"
@@ -46,11 +46,11 @@ def apart(one: Any, other: Any, where: str = "") -> Iterator[str]:
 @pytest.mark.scenarios("{name}")
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("runner", ["v2"], indirect=True)
-def test_both_say_and_keep_the_same(runner: Runner, name: str) -> None:
+def test_reports_of_both_runners_are_equal(runner: Runner, name: str) -> None:
     assert list(apart(Runner("v1").run(name), runner.run(name))) == []
 
 
-def test_what_differs_is_found() -> None:
+def test_differences_are_detected() -> None:
     report = {"kept": [[1, 2], [3]], "logprob": -1.0, "exported": "1 s", "text": "red"}
     same = {**report, "logprob": -1.02, "exported": "2 s"}
     assert list(apart(report, same)) == []

@@ -41,7 +41,7 @@ def test_tokenize_predicts_the_prompt(pruned: Server) -> None:
     assert counted["count"] == prompt_tokens(ask(pruned, example))
 
 
-def test_a_question_is_cached_for_itself_alone(pruned: Server) -> None:
+def test_prefix_cache_is_not_shared_between_questions(pruned: Server) -> None:
     first, second = examples(6)[-2:]
     assert first.image_id == second.image_id
     assert cached_tokens(ask(pruned, first, **budget(40))) == 0
@@ -50,7 +50,7 @@ def test_a_question_is_cached_for_itself_alone(pruned: Server) -> None:
     assert cached_tokens(ask(pruned, first, **budget(41))) == 0
 
 
-def test_concurrent_requests_of_all_budgets_answer_as_they_do_alone(pruned: Server) -> None:
+def test_concurrent_requests_equal_single_ones(pruned: Server) -> None:
     questions = examples(4)
     budgets = [8 + 4 * (i % 12) for i in range(len(questions))]
 
@@ -74,8 +74,8 @@ def test_controls_keep_k_tokens_of_their_own_choice(pruned: Server) -> None:
 
 
 @pytest.mark.parametrize("k", [0, -3, "8", 1.5, True, None, 10**9])
-def test_a_budget_that_cannot_be_is_a_bad_request(pruned: Server, k: object) -> None:
-    if k is None:  # means: not asked for
+def test_invalid_budget_is_a_bad_request(pruned: Server, k: object) -> None:
+    if k is None:  # null means no budget
         ask(pruned, examples(1)[0], **budget(k))
         return
     status, answer = pruned.post("/v1/chat/completions", body(pruned, examples(1)[0], **budget(k)))
@@ -84,7 +84,7 @@ def test_a_budget_that_cannot_be_is_a_bad_request(pruned: Server, k: object) -> 
     ask(pruned, examples(1)[0])
 
 
-def test_untrusted_requests_choose_no_budget(two_front_ends: Server) -> None:
+def test_untrusted_requests_may_not_set_a_budget(two_front_ends: Server) -> None:
     request = body(two_front_ends, examples(1)[0], **budget(8))
     status, answer = two_front_ends.post("/v1/chat/completions", request)
     assert status == 400

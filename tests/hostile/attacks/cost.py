@@ -1,4 +1,4 @@
-"""Requests that cost the server much more than their client: dear states, long instructions."""
+"""Requests that are cheap to send and expensive to serve: costly states, long instructions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PICTURE = Picture(8, *LARGE)
 
 
 def dear_state(variant: int = 0) -> dict[str, Any]:
-    """A legal state of a few kilobytes whose selection takes thousands of times the usual."""
+    """A valid state of a few kilobytes whose selection takes thousands of times the usual time."""
     state = copy.deepcopy(shipped())
     signal = {"atom": "cluster_centroid_representativeness", "clusters": 64}
     state["scoring"]["signals"] = [
@@ -34,7 +34,7 @@ def dear_state(variant: int = 0) -> dict[str, Any]:
 
 @attack()
 def dear_states(site: Site) -> Iterable[str]:
-    """A state of a client's own that is legal and dear; others must not wait for it."""
+    """A valid, costly state of one client must not delay other clients."""
     usual = min(site.ask(_PICTURE).seconds for _ in range(3))
     for variant in range(2):
         with ThreadPoolExecutor(1) as pool:
@@ -53,10 +53,10 @@ def dear_states(site: Site) -> Iterable[str]:
             yield f"others wait for it: {figures}"
 
 
-# The tiny models of these know no word that is more than one token.
+# The vocabularies of these tiny models have no word of several tokens.
 @attack(quick=False, backbones=("qwen2_5_vl", "llava_next"))
 def long_instruction_of_many_images(site: Site) -> Iterable[str]:
-    """100 images and as many words as fit: an instruction is paid for once, not once an image."""
+    """100 images and a maximal instruction, which must be processed once, not once per image."""
     words = "which colour is the cat on the left " * 850
     pictures = [Picture(3000 + i, 28, 28) for i in range(100)]
     how = entry(budget=2)

@@ -1,4 +1,4 @@
-"""What is not served must not be counted as served."""
+"""Metrics and token counts must only count served requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _counts(site: Site) -> list[float]:
 
 @attack()
 def counted_though_not_served(site: Site) -> Iterable[str]:
-    """Token counts and requests that are refused after processing, against the metrics."""
+    """Token-count requests and late refusals must not appear in the metrics."""
     picture = Picture(11, *LARGE)
     parts = [
         {
@@ -55,7 +55,7 @@ def counted_though_not_served(site: Site) -> Iterable[str]:
 
 @attack()
 def several_answers(site: Site) -> Iterable[str]:
-    """Several answers to one request are one request with one image, each about that image."""
+    """A request with ``n > 1`` is counted once, and all its answers see its image."""
     picture = Picture(12, *LARGE)
     one = site.ask(picture)
     before = site.client.metric("autoprune_images_total")
@@ -75,7 +75,7 @@ def several_answers(site: Site) -> Iterable[str]:
 
 @attack(backbones=("llava",))
 def paths_of_the_server(site: Site) -> Iterable[str]:
-    """Whether the endpoint that says what is served shows where the server keeps its files."""
+    """The endpoint describing the served state must not contain paths of the server."""
     body = site.client.server.get(PATH)
     if str(CLIP) in body:
         yield f"{PATH} shows {CLIP}"

@@ -1,4 +1,4 @@
-"""Images: many at once, of odd sizes, flat ones, and of clients that hang up."""
+"""Images: bursts of mixed sizes, extreme shapes, constant images, aborted requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIDES = (28, 56, 84, 112, 168, 224, 336, 448)
 
 @attack(quick=False)
 def mixed_sizes_in_one_step(site: Site) -> Iterable[str]:
-    """Many images of mixed sizes at once: each request is answered about its own."""
+    """Concurrent images of mixed sizes: each request is answered about its own image."""
     pictures = [
         Picture(1000 + i, _SIDES[i % len(_SIDES)], _SIDES[(i * 5 + 3) % len(_SIDES)])
         for i in range(32)
@@ -23,7 +23,7 @@ def mixed_sizes_in_one_step(site: Site) -> Iterable[str]:
     how = [entry(budget=(4, 8, 32)[i % 3]) for i in range(len(pictures))]
     alone = [site.ask(p, **more) for p, more in zip(pictures, how, strict=True)]
     yield from server_errors(*alone)
-    # Other questions first, so that the images are new to every cache but that of features.
+    # Other questions first, so that only the feature cache has these images.
     with ThreadPoolExecutor(16) as pool:
         jobs = [
             pool.submit(site.ask, p, **more, cache_salt="at once")
@@ -35,7 +35,7 @@ def mixed_sizes_in_one_step(site: Site) -> Iterable[str]:
 
 
 def _mixed_up(alone: Sequence[Reply], together: Sequence[Reply], budgets: int) -> Iterable[str]:
-    """A problem for each answer that is more like that of another image of the same budget."""
+    """A problem for each answer nearer to that of another image of the same budget."""
     for i, reply in enumerate(together):
         if reply.status != 200:
             continue
@@ -56,7 +56,7 @@ def many_images_in_one_request(site: Site) -> Iterable[str]:
 
 @attack()
 def budgets_of_each_image(site: Site) -> Iterable[str]:
-    """One image twice in a request, under budgets that differ."""
+    """One image twice in a request, with different budgets."""
     picture = Picture(6, 448, 448)
     for budgets in ([4, 32], [32, 4], [1, 4096], [4096, 1]):
         honest = site.ask(picture, Picture(7, 448, 448), **entry(budget=budgets))
@@ -65,7 +65,7 @@ def budgets_of_each_image(site: Site) -> Iterable[str]:
 
 @attack()
 def odd_sizes(site: Site) -> Iterable[str]:
-    """Images of a pixel, a line, or a column: never worse than on stock vLLM."""
+    """Images of one pixel, row or column: no error that stock vLLM does not give."""
     stock = site.open_stock()
     for width, height in ((1, 1), (2, 3), (1, 300), (3000, 1), (29, 4000), (4000, 29)):
         picture = Picture(18, width, height)
@@ -78,7 +78,7 @@ def odd_sizes(site: Site) -> Iterable[str]:
 
 @attack()
 def abandoned_requests(site: Site) -> Iterable[str]:
-    """Clients that hang up: while images are processed, are encoded, and while text is written."""
+    """Aborted requests: during image processing, encoding and decoding."""
     for i in range(24):
         picture = Picture(4000 + i % 8, _SIDES[i % 8], _SIDES[(i // 8) % 8])
         site.client.abandon(
@@ -111,7 +111,7 @@ _TRUSTED: Sequence[Mapping[str, object]] = (
 
 @attack("trusting", quick=False)
 def trusted_arguments(site: Site) -> Iterable[str]:
-    """Arguments of the processor that change N, where clients are trusted with them."""
+    """Processor arguments that change N, on a server that accepts them from clients."""
     picture, stock = Picture(19, 448, 448), site.open_stock()
     for kwargs in _TRUSTED:
         replies = []
@@ -133,14 +133,14 @@ def trusted_arguments(site: Site) -> Iterable[str]:
 
 @attack()
 def flat_first_image(site: Site) -> Iterable[str]:
-    """Flat images as the first that a state sees: no state is blamed, for all, by one client."""
+    """Constant first images: one client must not make a state fail for all others."""
     name = "autoprune_unsafe_states_total"
     before, made = site.client.metric(name), 0
     for i, budget in enumerate((1, 2, 3, 8, 32)):
         for shade in (0, 255):
             state = shipped()
             made += 1
-            state["scoring"]["signals"][0]["weight"] = 0.4 + made / 1000  # a digest not seen yet
+            state["scoring"]["signals"][0]["weight"] = 0.4 + made / 1000  # a new digest
             flat = Picture(shade, 448, 448 - 28 * i, flat=True)
             yield from server_errors(site.ask(flat, **entry(state=state, budget=budget)))
     if blamed := site.client.metric(name) - before:

@@ -1,4 +1,4 @@
-"""Images where none is expected: beside a video, in the turns of others, in odd formats."""
+"""Images in unusual places: beside a video, in turns of other roles, in unusual formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IMAGE = Picture(20, 448, 448)
 
 @attack(backbones=("qwen2_5_vl",))
 def video_beside_image(site: Site) -> Iterable[str]:
-    """A video and an image under one uuid: never worse than on stock vLLM."""
+    """A video and an image with the same uuid: no error that stock vLLM does not give."""
     stock = site.open_stock()
     # The tiny model's chat template writes no videos.
     words = f"<|vision_start|><|video_pad|><|vision_end|> {site.words}"
@@ -36,7 +36,7 @@ def video_beside_image(site: Site) -> Iterable[str]:
 
 
 def _compare(site: Site, stock: Client, name: str, body: Mapping[str, object]) -> Iterable[str]:
-    """A problem where a request is answered by a server error, and on stock it is not."""
+    """A problem for a server error that stock vLLM does not give."""
     reply = site.client.send(CHAT, body)
     if reply.status != 200:
         site.note(f"{name}: {reply}")
@@ -48,7 +48,7 @@ def _compare(site: Site, stock: Client, name: str, body: Mapping[str, object]) -
 
 @attack()
 def images_of_every_role(site: Site) -> Iterable[str]:
-    """Images in the turns of the system, of the assistant and of a tool: never worse than stock."""
+    """Images in system, assistant and tool turns: no error that stock vLLM does not give."""
     stock, image = site.open_stock(), _IMAGE.part
     words = {"type": "text", "text": site.words}
     user_turn = {"role": "user", "content": [image, words]}
@@ -72,7 +72,7 @@ def images_of_every_role(site: Site) -> Iterable[str]:
 
 @attack()
 def odd_arguments_of_media(site: Site) -> Iterable[str]:
-    """Arguments with which clients say how media are read: never worse than stock."""
+    """Media loading arguments of clients: no error that stock vLLM does not give."""
     stock = site.open_stock()
     plain = site.client.chat_body(site.words, _IMAGE)
     odd: tuple[dict[str, object], ...] = (

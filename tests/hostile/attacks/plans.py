@@ -1,4 +1,4 @@
-"""Plans of a client's own making, through vLLM's endpoint for tokens (``--enable-scale-out``)."""
+"""Forged plans, sent through vLLM's endpoint for processed inputs (``--enable-scale-out``)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ QUICK = tuple(f"word {at} = {value}" for at in _WORDS for value in (-1, 10_000))
 
 
 def rendered(client: Client, *pictures: Picture) -> dict[str, Any]:
-    """A request for the endpoint for tokens, as vLLM's renderer makes it."""
+    """A request for the endpoint for processed inputs, as rendered by vLLM."""
     body = {
         "model": client.server.model,
         "messages": [{"role": "user", "content": content(QUESTION, pictures)}],
@@ -71,7 +71,7 @@ def rendered(client: Client, *pictures: Picture) -> dict[str, Any]:
 
 
 def forged(request: Mapping[str, Any], forge: Forge, number: int) -> dict[str, Any]:
-    """The request with other plans, under identities of their own."""
+    """The request with other plans and new identities."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
         decode_mm_kwargs_item,
         encode_mm_kwargs_item,
@@ -121,13 +121,13 @@ def _forge_all(site: Site, names: Iterable[str]) -> Iterable[str]:
 
 @attack("uncached")
 def forged_plans(site: Site) -> Iterable[str]:
-    """Plans that no API server makes: out of range, short, long, of another type, left out."""
+    """Invalid plans: out of range, too short, too long, of another type, missing."""
     yield from _forge_all(site, QUICK)
 
 
 @attack("uncached", quick=False)
 def forged_plans_of_every_kind(site: Site) -> Iterable[str]:
-    """Every word at the head of a plan at every odd value."""
+    """Every header field of a plan with every extreme value."""
     yield from _forge_all(site, FORGED)
 
 
@@ -145,9 +145,9 @@ def forged_budgets_of_two_images(site: Site) -> Iterable[str]:
 
 @attack("uncached", quick=False)
 def plan_left_out(site: Site) -> Iterable[str]:
-    """An image without a plan in the place of a pruned one: never worse than stock vLLM.
+    """An image without a plan in place of a pruned one: no error that stock vLLM does not give.
 
-    Stock is sent the like: a range of placeholders that is shorter than its image.
+    Stock vLLM gets the equivalent: fewer placeholders than the image needs.
     """
     body = forged(rendered(site.client, _PICTURE), lambda plan: None, 1 << 45)
     reply = site.client.send(GENERATE, body)
@@ -166,7 +166,7 @@ def plan_left_out(site: Site) -> Iterable[str]:
 
 @attack("uncached", quick=False)
 def planted_key(site: Site) -> Iterable[str]:
-    """A plan with the key of another client's image beside pixels of one's own."""
+    """A plan with the feature key of another client's image and different pixels."""
     victim, planted = Picture(30, *LARGE), Picture(31, *LARGE)
     theirs = rendered(site.client, victim)
     references = [site.ask(Picture(32, *LARGE)), site.ask(planted)]
@@ -178,7 +178,7 @@ def planted_key(site: Site) -> Iterable[str]:
     body = forged(rendered(site.client, planted), steal, 1 << 44)
     yield from server_errors(site.client.send(GENERATE, body))
     answer = site.ask(victim)
-    # What it should be answered is asked last, under a salt of its own and so another key.
+    # The reference answer is requested last, with another salt and so another key.
     references[0] = site.ask(victim, cache_salt="alone")
     if nearest(answer.logprobs, [r.logprobs for r in references]) == 1:
         yield "an image is answered about the one that a peer sent under its key"
@@ -194,7 +194,7 @@ def _plan_of(request: Mapping[str, Any]) -> Tensor:
 
 @attack("uncached")
 def state_where_none_is_allowed(site: Site) -> Iterable[str]:
-    """A state carried in a forged plan to a server whose requests may set nothing."""
+    """A state in a forged plan, on a server whose requests may set nothing."""
     from vllm_autoprune.serving.shared.state_codec import encode_state
     from vllm_autoprune.tpdsl.states.load import load_state
 

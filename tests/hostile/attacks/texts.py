@@ -1,4 +1,4 @@
-"""Texts with a meaning of their own: control characters, special tokens, truncation."""
+"""Special texts: control characters, special tokens, truncation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = (
 
 @attack()
 def control_characters(site: Site) -> Iterable[str]:
-    """Control characters in keys and values: none is repeated in a message or in the log."""
+    """Control characters in keys and values must not be repeated in messages or the log."""
     picture, repeated = Picture(13, *LARGE), set[str]()
     for control in _CONTROL:
         text = f"a{control}{_MARK}"
@@ -36,7 +36,7 @@ def control_characters(site: Site) -> Iterable[str]:
             yield from server_errors(reply)
             if reply.status == 200:
                 yield f"{kwargs} is served"
-            # Only those of our own entry: vLLM words the refusal of other keys.
+            # Only for the plugin's own entry; other keys are refused by vLLM's messages.
             if len(kwargs) == 1 and f"{control}{_MARK}" in reply.message:
                 repeated.add(control)
     if repeated:
@@ -49,7 +49,7 @@ def control_characters(site: Site) -> Iterable[str]:
 
 @attack()
 def special_tokens(site: Site) -> Iterable[str]:
-    """Special tokens of the model in the text of a user: never worse than on stock vLLM."""
+    """Special tokens in user text: no error that stock vLLM does not give."""
     picture, stock = Picture(14, *LARGE), site.open_stock()
     for text in SPECIAL:
         for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
@@ -63,7 +63,7 @@ def special_tokens(site: Site) -> Iterable[str]:
 
 @attack()
 def truncated_prompts(site: Site) -> Iterable[str]:
-    """Prompts cut by ``truncate_prompt_tokens``, through an image too: never worse than stock."""
+    """Prompts cut by ``truncate_prompt_tokens``, also within an image: no new errors."""
     picture = Picture(15, *LARGE)
     pruned, unpruned = (
         [
@@ -73,8 +73,8 @@ def truncated_prompts(site: Site) -> Iterable[str]:
         ]
         for client in (site.client, site.open_stock())
     )
-    # One by one they cannot be compared: what fits differs, and vLLM 0.32 answers 500 where an
-    # image of a prompt that it refused comes back.
+    # Single replies are not comparable: other prompts fit, and vLLM 0.32 answers 500 for an image
+    # of a previously refused prompt.
     errors, stock = ([r for r in replies if r.status >= 500] for replies in (pruned, unpruned))
     site.note(f"server errors: {len(errors)}, on stock {len(stock)}")
     if len(errors) > len(stock):
@@ -82,7 +82,7 @@ def truncated_prompts(site: Site) -> Iterable[str]:
 
 
 def _no_worse(name: str, reply: Reply, ask_stock: Callable[[], Reply]) -> Iterable[str]:
-    """A problem where a reply is a server error and that of stock is none."""
+    """A problem for a server error that stock vLLM does not give."""
     if reply.status < 500 and reply.status != 0:
         return
     same = ask_stock()

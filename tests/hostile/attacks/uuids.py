@@ -1,4 +1,4 @@
-"""Names of images that a client chooses: one name for two images, names that vLLM gives itself."""
+"""Client-chosen image uuids: one for two images, and uuids in vLLM's internal format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ONE, _OTHER = Picture(1, *SMALL), Picture(2, *LARGE)
 
 @attack()
 def one_uuid_in_one_request(site: Site) -> Iterable[str]:
-    """Two images of different size under one uuid, in one request."""
+    """Two images of different size with the same uuid in one request."""
     yield from _send_both_under_one_uuid(site)
 
 
 @attack("uncached")
 def one_uuid_in_one_request_uncached(site: Site) -> Iterable[str]:
-    """Two images of different size under one uuid in one request, with vLLM's caches off."""
+    """Two images of different size with the same uuid in one request, without vLLM's caches."""
     yield from _send_both_under_one_uuid(site)
 
 
@@ -30,7 +30,7 @@ def _send_both_under_one_uuid(site: Site) -> Iterable[str]:
         honest = site.ask(first, second)
         doubled = site.ask(first, first), site.ask(second, second)
         reply = site.ask(first.named(uuid), second.named(uuid))
-        # vLLM trusts a uuid: either image may stand for both.
+        # vLLM trusts a uuid, so either image may be used for both.
         yield from unlike("two images under one uuid", reply, honest, *doubled)
         if reply.status in (0, 500):
             return
@@ -38,7 +38,7 @@ def _send_both_under_one_uuid(site: Site) -> Iterable[str]:
 
 @attack()
 def one_uuid_in_two_requests(site: Site) -> Iterable[str]:
-    """Two images of different size under one uuid, one request after the other, then again."""
+    """Two images of different size with the same uuid in alternating requests."""
     references = site.ask(_ONE), site.ask(_OTHER)
     for order in ((0, 1, 0), (1, 0, 1)):
         for budget in (None, 8):
@@ -56,7 +56,7 @@ def one_uuid_in_two_requests(site: Site) -> Iterable[str]:
 
 @attack("uncached")
 def one_uuid_in_two_requests_uncached(site: Site) -> Iterable[str]:
-    """Two images under one uuid in two requests, with vLLM's caches off: each about its own."""
+    """Two images with the same uuid in two requests, without vLLM's caches."""
     references = [site.ask(_ONE), site.ask(_OTHER)]
     for i in (0, 1, 0, 1):
         reply = site.ask((_ONE, _OTHER)[i].named("two-requests"))
@@ -69,10 +69,10 @@ def one_uuid_in_two_requests_uncached(site: Site) -> Iterable[str]:
 
 @attack("uncached")
 def planted_names(site: Site) -> Iterable[str]:
-    """Uuids in the form that vLLM numbers images by itself, planted before those numbers come."""
+    """Uuids that anticipate vLLM's own numbering of images."""
     victim, planted = Picture(3, *LARGE), Picture(4, *LARGE)
     mine, theirs = site.ask(victim), site.ask(planted)
-    # The number of a request is not in any answer, but few enough have been processed to try all.
+    # Request numbers are not in answers, but there are few enough to try all.
     seen = int(site.client.metric("vllm:request_success_total")) + 40
     names = [f"renderer0-mm-{number}-image-0" for number in range(1, 2 * seen + 40)]
     for start in range(0, len(names), 8):
@@ -89,7 +89,7 @@ def planted_names(site: Site) -> Iterable[str]:
 
 @attack()
 def uuid_alone(site: Site) -> Iterable[str]:
-    """An image that is named by its uuid and not sent: small, large, at other budgets, unknown."""
+    """Images referenced by uuid only: small, large, with other budgets, unknown."""
     stock = site.open_stock()
     unknown = Picture(0, 1, 1, "never-sent", sent=False)
     allowed = stock.chat(site.words, unknown).status
@@ -106,14 +106,14 @@ def uuid_alone(site: Site) -> Iterable[str]:
                 yield from unlike("by uuid alone", reply, first, site.ask(picture, **more))
     site.note(f"{[reply.status for reply in replies]}; stock answers an unknown uuid by {allowed}")
     for reply in replies:
-        # Stock vLLM answers a uuid that is in none of its caches by a server error.
+        # Stock vLLM gives a server error for a uuid that is in none of its caches.
         if reply.status == 0 or reply.status >= 500 > allowed:
             yield f"by uuid alone: {reply}, and stock answers {allowed}"
 
 
 @attack()
 def odd_uuids(site: Site) -> Iterable[str]:
-    """Uuids that look like identities of the server, are long, or are no text at all."""
+    """Uuids that resemble cache identities, are very long, or are not strings."""
     identity = "0" * 64
     reference = site.ask(_OTHER)
     stock = site.open_stock()
@@ -128,7 +128,7 @@ def odd_uuids(site: Site) -> Iterable[str]:
 
 @attack()
 def random_keep_by_uuid(site: Site) -> Iterable[str]:
-    """A random keep under uuids of the client's choice: the draw must not follow the name."""
+    """A random keep with client-chosen uuids: the draw must not depend on the uuid."""
     picture = Picture(5, *LARGE)
     how = entry(keep="random", budget=8)
     replies = [site.ask(picture.named(f"draw-{i}"), **how) for i in range(4)]
@@ -139,7 +139,7 @@ def random_keep_by_uuid(site: Site) -> Iterable[str]:
 
 @attack()
 def cache_salt(site: Site) -> Iterable[str]:
-    """Whether the feature cache tells that a tenant of another salt has sent an image."""
+    """The feature cache must not reveal that a tenant with another salt sent an image."""
     picture = Picture(int(site.client.metric("vllm:request_success_total")) + 100, *LARGE)
     name = "autoprune_feature_cache_hits_total"
 
@@ -158,7 +158,7 @@ def cache_salt(site: Site) -> Iterable[str]:
 
 @attack("uncached")
 def identities_are_hexadecimal(site: Site) -> Iterable[str]:
-    """Identities of images, which cache connectors read as hexadecimal numbers."""
+    """Cache identities must be hexadecimal numbers, as cache connectors require."""
     body = site.client.chat_body(site.words, _OTHER)
     reply = site.client.send("/v1/chat/completions/render", body)
     assert reply.status == 200, reply

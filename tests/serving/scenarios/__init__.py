@@ -1,7 +1,7 @@
-"""Scenarios on a real engine, run by a process that lives as long as the test session.
+"""Scenarios on a real engine, run by a process that exists for the whole test session.
 
-A scenario reports what happened; tests judge it. ``python -m tests.serving.scenarios NAME`` prints
-the report of one.
+A scenario returns a report, which tests check. ``python -m tests.serving.scenarios NAME`` prints
+one report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FAILURE = "scenario-failure:"
 
 
 def scenario(function: Callable[[], Report]) -> Callable[[], Report]:
-    """Register a scenario under its own name."""
+    """Register a function as a scenario of the same name."""
     SCENARIOS[function.__name__] = function
     return function
 
@@ -102,7 +102,7 @@ class EngineProcess:
         self._log = Path(self._folder.name) / "engine.log"
 
     def run(self, name: str, patience: float) -> Outcome:
-        """A report, or the reason why there is none."""
+        """The report, or the reason why there is none."""
         process = self._started()
         assert process.stdin is not None
         process.stdin.write(name + "\n")
@@ -131,7 +131,7 @@ class EngineProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> int:
-        """Close what belongs to a process that has ended; its exit status."""
+        """Close the pipes of an ended process; returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0

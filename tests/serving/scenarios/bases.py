@@ -1,6 +1,6 @@
-"""Every base policy alone on a real engine, beside the same policy computed with transformers.
+"""Every base policy alone on a real engine, compared with transformers.
 
-Everything is float32, so that rounding is small against the margin between two tokens.
+All in float32, so that rounding is small compared with the margin between two tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64
 
 @scenario
 def base_policies() -> Report:
-    """For each of them: prompt lengths and kept tokens at two budgets, beside transformers' own.
+    """Prompt lengths and kept tokens of each base policy at two budgets, and transformers' tokens.
 
     ``full`` has the prompt lengths of a server without a state.
     """
@@ -75,7 +75,7 @@ def _served(name: str, offline: Offline, seen: Watch) -> Report:
 def _beside(
     llm: LLM, offline: Offline, policy: PruningPolicy, seen: Watch, example: Example
 ) -> Report:
-    """One answer, the tokens that were kept for it, and those that transformers would keep."""
+    """One answer, its kept tokens, and the tokens that transformers keeps."""
     before = set(seen.kept)
     answer = generate(llm, [prompt(example, policy.budget)])[0]
     expected = offline.kept(policy, picture(example.image), example.question)
@@ -91,7 +91,7 @@ def _beside(
 
 
 def _together(llm: LLM, seen: Watch) -> Report:
-    """The tokens kept of all examples when they are asked at the same moment, nothing cached."""
+    """Kept tokens of all examples in one batch, with empty caches."""
     forget(llm)
     seen.kept.clear()
     seen.budgets.clear()
@@ -101,7 +101,7 @@ def _together(llm: LLM, seen: Watch) -> Report:
 
 
 def _survived(llm: LLM) -> Report:
-    """Answers to a document as instruction, to none at all, and of features that are no numbers."""
+    """Answers to a very long instruction, to an empty one, and with non-finite features."""
     example, other = examples(2)[0], examples(2)[-1]
     unseen = {"multi_modal_data": {"image": picture(example.image).rotate(9)}}
     document = generate(llm, [prompt(example, instruction=" ".join(["red"] * 10_000))])[0]

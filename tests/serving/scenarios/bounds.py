@@ -1,4 +1,4 @@
-"""How much of a burst of requests with images of mixed sizes reaches the encoder in one call."""
+"""Sizes of the encoder calls during a burst of requests with images of mixed sizes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MANAGER = {
 
 @dataclass
 class EncoderCalls:
-    """Unpruned tokens and bytes of pixels of every call of ``embed_multimodal``, tokens by step."""
+    """Records unpruned tokens and pixel bytes of every call of ``embed_multimodal``."""
 
     tokens: list[int] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=lambda: [0])
 
     def watch(self, runner: Any) -> None:
-        """Note the calls of a runner's model from now on."""
+        """Record the calls of a runner's model."""
         model = runner.model
         stock, execute = model.embed_multimodal, runner.execute_model
 
@@ -61,7 +61,7 @@ class EncoderCalls:
         model.embed_multimodal, runner.execute_model = embed, step
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the records."""
         self.tokens.clear()
         self.bytes.clear()
         self.steps[:] = [0]
@@ -74,7 +74,7 @@ def _nbytes(value: Tensor | list[Tensor]) -> int:
 
 @scenario
 def bounds() -> Report:
-    """By model: what profiling saw, every call of a burst, answers of the burst and one by one."""
+    """By model: calls during profiling and a burst; answers of the burst and one by one."""
     report = {
         "llava": _measured({**STATE, "budget": 4}),
         COUNTED: _measured({**STATE, "budget": 4}, ec_manager_config=MANAGER),
@@ -83,7 +83,7 @@ def bounds() -> Report:
         with tempfile.TemporaryDirectory() as folder:
             model = str(build(name, Path(folder)))
             settings = {"state": "autoprune", "budget": 4}
-            # Else Qwen is profiled with a video.
+            # Otherwise Qwen is profiled with a video.
             limits = {"image": 8, "video": 0} if name == "qwen2_5_vl" else {"image": 8}
             report[name] = _measured(
                 settings, model=model, max_model_len=1024, limit_mm_per_prompt=limits
@@ -96,7 +96,7 @@ def _measured(settings: Mapping[str, object], **options: object) -> Report:
     model, calls = model_of(llm), EncoderCalls()
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     calls.watch(runner)
-    # vLLM profiles GPUs at start; on a CPU that is left to the compiler's warm-up.
+    # vLLM profiles only GPUs at start; on a CPU the compiler's warm-up does it.
     with torch.inference_mode():
         runner.profile_run()
     profiled = {"tokens": max(calls.tokens), "bytes": max(calls.bytes)}

@@ -1,4 +1,4 @@
-"""What questions on one image share, and what relevance is measured by."""
+"""Cache sharing between questions about one image, and relevance without a text tower."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from vllm_autoprune.serving.shared.plan import make_cache_identity
 
 @scenario
 def interleaved() -> Report:
-    """Two questions on each of several images, in turns, prefix caching on.
+    """Alternating questions about several images, with prefix caching.
 
-    ``orders`` has answers about two images, one before the other and the other way round, and each
-    of them once more with nothing cached.
+    ``orders`` has answers about two images in both orders, each also with empty caches.
     """
     llm = start({**STATE, "budget": 32})
     before = vision_runs(llm)
@@ -57,7 +56,7 @@ def interleaved() -> Report:
 
 @scenario
 def instruction_left_out() -> Report:
-    """Negative control: what :func:`interleaved` would be without the instruction's identity."""
+    """Negative control: :func:`interleaved` without the instruction in the cache identity."""
 
     def without(identity: str, digest: str, budget: int, keep: Any, ids: Any) -> str:
         return make_cache_identity(identity, digest, budget, keep, None)
@@ -73,7 +72,7 @@ def instruction_left_out() -> Report:
 
 @scenario
 def blind_state() -> Report:
-    """A state that does not read the instruction: questions on one image share everything."""
+    """A state that does not read the instruction: questions about one image share its rows."""
     llm = start({"state": alone("divprune"), "budget": 32})
     before = vision_runs(llm)
     questions = examples(1)
@@ -85,7 +84,7 @@ def blind_state() -> Report:
 
 @scenario
 def embeddings_for_relevance() -> Report:
-    """No text tower: relevance from the language model's own input embeddings."""
+    """Relevance from the language model's input embeddings, without a text tower."""
     llm = start({"state": "autoprune", "budget": 32})
     seen = watch()
     answers = [ask(llm, e).plain() for e in examples(2)]

@@ -1,4 +1,4 @@
-"""How a prompt is processed: with and without a state, in one step or many, caches on or off."""
+"""Bit-exact comparisons: without a state, K >= N, chunked prefill, caches off."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def whole_prefill() -> Report:
 
 @scenario
 def chunked_prefill() -> Report:
-    """The same in steps of 16 tokens, which cut through the image."""
+    """The same with prefill chunks of 16 tokens, which split the image."""
     return _prefilled(max_num_batched_tokens=16, max_num_seqs=4)
 
 
 @scenario
 def no_caches() -> Report:
-    """The same with the prefix cache and vLLM's multi-modal caches off, and ours too."""
+    """The same without prefix cache, multi-modal caches and feature cache."""
     return _prefilled({"feature_cache_gb": 0}, enable_prefix_caching=False, mm_processor_cache_gb=0)
 
 

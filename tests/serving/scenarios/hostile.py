@@ -1,4 +1,4 @@
-"""Requests that an engine has to survive."""
+"""Requests that must not stop the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @scenario
 def hostile() -> Report:
-    """Requests that must not stop the engine, and whether it still answers after each."""
+    """Failing policies and invalid requests, and whether the engine still answers after each."""
     llm = start({**STATE, "budget": 8, "requests": "states"})
     model = model_of(llm)
     example, other = examples(2)[0], examples(2)[-1]
@@ -58,7 +58,7 @@ def hostile() -> Report:
     survived("long")
     for name, value in (("nan", float("nan")), ("inf", float("inf"))):
         broken = breaking(model.multi_modal_projector, value)
-        # An image not seen before, whose features are not cached yet.
+        # A new image, whose features are not cached.
         unseen = picture(other.image).rotate(len(name) + 90 * (name == "inf"))
         report[name] = chat(llm, [[turn(f"{name}?", unseen)]])[0].plain()
         broken.remove()
@@ -118,10 +118,10 @@ def _exported(before: Mapping[str, float]) -> dict[str, float]:
 def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
     """A state that fails on the first real image it is asked about, and its base policy's answer.
 
-    ``broken`` and ``fixed`` are its answers while it fails and when it would not any more.
+    ``broken`` and ``fixed`` are its answers while it fails and after the fault is removed.
     """
     state = edited(shipped(), {"/constraints/selector/q_e": 5})
-    load_request_state(state)  # sound by all that can be known of it beforehand
+    load_request_state(state)  # passes the checks at start-up
     question, other = examples(3)[1], examples(3)[-2]
     report: dict[str, Any] = {}
 
@@ -142,7 +142,7 @@ def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
 
 
 def breaking(module: Any, value: float) -> Any:
-    """Make a module give a number that is none; the handle's ``remove`` fixes it."""
+    """Make a module return non-finite values; the handle's ``remove`` undoes it."""
 
     def spoil(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()

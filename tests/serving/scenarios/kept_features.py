@@ -1,4 +1,4 @@
-"""What the cache of features holds, for whom, and until when."""
+"""Contents and lifetime of the feature cache, by tenant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = 40
 
 @scenario
 def kept_features() -> Report:
-    """Tenants with a cache salt each, resets of vLLM's caches, and names of images sent beforehand.
+    """Tenants with one cache salt each, resets of vLLM's caches, and planted uuids.
 
     ``renamed`` has answers about two images of different size, at once and one after the other,
     without a ``uuid`` and under one. ``tenants`` has runs of the vision tower a request, ``resets``
@@ -78,7 +78,7 @@ def _count_after_resets(llm: LLM) -> dict[str, int]:
         ),
     }
     left = {}
-    # A question each: vLLM would find the answer of an earlier one in its encoder cache.
+    # One question each, because vLLM's encoder cache would serve a repeated image.
     for (called, reset), example in zip(resets.items(), examples(2)[-3:], strict=True):
         llm.reset_prefix_cache()
         ask(llm, example)

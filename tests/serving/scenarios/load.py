@@ -75,7 +75,7 @@ def batches() -> Report:
 
 
 def _samples(llm: LLM, conversation: Sequence[object]) -> list[str]:
-    """Three samples of one request (``n = 3``), so cold that all take the likeliest."""
+    """Three samples of one request (``n = 3``) at a temperature near 0."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(n=3, temperature=0.01, seed=0, max_tokens=4)

@@ -35,7 +35,7 @@ def shipped_by_request() -> Report:
     meter = model_of(llm).autoprune_reporter.meter
     for name, file in shipped_states().items():
         own = materialize(load_state(file)).tokens_kept(TOKENS)
-        forget(llm)  # several names may mean one state, whose rows vLLM's caches would have
+        forget(llm)  # names of one state share their cached rows
         before = meter.counts()
         entries: dict[int, dict[str, object]] = {own: {"state": name}}
         if own >= TOKENS:
@@ -50,9 +50,9 @@ def shipped_by_request() -> Report:
 
 @scenario
 def shipped() -> Report:
-    """By name of a state: K and the answer at its own budget, and at HALF where that prunes none.
+    """By state name: K and the answer at its own budget, and at HALF if its own keeps all.
 
-    An engine for each state; ``full`` is the answer of an engine without a state.
+    One engine per state; ``full`` is the answer of an engine without a state.
     """
     llm = start(None, **SMALL)
     report: dict[str, Any] = {"full": _asked(llm, {}).plain(), "states": {}}
@@ -60,7 +60,7 @@ def shipped() -> Report:
     for name, file in shipped_states().items():
         try:
             report["states"][name] = _served(str(file))
-        except Exception as error:  # the others are to be served all the same
+        except Exception as error:  # the other states are still served
             report["states"][name] = {"error": f"{type(error).__name__}: {error}"}
     return report
 

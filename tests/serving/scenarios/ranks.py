@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks: what each of them chooses before they agree."""
+"""Tensor-parallel ranks: the selection of each rank before the broadcast."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def one_rank() -> Report:
 
 @scenario
 def two_ranks() -> Report:
-    """Answers at TP = 2, and what each rank would have kept before they agree.
+    """Answers at TP = 2, and each rank's selection before the broadcast.
 
-    ``policies`` has the same for requests that name a policy which reads what ranks hold in parts.
+    ``policies`` has the same for requests with policies that read tensors sharded over ranks.
     Processed images reach both ranks through shared memory.
     """
     return _ranked(2, POLICIES, mm_processor_cache_type="shm")
@@ -55,7 +55,7 @@ def two_ranks_qwen2_5_vl() -> Report:
 def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         llava, clip = _with_heads_for_two(Path(folder))
-        # float32, so that the sums of two ranks round to what one says.
+        # float32, so that sums over two ranks round to the result of one.
         llm = start(
             {**STATE, "text_tower": str(clip), "requests": "states"},
             model=str(llava),
@@ -80,8 +80,8 @@ def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Repo
 def _with_heads_for_two(folder: Path) -> tuple[Path, Path]:
     """mini-LLaVA and its text tower with a vision tower of four heads in place of five.
 
-    vLLM gives each rank whole heads. The weights have the shapes of any number of heads; what the
-    model says with four is of no use, but it says it on one rank and on two.
+    vLLM gives each rank whole heads. The shapes of the weights do not depend on the number of
+    heads; with four the answers are meaningless, but must be equal on one rank and on two.
     """
     for source in (LLAVA, CLIP):
         shutil.copytree(source, folder / source.name)
@@ -93,12 +93,12 @@ def _with_heads_for_two(folder: Path) -> tuple[Path, Path]:
 
 
 def begin_watching(worker: object) -> None:
-    """Runs in every worker: note what is selected from now on."""
+    """Runs in every worker: start recording selections."""
     _WATCHED.append(watch())
 
 
 def seen_here(worker: object) -> list[list[list[int]]]:
-    """Runs in every worker: the indices it chose, before ranks agree."""
+    """Runs in every worker: the selected indices, before the broadcast."""
     return _WATCHED[-1].before_broadcast
 
 

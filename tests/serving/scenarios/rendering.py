@@ -1,4 +1,4 @@
-"""Requests from the renderer to the engine's door, without an engine behind it."""
+"""Requests from the renderer to the input processor, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = "what is left of the red circle and " * 12_000
 
 @scenario
 def rendering() -> Report:
-    """What is counted and refused where, and what long instructions of many images cost."""
+    """Counting and refusal of requests, and the cost of long instructions of many images."""
     from vllm import SamplingParams
     from vllm.renderers import renderer_from_config
     from vllm.renderers.params import ChatParams
@@ -52,7 +52,7 @@ def rendering() -> Report:
     def refusal(name: str, prompt: Any) -> str:
         try:
             request(name, prompt)
-        except Exception as error:  # what a server answers by 400
+        except Exception as error:  # a server answers these with 400
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -90,7 +90,7 @@ def rendering() -> Report:
 
     report["long"] = _long(renderer, example)
     report["side_by_side"] = asyncio.run(_side_by_side(renderer))
-    # Both use the tokenizer's own settings, so one after the other.
+    # Both modify the tokenizer's settings, so they run one after the other.
     report["odd"] = _odd(renderer, config)
     renderer.shutdown()
     unpruned = _config(pruned=False)
@@ -101,7 +101,7 @@ def rendering() -> Report:
 
 
 def _odd(renderer: Any, config: VllmConfig) -> dict[str, str]:
-    """What becomes of requests that leave images without their places: an error's type, or none."""
+    """Outcome of requests without placeholders for their images: type of the error, or none."""
     from vllm import SamplingParams
     from vllm.renderers.params import ChatParams
     from vllm.v1.engine.input_processor import InputProcessor
@@ -115,7 +115,7 @@ def _odd(renderer: Any, config: VllmConfig) -> dict[str, str]:
             conversation = [turn(text, example.image)]
             _, (prompt,) = renderer.render_chat([conversation], ChatParams(), params)
             door.process_inputs("odd", prompt, SamplingParams(max_tokens=4), ("generate",))
-        except Exception as error:  # what a server makes of it follows from the type
+        except Exception as error:  # the type decides the server's status code
             return type(error).__name__
         return "served"
 
@@ -174,7 +174,7 @@ def _long(renderer: Any, example: Any) -> dict[str, float]:
 
 
 async def _side_by_side(renderer: Any) -> list[bool]:
-    """Whether conversations rendered at once by several workers come out as one after another."""
+    """Whether conversations rendered concurrently equal those rendered one by one."""
     from vllm.renderers.params import ChatParams
 
     conversations = [[turn(one.question, one.image)] for one in examples(4)[:8]]

@@ -1,4 +1,4 @@
-"""States that requests bring to a server of another state, beside servers of those states."""
+"""States in requests to a server of another state, compared with servers of those states."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def _several(llm: LLM, questions: list[Example]) -> Report:
 
 @scenario
 def every_kind() -> Report:
-    """Requests of every kind at once, beside each one alone."""
+    """Mixed concurrent requests, compared with single ones."""
     return interleaved(64)

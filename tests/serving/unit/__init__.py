@@ -1,1 +1,1 @@
-"""The pieces of the plugin one at a time, without an engine; engines are tested one room up."""
+"""Unit tests of the plugin, without an engine."""

@@ -1,4 +1,4 @@
-"""Plans, images and a model without weights, for batches of images."""
+"""Plans, images and a model without weights, to test batches of images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N = GRID.tokens
 
 
 class Space:
-    """Relevance without a model: the ids themselves are seeds of directions."""
+    """Relevance space without a model: token ids seed random directions."""
 
     sign = 1
 
@@ -38,22 +38,22 @@ class Space:
 
 
 def plan(budget: int, key: int = 0, ids: Ids = (7,), **fields: Any) -> ItemPlan:
-    """An image's plan; its key is one number twice."""
+    """A plan; both halves of its key are equal."""
     return ItemPlan(budget, (key, key), ids, **fields)
 
 
 def parts(space: Space | None = None) -> ModelParts:
-    """A model whose tower projects nothing."""
+    """Model parts with an identity projector."""
     return ModelParts(lambda rows: rows, space or Space())
 
 
 def images(count: int) -> list[ImageFeatures]:
-    """That many different images."""
+    """``count`` different images."""
     return [image(seed) for seed in range(count)]
 
 
 def blind(base: str = "cdpruner") -> ServedState:
-    """A state whose only signal reads nothing."""
+    """A state whose only signal reads no optional input."""
     signals = [{"atom": "spatial_centrality_prior", "weight": 1.0}]
     no_exchange = {"/scoring/signals": signals, "/constraints/selector/q_e": 0}
     return served({"/base_policy": {"name": base}, **no_exchange})
@@ -62,7 +62,7 @@ def blind(base: str = "cdpruner") -> ServedState:
 def pruned(
     plans: Sequence[ItemPlan], image_list: Sequence[ImageFeatures], state: ServedState | None = None
 ) -> list[Tensor]:
-    """The rows of each image, where no policy failed."""
+    """The rows of each image; fails if a policy raised."""
     reporter = FallbackReporter()
     rows = prune_images(SelectionContext(state or served(), parts(), reporter), plans, image_list)
     assert reporter.meter.errors == {}, "the policy failed"

@@ -1,4 +1,4 @@
-"""What the unit tests share: no registry of this process is changed, and one tiny CLIP."""
+"""Fixtures of the unit tests: recorded registrations, captured log, a tiny CLIP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_autoprune.serving.startup import activation, config
 
 @dataclass
 class Registered:
-    """What was registered with vLLM while a test ran."""
+    """Classes registered with vLLM during a test."""
 
     models: list[tuple[str, str]] = field(default_factory=list)
     renderers: list[tuple[str, str, str]] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Registered:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
-    """Registrations are noted instead of made: other tests of this process need stock vLLM."""
+    """Record registrations instead of making them; other tests in this process need stock vLLM."""
     record = Registered()
     monkeypatch.setattr(activation, "_active", set())
     monkeypatch.setattr(
@@ -40,7 +40,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(compat, "request_positions_on_cpu", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
     monkeypatch.setattr(compat, "refuse_sleep", lambda reason: None)
-    # Whether vLLM's names are there is a test of its own; here it would import all of them.
+    # Hooks have their own test; checking them here would import many vLLM modules.
     monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
     return record
@@ -50,7 +50,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
 def logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
-    """What the plugin says; the logger above it, vLLM's own, hands no record on."""
+    """Log records of the plugin; vLLM's logger above it does not propagate."""
     logger = logging.getLogger("vllm.autoprune")
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
@@ -75,7 +75,7 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
     torch.manual_seed(0)
     model = CLIPModel(samples.clip_config()).eval()
     for weight in model.parameters():
-        # Their own initialisation leaves layer norms at 1 and 0, which hides a missing one.
+        # The default initialisation leaves layer norms at 1 and 0, which hides a missing one.
         torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(folder)
     samples.add_tokenizer(folder)

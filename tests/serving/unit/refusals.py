@@ -1,4 +1,4 @@
-"""What is said of settings that are refused."""
+"""Problems reported for refused settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_autoprune.serving.startup.config import resolve_settings
 
 
 def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
-    """Every problem for which settings are refused, each with how to fix it."""
+    """Every problem of refused settings; each must have a fix."""
     with pytest.raises(ConfigError) as caught:
         resolve_settings(settings, vllm_config() if config is None else config)
     problems = caught.value.problems
@@ -23,5 +23,5 @@ def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
 
 
 def places(settings: object, config: Any = None) -> list[str]:
-    """Where those problems are."""
+    """Places of those problems."""
     return [problem.where for problem in refusal(settings, config)]

@@ -1,4 +1,4 @@
-"""Small stand-ins for what vLLM hands to the plugin, and tiny CLIP checkpoints."""
+"""Fake vLLM configurations, small images, and tiny CLIP checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def vllm_config(
     compiled: Mapping[str, bool] = MappingProxyType({}),
     **changes: object,
 ) -> Any:
-    """As much of a VllmConfig as settings are checked against."""
+    """The part of a VllmConfig that settings are checked against."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
             architecture=architecture,
@@ -74,7 +74,7 @@ def served(
     tower: TextTower | None = None,
     cache_bytes: int = 0,
 ) -> ServedState:
-    """The shipped state with some fields changed, as a server holds it."""
+    """The shipped state with some fields changed, as a ServedState."""
     return ServedState(LLAVA, state(changes), budget, tower, cache_bytes)
 
 
@@ -94,7 +94,7 @@ def image(seed: int, grid: Grid = SIX, width: int = 16) -> ImageFeatures:
 
 
 def rows_of(features: ImageFeatures, rows: Tensor) -> list[int]:
-    """Which of an image's tokens these rows are."""
+    """Indices of an image's tokens with these rows."""
     same = (rows[:, None] == features.rows()[None]).all(dim=2)
     assert bool((same.sum(dim=1) == 1).all()), "a row is no token of this image"
     return [int(i) for i in same.long().argmax(dim=1)]

@@ -89,8 +89,8 @@ def test_a_static_method_stays_static() -> None:
     assert kind.static.__name__ == "static"
 
 
-def test_a_method_that_has_gone_is_noticed() -> None:
-    """Upstream renamed it: an error at load, not a plugin that quietly does nothing."""
+def test_missing_method_is_an_error() -> None:
+    """If upstream renames it, loading fails instead of silently doing nothing."""
     with pytest.raises(KeyError):
         compat.wrap(owner(), "elsewhere", doubled)
 
@@ -104,7 +104,7 @@ def test_the_rust_front_end_is_seen(
     assert compat.uses_rust_frontend() is used
 
 
-def test_what_is_attached_is_found_again() -> None:
+def test_attached_value_is_returned() -> None:
     class Config:
         pass
 
@@ -115,7 +115,7 @@ def test_what_is_attached_is_found_again() -> None:
 
 
 @pytest.mark.compat
-def test_one_entry_passes_vllm_s_check_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_plugin_s_entry_passes_vllm_s_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.renderers import online_renderer
 
@@ -138,7 +138,7 @@ def test_one_entry_passes_vllm_s_check_and_no_other_does(monkeypatch: pytest.Mon
 
 
 def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
-    """Only the instance that was marked says yes, and videos are not told of it."""
+    """Only the marked instance reports support, and only for images."""
 
     class Config:
         rate = 0.0
@@ -169,7 +169,7 @@ WORKER_CALLS = (
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's own worker over a runner and a weight transfer that do nothing."""
+    """vLLM's worker with a fake runner and a fake weight transfer."""
     from vllm.v1.worker import gpu_worker
 
     def nothing(*_: object, **__: object) -> None:
@@ -204,7 +204,7 @@ def test_features_are_cleared_when_a_worker_drops_images_or_takes_weights(
 
 
 @pytest.mark.compat
-def test_features_are_cleared_where_new_weights_came_only_in_part(worker: Any) -> None:
+def test_features_are_cleared_after_a_partial_weight_update(worker: Any) -> None:
     def fail(*_: object) -> None:
         raise OSError("the trainer is gone")
 

@@ -1,4 +1,4 @@
-"""How many unpruned tokens the scheduler lets one step encode."""
+"""Encoder budget of the scheduler, counted in unpruned tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scheduled(manager: UnprunedBudgetManager, req: Any) -> list[int]:
     return scheduled_inputs
 
 
-def test_a_step_is_bounded_by_what_the_encoder_works_on(manager: UnprunedBudgetManager) -> None:
+def test_step_is_bounded_by_unpruned_tokens(manager: UnprunedBudgetManager) -> None:
     one, other = request("one", 400, 400, 400), request("other", 300, 100)
     assert scheduled(manager, one) == [0, 1]
     assert scheduled(manager, other) == []
@@ -67,22 +67,22 @@ def test_an_image_above_the_budget_has_a_step_of_its_own(manager: UnprunedBudget
     assert scheduled(manager, small) == [0]
 
 
-def test_a_request_that_was_not_scheduled_costs_nothing(manager: UnprunedBudgetManager) -> None:
-    """There was no room for its tokens: tried, not allocated."""
+def test_unscheduled_request_uses_no_budget(manager: UnprunedBudgetManager) -> None:
+    """It was tried but not allocated, for lack of room."""
     assert manager.can_allocate(request("no room", 900), 0, CACHE, 0)
     assert scheduled(manager, request("other", 900)) == [0]
 
 
-def test_the_cache_holds_what_is_kept(manager: UnprunedBudgetManager) -> None:
+def test_cache_is_counted_in_kept_tokens(manager: UnprunedBudgetManager) -> None:
     scheduled(manager, request("one", 400, 400))
     assert manager.num_free_slots == CACHE - 2 * K
     assert scheduled(manager, request("one", 400, 400)) == []  # in the cache
 
 
-def test_what_has_no_plan_is_counted_as_stock_counts_it(manager: UnprunedBudgetManager) -> None:
+def test_images_without_a_plan_are_counted_as_in_stock(manager: UnprunedBudgetManager) -> None:
     assert len(scheduled(manager, request("one", *[None] * 100))) == 100
 
 
-def test_a_cache_without_room_is_stock_s_refusal(manager: UnprunedBudgetManager) -> None:
+def test_full_cache_is_refused_as_in_stock(manager: UnprunedBudgetManager) -> None:
     manager.num_free_slots = manager.num_freeable_slots = K - 1
     assert scheduled(manager, request("one", 10)) == []

@@ -1,4 +1,4 @@
-"""Images of one step in groups: which go together, and what vLLM's runners are given."""
+"""Grouping of the images of one step into encoder calls."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
 
 
 class Model:
-    """Whose items are their numbers of tokens; None is an item without data."""
+    """Fake model whose items are numbers of tokens; None is an item without data."""
 
     def autoprune_split(self, items: Sequence[int | None]) -> list[slice]:
         return list(group_by_tokens([item or 0 for item in items], BOUND))
 
 
 def first_runner(model: object, features: dict[str, list[int | None]]) -> Any:
-    """As much of ``GPUModelRunner`` as the wrapper reads."""
+    """The part of ``GPUModelRunner`` that the wrapper reads."""
     requests = {
         name: SimpleNamespace(mm_features=[SimpleNamespace(data=item) for item in items])
         for name, items in features.items()
@@ -77,10 +77,10 @@ def test_runner_v1_is_given_one_group_after_another() -> None:
     [
         (Model(), {"a": [60, 30], "b": [10, None]}),
         (Model(), {"a": [500]}),
-        (object(), {"a": [60, 60], "b": [60]}),  # a model that is not ours
+        (object(), {"a": [60, 60], "b": [60]}),  # a model without the plugin
     ],
 )
-def test_runner_v1_is_left_alone_where_one_call_is_enough(model: object, features: Any) -> None:
+def test_runner_v1_is_unchanged_if_one_call_suffices(model: object, features: Any) -> None:
     assert len(first_calls(model, features)) == 1
 
 

@@ -1,4 +1,4 @@
-"""What tests add to Triton's interpreter: bfloat16 as torch rounds it."""
+"""bfloat16 arithmetic added to Triton's interpreter rounds like torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tests.serving.interpreter.triton_interpreted.bfloat16 import rounded, widened
 
 
-def test_every_bfloat16_comes_back() -> None:
+def test_every_bfloat16_survives_a_round_trip() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     wide = torch.from_numpy(widened(every.view(torch.uint16).numpy()))
     assert torch.equal(wide.nan_to_num(7.0), every.float().nan_to_num(7.0))
@@ -16,7 +16,7 @@ def test_every_bfloat16_comes_back() -> None:
     assert torch.equal(back.isnan(), every.isnan())
 
 
-def test_rounding_is_torch_s() -> None:
+def test_rounding_equals_torch() -> None:
     torch.manual_seed(0)
     values = torch.cat([torch.randn(10_000), torch.tensor([1.00390625, 1.01171875, 3.4e38, 1e-40])])
     result = torch.from_numpy(rounded(values.numpy())).view(torch.bfloat16)

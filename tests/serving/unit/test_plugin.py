@@ -1,4 +1,4 @@
-"""The entry point in a process of its own, where nothing else has touched vLLM."""
+"""Plugin entry point, tested in a new process."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def report() -> Any:
     return json.loads(line.removeprefix("report:"))
 
 
-def test_turned_off_it_leaves_vllm_as_it_is(report: Any) -> None:
+def test_disabled_plugin_changes_nothing(report: Any) -> None:
     assert report["disabled"] == report["stock"]
 
 
-def test_it_wraps_once_however_often_it_is_loaded(report: Any) -> None:
+def test_loading_twice_wraps_once(report: Any) -> None:
     stock, once, twice = (report[name][0] for name in ("stock", "once", "twice"))
     assert set(stock).isdisjoint(once)
     assert once == twice
@@ -91,7 +91,7 @@ def test_without_a_state_the_stock_classes_serve(report: Any) -> None:
     assert report["inert"] == [[{"theirs": 1}], {}, stock]
 
 
-def test_with_a_state_ours_do(report: Any) -> None:
+def test_with_a_state_the_pruned_classes_serve(report: Any) -> None:
     assert report["active"] == [
         "vllm_autoprune.serving.models.llava",
         "AutopruneLlavaForConditionalGeneration",
@@ -104,6 +104,8 @@ def test_with_a_state_ours_do(report: Any) -> None:
     ("value", "off"),
     [("1", True), ("true", True), (" YES ", True), ("0", False), ("", False), ("no", False)],
 )
-def test_what_turns_it_off(monkeypatch: pytest.MonkeyPatch, value: str, off: bool) -> None:
+def test_values_that_disable_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, value: str, off: bool
+) -> None:
     monkeypatch.setenv(plugin.DISABLE, value)
     assert plugin.disabled() is off

@@ -171,7 +171,7 @@ def test_limit_of_the_operator_applies() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, -1, 65537])
-def test_non_positive_budget_is_refused(budget: int) -> None:
+def test_budget_out_of_range_is_refused(budget: int) -> None:
     with pytest.raises(BudgetError):
         transfer(state(), budget)
 

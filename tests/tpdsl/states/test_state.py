@@ -110,7 +110,7 @@ class TestRoundTrip:
         again = load_state(state({"/provenance": provenance}).dumps())
         assert again.provenance.model_dump() == provenance
 
-    def test_dumped_state_equals_the_documentation(self) -> None:
+    def test_dump_names_the_schema_version(self) -> None:
         assert json.loads(load_state("autoprune").dumps())["schema"] == "autoprune-state/1"
 
 
@@ -270,7 +270,7 @@ class TestJsonSchema:
         jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(written))
         assert load_state(written) == parsed(sound)
 
-    def test_schema_has_title_and_version(self) -> None:
+    def test_schema_is_identified_and_described(self) -> None:
         assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
         assert SCHEMA["$id"].startswith("urn:") and SCHEMA["title"] and SCHEMA["description"]
         parts = [SCHEMA, *SCHEMA["$defs"].values()]

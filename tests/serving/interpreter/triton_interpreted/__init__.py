@@ -1,1 +1,1 @@
-"""A Triton backend for the interpreter: it says that there is a CPU, and compiles nothing."""
+"""Triton backend for the interpreter: reports a CPU and compiles nothing."""

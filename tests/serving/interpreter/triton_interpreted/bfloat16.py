@@ -12,7 +12,7 @@ _MARK = "_of_bfloat16"
 
 
 def fix() -> None:
-    """Have the interpreter compute in float32 and round; once, however often it is called.
+    """Patch the interpreter to compute bfloat16 in float32 and round; idempotent.
 
     vLLM calls it with its plugins: Triton is half imported when it asks for backends.
     """

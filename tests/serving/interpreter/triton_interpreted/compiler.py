@@ -1,4 +1,4 @@
-"""The half of a Triton backend that the interpreter never calls."""
+"""Compiler of the backend, which the interpreter never calls."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from triton.backends import compiler
 
 
 class InterpretedBackend(compiler.BaseBackend):
-    """Concrete, because Triton looks for a concrete class."""
+    """Compiler without stages; Triton requires a concrete class."""
 
     @staticmethod
     def supports_target(target: compiler.GPUTarget) -> bool:
-        """Only the one that the driver names."""
+        """Whether the target is the interpreter's."""
         return bool(target.backend == "cpu")
 
     def hash(self) -> str:
-        """Of nothing."""
+        """Constant, because nothing is compiled."""
         return "interpreted"
 
     def parse_options(self, options: dict[str, object]) -> object:
-        """Taken as they are."""
+        """Return the options unchanged."""
         return options
 
     def add_stages(self, stages: dict[str, object], options: object, language: object) -> None:
-        """None."""
+        """Nothing to do."""
 
     def load_dialects(self, context: object) -> None:
-        """None."""
+        """Nothing to do."""
 
     def get_module_map(self) -> dict[str, ModuleType]:
-        """None."""
+        """Nothing to do."""
         return {}

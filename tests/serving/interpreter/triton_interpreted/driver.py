@@ -1,4 +1,4 @@
-"""The half of a Triton backend that answers questions about the device."""
+"""Driver of the backend, which describes the device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class InterpretedDriver(driver.DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        """Always: nothing else would be chosen where this is importable."""
+        """Always active."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """No kernel is compiled."""
+        """Unused, because no kernel is compiled."""
         raise NotImplementedError(ty)
 
     def get_current_target(self) -> compiler.GPUTarget:
-        """A CPU of no particular kind."""
+        """A generic CPU."""
         return compiler.GPUTarget("cpu", 0, 1)
 
     def get_active_torch_device(self) -> torch.device:
@@ -34,5 +34,5 @@ class InterpretedDriver(driver.DriverBase):
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        """Nothing is tuned."""
+        """Unused, because no kernel is tuned."""
         raise NotImplementedError("the interpreter is not timed")

@@ -1,4 +1,4 @@
-"""Tiles of any resolution: which rows they become, and that every kept row is one of them."""
+"""Rows of any-resolution images, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATE = {"/base_policy": {"name": "divprune"}, "/constraints/selector/q_e": 0}
 
 
 def join_of(rows: int, columns: int, cut: int = 0) -> Join:
-    """What LLaVA-NeXT does: base view, then the stitched map without ``cut`` rows at both ends."""
+    """LLaVA-NeXT's order: base view, then the stitched map without ``cut`` rows at both ends."""
 
     def join(tiles: Tensor, newline: Tensor) -> Tensor:
         base, crops = tiles[0], tiles[1:]
@@ -33,7 +33,7 @@ def join_of(rows: int, columns: int, cut: int = 0) -> Join:
 
 
 def image(join: Join, tiles: int, width: int = 8) -> tuple[Tensor, ImageFeatures]:
-    """Random tiles, the rows the model makes of them, and what we make of them."""
+    """Random tiles: the rows of the stock model, and the joined features."""
     source = torch.Generator().manual_seed(tiles)
     projected = torch.randn(tiles, SIZE, width, generator=source)
     attention = projected[:, :, 0].exp()
@@ -92,7 +92,7 @@ def test_kept_rows_come_in_the_model_s_own_order_without_newlines() -> None:
         assert not any(bool((rows[i] == 9.0).all()) for i in kept)
 
 
-def test_every_tile_has_its_share() -> None:
+def test_budget_is_split_over_tiles() -> None:
     _, joined = image(join_of(2, 2), 5)
     whole = joined.regions[0].projected
     kept = _places(_pruned(joined, 10), whole)
@@ -102,7 +102,7 @@ def test_every_tile_has_its_share() -> None:
     assert sum(i < SIZE for i in kept) == 2
 
 
-def test_newlines_come_back_where_there_is_room_for_more_than_tokens() -> None:
+def test_newlines_fill_rows_beyond_the_tokens() -> None:
     rows, joined = image(join_of(2, 2, cut=1), 5)
     newlines = int((rows == 9.0).all(dim=1).sum())
     assert joined.gaps == newlines == 6

@@ -23,8 +23,8 @@ from vllm_autoprune.serving.worker.features import FeatureCache
 
 @pytest.mark.compat
 @pytest.mark.parametrize("architecture", BACKBONES)
-def test_every_backbone_is_where_its_record_says(architecture: str) -> None:
-    """Its class is a form of the stock class, with a processor of its own."""
+def test_import_path_of_every_backbone(architecture: str) -> None:
+    """The class is a subclass of the stock class with its own processor."""
     from vllm.model_executor.models import registry
 
     module, _, name = BACKBONES[architecture].model.partition(":")
@@ -57,7 +57,7 @@ def test_activation_registers_the_class_and_the_renderer_once(registered: Regist
 
 
 @pytest.mark.compat
-def test_the_renderer_is_where_activation_says(registered: Registered) -> None:
+def test_import_path_of_the_renderer(registered: Registered) -> None:
     from vllm.renderers.hf import HfRenderer
 
     activate("LlavaForConditionalGeneration")
@@ -80,7 +80,7 @@ class Tower(nn.Module):
 
 
 def _vision(cache_bytes: int) -> tuple[Any, list[list[float]]]:
-    """The vision side over a tower that only notes which images it was shown."""
+    """The vision side with a tower that records the images it encodes."""
     from vllm_autoprune.serving.models.llava import LlavaVision
 
     state = served(
@@ -104,7 +104,7 @@ def _keys(*keys: int) -> list[tuple[int, int]]:
     return [(key, key) for key in keys]
 
 
-def test_each_image_is_encoded_once_and_then_remembered() -> None:
+def test_each_image_is_encoded_once() -> None:
     vision, encoded = _vision(cache_bytes=1 << 20)
     first = vision.features(_keys(1, 2, 1), _pixels(1, 2, 1))
     assert encoded == [[1.0, 2.0]]
@@ -149,13 +149,13 @@ def test_images_without_a_key_are_encoded_and_not_kept() -> None:
     assert (vision.cache.hits, vision.cache.misses) == (1, 5)
 
 
-def test_cached_rows_do_not_hold_their_batch() -> None:
+def test_cached_rows_do_not_keep_their_batch_alive() -> None:
     vision, _ = _vision(cache_bytes=1 << 20)
     for features in vision.features(_keys(1, 2), _pixels(1, 2)):
         assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
 
 
-def test_profiling_encodes_every_dummy_although_they_look_alike() -> None:
+def test_profiling_encodes_every_dummy_image() -> None:
     vision, encoded = _vision(cache_bytes=1 << 20)
     assert len(vision.features(_keys(0, 0, 0), _pixels(0, 0, 0), profile=True)) == 3
     assert encoded == [[0.0, 0.0, 0.0]]
@@ -163,7 +163,7 @@ def test_profiling_encodes_every_dummy_although_they_look_alike() -> None:
 
 
 @pytest.mark.compat
-def test_new_weights_drop_the_features_of_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_clear_cached_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reloads weights into a running engine without building the model anew."""
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 
@@ -181,7 +181,7 @@ def test_new_weights_drop_the_features_of_the_old_ones(monkeypatch: pytest.Monke
 
 
 @pytest.mark.compat
-def test_a_server_that_takes_no_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--limit-mm-per-prompt '{"image": 0}'` leaves the tower out; text is served as ever."""
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
     from vllm.model_executor.models.utils import StageMissingLayer
@@ -201,8 +201,8 @@ def test_a_server_that_takes_no_images_has_no_vision_side(monkeypatch: pytest.Mo
     assert model.autoprune_split([None, None]) == [slice(0, 2)]
 
 
-def test_the_table_of_support_has_every_backbone_as_it_is() -> None:
-    """The table drives the engine tests too, so nothing is served that is not tested."""
+def test_support_table_agrees_with_the_backbones() -> None:
+    """Engine tests are parametrised by this table, so every served backbone is tested."""
     from vllm_autoprune.selftest.backbones import BUILDERS
     from vllm_autoprune.serving.startup.support import BACKBONE_SUPPORT
 

@@ -16,7 +16,7 @@ from vllm_autoprune.serving.shared.text_tower import TextTower
 TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
 
 
-def test_one_line_says_what_will_happen_and_why() -> None:
+def test_summary_is_one_line_with_reasons() -> None:
     summary = format_summary(served(budget=16))
     assert "\n" not in summary
     assert served().state.digest[:12] in summary
@@ -41,13 +41,13 @@ def test_each_reason(changes: dict[str, object], reason: str) -> None:
     assert reason in format_summary(changed)
 
 
-def test_relevance_is_told_only_where_it_is_read() -> None:
+def test_summary_has_relevance_only_if_it_is_read() -> None:
     blind = ServedState("LlavaForConditionalGeneration", load_state("visionzip"), 64, None, 0)
     assert "relevance" not in format_summary(blind)
     assert describe_as_json(blind)["relevance"] is None
 
 
-def test_clients_are_told_no_path(tmp_path: Path) -> None:
+def test_json_contains_no_path(tmp_path: Path) -> None:
     local = dataclasses.replace(TOWER, path=str(tmp_path))
     here = dataclasses.replace(served(), tower=local)
     assert str(tmp_path) in format_summary(here)

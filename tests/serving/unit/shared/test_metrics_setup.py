@@ -23,7 +23,7 @@ from vllm_autoprune.serving.worker.metrics import MISSES, WorkerMetrics
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has opened no folder; what a test adds to the registry goes again."""
+    """A process without a metrics folder; restores the registry afterwards."""
     monkeypatch.delenv(MULTIPROCESS, raising=False)
     under_test._shared_folder.cache_clear()
     known = list(REGISTRY._collector_to_names)
@@ -55,7 +55,7 @@ def test_several_api_servers_have_a_folder_already(
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
     before = len(REGISTRY._collector_to_names)
     assert opened().folder == str(tmp_path)
-    # vLLM shows all of that folder; shown from here too, everything would be there twice.
+    # vLLM exports all of that folder; exporting it here as well would count everything twice.
     assert len(REGISTRY._collector_to_names) == before
 
 
@@ -68,11 +68,11 @@ def test_bytes_of_one_token() -> None:
     assert setup is not None and setup.kv_bytes == 2 * 4 * 6 * 32
 
 
-def test_the_record_travels() -> None:
+def test_setup_survives_pickling() -> None:
     sent = opened()
     assert pickle.loads(pickle.dumps(sent)) == copy.deepcopy(sent) == sent
     assert os.path.isdir(sent.folder)
 
 
-def test_without_a_state_there_is_none() -> None:
+def test_no_setup_without_a_state() -> None:
     assert find_metrics_setup(vllm_config().model_config) is None

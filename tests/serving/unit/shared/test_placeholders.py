@@ -15,7 +15,7 @@ def test_a_run_of_placeholders_is_cut() -> None:
     assert shorten_placeholders(whole, 60) is whole
 
 
-def test_what_stands_around_placeholders_stays() -> None:
+def test_tokens_around_placeholders_are_kept() -> None:
     content = PromptUpdateDetails.select_token_id([OTHER, *[IMAGE] * 6, OTHER, OTHER], IMAGE)
     cut = shorten_placeholders(content, 2)
     assert cut.full == [OTHER, IMAGE, IMAGE, OTHER, OTHER]

@@ -42,7 +42,7 @@ SAME: tuple[str, str, int, Chooser, tuple[Ids, Ids] | None] = (
 
 
 @given(PLANS)
-def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
+def test_decode_inverts_encode(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
     words = (len(plan.state) + 7) // 8
@@ -51,7 +51,7 @@ def test_a_plan_comes_back_as_it_was(plan: ItemPlan) -> None:
     assert unpruned_tokens(row) == plan.tokens
 
 
-def test_what_is_no_plan_is_refused_with_its_reason() -> None:
+def test_malformed_plans_are_refused_with_a_reason() -> None:
     sound = ItemPlan(8, (1, 2), (3, 4), (5,), state=b"a state").encode()
 
     def forged(place: int, value: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_a_feature_key_is_two_int64(content: str, salt: str) -> None:
     assert key != NO_KEY
 
 
-def test_two_salts_have_no_key_in_common_and_draw_the_same() -> None:
+def test_salt_changes_the_key_but_not_the_random_seed() -> None:
     keys = [make_feature_key("content", salt) for salt in ("", "a", "b", "ab")]
     assert len(set(keys)) == 4
     assert len({draw for draw, _ in keys}) == 1
@@ -132,13 +132,13 @@ def test_an_identity_is_one_digest_that_connectors_read_as_a_number(
     assert re.fullmatch("[0-9a-f]{64}", identity)
 
 
-def test_the_last_16_bits_of_an_identity_still_tell_images_apart() -> None:
-    """Older LMCache packages keep no others; a fixed ending would make all images one."""
+def test_last_16_bits_of_identities_differ() -> None:
+    """Older LMCache versions keep only these bits."""
     images = [make_cache_identity(str(i), "digest", 8, "state", None) for i in range(64)]
     assert len({int(identity, 16) & 0xFFFF for identity in images}) > 60
 
 
-def test_equal_decisions_have_one_identity() -> None:
+def test_equal_plans_have_equal_identities() -> None:
     assert make_cache_identity(*SAME) == make_cache_identity(*SAME)
     assert make_cache_identity(*SAME) != "img"
 
@@ -167,7 +167,7 @@ def test_each_part_of_a_decision_is_part_of_the_identity(
     assert make_cache_identity(*other) != make_cache_identity(*SAME)
 
 
-def test_an_empty_instruction_is_not_an_instruction_that_nobody_reads() -> None:
+def test_empty_instruction_differs_from_unread_instruction() -> None:
     empty = make_cache_identity("i", "d", 8, "state", ((), ()))
     assert empty != make_cache_identity("i", "d", 8, "state", None)
 

@@ -40,7 +40,7 @@ def refused(item_plan: ItemPlan, by: PlanRules, placeholders: int | None = None)
     return str(caught.value)
 
 
-def test_what_the_server_s_own_api_makes_is_allowed() -> None:
+def test_plans_of_the_api_server_are_allowed() -> None:
     for level in LEVELS:
         rules(level).check(plan(), 8)
     rules("budget").check(plan(budget=64, keep="random"), 64)
@@ -78,11 +78,11 @@ def test_a_plan_has_as_many_rows_as_the_prompt_has_room_for() -> None:
     assert "8 tokens for 32 placeholders" in refused(plan(), rules(), 32)
 
 
-def test_a_state_that_is_too_dear_is_refused() -> None:
+def test_too_expensive_state_is_refused() -> None:
     assert "--autoprune-request-cost" in refused(plan(state=OWN), rules(cost=1.0))
 
 
-def test_the_text_tower_has_words_of_its_own() -> None:
+def test_text_tower_has_its_own_vocabulary() -> None:
     tower = TextTower("some/clip", 1, "because", 77, 768, 1024, vocabulary=10)
     by = PlanRules(dataclasses.replace(served(), tower=tower), WORDS)
     by.check(plan(instruction=(9,), language=(99,)), 8)
@@ -95,14 +95,14 @@ def read(row: object, by: PlanRules) -> tuple[ItemPlan, FallbackReporter]:
     return result, reporter
 
 
-def test_the_worker_reads_a_sound_plan_as_it_is() -> None:
+def test_worker_keeps_valid_plans() -> None:
     for item_plan in (plan(), plan(state=OWN), plan(keep="random"), plan(budget=8, profile=True)):
         result, reporter = read(item_plan.encode(), rules())
         assert result == item_plan
         assert reporter.meter.errors == {}
 
 
-def test_the_worker_carries_out_another_plan_where_it_must() -> None:
+def test_worker_replaces_invalid_plans() -> None:
     result, reporter = read(plan(state=OWN).encode(), rules("budget"))
     assert (result.state, result.keep, result.budget) == (b"", "state", 8)
     assert reporter.meter.errors == {"RequestError": 1}
@@ -117,7 +117,7 @@ def test_the_worker_carries_out_another_plan_where_it_must() -> None:
         assert sum(reporter.meter.errors.values()) == 1
 
 
-def test_a_plan_whose_budget_its_state_cannot_have_has_its_rows() -> None:
+def test_plan_with_impossible_budget_keeps_its_number_of_rows() -> None:
     strict = PlanRules(served({"/constraints/selector/r_min": 8}), WORDS)
     result, reporter = read(plan(budget=4).encode(), strict)
     assert (result.budget, result.keep, reporter.meter.errors) == (4, "reference", {})
@@ -125,7 +125,7 @@ def test_a_plan_whose_budget_its_state_cannot_have_has_its_rows() -> None:
     assert read(plan(budget=33).encode(), limited)[0].keep == "random"
 
 
-def test_whatever_is_read_can_be_carried_out() -> None:
+def test_every_decoded_plan_can_be_executed() -> None:
     source = torch.Generator().manual_seed(0)
     rows = [
         torch.randint(-3, 12, (length,), generator=source) for length in range(60) for _ in range(9)

@@ -11,12 +11,12 @@ def read(value: object) -> tuple[RequestRules, list[Problem]]:
     return parse_rules(value, problems), problems
 
 
-def test_nothing_stated_is_a_budget_behind_vllm_s_own_check() -> None:
+def test_default_is_budget_with_vllm_s_own_check() -> None:
     assert read(None) == (RequestRules("budget", 1, 65536, explicit=False), [])
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_level_allows_what_the_ones_before_it_do(level: str) -> None:
+def test_levels_are_cumulative(level: str) -> None:
     rules, problems = read(level)
     assert (rules.level, rules.explicit, problems) == (level, True, [])
     allowed = [other for other in LEVELS if rules.allows(other)]
@@ -37,7 +37,7 @@ def test_a_range_holds_at_both_ends() -> None:
      "budget:a-b", "budget,states", True, 3, ["budget"], {"level": "budget"}, "budget:1-9999999"],
     ids=repr,
 )  # fmt: skip
-def test_anything_else_is_a_problem_and_allows_nothing(value: object) -> None:
+def test_invalid_values_are_reported_and_allow_nothing(value: object) -> None:
     rules, (problem,) = read(value)
     assert problem.where == "--autoprune-requests"
     assert "budget:16-256" in problem.fix
@@ -45,7 +45,7 @@ def test_anything_else_is_a_problem_and_allows_nothing(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", ["budget:0-8", "budget:9-8", "states:1-65537"])
-def test_a_range_that_is_none(value: str) -> None:
+def test_invalid_range(value: str) -> None:
     _, (problem,) = read(value)
     assert "no range" in problem.what
 

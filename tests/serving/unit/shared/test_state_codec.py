@@ -10,18 +10,18 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 @pytest.mark.parametrize("name", shipped_states())
-def test_what_arrives_decides_the_same(name: str) -> None:
+def test_decoded_state_has_the_same_digest(name: str) -> None:
     sent = load_state(name)
     assert decode_state(encode_state(sent)).digest == sent.digest
 
 
-def test_name_and_provenance_stay_behind() -> None:
+def test_name_and_provenance_are_not_encoded() -> None:
     other = edited(shipped(), {"/name": "other", "/provenance": {"notes": "n" * 50_000}})
     assert encode_state(PruningState.model_validate(other)) == encode_state(state())
     assert encode_state(state({"/constraints/selector/q_e": 3})) != encode_state(state())
 
 
-def test_a_state_of_a_thousand_words_does_not_travel() -> None:
+def test_long_state_is_refused() -> None:
     signal = {"atom": "spatial_centrality_prior", "weight": 0.125}
     fits = state({"/scoring/signals": [signal] * 32})
     assert len(encode_state(fits)) < MAX_ENCODED_BYTES

@@ -18,7 +18,7 @@ CHECKS = ["preserve_budget", "no_shape_change", "deterministic"]
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base policy that gives one token twice, which no state can fix."""
+    """A base policy that repeats a token."""
     sound = BASE_POLICIES["divprune"]
 
     def repeats(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
@@ -29,7 +29,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_state_that_breaks_its_promises_serves_its_base_policy(
+def test_unsafe_state_is_replaced_by_its_base_policy(
     logged: pytest.LogCaptureFixture,
 ) -> None:
     data = edited(shipped(), DIVPRUNE)
@@ -42,7 +42,7 @@ def test_a_state_that_breaks_its_promises_serves_its_base_policy(
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_state_that_may_not_fall_back_is_refused() -> None:
+def test_unsafe_state_without_fallback_is_refused() -> None:
     data = edited(shipped(), {**DIVPRUNE, "/safety": CHECKS})
     (problem,) = refusal({"state": data})
     assert problem.where == "state#/safety"
@@ -50,7 +50,7 @@ def test_a_state_that_may_not_fall_back_is_refused() -> None:
     assert "fallback_to_selection" in problem.fix
 
 
-def test_a_sound_state_is_served_as_it_is(logged: pytest.LogCaptureFixture) -> None:
+def test_safe_state_is_served(logged: pytest.LogCaptureFixture) -> None:
     for changes in ({}, {"/safety": CHECKS}):
         served_state = resolve_settings(
             {"state": edited(shipped(), {**DIVPRUNE, **changes})}, vllm_config()

@@ -46,7 +46,7 @@ def test_the_sign_comes_with_its_reason(
 
 
 @pytest.mark.parametrize("sign", [0, 2, "1", "-1", [1], True, 0.5], ids=repr)
-def test_a_sign_that_is_none_is_refused(tmp_path: Path, sign: object) -> None:
+def test_invalid_sign_is_refused(tmp_path: Path, sign: object) -> None:
     problem = refused(describe(tmp_path, {SIGN_KEY: sign}))
     assert f"{SIGN_KEY} = {sign!r}" in problem.what
 
@@ -55,12 +55,12 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
     assert refused(tmp_path).what == "holds no config.json"
 
 
-def test_a_place_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path / "nowhere").what
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "nope"}'])
-def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+def test_invalid_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     assert "cannot be read" in refused(tmp_path).what
 
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_both_towers_of_clip(tmp_path: Path, kind: str) -> N
 
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
-    """Transformers makes one up that knows nothing but its own start and end."""
+    """Transformers then creates one that has only start and end tokens."""
     assert "has no tokenizer" in refused(describe(tmp_path, tokenizer=False)).what
 
 

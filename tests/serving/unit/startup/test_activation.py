@@ -1,4 +1,4 @@
-"""Registration of the pruned classes, and the levels of sleep that a server can wake up from."""
+"""Registration of the pruned classes, and supported sleep levels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(tower: TextTower | None) -> Any:
         (SimpleNamespace(), 2, False),
     ],
 )
-def test_only_what_loses_the_text_tower_is_refused(
+def test_only_sleep_that_discards_the_text_tower_is_refused(
     model_config: Any, level: int, refused: bool
 ) -> None:
     assert (sleep_problem(model_config, level) is not None) == refused
@@ -63,7 +63,7 @@ def test_an_engine_is_refused_sleep_before_it_is_paused(monkeypatch: pytest.Monk
     def stock(self: object, level: int = 1, mode: str = "abort") -> None:
         slept.append(level)
 
-    monkeypatch.undo()  # the shim itself is wanted here
+    monkeypatch.undo()  # this test needs the real shim
     monkeypatch.setattr(EngineCore, "sleep", stock)
     compat.refuse_sleep(sleep_problem)
     engine: Any = EngineCore.__new__(EngineCore)

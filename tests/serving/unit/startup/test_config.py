@@ -47,7 +47,7 @@ def test_lora_on_the_vision_tower() -> None:
 
 
 @pytest.mark.parametrize("name", ["cudagraph_mm_encoder", "compile_mm_encoder"])
-def test_a_vision_tower_that_nothing_can_listen_to(name: str) -> None:
+def test_vision_tower_without_a_hookable_attention(name: str) -> None:
     config = vllm_config(compiled={name: True})
     assert places({"state": "autoprune"}, config) == [f"--compilation-config {name}"]
     assert (
@@ -56,7 +56,7 @@ def test_a_vision_tower_that_nothing_can_listen_to(name: str) -> None:
 
 
 def _of(base: str) -> dict[str, object]:
-    """Settings of a state whose base policy is another one."""
+    """Settings of a state with this base policy."""
     return {"state": edited(shipped(), {"/base_policy": {"name": base}})}
 
 
@@ -74,7 +74,7 @@ def test_a_language_model_that_cannot_be_read(text: dict[str, object], message: 
     vars(config.model_config.hf_config.text_config).update(text)
     (problem,) = refusal(_of("fastv"), config)
     assert message in problem.what
-    resolve_settings(_of("divprune"), config)  # it matters only to who reads it
+    resolve_settings(_of("divprune"), config)  # only policies that read it are affected
 
 
 def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
@@ -84,7 +84,7 @@ def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
     resolve_settings(_of("divprune"), config)
 
 
-def test_what_cannot_be_read_limits_only_what_requests_may_bring() -> None:
+def test_unavailable_inputs_only_limit_request_states() -> None:
     config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
     served_state = resolve_settings({"state": "autoprune", "requests": "states"}, config)
     ((need, reason),) = served_state.unavailable
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_limits_only_what_requests_may_bring() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 4])
-def test_a_tower_that_is_read_to_its_end_has_no_next_layer(layer: int) -> None:
+def test_last_tower_layer_has_no_next_layer(layer: int) -> None:
     resolve_settings(_of("prumerge_plus"), vllm_config())
     (problem,) = refusal(_of("prumerge_plus"), vllm_config(vision_feature_layer=layer))
     assert "last layer" in problem.what

@@ -15,7 +15,7 @@ from vllm_autoprune.serving.startup import config as config_module
 from vllm_autoprune.serving.startup.config import apply_settings
 
 
-def test_adopted_the_state_is_on_the_model_config_and_our_settings_are_gone(
+def test_settings_are_moved_to_the_model_config(
     registered: Registered, logged: pytest.LogCaptureFixture
 ) -> None:
     config = vllm_config({"state": "autoprune", "budget": 16})
@@ -25,14 +25,14 @@ def test_adopted_the_state_is_on_the_model_config_and_our_settings_are_gone(
     assert found is not None
     assert found.budget == 16
     assert config.additional_config == {"theirs": {"x": 1}}
-    assert "autoprune" in before  # the caller's own dictionary, perhaps of another engine
+    assert "autoprune" in before  # the caller's own dictionary, which another engine may use
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
     (record,) = logged.records
     assert found.state.digest[:12] in record.getMessage()
 
 
 @pytest.mark.parametrize("additional", [{"theirs": 1}, {}, "opaque"], ids=repr)
-def test_without_our_settings_nothing_is_touched(
+def test_without_settings_the_config_is_unchanged(
     registered: Registered, additional: object
 ) -> None:
     config = vllm_config()
@@ -45,7 +45,7 @@ def test_without_our_settings_nothing_is_touched(
     assert registered.models == []
 
 
-def test_a_config_without_a_model_waits_for_the_one_that_has_it() -> None:
+def test_config_without_a_model_keeps_its_settings() -> None:
     config = vllm_config({"state": "autoprune"})
     config.model_config = None
     apply_settings(config)
@@ -109,7 +109,7 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     stock, model = VllmConfig(), vars(vllm_config().model_config)
     assert hashed({"state": "autoprune"}) == hashed({"state": "autoprune", "budget": 64})
     assert hashed({"state": "autoprune"}) == hashed(None)
-    # A model config hashes the fields it declares, and ours is none of them.
+    # A model config hashes only the fields it declares.
     bare = ModelConfig.__new__(ModelConfig)
     for field in dataclasses.fields(ModelConfig):
         vars(bare)[field.name] = None

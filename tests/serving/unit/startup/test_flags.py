@@ -54,7 +54,7 @@ def ours(**settings: object) -> Config:
     return {SETTINGS_KEY: {**settings, "from_flags": True}}
 
 
-def test_every_flag_lands_in_additional_config_as_it_was_typed(
+def test_flags_are_stored_unparsed_in_additional_config(
     parsed: Callable[..., Config],
 ) -> None:
     config = parsed(
@@ -71,13 +71,13 @@ def test_every_flag_lands_in_additional_config_as_it_was_typed(
     )
 
 
-def test_no_flag_leaves_the_namespace_as_it_is(parser: Any) -> None:
+def test_without_flags_the_namespace_is_unchanged(parser: Any) -> None:
     namespace = parser.parse_args([])
     assert namespace.additional_config == {}
     assert not [name for name in vars(namespace) if "autoprune" in name]
 
 
-def test_engine_arguments_hold_what_the_flags_said(parser: Any, tmp_path: Path) -> None:
+def test_engine_arguments_contain_the_flags(parser: Any, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     words = ["--model", str(tmp_path), "--autoprune-state", "autoprune"]
@@ -121,7 +121,7 @@ def test_dotted_keys_are_merged_too(parsed: Callable[..., Config], words: tuple[
     assert parsed(*words) == {SETTINGS_KEY: {"budget": 16}}
 
 
-def test_one_parse_leaves_nothing_for_the_next(parsed: Callable[..., Config]) -> None:
+def test_parses_are_independent(parsed: Callable[..., Config]) -> None:
     parsed(*FLAGS)
     parsed(*OWN, *FLAGS)
     assert parsed() == {}
@@ -129,7 +129,7 @@ def test_one_parse_leaves_nothing_for_the_next(parsed: Callable[..., Config]) ->
     assert parsed(*THEIRS) == {"theirs": {"x": 1}}
 
 
-def test_a_default_of_the_parser_is_added_to_and_never_changed(
+def test_parser_default_is_merged_and_not_modified(
     parser: Any, parsed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = {"theirs": {"x": 1}}
@@ -143,7 +143,7 @@ def test_a_default_of_the_parser_is_added_to_and_never_changed(
 
 
 @pytest.mark.parametrize("value", ["[1]", "3", "text"])
-def test_an_additional_config_that_is_no_object_is_refused_and_not_dropped(
+def test_additional_config_must_be_an_object(
     parsed: Callable[..., Config], value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""The list of names within vLLM: complete, and there."""
+"""Hooks: the list of vLLM names is complete, and all of them exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_autoprune.serving.startup.hooks import HOOKS, Hook, find_missing_names
 ROOM = Path(serving.__file__).parent
 
 
-def test_names_that_are_gone_are_found() -> None:
+def test_missing_names_are_reported() -> None:
     assert find_missing_names(Hook("json", ("JSONEncoder.encode", "dumps"), "a test")) == ()
     gone = find_missing_names(Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "a test"))
     assert gone == ("JSONEncoder.sing",)
@@ -28,11 +28,11 @@ def test_names_that_are_gone_are_found() -> None:
 @pytest.mark.compat
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
-def test_every_hook_is_there(hook: Hook) -> None:
+def test_every_hook_exists(hook: Hook) -> None:
     assert find_missing_names(hook) == ()
 
 
-def test_a_server_is_refused_where_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = (
         Hook("json", ("dumps", "sing"), "the song"),
         Hook("json", ("dance",), "the dance", only="Dancer"),
@@ -46,7 +46,7 @@ def test_a_server_is_refused_where_something_moved(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("architecture", BACKBONES)
-def test_every_backbone_s_own_names_are_on_the_list(architecture: str) -> None:
+def test_names_of_every_backbone_are_listed(architecture: str) -> None:
     assert any(hook.only == BACKBONES[architecture].stock for hook in HOOKS)
 
 
@@ -62,7 +62,7 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield from imported(child)
 
 
-def test_everything_that_is_imported_from_vllm_is_on_the_list() -> None:
+def test_every_import_from_vllm_is_listed() -> None:
     listed = {(hook.module, name.split(".")[0]) for hook in HOOKS for name in hook.names}
     modules = {hook.module for hook in HOOKS}
     imports = {

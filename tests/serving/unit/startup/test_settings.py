@@ -61,11 +61,11 @@ def test_a_text_tower_of_its_own(tiny_clip: TinyClip) -> None:
 
 
 @pytest.mark.parametrize("settings", ["autoprune", 3, None, ["autoprune"], True], ids=repr)
-def test_settings_that_are_no_object(settings: object) -> None:
+def test_settings_that_are_not_an_object(settings: object) -> None:
     assert places(settings) == ["additional_config/autoprune"]
 
 
-def test_a_setting_that_nobody_knows() -> None:
+def test_unknown_setting() -> None:
     (problem,) = refusal({"state": "autoprune", "buget": 3})
     assert problem.where == "additional_config/autoprune/buget"
     assert "budget" in problem.fix
@@ -108,7 +108,7 @@ def nested(depth: int) -> list[object]:
 @pytest.mark.parametrize(
     "value", [{1, 2}, nested(100_000), 10**5000, b"bytes"], ids=["set", "deep", "huge", "bytes"]
 )
-def test_a_dictionary_that_is_no_json_is_told_as_every_other_problem(value: object) -> None:
+def test_dictionary_that_is_not_json_is_reported(value: object) -> None:
     (problem,) = refusal({"state": {"schema": value}})
     assert problem.where == "#" and problem.what.startswith("not JSON: ")
 
@@ -137,14 +137,14 @@ def test_a_state_with_a_mistake_is_pointed_at(
 
 
 @pytest.mark.parametrize("budget", [0, -1, "0", "-1", 65537], ids=repr)
-def test_a_budget_that_is_no_number_of_tokens(budget: object) -> None:
+def test_budget_out_of_range(budget: object) -> None:
     (problem,) = refusal({"state": "autoprune", "budget": budget})
     assert problem.where.startswith("--autoprune-budget")
     assert str(budget) in problem.what
 
 
 @pytest.mark.parametrize("budget", ["x", "1.5", 1.5, "", True, [8]], ids=repr)
-def test_a_budget_that_is_no_whole_number(budget: object) -> None:
+def test_budget_that_is_not_an_integer(budget: object) -> None:
     (problem,) = refusal({"state": "autoprune", "budget": budget})
     assert problem.where == "--autoprune-budget"
     assert "not a whole number" in problem.what
@@ -166,12 +166,12 @@ def test_a_budget_below_the_reference_tokens_to_be_kept() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, "-0.1", "nan", float("nan"), "inf", "much", 1025], ids=repr)
-def test_a_cache_that_is_no_size(size: object) -> None:
+def test_invalid_cache_size(size: object) -> None:
     (problem,) = refusal({"state": "autoprune", "feature_cache_gb": size})
     assert problem.where == "--autoprune-feature-cache-gb"
 
 
-def test_rules_for_requests_that_are_none() -> None:
+def test_invalid_request_rules() -> None:
     assert places({"state": "autoprune", "requests": "everything"}) == ["--autoprune-requests"]
 
 
@@ -203,7 +203,9 @@ def test_a_text_tower_of_another_vision_tower(tmp_path: Path) -> None:
     assert "24 wide, the model's 1024" in problem.what
 
 
-def test_every_problem_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_are_reported_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     settings = {
         "state": edited(shipped(), {"/schema": 1}),
@@ -223,7 +225,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-def test_the_bound_on_states_of_requests() -> None:
+def test_cost_limit_of_request_states() -> None:
     assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.cost == DEFAULT_COST
     rules = resolve_settings({"state": "autoprune", "request_cost": "750"}, vllm_config()).rules
     assert (rules.cost, rules.level) == (750.0, "budget")

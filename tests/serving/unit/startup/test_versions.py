@@ -1,4 +1,4 @@
-"""Releases that are in the range and not installed here: every hook is there, as we call it."""
+"""Compatibility with supported vLLM releases that are not installed: every hook, as called."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def release(request: pytest.FixtureRequest) -> Release:
     return value
 
 
-# ---- releases that are kept ----
+# ---- recorded releases ----
 
 
-def test_every_minor_version_of_the_range_is_installed_or_kept() -> None:
+def test_every_supported_minor_version_is_recorded() -> None:
     from vllm_autoprune.serving.compat import vllm_version
 
     seen = {vllm_version(), *(Version(release.version) for release in RELEASES)}
@@ -71,8 +71,8 @@ def test_a_release_has_every_hook(release: Release) -> None:
 
 
 @pytest.mark.compat
-def test_a_release_calls_hooks_as_the_installed_one_does(release: Release) -> None:
-    """The same kind, parameters and defaults; of code that differs somebody has said why it may."""
+def test_hooks_of_a_release_have_the_installed_signatures(release: Release) -> None:
+    """Same kind, parameters and defaults; differing code needs a recorded reason."""
     installed_symbols = symbols_of(here())
     other: dict[str, tuple[Symbol | None, Symbol | None]] = {}
     for name, symbol in release.symbols.items():
@@ -84,7 +84,7 @@ def test_a_release_calls_hooks_as_the_installed_one_does(release: Release) -> No
     assert other.keys() <= LOOKED_AT.keys()
 
 
-def test_a_release_is_as_its_wheel_has_it(release: Release) -> None:
+def test_record_of_a_release_equals_its_wheel(release: Release) -> None:
     """Reads the wheel's sources in place, by ranges: about ten seconds, a few megabytes."""
     try:
         fetched = command.fetched(release.version)
@@ -93,13 +93,13 @@ def test_a_release_is_as_its_wheel_has_it(release: Release) -> None:
     assert fetched == release
 
 
-# ---- looking names up ----
+# ---- symbol lookup ----
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
-def test_sources_tell_what_importing_tells(hook: Hook) -> None:
-    """Of names that are there, and of the same ones misspelt."""
+def test_source_lookup_agrees_with_importing(hook: Hook) -> None:
+    """For existing names, and for the same names misspelt."""
     misspelt = tuple(f"{name}_gone" for name in hook.names)
     assert [look_up(here(), hook.module, name) for name in misspelt] == [None] * len(misspelt)
     assert None not in [look_up(here(), hook.module, name) for name in hook.names]
@@ -162,13 +162,13 @@ def find_symbol(name: str, module: str = "p.a") -> Symbol | None:
         ("fast", "function", "p.b", "(x)"),
     ],
 )
-def test_a_name_is_found(name: str, kind: str, where: str, called: str) -> None:
+def test_find_symbol(name: str, kind: str, where: str, called: str) -> None:
     symbol = find_symbol(name)
     assert symbol is not None
     assert (symbol.kind, symbol.where, symbol.called) == (kind, where, called)
 
 
-def test_through_packages() -> None:
+def test_find_symbol_through_packages() -> None:
     assert find_symbol("Child", "p") == find_symbol("Child")
     assert find_symbol("lazy", "p.b") == Symbol("value", "p.b")
     assert find_symbol("other.fast", "p") == find_symbol("fast")
@@ -180,13 +180,13 @@ def test_through_packages() -> None:
     [
         ("Child.gone", "p.a"),
         ("unseen", "p.a"),  # for type checkers alone
-        ("_hidden", "p"),  # a star does not bring it
+        ("_hidden", "p"),  # not imported by a star
         ("slow", "p.b"),
         ("anything", "p.c"),
         ("nothing", "p.circle"),
     ],
 )
-def test_a_name_that_is_not_there(name: str, module: str) -> None:
+def test_missing_symbol(name: str, module: str) -> None:
     assert find_symbol(name, module) is None
 
 
@@ -202,7 +202,7 @@ def test_a_name_that_is_not_there(name: str, module: str) -> None:
         ("return x\n", "return x + 1\n", False),
     ],
 )
-def test_code_is_compared_without_what_is_said_about_it(old: str, new: str, same: bool) -> None:
+def test_digest_ignores_comments_and_docstrings(old: str, new: str, same: bool) -> None:
     edited = {**PACKAGE, "p/a.py": PACKAGE["p/a.py"].replace(old, new)}
     assert edited["p/a.py"] != PACKAGE["p/a.py"]
     before, after = find_symbol("Child.method"), look_up(edited.get, "p.a", "Child.method")

@@ -111,10 +111,10 @@ def test_keeps_of_one_budget_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("off", [-3, 1])
-def test_a_policy_with_another_number_of_rows_still_fills_its_placeholder(
+def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
     off: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM would cut a row too many off in silence; one too few would end its engine."""
+    """vLLM silently drops surplus rows, and its engine crashes on missing ones."""
 
     def wrong(policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter) -> Any:
         return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
@@ -129,8 +129,8 @@ def test_a_policy_with_another_number_of_rows_still_fills_its_placeholder(
 
 
 @pytest.mark.parametrize("budget", [N + 1, 4 * N])
-def test_an_image_smaller_than_its_plan_still_fills_its_placeholder(budget: int) -> None:
-    """Its rows, then the last one again: vLLM's engine ends where rows are missing."""
+def test_image_smaller_than_its_plan_is_padded(budget: int) -> None:
+    """The last row is repeated, because vLLM's engine crashes on missing rows."""
     image_list, reporter = images(2), FallbackReporter()
     large, small = prune_images(
         SelectionContext(served(), parts(), reporter), [plan(budget), plan(8)], image_list
@@ -157,7 +157,7 @@ def test_a_policy_that_raises_still_answers_for_every_image(
     assert reporter.meter.errors == {"RuntimeError": 2}
 
 
-def test_rows_that_stand_for_no_token_go_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     extra = torch.full((1, 2, 16), 7.0)
 
     def two_more(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:

@@ -1,4 +1,4 @@
-"""What of an image and of the model a policy is given to read."""
+"""Inputs of a policy: image features, tower states, language model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_autoprune.tpdsl.tokens import Need
 
 
 class Prefix:
-    """Layers that never run: it only knows for which image and words it was made."""
+    """Fake language prefix that records its image and token ids."""
 
     def __init__(self, image: Tensor, ids: Ids) -> None:
         self.image, self.ids = image, ids
@@ -45,7 +45,7 @@ class Prefix:
 
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> list[VisualTokens]:
-    """Makes the shipped state's base policy read everything; notes what it was given."""
+    """Make the shipped state's base policy read everything, and record its inputs."""
     seen: list[VisualTokens] = []
     real = BASE_POLICIES["cdpruner"]
 

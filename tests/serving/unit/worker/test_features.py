@@ -25,13 +25,13 @@ def sized(units: int) -> ImageFeatures:
     return ImageFeatures((Region(Grid(1, units), torch.zeros(units, 4)),))
 
 
-def test_bytes_count_everything_that_is_held() -> None:
+def test_nbytes_of_features() -> None:
     half = torch.zeros(5, 4, dtype=torch.bfloat16)
     full = ImageFeatures((Region(FIVE, half, torch.zeros(5), torch.zeros(5, 3)),))
     assert full.nbytes == 5 * 4 * 2 + 5 * 4 + 5 * 3 * 4
 
 
-def test_bytes_count_what_is_held_of_the_tower() -> None:
+def test_nbytes_includes_tower_features() -> None:
     half = torch.zeros(5, 8, dtype=torch.bfloat16)
     tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
     image = _towered(tower)
@@ -42,7 +42,7 @@ def test_bytes_count_what_is_held_of_the_tower() -> None:
     assert more.nbytes == image.nbytes + 5 * 4 + 5 * 8 * 2
 
 
-def test_an_image_of_a_batch_holds_nothing_of_the_others() -> None:
+def test_copied_image_does_not_keep_its_batch_alive() -> None:
     batch = TowerFeatures(
         torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 5, 2),
         torch.randn(3, 5), torch.randn(3, 5, 8),
@@ -54,7 +54,7 @@ def test_an_image_of_a_batch_holds_nothing_of_the_others() -> None:
 
 
 @given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))
-def test_the_bound_holds_whatever_is_put_in(limit: int, puts: list[tuple[int, int]]) -> None:
+def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
     cache = FeatureCache(16 * limit)
     for key, units in puts:
         cache.put((key, 0), sized(units))
@@ -71,11 +71,11 @@ def test_the_least_recently_used_goes_first() -> None:
     cache.get((1, 0))
     cache.put((4, 0), sized(1))
     assert [cache.get((key, 0)) is not None for key in (1, 2, 3, 4)] == [True, False, True, True]
-    cache.put((5, 0), sized(2))  # drops as many as it takes
+    cache.put((5, 0), sized(2))  # evicts as many as needed
     assert [cache.get((key, 0)) is not None for key in (1, 3, 4, 5)] == [False, False, True, True]
 
 
-def test_what_is_too_large_stays_out_and_drops_nothing() -> None:
+def test_too_large_image_is_not_cached_and_evicts_nothing() -> None:
     cache = FeatureCache(2 * 16)
     cache.put((1, 0), sized(2))
     cache.put((2, 0), sized(3))
@@ -83,7 +83,7 @@ def test_what_is_too_large_stays_out_and_drops_nothing() -> None:
     assert cache.get((2, 0)) is None
 
 
-def test_a_bound_of_zero_holds_nothing() -> None:
+def test_bound_of_zero_caches_nothing() -> None:
     cache = FeatureCache(0)
     cache.put((1, 0), sized(1))
     assert (len(cache), cache.used_bytes) == (0, 0)
@@ -101,7 +101,7 @@ def test_a_key_is_both_of_its_numbers_and_is_counted_once() -> None:
     assert (cache.hits, cache.misses) == (1, 1)
 
 
-def test_cleared_it_is_empty_and_counts_on() -> None:
+def test_clear_keeps_the_counters() -> None:
     cache = FeatureCache(16)
     cache.put((1, 0), sized(1))
     cache.get((1, 0))

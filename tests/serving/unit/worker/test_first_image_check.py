@@ -28,9 +28,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_sound_state_is_looked_at_once_and_left_alone(
-    policy: PruningPolicy, broken: pytest.MonkeyPatch
-) -> None:
+def test_safe_state_is_checked_once(policy: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
     broken.undo()
     first = FirstImageCheck()
     assert first.replace_unsafe(policy, images()) is policy
@@ -39,7 +37,7 @@ def test_a_sound_state_is_looked_at_once_and_left_alone(
     assert first.unsafe == 0
 
 
-def test_a_state_that_fails_serves_its_base_policy_from_then_on(
+def test_unsafe_state_is_replaced_by_its_base_policy(
     policy: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     first, tokens = FirstImageCheck(), images()
@@ -55,16 +53,14 @@ def test_a_state_that_fails_serves_its_base_policy_from_then_on(
     assert "FAILS" in message and "made to fail" in message and "cdpruner" in message
 
 
-def test_budgets_of_a_failed_state_stay_what_they_are(
-    policy: PruningPolicy, broken: pytest.MonkeyPatch
-) -> None:
+def test_replacement_keeps_the_budget(policy: PruningPolicy, broken: pytest.MonkeyPatch) -> None:
     first, tokens = FirstImageCheck(), images()
     first.replace_unsafe(policy, tokens)
     other = first.replace_unsafe(materialize(policy.state, 5), tokens)
     assert refine(other, tokens).indices.shape == (2, 5)
 
 
-def test_images_that_are_no_numbers_condemn_no_state(
+def test_non_finite_images_fail_no_state(
     policy: PruningPolicy, logged: pytest.LogCaptureFixture
 ) -> None:
     first, tokens = FirstImageCheck(), images()
@@ -93,10 +89,10 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
 
 
 @pytest.mark.parametrize("budgets", [(8, 5), (5, 8)])
-def test_a_verdict_holds_for_the_budget_that_it_is_about(
+def test_verdict_applies_to_one_budget(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int]
 ) -> None:
-    """Whichever is asked for first: neither condemns nor clears the state at the other."""
+    """In either order, the verdict at one budget does not affect the other."""
     checked = fails_at(monkeypatch, 5)
     first, tokens = FirstImageCheck(), images()
     for _ in range(2):
@@ -109,7 +105,7 @@ def test_a_verdict_holds_for_the_budget_that_it_is_about(
     assert first.unsafe == 1
 
 
-def test_a_verdict_holds_for_the_number_of_tiles_that_it_is_about(
+def test_verdict_applies_to_one_number_of_tiles(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = fails_at(monkeypatch, 0)
@@ -121,7 +117,7 @@ def test_a_verdict_holds_for_the_number_of_tiles_that_it_is_about(
     assert len(checked) == 2
 
 
-def test_a_state_that_fails_at_many_budgets_is_told_of_once(
+def test_failing_state_is_logged_once(
     policy: PruningPolicy, broken: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     """Clients choose budgets: they must not be able to fill the log."""

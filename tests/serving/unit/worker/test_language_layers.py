@@ -39,7 +39,7 @@ def llama() -> Any:
 
 
 class Served:
-    """The same weights behind the names and shapes of vLLM's ``LlamaModel``."""
+    """The same weights with the names and shapes of vLLM's ``LlamaModel``."""
 
     def __init__(self, llama: Any) -> None:
         self.embed_tokens = llama.embed_tokens
@@ -107,14 +107,14 @@ def test_the_sequence_is_start_image_instruction(llama: Any) -> None:
     assert torch.equal(row, torch.cat([table[[BOS]], shown, table[[5, 6]]]))
 
 
-def test_an_empty_instruction_is_the_start_token_once_more(llama: Any) -> None:
+def test_empty_instruction_is_the_start_token(llama: Any) -> None:
     prefix = read(Served(llama))
     assert prefix.text.tolist() == [[True]]
     assert torch.equal(prefix.embeddings()[0, -1], llama.embed_tokens.weight[BOS])
     assert prefix.attention(0).shape == (1, HEADS, 1, 11)
 
 
-def test_every_layer_is_transformers_own(llama: Any) -> None:
+def test_layers_equal_transformers(llama: Any) -> None:
     """States, normed states, rotated keys and the text's attention rows, in float32."""
     prefix = read(Served(llama), 5, 6, 7)
     whole = llama(
@@ -132,7 +132,7 @@ def test_every_layer_is_transformers_own(llama: Any) -> None:
     torch.testing.assert_close(prefix.normed(LAYERS - 1), whole.last_hidden_state)
 
 
-def test_no_layer_runs_that_nobody_asked_for(llama: Any) -> None:
+def test_only_requested_layers_run(llama: Any) -> None:
     served = Served(llama)
     prefix = read(served, 5)
     prefix.embeddings()
@@ -148,7 +148,7 @@ def test_no_layer_runs_that_nobody_asked_for(llama: Any) -> None:
     assert served.ran == [0, 1]
 
 
-def test_the_last_word_may_look_at_everything_and_no_word_ahead(llama: Any) -> None:
+def test_attention_is_causal(llama: Any) -> None:
     rows = read(Served(llama), 5, 6, 7).attention(1)[0]
     assert (rows[:, 0, -2:] == 0).all() and (rows[:, 1, -1:] == 0).all()
     assert (rows[:, 2] > 0).all()
@@ -156,7 +156,7 @@ def test_the_last_word_may_look_at_everything_and_no_word_ahead(llama: Any) -> N
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_ranks_put_their_heads_side_by_side(
+def test_heads_of_ranks_are_concatenated(
     llama: Any, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
     """Two ranks, or four that hold each of two key heads twice."""

@@ -17,7 +17,7 @@ from vllm_autoprune.serving.worker.stopwatch import Stopwatch
 
 
 def shown(folder: Path) -> dict[str, float]:
-    """What an API server shows of a folder."""
+    """Metrics that an API server exports from a folder."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
     lines = generate_latest(registry).decode().splitlines()
@@ -25,7 +25,7 @@ def shown(folder: Path) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_what_a_worker_counts_is_shown(tmp_path: Path) -> None:
+def test_worker_metrics_are_exported(tmp_path: Path) -> None:
     meter, cache = FallbackMeter(), FeatureCache(1 << 20)
     meter.add(torch.tensor([0, 1, 1, 2], dtype=torch.uint8))
     meter.add(torch.tensor([1, 0], dtype=torch.uint8), "error")
@@ -37,7 +37,7 @@ def test_what_a_worker_counts_is_shown(tmp_path: Path) -> None:
     with watch.measure():
         pass
     with closing(WorkerMetrics(str(tmp_path))) as worker:
-        for _ in range(2):  # totals: once more changes nothing
+        for _ in range(2):  # totals, so writing them again changes nothing
             worker.publish(watch, meter, cache, 1)
     found = shown(tmp_path)
     assert found['autoprune_fallbacks_total{fallback="reference",reason="scores"}'] == 2
@@ -72,9 +72,7 @@ def test_workers_add_up_also_after_a_restart(
     assert shown(tmp_path)["autoprune_feature_cache_hits_total"] == 7
 
 
-def test_a_folder_that_is_not_there_is_told_once(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
+def test_missing_folder_is_logged_once(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
     """The API server is on another machine."""
     worker = WorkerMetrics(str(tmp_path / "elsewhere"))
     for _ in range(3):

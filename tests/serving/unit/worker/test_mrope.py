@@ -1,4 +1,4 @@
-"""Positions of kept tokens, against a plain placing of whole images."""
+"""M-RoPE positions of kept tokens, compared with those of whole images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Feature:
-    """As much of vLLM's ``MultiModalFeatureSpec`` as is read."""
+    """The part of vLLM's ``MultiModalFeatureSpec`` that is read."""
 
     mm_position: Place
     height: int
@@ -99,7 +99,7 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
         else:
             survivors.append(at)
     expected = full[:, survivors]
-    # Prefill in steps; each is done twice, as after a preemption.
+    # Chunked prefill; each chunk is computed twice, as after a preemption.
     for start in range(0, len(ids), step):
         now = [
             rows[max(0, start - f.mm_position.offset) : max(0, start + step - f.mm_position.offset)]
@@ -111,7 +111,7 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
     assert torch.equal(positions, expected)
 
 
-def test_whole_images_are_placed_by_the_stock_code_alone() -> None:
+def test_unpruned_images_use_the_stock_positions() -> None:
     ids, features = _prompt([(4, 3), (2, 5)], None)
     positions, delta = compute_input_positions(stock, ids, features, {0: 12, 1: 10})
     expected, expected_delta = stock(ids, features)
@@ -119,7 +119,7 @@ def test_whole_images_are_placed_by_the_stock_code_alone() -> None:
     assert delta == expected_delta
 
 
-def test_places_survive_the_coarsest_dtype() -> None:
+def test_positions_survive_bfloat16() -> None:
     """bfloat16 cannot hold 257; the channels can."""
     channels = position_channels(300, 400, torch.device("cpu")).bfloat16()
     offsets = position_offsets(channels)
@@ -128,7 +128,7 @@ def test_places_survive_the_coarsest_dtype() -> None:
     assert torch.equal(offsets[2].view(300, 400)[7], torch.arange(400))
 
 
-def test_an_image_token_that_a_user_typed_stays_where_it_is() -> None:
+def test_image_token_in_user_text_keeps_its_position() -> None:
     """vLLM takes the first ones for images, so what is typed comes after all kept tokens."""
     image = 9
     ids = torch.tensor([5, image, image, 7, image, image, 6])

@@ -23,7 +23,7 @@ PREFIXES = (
 
 @pytest.fixture(scope="module")
 def tower() -> Any:
-    """A tower of transformers' own, with weights that hide nothing."""
+    """A tower of transformers with random layer norms."""
     from transformers import CLIPVisionModel
 
     torch.manual_seed(1)
@@ -67,7 +67,7 @@ def test_it_is_one_wide_head_of_the_layer_after_the_one_that_is_read(
     torch.testing.assert_close(keys, key[:, 1:])
 
 
-def test_the_stream_goes_on_unchanged(tower: Any) -> None:
+def test_weights_are_passed_through_unchanged(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     for (name, weight), (own, same) in zip(
         layer.capture_weights(checkpoint(tower), LIKE), checkpoint(tower), strict=True
@@ -92,7 +92,7 @@ def test_copies_are_kept_in_the_tower_s_dtype(tower: Any) -> None:
 
 
 @pytest.mark.parametrize("lost", NAMES)
-def test_what_the_checkpoint_lacks_is_said_by_name(tower: Any, lost: str) -> None:
+def test_missing_weights_are_named(tower: Any, lost: str) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     weights = ((n, w) for n, w in checkpoint(tower) if not n.endswith(f"layers.{NEXT}.{lost}"))
     for _ in layer.capture_weights(weights, LIKE):
@@ -104,7 +104,7 @@ def test_what_the_checkpoint_lacks_is_said_by_name(tower: Any, lost: str) -> Non
     assert "not in the checkpoint" in problem.what
 
 
-def test_a_checkpoint_that_ends_before_it_lacks_everything(tower: Any) -> None:
+def test_checkpoint_without_the_layer(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     for _ in layer.capture_weights(
         (w for w in checkpoint(tower) if f"layers.{NEXT}." not in w[0]), LIKE
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_ends_before_it_lacks_everything(tower: Any) -> None:
     assert len(caught.value.problems) == len(NAMES)
 
 
-def test_packed_weights_are_refused_and_not_multiplied(tower: Any) -> None:
+def test_quantised_weights_are_refused(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     packed = (
         (name, weight[:, :3] if name.endswith("k_proj.weight") else weight)

@@ -14,7 +14,7 @@ from vllm_autoprune.serving.worker.qkv_hook import QkvHook, QueriesAndKeys
 
 
 class Qkv(nn.Module):
-    """As vLLM's QKVParallelLinear: one product, returned with a bias that is never there."""
+    """Like vLLM's QKVParallelLinear: one fused product, and None as bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ def test_half_precision_attention_is_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("summed", [QueriesAndKeys.cls_attention, QueriesAndKeys.mean_keys])
-def test_heads_of_other_ranks_count_too(
+def test_attention_is_averaged_over_the_heads_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, summed: Callable[[QueriesAndKeys], Tensor]
 ) -> None:
-    """Each rank holds two of four heads; what they sum to is what one rank with all would say."""
+    """Two ranks of two heads each give the result of one rank with four heads."""
     torch.manual_seed(3)
     query, key = torch.randn(2, 7, 4, 5), torch.randn(2, 7, 4, 5)
     whole = QueriesAndKeys(query, key, 0.4, heads=4, sharded=False)

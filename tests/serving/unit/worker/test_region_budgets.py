@@ -22,7 +22,7 @@ def test_every_tile_counts_the_same() -> None:
     assert split_over_regions(1, [base, crops]) == (1, 0)
 
 
-def test_what_does_not_fit_goes_where_there_is_room() -> None:
+def test_surplus_goes_to_regions_with_room() -> None:
     base, crops = Part(Grid(4, 4), 1), Part(Grid(2, 3), 4)
     assert split_over_regions(20, [base, crops]) == (14, 6)
     assert split_over_regions(100, [base, crops]) == (16, 6)

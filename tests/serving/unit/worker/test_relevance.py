@@ -39,7 +39,7 @@ def tower(tiny_clip: TinyClip) -> ClipTower:
 
 
 def published(model: Any, ids: Ids, size: int) -> Tensor:
-    """CDPruner's way: the whole padded by zeros to a multiple of the length, then cut."""
+    """CDPruner's segments: zero-padded to a multiple of the length, then split."""
     count = max(1, -(-len(ids) // size))
     padded = torch.zeros(count * size, dtype=torch.int64)
     padded[: len(ids)] = torch.tensor(ids)
@@ -87,13 +87,13 @@ def test_a_batch_is_each_of_its_instructions_alone(tower: ClipTower) -> None:
         torch.testing.assert_close(text[row][used[row]], alone[0])
 
 
-def test_different_instructions_are_told_apart(tower: ClipTower) -> None:
+def test_different_instructions_have_different_embeddings(tower: ClipTower) -> None:
     text, _ = tower.instructions([(BOS, 5, 6, EOS), (BOS, 6, 5, EOS)])
     assert not torch.allclose(text[0], text[1], atol=1e-3)
 
 
-def test_an_instruction_without_any_id_is_survived(tower: ClipTower) -> None:
-    """A tokenizer that adds no ends makes nothing of an empty instruction."""
+def test_instruction_without_token_ids(tower: ClipTower) -> None:
+    """A tokenizer without special tokens returns no ids for an empty instruction."""
     for instructions in ([()], [SHORT, ()]):
         text, used = tower.instructions(instructions)
         assert text.shape[:2] == used.shape == (len(instructions), 1)
@@ -154,7 +154,7 @@ def test_nothing_of_the_tower_is_trained(tower: ClipTower) -> None:
 
 
 class Lookup:
-    """An embedding table that counts how often it is asked."""
+    """An embedding table that counts lookups."""
 
     def __init__(self) -> None:
         torch.manual_seed(4)
@@ -208,7 +208,7 @@ def test_half_precision_embeddings_are_averaged_in_float32() -> None:
 
 
 class AdaptedEmbedding(nn.Module):
-    """As vLLM's ``VocabParallelEmbeddingWithLoRA``: adds the adapters of the batch that runs."""
+    """Like vLLM's ``VocabParallelEmbeddingWithLoRA``: adds adapters of the running batch."""
 
     def __init__(self, base_layer: nn.Embedding) -> None:
         super().__init__()
@@ -233,17 +233,17 @@ class LanguageModel(nn.Module):
 
 
 class EmbeddingsVision(Vision):
-    """The vision side of a model of which only relevance by embeddings is asked."""
+    """Vision side for tests of relevance by input embeddings only."""
 
     @staticmethod
     def tower(model: Any) -> nn.Module:
         return nn.Linear(1, 1)
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        raise AssertionError("not asked")
+        raise AssertionError("not called")
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        raise AssertionError("not asked")
+        raise AssertionError("not called")
 
 
 @torch.no_grad()

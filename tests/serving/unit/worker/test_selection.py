@@ -27,7 +27,7 @@ def failing(*names: str) -> Any:
     return fail
 
 
-def test_a_sound_policy_is_refine(policy: PruningPolicy) -> None:
+def test_valid_policy_equals_refine(policy: PruningPolicy) -> None:
     reporter, tokens = FallbackReporter(), images()
     result, expected = select_with_fallback(policy, tokens, reporter), refine(policy, tokens)
     assert torch.equal(result.indices, expected.indices)
@@ -37,7 +37,7 @@ def test_a_sound_policy_is_refine(policy: PruningPolicy) -> None:
 
 
 def test_features_that_follow_derivatives_are_no_failure(policy: PruningPolicy) -> None:
-    """vLLM's warm-up on a CPU hands over such."""
+    """vLLM's warm-up on a CPU passes tensors that require gradients."""
     reporter, tokens = FallbackReporter(), images()
     tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
     result = select_with_fallback(policy, tracked, reporter)
@@ -48,7 +48,7 @@ def test_features_that_follow_derivatives_are_no_failure(policy: PruningPolicy) 
     assert not result.features.requires_grad
 
 
-def test_an_exception_costs_the_exchange_and_not_the_engine(
+def test_exception_falls_back_to_the_reference(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter, tokens = FallbackReporter(), images()
@@ -59,7 +59,7 @@ def test_an_exception_costs_the_exchange_and_not_the_engine(
     assert reporter.meter.errors == {"RuntimeError": 1}
 
 
-def test_a_base_policy_that_raises_leaves_an_even_spread(
+def test_failing_base_policy_gives_evenly_spaced_tokens(
     policy: PruningPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter, tokens = FallbackReporter(), images()
@@ -71,7 +71,7 @@ def test_a_base_policy_that_raises_leaves_an_even_spread(
     assert reporter.meter.errors == {"RuntimeError": 2}
 
 
-def test_an_input_that_is_missing_costs_the_exchange_too() -> None:
+def test_missing_input_falls_back() -> None:
     """The worker made no instruction for a state that reads one."""
     policy = materialize(state({"/base_policy": {"name": "divprune"}}), 8)
     reporter, tokens = FallbackReporter(), images()
@@ -92,7 +92,7 @@ def test_an_interrupt_is_not_swallowed(
         select_with_fallback(policy, images(), FallbackReporter())
 
 
-def test_not_a_number_counts_by_image(policy: PruningPolicy) -> None:
+def test_non_finite_images_are_counted(policy: PruningPolicy) -> None:
     tokens = images(batch=3)
     tokens.features[1, 5] = torch.nan
     reporter = FallbackReporter()
@@ -101,7 +101,7 @@ def test_not_a_number_counts_by_image(policy: PruningPolicy) -> None:
     assert reporter.meter.counts() == {"none": 4, "reference": 0, "uniform": 2}
 
 
-def test_the_meter_adds_up_and_tells_of_each_kind_once(logged: pytest.LogCaptureFixture) -> None:
+def test_meter_adds_up_and_each_kind_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
     reporter = FallbackReporter()
     assert reporter.meter.counts() == {"none": 0, "reference": 0, "uniform": 0}
     for codes in ([0, 0], [1, 0], [1, 1], [0], [2], [2], [1], [0]):
@@ -114,7 +114,7 @@ def test_the_meter_adds_up_and_tells_of_each_kind_once(logged: pytest.LogCapture
     ]
 
 
-def test_nothing_is_told_while_nothing_falls_back(logged: pytest.LogCaptureFixture) -> None:
+def test_no_log_without_fallbacks(logged: pytest.LogCaptureFixture) -> None:
     reporter = FallbackReporter()
     for _ in range(3):
         reporter.report(torch.zeros(4, dtype=torch.uint8))

@@ -29,7 +29,7 @@ def test_a_block_that_raises_is_not_timed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_nobody_waits() -> None:
+def test_collect_does_not_wait_for_the_gpu() -> None:
     watch = Stopwatch(torch.device("cuda"))
     with watch.measure():
         torch.cuda._sleep(200_000_000)
