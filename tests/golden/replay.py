@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.golden.case import Case
-from tests.golden.degenerate import same_until_duplicates, same_until_rank
-from tests.golden.demand import Demand, demand
+from tests.golden.degenerate import Demand, demand, same_until_duplicates, same_until_rank
 from tests.golden.records import RECORDS
 from vllm_autoprune.base_policies.language_attention import surviving_positions
 from vllm_autoprune.base_policies.sparsevlm import (

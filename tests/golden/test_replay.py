@@ -9,7 +9,7 @@ import pytest
 
 from tests.golden.__main__ import main
 from tests.golden.case import DATA, load, names
-from tests.golden.demand import Demand, demand, first_picks, residual_bound
+from tests.golden.degenerate import Demand, demand, first_picks, residual_bound
 from tests.golden.replay import METHODS, replay
 from tests.golden.test_case import changed
 

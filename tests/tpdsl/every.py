@@ -17,6 +17,8 @@ from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
 from vllm_autoprune.tpdsl.registry import ATOMS, Group
 from vllm_autoprune.tpdsl.tokens import Need, TowerStates
 
+GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
+
 MEANINGS: set[str] = set()
 """Atoms whose values a test compares with a manual computation or a scalar loop."""
 

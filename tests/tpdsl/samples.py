@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
+from vllm_autoprune import Grid, Instruction, PruningState, StateError, VisualTokens, load_state
+from vllm_autoprune.tpdsl.base_policy import ReferenceSelection
+from vllm_autoprune.tpdsl.outcome import TokenSelection
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
@@ -117,3 +121,33 @@ def with_relevance(tokens: VisualTokens, relevance: Tensor, sign: int = 1) -> Vi
 def call(name: str, **parameters: object) -> Any:
     """An atom with these parameters and the defaults of the others."""
     return ATOMS[name].call.model_validate({"atom": name, **parameters})
+
+
+def token_selection(
+    indices: Tensor, picks: Tensor | None = None, g: Tensor | None = None
+) -> TokenSelection:
+    """Kept tokens ``(B, K)`` without fallback; the reference selection is the same by default."""
+    no_fallback = torch.zeros(indices.shape[0], dtype=torch.uint8)
+    reference = ReferenceSelection(indices if picks is None else picks)
+    return TokenSelection(indices, reference, no_fallback, g)
+
+
+def refused(source: str | Path) -> list[tuple[str, str]]:
+    """(where, what) of every problem of a refused state."""
+    with pytest.raises(StateError) as raised:
+        load_state(source)
+    assert raised.value.problems and all(p.fix for p in raised.value.problems)
+    return [(problem.where, problem.what) for problem in raised.value.problems]
+
+
+def refused_with(changes: dict[str, object]) -> list[tuple[str, str]]:
+    """(where, what) of every problem of the shipped state with some fields changed."""
+    return refused(json.dumps(edited(shipped(), changes)))
+
+
+def fixed(changes: dict[str, object]) -> str:
+    """The fix proposed for the only problem of a changed state."""
+    with pytest.raises(StateError) as raised:
+        load_state(json.dumps(edited(shipped(), changes)))
+    (problem,) = raised.value.problems
+    return problem.fix

@@ -8,12 +8,16 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.tpdsl.samples import state
+from vllm_autoprune import ConfigError
+from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.serving.startup.config import resolve_settings
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -159,3 +163,18 @@ def add_tokenizer(folder: Path, words: int = 64) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
+
+
+def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
+    """Every problem of refused settings; each must have a fix."""
+    with pytest.raises(ConfigError) as caught:
+        resolve_settings(settings, vllm_config() if config is None else config)
+    problems = caught.value.problems
+    assert problems
+    assert all(problem.what and problem.fix for problem in problems)
+    return problems
+
+
+def places(settings: object, config: Any = None) -> list[str]:
+    """Places of those problems."""
+    return [problem.where for problem in refusal(settings, config)]

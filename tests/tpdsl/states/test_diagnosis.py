@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpdsl.refusals import fixed, refused, refused_with
-from tests.tpdsl.samples import DELETE
+from tests.tpdsl.samples import DELETE, fixed, refused, refused_with
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
 

@@ -6,8 +6,7 @@ import tracemalloc
 
 import pytest
 
-from tests.tpdsl.refusals import refused, refused_with
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, refused, refused_with, shipped
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_VALUES
 from vllm_autoprune.tpdsl.states.load import MAX_PROBLEMS

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tpdsl.refusals import refused
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, refused, shipped
 from vllm_autoprune import load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 

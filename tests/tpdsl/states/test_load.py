@@ -11,8 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from tests.tpdsl.refusals import refused, refused_with
-from tests.tpdsl.samples import DELETE, edited, shipped
+from tests.tpdsl.samples import DELETE, edited, refused, refused_with, shipped
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_VALUES
 from vllm_autoprune.tpdsl.states.load import shipped_states

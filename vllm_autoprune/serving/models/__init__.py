@@ -31,7 +31,7 @@ _PREFIX = "Autoprune"
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """One served model family: its class by import path, and what it cannot do."""
+    """One served model family: import path of its class, and its start-up checks."""
 
     name: str
     model: str

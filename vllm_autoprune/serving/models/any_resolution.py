@@ -1,6 +1,6 @@
 """Any-resolution images: a base view, then crops stitched into one map with a newline a row.
 
-The model's own code joins the crops. Where each row came from is found by sending marked tiles
+The model's own code joins the crops. The origin of each row is determined by sending marked tiles
 through it, so padding is cut off and rows are counted as the model does.
 """
 
@@ -28,7 +28,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RegionLayout:
-    """A region of the joined rows: its layout, and the place ``(N,)`` of each token among them."""
+    """A region of the joined rows: its layout, and the position ``(N,)`` of each token."""
 
     grid: Grid
     order: Tensor
@@ -37,14 +37,14 @@ class RegionLayout:
 
 @dataclass(frozen=True, slots=True)
 class JoinedLayout:
-    """How an image's tiles become rows: the regions, and how many newlines there are."""
+    """Order of an image's rows: the regions, and the number of newlines."""
 
     places: tuple[RegionLayout, ...]
     newlines: int
 
 
 def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
-    """What the model does with T tiles of ``side`` x ``side`` tokens.
+    """Layout of the rows that the model makes of T tiles of ``side`` x ``side`` tokens.
 
     Where no padding was cut off, base view and crops are the T equal tiles that published
     policies split a budget over. Otherwise crops are one region of the shape that is left, and
@@ -83,7 +83,7 @@ def split_joined_images(
 
 
 def join_features(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:
-    """One image of T tiles, with whatever is known of its tokens joined as the tokens are."""
+    """Join the T tiles of one image; all per-token tensors are joined like the tokens."""
     layout = compute_joined_layout(join, tiles.projected.shape[0], side)
     rows = join(tiles.projected, newline)
     regions, first = [], 0
@@ -107,7 +107,7 @@ def join_features(tiles: Tiles, join: Join, newline: Tensor, side: int) -> Image
 
 
 def _rows(tiles: Tensor, join: Join) -> Tensor:
-    """Something known of each token ``(T, n, C)``, joined as the tokens are."""
+    """Join a per-token tensor ``(T, n, C)`` like the tokens."""
     return join(tiles, tiles.new_zeros(tiles.shape[2]))
 
 
@@ -120,7 +120,7 @@ def _tower(
 ) -> TowerFeatures:
     """The tower's states of one region, whose tiles begin at ``first``."""
     cls = tower.cls[first : first + place.share, 0]
-    # Crops that are one grid have one [CLS] together.
+    # Crops that form one grid share one [CLS].
     cls = cls if place.grid.tiles == place.share else cls.mean(dim=0, keepdim=True)
     attention, keys = tower.next_attention, tower.next_keys
     return TowerFeatures(

@@ -22,12 +22,12 @@ _FIX = "serve another state, or another checkpoint"
 
 
 def accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
-    """Every checkpoint of the architecture will do."""
+    """Accept every checkpoint of the architecture."""
     return ()
 
 
 def refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
-    """No CLIP was trained together with this model's vision tower."""
+    """Refuse text towers: no CLIP was trained together with this model's vision tower."""
     what = f"the vision tower of {config.model_type!r} has no text tower beside it"
     fix = "leave the flag out: relevance is then measured by the model's own embeddings"
     return (Problem(f"{FLAG} {tower.path}", what, fix),)
@@ -41,7 +41,7 @@ _ROWS: dict[Need, str] = {
 
 
 def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
-    """A backbone that gives policies its tokens, their attention and the instruction."""
+    """Refuse states that read the vision tower or the language model's layers."""
     return [
         Problem("model", f"{config.model_type!r} gives states no {what}", _FIX)
         for need, what in _ROWS.items()
@@ -50,7 +50,7 @@ def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Se
 
 
 def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
-    """LLaVA models whose tower is CLIP's, read at one layer, without [CLS]."""
+    """Require a CLIP tower that is read at one layer, without [CLS]."""
     problems = []
     kind = config.vision_config.model_type
     if kind != "clip_vision_model":
@@ -66,7 +66,7 @@ def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
 
 
 def check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
-    """LLaVA-OneVision as it is published: SigLIP, all patches of one layer."""
+    """Require LLaVA-OneVision as published: SigLIP, all patches of one layer."""
     problems = []
     kind = config.vision_config.model_type
     if kind != "siglip_vision_model":
@@ -79,7 +79,7 @@ def check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
 
 
 def check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
-    """A text tower that belongs to another vision tower."""
+    """Refuse a text tower that belongs to another vision tower."""
     width = config.vision_config.hidden_size
     if tower.vision_width == width:
         return ()
@@ -91,7 +91,7 @@ def check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Pro
 def check_clip_inputs(
     config: LlavaConfig | LlavaNextConfig, needs: Collection[Need]
 ) -> Sequence[Problem]:
-    """What a state reads beyond tokens, and this checkpoint cannot give."""
+    """Refuse states that read inputs which this checkpoint cannot provide."""
     problems = []
     vision, text = config.vision_config, config.text_config
     if "next_layer" in needs:
@@ -114,7 +114,7 @@ def check_clip_inputs(
 
 
 def _most_tokens(config: LlavaConfig | LlavaNextConfig) -> int:
-    """The largest image: one tile, or a base view and the largest grid of crops."""
+    """Tokens of the largest image: one tile, or a base view and the largest grid of crops."""
     vision = config.vision_config
     side = vision.image_size // vision.patch_size
     if config.model_type != "llava_next":

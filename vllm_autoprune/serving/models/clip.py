@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ClipVision(Vision):
-    """What LLaVA-1.5 and LLaVA-NeXT have in common."""
+    """Vision side shared by LLaVA-1.5 and LLaVA-NeXT."""
 
     _model: LlavaForConditionalGeneration
 
@@ -47,8 +47,8 @@ class ClipVision(Vision):
         projected: Tensor = self._model.multi_modal_projector(rows.to(self.sample_weight.dtype))
         return projected
 
-    def parts(self) -> ModelParts:
-        """As :meth:`Vision.parts`, with the language model's first layers."""
+    def model_parts(self) -> ModelParts:
+        """As :meth:`Vision.model_parts`, with the language model's first layers."""
         if self._language is None and "language" in self.needs:
             first = self._model.config.text_config.bos_token_id
             model = self._model.language_model.model
@@ -72,8 +72,8 @@ class ClipVision(Vision):
         if self._next is not None:
             self._next.require_weights()
 
-    def tiles(self, pixels: Tensor) -> Tiles:
-        """One pass of the vision tower over ``(M, 3, H, W)``."""
+    def encode_tiles(self, pixels: Tensor) -> Tiles:
+        """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
         model, relevance = self._model, self.relevance()
         states = model.vision_tower(pixels)
         hidden = states[:, 1:]
@@ -86,7 +86,7 @@ class ClipVision(Vision):
         )
 
     def _inside(self, states: Tensor, last: QueriesAndKeys) -> TowerFeatures | None:
-        """Of all tiles, from states ``(M, 1 + n, Dv)``."""
+        """Tower features of all tiles, from states ``(M, 1 + n, Dv)``."""
         if self.needs.isdisjoint({"tower", "next_layer"}):
             return None
         attention, keys = None, None

@@ -34,7 +34,7 @@ def predict_extent(
 
 
 def largest_extent(info: BaseLlavaProcessingInfo) -> Extent:
-    """As :func:`predict_extent`, whatever the image."""
+    """Extent of the largest image."""
     return Extent(info.get_max_image_tokens())
 
 
@@ -58,7 +58,7 @@ class LlavaVision(ClipVision):
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`."""
-        tiles = self.tiles(stack_field(images, "pixel_values"))
+        tiles = self.encode_tiles(stack_field(images, "pixel_values"))
         # Rows are copied: a view would keep the whole batch alive in the cache.
         regions = [
             Region(

@@ -40,7 +40,7 @@ def predict_extent(
 
 
 def largest_extent(info: LlavaNextProcessingInfo) -> Extent:
-    """Of the image size with most tokens."""
+    """Extent of the image size with most tokens."""
     return predict_extent(info, info.get_image_size_with_most_features(), {})
 
 
@@ -58,7 +58,7 @@ class LlavaNextVision(ClipVision):
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
         counts = [len(image["pixel_values"]) for image in images]
-        made = self.tiles(torch.cat([image["pixel_values"] for image in images]))
+        made = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
         newline, side = self._model.image_newline, self.grid.height
         return [
             join_features(one, self._join(image), newline, side)
@@ -70,7 +70,7 @@ class LlavaNextVision(ClipVision):
         merge = LlavaNextForConditionalGeneration._merge_image_patch_embeddings
 
         def join(tiles: Tensor, newline: Tensor) -> Tensor:
-            # The method reads no other part of the model, so anything can be sent through it.
+            # The method reads no other part of the model, so it can be called with marked tiles.
             model = SimpleNamespace(config=self._model.config, image_newline=newline)
             rows: Tensor = merge(model, size, tiles, strategy="spatial_unpad")
             return rows

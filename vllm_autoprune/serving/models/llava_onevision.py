@@ -73,7 +73,7 @@ class OnevisionVision(Vision):
         merge = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
 
         def join(tiles: Tensor, newline: Tensor) -> Tensor:
-            # The method reads no other part of the model, so anything can be sent through it.
+            # The method reads no other part of the model, so it can be called with marked tiles.
             model = SimpleNamespace(config=self._model.config, image_newline=newline)
             rows: Tensor = merge(
                 model, size, tiles, image_newline=newline, strategy="spatial_unpad"

@@ -65,17 +65,17 @@ class PrunedModel(_Stock):
 
     @property
     def autoprune_bound(self) -> int:
-        """Unpruned tokens of one call: what memory profiling saw, or may see where it did not run.
+        """Maximum number of unpruned tokens of one call, as in memory profiling.
 
-        That is vLLM's own encoder budget, rounded down to whole images of the largest size.
+        It is vLLM's own encoder budget, rounded down to whole images of the largest size.
         """
         return self.autoprune_profiled or self.autoprune_budget
 
     def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
         """Runs of neighbouring items whose images have at most ``autoprune_bound`` tokens, N.
 
-        An image with more than that is a run of its own. Read from the pixels themselves, while
-        they are on the CPU: a count that came with the request would be the client's word.
+        An image with more than that is a run of its own. Counted from the pixels while they are on
+        the CPU, because a count sent with the request could be forged.
         """
         vision = self.autoprune
         if vision is None:
@@ -87,7 +87,7 @@ class PrunedModel(_Stock):
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``).
 
-        vLLM calls it for one modality at a time; what comes without a plan is not ours.
+        vLLM calls it for one modality at a time; inputs without a plan go to the stock model.
         """
         rows = kwargs.pop(FIELD, None)
         if self.autoprune is None or rows is None:
@@ -107,7 +107,7 @@ class PrunedModel(_Stock):
         reserved = vision.cache.reserve(vision.sample_weight.device) if profile else None
         keys = [plan.key for plan in plans]
         shown = [image.inputs for image in images]
-        features, parts = vision.features(keys, shown, profile), vision.parts()
+        features, parts = vision.features(keys, shown, profile), vision.model_parts()
         context = SelectionContext(
             self.autoprune_state, parts, self.autoprune_reporter, self.autoprune_first_check
         )
@@ -120,10 +120,10 @@ class PrunedModel(_Stock):
         return rows
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """As stock; other weights that the state reads are taken here too, so vLLM counts them.
+        """As stock; also loads other weights that the state reads, so that vLLM counts them.
 
-        A running engine may be given new weights (``reload_weights``): features of the old ones
-        are dropped.
+        Features of the old weights are dropped when a running engine gets new ones
+        (``reload_weights``).
         """
         if self.autoprune is None:
             return super().load_weights(weights)
@@ -139,7 +139,7 @@ def _clear_features(model: nn.Module) -> None:
 
 
 def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:
-    """N of an image with a plan; 0 of what vLLM counts as it is."""
+    """N of an image with a plan; 0 for inputs that vLLM counts itself."""
     if item is None or FIELD not in item:
         return 0
     ((_, inputs),) = group_and_batch_mm_items([item])
@@ -147,5 +147,5 @@ def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:
 
 
 def _tensor_fields(inputs: Mapping[str, object]) -> EncoderInputs:
-    """The tensor fields of one call, without the plans; absent ones are None."""
+    """Tensor fields of one call, without the plans; absent ones are None."""
     return {n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)}

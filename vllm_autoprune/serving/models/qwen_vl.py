@@ -57,7 +57,7 @@ def predict_extent(
 
 
 def largest_extent(info: Qwen2VLProcessingInfo) -> Extent:
-    """Of the largest image that the processor lets through."""
+    """Extent of the largest image that the processor accepts."""
     return Extent(info.get_max_image_tokens())
 
 
@@ -141,7 +141,7 @@ class QwenVision(Vision):
         return features
 
     def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
-        """Rows of embeddings that were made elsewhere, whole, with their positions."""
+        """Precomputed embeddings, unpruned, with positions appended."""
         all_rows = []
         for image in self.images(inputs):
             rows = image.inputs["image_embeds"].to(self._model.visual.dtype)
@@ -161,7 +161,7 @@ class QwenVision(Vision):
         ]
         if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
             return received
-        # This tower works in the order of its windows.
+        # This tower processes patches in window order.
         back = self._model.visual.prepare_encoder_metadata(grids.tolist())["reverse_indices"]
         joined = torch.cat(received)[back.to(received[0].device)]
         return list(joined.split([len(part) for part in received]))
@@ -186,7 +186,7 @@ class PrunedQwen(PrunedModel, _Stock):
             request_positions(vllm_config.model_config.multimodal_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.autoprune is not None:
-            # Of videos: those are what they are in the stock model.
+            # Videos are handled by the stock model.
             self.is_multimodal_pruning_enabled = False
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
@@ -201,7 +201,7 @@ class PrunedQwen(PrunedModel, _Stock):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """As stock, of the prompt with whole images (``SupportsMRoPE``)."""
+        """Positions of the prompt with whole images, as stock (``SupportsMRoPE``)."""
         stock = super().get_mrope_input_positions
         if self.autoprune is None:
             return stock(input_tokens, mm_features)
@@ -221,7 +221,7 @@ class PrunedQwen(PrunedModel, _Stock):
         mrope_positions: Tensor,
         num_computed_tokens: int,
     ) -> tuple[Sequence[Tensor], Tensor, int]:
-        """Rows without their channels, and positions with those of this step's image tokens.
+        """Split position channels off the rows, and set the positions of this step's image tokens.
 
         Not by the stock method (``SupportsMultiModalPruning``): it moves text on by an image's
         width, which is wrong for one that is higher than wide. A prompt that ends in an image,

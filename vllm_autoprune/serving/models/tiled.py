@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def predict_extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
-    """As many equal tiles as the processor cuts; the whole image is one of them."""
+    """Extent of an image: the processor's number of equal tiles, including the whole image."""
     processor = info.get_hf_processor(**kwargs)
     tokens = info.get_num_image_tokens(
         image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
@@ -37,7 +37,7 @@ def predict_extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object
 
 
 def largest_extent(info: TiledInfo) -> Extent:
-    """Of the image size with most tokens."""
+    """Extent of the image size with most tokens."""
     return predict_extent(info, info.get_image_size_with_most_features(), {})
 
 
@@ -57,15 +57,15 @@ class TiledVision(Vision):
 
     @abstractmethod
     def tile_tokens(self) -> int:
-        """Tokens of one tile, n: a square."""
+        """Number of tokens of one square tile, n."""
 
     @abstractmethod
     def last_attention(self) -> nn.Module:
-        """The attention of the last layer that the model reads."""
+        """Attention module of the last layer that the model reads."""
 
     @abstractmethod
     def rows(self, tiles: Tensor) -> Tensor:
-        """``(M, n, D)`` of tiles ``(M, 3, H, W)``, as the stock model makes them."""
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """As :meth:`Vision.images`."""

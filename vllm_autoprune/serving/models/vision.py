@@ -34,7 +34,7 @@ class ModelImage:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """M tiles of n tokens each, after the vision tower; a field is None where nobody reads it.
+    """M tiles of n tokens each, after the vision tower; a field is None if it is not read.
 
     projected ``(M, n, D)``, attention that a token gets ``(M, n)``, patches where relevance is
     measured ``(M, n, C)``, tower with M in front of each shape.
@@ -62,8 +62,8 @@ class Tiles:
 class Vision(ABC):
     """The vision side of one served model.
 
-    Kept out of the module tree: what it holds beyond the model's own modules (CLIP's text
-    tower, cached features) is no weight of the checkpoint, and vLLM's loader must not look for it.
+    Not a submodule of the model: its text tower and cached features are not in the checkpoint, and
+    vLLM's loader must not look for them.
     """
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
@@ -81,11 +81,11 @@ class Vision(ABC):
 
     @abstractmethod
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """The images of one call of ``embed_multimodal``, one by one."""
+        """Split the images of one call of ``embed_multimodal``."""
 
     @abstractmethod
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """One pass of the vision tower over these images."""
+        """Encode images in one pass of the vision tower."""
 
     def project(self, rows: Tensor) -> Tensor:
         """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
@@ -97,7 +97,7 @@ class Vision(ABC):
         return next(self.tower(self._model).parameters())
 
     def relevance(self) -> RelevanceSpace | None:
-        """Where relevance is measured, loaded at first use.
+        """Embedding space of relevance, loaded at first use.
 
         That is at the end of weight loading, or while profiling where weights are dummies; both
         times vLLM counts its memory.
@@ -111,8 +111,8 @@ class Vision(ABC):
                 self._relevance = InputEmbeddings(embed, self.sample_weight.device)
         return self._relevance
 
-    def parts(self) -> ModelParts:
-        """What policies read beside the features of an image."""
+    def model_parts(self) -> ModelParts:
+        """Parts of the model that policies read in addition to image features."""
         return ModelParts(self.project, self.relevance())
 
     def capture_weights(
@@ -138,7 +138,7 @@ class Vision(ABC):
         a client. An image without a key is encoded and not kept.
         """
         if profile:
-            # All dummies look alike; telling them apart would measure too little memory.
+            # All dummy images are equal; caching them would measure too little memory.
             return self._encoded(images)
         entries: list[Hashable] = [
             at if key == NO_KEY else (key, describe_geometry(image))
@@ -180,9 +180,9 @@ def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
 
 
 def describe_geometry(image: ImageInputs) -> Hashable:
-    """Shapes of an image's tensors, and the numbers that say how its patches or tiles lie.
+    """Shapes of an image's tensors, and the integers that describe its patch or tile grid.
 
-    Those are integers that vLLM leaves on the CPU; nothing on a device is read.
+    vLLM keeps these integers on the CPU, so nothing is read from a device.
     """
     return tuple(
         (

@@ -33,7 +33,7 @@ def format_summary(served: ServedState) -> str:
 
 
 def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
-    """Where relevance is measured, and why; ``private`` leaves out paths of this machine."""
+    """Embedding space of relevance and its reason; ``private`` omits local paths."""
     if tower is None:
         return (
             "the language model's input embeddings, sign +1, because no --autoprune-text-tower "
@@ -45,7 +45,7 @@ def describe_relevance(tower: TextTower | None, private: bool = False) -> str:
 
 
 def describe_permission(rules: RequestRules) -> str:
-    """What requests may set, and by which flag."""
+    """Permissions of requests, and the flag that sets them."""
     if not rules.explicit:
         return f"nothing, because no {FLAG} is given (with --trust-request-mm-kwargs: their budget)"
     if rules.level == "none":

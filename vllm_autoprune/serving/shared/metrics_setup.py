@@ -3,7 +3,7 @@
 Workers write files that the API servers' ``/metrics`` reads, in prometheus_client's own format
 for several processes. With several API servers vLLM has set that up, and any file in its folder
 is exported; for a single one a folder of the plugin's is added. Workers on another machine than
-the API server write to a folder that nobody reads.
+the API server write to a folder that is never read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 @dataclass(frozen=True, slots=True)
 class MetricsSetup:
-    """Folder that workers write metrics to, and bytes of one token in the KV cache.
+    """Folder for the metrics of workers, and bytes of one token in the KV cache.
 
     ``kv_bytes`` are keys and values of all layers and ranks, as for full attention in every layer.
     """

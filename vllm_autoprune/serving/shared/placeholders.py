@@ -22,10 +22,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """How one backbone writes images into a prompt.
+    """Placeholder rules of one backbone.
 
-    ``extent`` of an image of some size under a request's processor arguments; ``most`` of any
-    image; ``token`` is the id that holds the place of visual tokens.
+    ``extent`` predicts the extent of an image from its size and a request's processor arguments;
+    ``most`` gives that of the largest image; ``token`` is the id of the placeholder token.
     """
 
     extent: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], Extent]

@@ -36,7 +36,7 @@ RELEVANCE_IDS = 1024
 LANGUAGE_IDS = 256
 """Token ids of an instruction that the language model's first layers read: its last ones.
 
-Their attention to all tokens before them is held, which a pasted document would make gigabytes.
+Their attention to all earlier tokens is stored, which would take gigabytes for a long document.
 """
 
 MAX_STATE = 1 << 14
@@ -142,7 +142,7 @@ _MOST = _HEAD + MAX_STATE // _WORD + RELEVANCE_IDS + LANGUAGE_IDS
 
 
 def plan_error(what: str) -> RequestError:
-    """The error for a plan that this server does not carry out."""
+    """Error for a plan that this server refuses."""
     fix = "send images, or inputs that a server with the same settings has rendered"
     return RequestError("request", [Problem(FIELD, what, fix)])
 
@@ -155,8 +155,8 @@ def _require(condition: bool, problem: str) -> None:
 def make_feature_key(content: str, salt: str = "") -> Key:
     """Key of an image's features: the digest of its pixels, then of pixels and cache salt.
 
-    Images of two salts never have one key. The first half is what a random keep is drawn from,
-    so that the same image gets the same draw whoever sends it.
+    Images with different salts have different keys. The first half seeds a random keep, so that the
+    same image gets the same draw under every salt.
     """
     return _int64(content), _int64(repr((content, salt)))
 

@@ -43,7 +43,7 @@ class PlanRules:
         self.check_choice(plan)
 
     def check_budget(self, plan: ItemPlan) -> None:
-        """Raise where the plan keeps more tokens than the server's state and its rules allow."""
+        """Raise if the plan keeps more tokens than the server's state and rules allow."""
         rules, most = self.served.rules, self.served.budget
         if rules.allows("budget"):
             most = max(most, rules.maximum)
@@ -60,7 +60,7 @@ class PlanRules:
             raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
 
     def check_choice(self, plan: ItemPlan) -> None:
-        """Raise where requests may not set what chooses the tokens, or not this state."""
+        """Raise if requests may not set the plan's chooser or state."""
         served = self.served
         if plan.keep != "state" and not served.rules.allows("budget"):
             raise plan_error(f"has keep = {plan.keep!r}, and requests may set nothing ({FLAG})")

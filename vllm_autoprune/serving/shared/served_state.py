@@ -1,4 +1,4 @@
-"""ServedState: what a server runs from start to end, pickled to every process."""
+"""ServedState: the immutable state and settings of a server, pickled to every process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ UnavailableInputs = tuple[tuple[Need, str], ...]
 class ServedState:
     """The state that a server runs, with its default budget, text tower and request rules.
 
-    ``follows`` where K follows from an image's size, as the state has it; budget is then the
-    most. ``rules`` say what requests may set; ``unavailable`` what no state of theirs can read.
+    ``follows`` is true if K depends on the image size; ``budget`` is then the largest K. ``rules``
+    are the permissions of requests; ``unavailable`` are inputs that request states cannot read.
     """
 
     architecture: str
@@ -50,12 +50,12 @@ class ServedState:
         return make_policy(self.state, budget, keep)
 
     def policy_for_plan(self, plan: ItemPlan) -> PruningPolicy:
-        """The policy of a plan: of the state that it carries, or of the server's own."""
+        """Policy of a plan: of the state in the plan, or of the server's own."""
         state = decode_state(plan.state) if plan.state else self.state
         return make_policy(state, plan.budget, plan.keep)
 
     def selection_identity(self, state: PruningState) -> str:
-        """What determines the tokens that a state keeps, beside image, K and instruction."""
+        """Identity of the selection: everything it depends on except image, K and instruction."""
         tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
         return state.digest + tower
 
@@ -63,8 +63,8 @@ class ServedState:
     def needs(self) -> frozenset[Need]:
         """Inputs that any request may make the workers read: quotas grow with K.
 
-        Where requests bring states, that is all that can be made: which ones they read is not
-        known before, and an image's features are made once, for all of them.
+        If requests may bring states, these are all available inputs: features are computed once per
+        image, before it is known which inputs later states read.
         """
         quota, _ = resolve_constraints(self.state.constraints.selector, MAX_BUDGET)
         own = required_inputs(self.state, exchange=quota > 0)
@@ -106,12 +106,12 @@ def _revive(
 
 @lru_cache(maxsize=512)
 def make_policy(state: PruningState, budget: int | None, keep: Chooser = "state") -> PruningPolicy:
-    """The policy of a state at a budget; of its base policy alone where the plan keeps that."""
+    """Policy of a state at a budget; without exchange if the plan keeps the reference."""
     return materialize(state if keep == "state" else state.without_exchange(), budget)
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
-    """The state that this model is served with; None where it is served stock."""
+    """The served state of a model config; None for a stock server."""
     served = get_attachment(model_config, ATTRIBUTE)
     assert served is None or isinstance(served, ServedState)
     return served

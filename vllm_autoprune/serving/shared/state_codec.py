@@ -1,7 +1,7 @@
 """Canonical bytes of a state, for the plans that carry it to the workers.
 
-Sent with every image that needs it, because no API server can know what a worker, perhaps just
-restarted, still holds; beside the pixels a kilobyte is nothing.
+Sent with every image that needs it, because an API server cannot know which states a worker has
+already received; a kilobyte is small compared with the pixels.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_CACHED_STATES = 256
 
 @lru_cache(maxsize=MAX_CACHED_STATES)
 def encode_state(state: PruningState) -> bytes:
-    """Encode what determines behaviour, nothing else: equal digests give equal bytes.
+    """Encode the fields that determine behaviour, so that equal digests give equal bytes.
 
-    Raises :class:`StateError` for a state larger than MAX_CARRIED.
+    Raises :class:`StateError` for a state larger than MAX_ENCODED_BYTES.
     """
     bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
     text = state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()

@@ -51,7 +51,7 @@ def read_text_tower(path: str) -> TextTower:
     except (OSError, ValueError) as error:
         raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})", fix) from None
     known = set(tokenizer.get_vocab().values())
-    # Where the files are missing, transformers makes a tokenizer up that knows no word.
+    # If the files are missing, transformers creates a tokenizer without words.
     if known <= set(tokenizer.all_special_ids):
         raise refuse("has no tokenizer (only start and end tokens were found)", fix)
     if max(known) >= config.text_config.vocab_size:

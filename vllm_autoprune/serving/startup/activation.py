@@ -50,7 +50,7 @@ class Activation:
 
 
 def sleep_problem(model_config: ModelConfig, level: int) -> str | None:
-    """Why a server cannot wake up from a level of sleep; None where it can.
+    """Reason why a server cannot wake up from a sleep level; None if it can.
 
     Level 2 discards weights, and what reloads the checkpoint's does not reload the text tower's.
     """

@@ -21,7 +21,7 @@ class Hook:
 
 
 def _model(module: str, kind: str, *methods: str) -> Hook:
-    """A model class, with what every pruned form of one relies on."""
+    """Hook of a model class, with the names that every pruned model depends on."""
     common = ("_processor_factory", "embed_multimodal", "load_weights")
     names = tuple(f"{kind}.{name}" for name in (*common, *methods))
     return Hook(f"vllm.model_executor.models.{module}", names, f"models: {kind}", only=kind)

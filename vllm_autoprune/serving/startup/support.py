@@ -106,13 +106,13 @@ SUPPORT: tuple[Support, ...] = (
     Support("vLLM 0.32 on CPU, model runner V1", "yes", "what the tests run on"),
     Support("Model runner V2", "yes", "the same tokens as V1, on a CPU by Triton's interpreter"),
     Support("vLLM 0.33", "untested", "its sources have every hook, called the same way"),
-    Support("GPUs, CUDA graphs", "untested", "nobody has run it yet"),
+    Support("GPUs, CUDA graphs", "untested", "not yet run"),
     Support("LoRA on the vision tower or projector", "refused", "features are kept by image"),
     Support("Sleep mode with a text tower", "untested", "its weights are not vLLM's to reload"),
     Support(
         "Pipeline parallelism, LoRA on the language model, speculative decoding",
         "untested",
-        "nobody has run it yet",
+        "not yet run",
     ),
 )
 

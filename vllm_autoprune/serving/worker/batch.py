@@ -42,7 +42,7 @@ class ModelParts:
 
 @dataclass(frozen=True, slots=True)
 class SelectionContext:
-    """What the images of one batch are selected with, and where failures are reported.
+    """State, model parts and reporter for the selection of one batch.
 
     ``first_check`` is the safety check on a state's first real images; None skips it.
     """
@@ -163,7 +163,7 @@ def _refine_regions(
     """One selection from the same region of every image."""
     try:
         tokens = _tokens(policy, plans, regions, context.parts)
-    except Exception as error:  # as in prune(): the engine has to live
+    except Exception as error:  # the engine must survive any failure of a policy
         context.reporter.report_error(error)
         refined = keep_evenly(policy.budget, _projected_only(regions))
         context.reporter.report(refined.fallback, "error")
@@ -246,18 +246,18 @@ class SizedRegion(Protocol):
 
     @property
     def grid(self) -> Grid:
-        """Where its tokens lie."""
+        """Grid of its tokens."""
 
     @property
     def share(self) -> int:
-        """Tiles that it stands for."""
+        """Share of the budget, in tiles."""
 
 
 def split_over_regions(budget: int, regions: Sequence[SizedRegion]) -> tuple[int, ...]:
     """Split K over regions: K / T for each of their tiles, the first tiles taking the remainder.
 
-    What does not fit into a region goes to the next that has room. Where K is at least the
-    number of tokens, every region gets all of its own.
+    Surplus goes to the next region with room. If K is at least the number of tokens, every region
+    keeps all of its tokens.
     """
     tiles = split_over_tiles(budget, sum(region.share for region in regions))
     wanted, first = [], 0

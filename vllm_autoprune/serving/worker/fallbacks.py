@@ -55,7 +55,7 @@ class FallbackMeter:
         return dict(zip(FALLBACKS, totals, strict=True))
 
     def counts_on_host(self) -> dict[tuple[str, FallbackReason], int]:
-        """Images that fell back, by kind and reason, as far as the copies to the host are done."""
+        """Images that fell back, by kind and reason, from the copies that have reached the host."""
         rows = [[0] * len(FALLBACKS)] * len(FALLBACK_REASONS)
         if self._on_host is not None:
             rows = self._on_host.tolist()
@@ -74,7 +74,7 @@ class FallbackReporter:
         self._logged: set[str] = set()
 
     def report(self, codes: Tensor, reason: FallbackReason = "scores") -> None:
-        """Count fallback codes ``(B,)``; what is logged are the totals of the call before."""
+        """Count fallback codes ``(B,)``; logs the totals of the previous call."""
         for (kind, _), count in self.meter.counts_on_host().items():
             if count and kind not in self._logged:
                 self._logged.add(kind)

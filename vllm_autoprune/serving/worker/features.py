@@ -1,7 +1,6 @@
-"""Vision features of an image, and their cache, by which further questions skip the tower.
+"""Vision features of an image, and their cache, which lets further questions skip the tower.
 
-They depend on the pixels alone, and so does their key: never on a question, a budget or a name
-that a client gave the image.
+Features and cache keys depend on pixels only, never on a question, a budget or a uuid.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ VerdictKey = tuple[str, int, int, int, int]
 class FirstImageCheck:
     """Checks a state on the first images that it selects from, at each budget and tile count.
 
-    A state that fails at K = 1 may be sound at K = 64, and a budget that one client asks for must
-    not decide what others are served. ``unsafe`` counts the states that failed at any budget;
+    A state that fails at K = 1 may be valid at K = 64, and the budget of one client must not change
+    the results of others. ``unsafe`` counts the states that failed at any budget;
     where they did, their base policy serves.
     """
 

@@ -45,8 +45,8 @@ class FirstLanguageLayers:
 class LlamaPrefix:
     """:class:`~vllm_autoprune.tpdsl.language_prefix.LanguagePrefix` of one image, layer by layer.
 
-    Every tensor-parallel rank has to ask for the same things in the same order; all of them get
-    the same bits.
+    Every tensor-parallel rank must make the same calls in the same order; results are bit-identical
+    on all ranks.
     """
 
     def __init__(self, model: LlamaModel, sequence: Tensor, start: int, words: int) -> None:
@@ -60,7 +60,7 @@ class LlamaPrefix:
 
     @property
     def text(self) -> Tensor:
-        """``(1, Lt)``: no padding."""
+        """Text mask ``(1, Lt)``, without padding."""
         return torch.ones(1, self._words, dtype=torch.bool, device=self._positions.device)
 
     def embeddings(self) -> Tensor:

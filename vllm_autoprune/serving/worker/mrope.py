@@ -1,8 +1,8 @@
 """M-RoPE positions: every kept token keeps its unpruned position in time, height and width.
 
-The text of a prompt stands where the whole images would have put it, so its positions are known
-when a request arrives; those of image tokens travel with their rows, as trailing channels, because
-they are known only once the tokens are selected.
+Text has the positions it has after unpruned images, so they are known when a request arrives.
+Positions of image tokens are trailing channels of their rows, because they are known only after the
+selection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BASE = 128
 
 
 def position_channels(height: int, width: int, device: torch.device) -> Tensor:
-    """``(N, 4)`` float32: where each token of a grid lies, in raster order."""
+    """Positions of the tokens of a grid in raster order, ``(N, 4)`` float32."""
     rows = torch.arange(height, device=device)[:, None].expand(height, width).flatten()
     columns = torch.arange(width, device=device).repeat(height)
     digits = [rows // _BASE, rows % _BASE, columns // _BASE, columns % _BASE]
@@ -60,7 +60,7 @@ def compute_input_positions(
     ``unpruned`` is N of every image, by its index in ``features``. The model's own code places
     the whole images; then placeholders that are not there are left out. Image tokens of which
     some are missing all stand at the image's first position until :func:`place_image_tokens`
-    is told which they are.
+    knows the kept ones.
     """
     runs = {
         i: _Run(f.mm_position.offset, f.mm_position.length, unpruned[i])
@@ -95,7 +95,7 @@ def compute_input_positions(
 def place_image_tokens(
     ids: Tensor, positions: Tensor, carried: Sequence[Tensor], image: int, computed: int
 ) -> Tensor:
-    """Positions ``(3, L)`` with the image tokens of one prefill step put where they belong.
+    """Set the positions of the image tokens of one prefill step in ``(3, L)``.
 
     carried holds channels ``(m, 4)`` of the step's image rows, in the order of the prompt; the
     step begins at token ``computed``. All tokens of an image have its first position in time, so

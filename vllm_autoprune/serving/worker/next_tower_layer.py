@@ -1,4 +1,4 @@
-"""Vision-tower layer after the one that the model reads, as far as PruMerge+ reads it.
+"""Attention and keys of the vision-tower layer after the one that the model reads.
 
 vLLM builds the tower only up to the feature layer, so this layer's norm and its two projections
 are copied from the checkpoint while it is loaded.
@@ -35,7 +35,7 @@ class NextTowerLayer:
         self._eps = float(config.layer_norm_eps)
         self._weights: dict[str, Tensor] = {}
         names = "|".join(map(re.escape, NAMES))
-        # Checkpoints differ in what is before `vision_tower` and in whether the tower is wrapped.
+        # Checkpoints differ in the prefix before `vision_tower` and in the wrapping of the tower.
         self._own = re.compile(
             rf"(?:^|\.)vision_tower\.(?:vision_model\.)?encoder\.layers\.{layer}\.({names})$"
         )

@@ -20,8 +20,8 @@ from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 class PlanReader:
     """Decoder of plans in the worker; no input makes it raise.
 
-    A row that is no plan becomes the server's own budget chosen by the base policy alone; what a
-    plan may not ask for is taken out of it. Either is counted, and the first is logged.
+    A malformed plan becomes the server's own budget with the base policy alone; settings that a
+    plan may not have are removed. Both are counted, and the first is logged.
     """
 
     def __init__(self, rules: PlanRules, reporter: FallbackReporter, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class PlanReader:
     def _read(self, row: object) -> ItemPlan:
         try:
             plan = ItemPlan.decode(row)
-        except Exception as error:  # whatever a client made of it
+        except Exception as error:  # the client may have sent anything
             self._reporter.report_refused_plan(error, self._device)
             return ItemPlan(self._rules.served.budget, NO_KEY, keep="reference")
         try:
@@ -48,9 +48,9 @@ class PlanReader:
         return self._possible(plan)
 
     def _possible(self, plan: ItemPlan) -> ItemPlan:
-        """The plan, or a control in its place where the state cannot have its budget.
+        """The plan, or a control plan if the state does not allow its budget.
 
-        An image that is kept whole has such a plan rightfully, and then nobody selects by it.
+        An image that keeps every token may have such a plan, because nothing is selected then.
         """
         for one in (plan, replace(plan, keep="reference")):
             try:

@@ -42,7 +42,7 @@ class InputEmbeddings:
         self._device = device
 
     def patches(self, hidden: Tensor) -> None:
-        """None: the projected features are compared themselves."""
+        """None, because the projected features are compared."""
         return None
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class ClipTower:
         return text, used
 
     def _cache_texts(self, rows: Mapping[Ids, Tensor]) -> None:
-        # Services ask the same question of many images; a pooled text is a few kilobytes.
+        # The same question is often asked about many images; a pooled text is a few kilobytes.
         for row, pooled in rows.items():
             if len(pooled) == 1:
                 self._known[row] = pooled.clone()
@@ -109,7 +109,7 @@ class ClipTower:
     def _pooled(self, rows: Sequence[Ids]) -> Tensor:
         # The tower is causal and pools at the end token, so padding behind the longest row
         # would change nothing but the time it takes.
-        length = max(1, *map(len, rows))  # some tokenizers make nothing of an empty instruction
+        length = max(1, *map(len, rows))  # some tokenizers return no ids for an empty instruction
         ids = torch.zeros(len(rows), length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):

@@ -27,9 +27,9 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 def select_with_fallback(
     policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
 ) -> RefinedTokens:
-    """As :func:`vllm_autoprune.refine`, but an exception costs quality instead of the engine.
+    """Run :func:`vllm_autoprune.refine`; after an exception fall back instead of raising.
 
-    The policy, then its base policy's selection, then an even spread: the last reads nothing.
+    Order: the policy, its base policy's selection, evenly spaced tokens, which read no input.
     Without derivatives, because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
@@ -41,7 +41,7 @@ def select_with_fallback(
             refined = assemble_rows(
                 policy, tokens, _broadcast_selection(select_tokens(policy, tokens))
             )
-    except Exception as error:  # whatever a policy does, the engine has to live
+    except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
         reason = "error"
         try:

@@ -1,4 +1,4 @@
-"""Timer of work on a device that does not wait for the device."""
+"""Timer of device work that does not wait for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 class Stopwatch:
     """Timer of blocks of work on one device; finished ones are collected later.
 
-    On CUDA the work is enclosed in two events that nobody waits for: what has not finished yet is
+    On CUDA the work is enclosed in two events, without waiting for them: unfinished blocks are
     collected next time. On a CPU the work is finished when the block ends.
     """
 

@@ -47,7 +47,7 @@ class PruningPolicy:
         return self.quota > 0
 
     @property
-    def scores(self) -> bool:
+    def reads_quality(self) -> bool:
         """Whether token quality g is read, by the exchange or by the order of rows."""
         return self.refines or orders_by_quality(self.state.reassembly)
 

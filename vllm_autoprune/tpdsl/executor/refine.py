@@ -107,7 +107,7 @@ def select_tokens(
         _instruction_finite(policy, tokens),
         None,
     )
-    if policy.scores:
+    if policy.reads_quality:
         view = apply_view(policy.state.source.tokens, tokens)
         g = _quality(policy, tokens, view, picks if given is None else _joined(given, picks))
         scored = scored & g.isfinite().all(dim=1)

@@ -5,8 +5,8 @@ functions of its parameters and of an image's shape. Three measured rates turn w
 milliseconds of one CPU core (``python -m benchmarks.state_cost`` compares predictions with
 measurements).
 
-What a state reads of the model is not part of it: that is at most one more pass over the unpruned
-image, which a request without pruning costs as well.
+The computation of a state's inputs is not included: it is at most one pass over the unpruned image,
+which a request without pruning costs as well.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFERENCE = Shape()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one atom does."""
+    """Work of one atom: torch calls, numbers read or written, and multiplications."""
 
     calls: float = 0.0
     numbers: float = 0.0
@@ -71,7 +71,7 @@ class Work:
 
     @property
     def milliseconds(self) -> float:
-        """On one core."""
+        """Predicted time on one CPU core."""
         return (
             self.calls * MS_PER_CALL + self.numbers * MS_PER_NUMBER + self.products * MS_PER_PRODUCT
         )
@@ -96,14 +96,14 @@ def _cosines(shape: Shape) -> Work:
 
 
 def _clusters(clusters: int, rounds: int, shape: Shape) -> Work:
-    """Spherical k-means from farthest points."""
+    """Work of spherical k-means, seeded with farthest points."""
     n, c = shape.tokens, min(clusters, shape.tokens)
     begin = Work(12 + 5 * c, 3 * n * n + 2 * c * n, 0)
     return begin + Work(rounds * 14, rounds * 12 * n * c, rounds * n * n * c)
 
 
 def _greedy(shape: Shape, steps: int) -> Work:
-    """Greedy MAP: every step looks at all steps before it."""
+    """Work of greedy MAP: every step reads all earlier steps."""
     n = shape.tokens
     return Work(14 * steps, 8 * n * steps + n * steps * steps / 2, n * steps * steps / 2)
 
@@ -146,7 +146,7 @@ def _partition(call: PartitionCall, shape: Shape) -> Work:
 
 
 def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[Work, int]:
-    """The work of one builder that may take ``candidates``, and how many it leaves at most."""
+    """Work of one pool builder on ``candidates``, and the largest size of its pool."""
     n, k = shape.tokens, shape.budget
     if isinstance(call, JoinedPool):
         size = min(n - k, int(call.pool_ratio * k) + 1)
@@ -189,7 +189,7 @@ def _selector(state: PruningState, shape: Shape) -> Work:
 
 
 def _base_policy(name: str, shape: Shape) -> Work:
-    """A base policy's own work, on inputs that are there."""
+    """Work of a base policy on given inputs."""
     n, k, d = shape.tokens, shape.budget, shape.tower
     match name:
         case "cdpruner":
@@ -231,7 +231,7 @@ def _reassembly(call: AtomCall, shape: Shape) -> Work:
 
 
 def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
-    """What each atom of a state is predicted to take for one image, in the order of the state."""
+    """Predicted cost of each atom of a state for one image, in the order of the state."""
     quota = _quota(state, shape)
     base, scores = state.base_policy.name, quota > 0 or orders_by_quality(state.reassembly)
     own = _base_policy(base, shape)
@@ -271,7 +271,7 @@ def state_cost(state: PruningState, shape: Shape = REFERENCE) -> float:
 
 
 def _dearest(costs: Sequence[AtomCost]) -> list[tuple[str, int, float]]:
-    """The three atoms that cost most: name, how often the state has it, milliseconds."""
+    """The three most expensive atoms: name, occurrences, milliseconds."""
     times: dict[str, list[float]] = {}
     for cost in costs:
         times.setdefault(cost.atom, []).append(cost.milliseconds)

@@ -21,7 +21,7 @@ def test_name_and_provenance_are_not_encoded() -> None:
     assert encode_state(state({"/constraints/selector/q_e": 3})) != encode_state(state())
 
 
-def test_long_state_is_refused() -> None:
+def test_state_of_many_signals_fits() -> None:
     signal = {"atom": "spatial_centrality_prior", "weight": 0.125}
     fits = state({"/scoring/signals": [signal] * 32})
     assert len(encode_state(fits)) < MAX_ENCODED_BYTES

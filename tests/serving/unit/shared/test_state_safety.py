@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.serving.unit.refusals import refusal
-from tests.serving.unit.samples import vllm_config
+from tests.serving.unit.samples import refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import PruningPolicy, SafetyRecord, VisualTokens
 from vllm_autoprune.serving.startup.config import resolve_settings

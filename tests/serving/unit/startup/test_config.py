@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.unit.refusals import places, refusal
-from tests.serving.unit.samples import vllm_config
+from tests.serving.unit.samples import places, refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune.serving.startup.config import resolve_settings
 
@@ -55,7 +54,7 @@ def test_vision_tower_without_a_hookable_attention(name: str) -> None:
     )
 
 
-def _of(base: str) -> dict[str, object]:
+def _settings_with_base(base: str) -> dict[str, object]:
     """Settings of a state with this base policy."""
     return {"state": edited(shipped(), {"/base_policy": {"name": base}})}
 
@@ -70,18 +69,23 @@ def _of(base: str) -> dict[str, object]:
 )
 def test_a_language_model_that_cannot_be_read(text: dict[str, object], message: str) -> None:
     config = vllm_config()
-    resolve_settings(_of("fastv"), config)
+    resolve_settings(_settings_with_base("fastv"), config)
     vars(config.model_config.hf_config.text_config).update(text)
-    (problem,) = refusal(_of("fastv"), config)
+    (problem,) = refusal(_settings_with_base("fastv"), config)
     assert message in problem.what
-    resolve_settings(_of("divprune"), config)  # only policies that read it are affected
+    resolve_settings(
+        _settings_with_base("divprune"), config
+    )  # only policies that read it are affected
 
 
 def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
     config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
     config.parallel_config.pipeline_parallel_size = 2
-    assert places(_of("fastv"), config) == ["--enable-lora", "--pipeline-parallel-size"]
-    resolve_settings(_of("divprune"), config)
+    assert places(_settings_with_base("fastv"), config) == [
+        "--enable-lora",
+        "--pipeline-parallel-size",
+    ]
+    resolve_settings(_settings_with_base("divprune"), config)
 
 
 def test_unavailable_inputs_only_limit_request_states() -> None:
@@ -95,7 +99,9 @@ def test_unavailable_inputs_only_limit_request_states() -> None:
 
 @pytest.mark.parametrize("layer", [-1, 4])
 def test_last_tower_layer_has_no_next_layer(layer: int) -> None:
-    resolve_settings(_of("prumerge_plus"), vllm_config())
-    (problem,) = refusal(_of("prumerge_plus"), vllm_config(vision_feature_layer=layer))
+    resolve_settings(_settings_with_base("prumerge_plus"), vllm_config())
+    (problem,) = refusal(
+        _settings_with_base("prumerge_plus"), vllm_config(vision_feature_layer=layer)
+    )
     assert "last layer" in problem.what
-    resolve_settings(_of("visionzip"), vllm_config(vision_feature_layer=layer))
+    resolve_settings(_settings_with_base("visionzip"), vllm_config(vision_feature_layer=layer))

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.serving.unit.conftest import TinyClip
-from tests.serving.unit.refusals import places, refusal
-from tests.serving.unit.samples import LLAVA, describe, vllm_config
+from tests.serving.unit.samples import LLAVA, describe, places, refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune.serving.shared.text_tower import SIGN_KEY
 from vllm_autoprune.serving.startup.config import resolve_settings

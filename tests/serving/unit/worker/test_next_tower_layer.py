@@ -23,7 +23,7 @@ PREFIXES = (
 
 @pytest.fixture(scope="module")
 def tower() -> Any:
-    """A tower of transformers with random layer norms."""
+    """A CLIP tower of transformers whose weights are all random."""
     from transformers import CLIPVisionModel
 
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_checkpoint_without_the_layer(tower: Any) -> None:
     assert len(caught.value.problems) == len(NAMES)
 
 
-def test_quantised_weights_are_refused(tower: Any) -> None:
+def test_weights_of_another_shape_are_refused(tower: Any) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
     packed = (
         (name, weight[:, :3] if name.endswith("k_proj.weight") else weight)
