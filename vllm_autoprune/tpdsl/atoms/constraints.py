@@ -1,6 +1,6 @@
 """Selectors (C): exchange tokens of the reference selection for candidates, within bounds.
 
-Whatever the scores, a selector keeps at least r_min reference tokens and makes at most q_e
+For any scores, a selector keeps at least r_min reference tokens and makes at most q_e
 exchanges: |T_D| = |T_A| <= q_e and |T_P \\ T_D| >= r_min by construction.
 """
 
@@ -140,7 +140,9 @@ class SelectorInputs:
     @cached_property
     def outgoing(self) -> Tensor:
         """The q reference tokens of lowest quality ``(B, q)``, in ascending order of quality."""
-        lowest = rank_descending(self.g.masked_fill(~self.reference, torch.inf)).flip(1)
+        # Finite, so that a reference token without finite quality still ranks below all others.
+        quality = self.g.nan_to_num(nan=torch.finfo(self.g.dtype).max)
+        lowest = rank_descending(quality.masked_fill(~self.reference, torch.inf)).flip(1)
         return lowest[:, : self.quota]
 
 
