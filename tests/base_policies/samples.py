@@ -74,13 +74,13 @@ def images(
 
 
 def tower_of(tokens: VisualTokens) -> TowerStates:
-    """The tower's states, which these images have."""
+    """Tower states of these images; fails if there are none."""
     assert tokens.tower is not None
     return tokens.tower
 
 
 def language_of(tokens: VisualTokens) -> RecordedPrefix:
-    """The recording behind an image of this file."""
+    """Recorded language-model tensors of these images."""
     assert isinstance(tokens.language, RecordedPrefix)
     return tokens.language
 

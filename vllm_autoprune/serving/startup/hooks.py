@@ -214,7 +214,7 @@ HOOKS: tuple[Hook, ...] = (
 
 
 def require_hooks(stock: str) -> None:
-    """Refuse a vLLM that lacks a name which serving this model class depends on.
+    """Raise if this vLLM lacks a name that serving this model class depends on.
 
     Raises :class:`ConfigError` with every name. Within the versions that are allowed at all this
     finds builds that differ from the release they name.

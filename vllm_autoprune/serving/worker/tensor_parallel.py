@@ -20,7 +20,7 @@ def is_rank_zero() -> bool:
 
 
 def sum_over_ranks(part: Tensor) -> Tensor:
-    """The sum of every rank's tensor, the same bits everywhere."""
+    """Sum the tensors of all ranks; bit-identical on every rank."""
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     total: Tensor = tensor_model_parallel_all_reduce(part)
@@ -28,7 +28,7 @@ def sum_over_ranks(part: Tensor) -> Tensor:
 
 
 def gather_over_ranks(part: Tensor, dim: int) -> Tensor:
-    """Every rank's tensor side by side in ``dim``, in the order of ranks."""
+    """Concatenate the tensors of all ranks along ``dim``, in rank order."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
     whole: Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim)
@@ -36,7 +36,7 @@ def gather_over_ranks(part: Tensor, dim: int) -> Tensor:
 
 
 def broadcast_rank_zero(tensor: Tensor) -> Tensor:
-    """Rank 0's tensor, on every rank."""
+    """Broadcast rank 0's tensor to every rank."""
     from vllm.distributed import get_tp_group
 
     broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)

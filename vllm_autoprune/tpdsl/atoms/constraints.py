@@ -42,7 +42,7 @@ class PreservingSelector(SelectorCall):
     """A selector that exchanges nothing."""
 
     def bounds(self, budget: int) -> tuple[int, int]:
-        """No exchange at any K."""
+        """(0, K): no exchange."""
         return 0, budget
 
 
