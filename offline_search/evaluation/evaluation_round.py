@@ -97,7 +97,7 @@ class RoundEvaluator:
         self._probes = probes
         self._full = NO_ANSWERS
         self._known: dict[str, str] = {}
-        """Digest or selection fingerprint -> name of the candidate that has it."""
+        """Digest or selection fingerprint -> name of the candidate that was measured for it."""
 
     async def evaluate_baselines(self, base: PruningState) -> History:
         """Measure the unpruned model and the base policy; gives the initial history."""
@@ -125,9 +125,7 @@ class RoundEvaluator:
         for candidate in candidates:
             candidate.result = self._screen(candidate)
         await self._measure_all(candidates, history, early_stopping)
-        trials = [self._finish(candidate) for candidate in candidates]
-        self._remember(trials)
-        return trials
+        return [self._finish(candidate) for candidate in candidates]
 
     def _new_scores(self) -> ScoreAccumulator:
         return ScoreAccumulator(self._settings.budgets, self._full)
@@ -148,8 +146,10 @@ class RoundEvaluator:
             self._known[state.digest] = duplicate
             return self._trial_record(proposal, "same", same_as=duplicate)
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
-        for key in self._identity_keys(state):
-            self._known[key] = proposal.name
+        self._known |= {
+            state.digest: proposal.name,
+            verdict.behaviour or state.digest: proposal.name,
+        }
         return None
 
     async def _measure_all(
@@ -176,7 +176,7 @@ class RoundEvaluator:
         outcomes = await asyncio.gather(*jobs, return_exceptions=True)
         for candidate, outcome in zip(candidates, outcomes, strict=True):
             if isinstance(outcome, EvaluationFailed):
-                self._forget(candidate)
+                self._forget(candidate.proposal.name)
                 candidate.result = self._trial_record(
                     candidate.proposal, "unevaluated", candidate.scores, reason=str(outcome)
                 )
@@ -207,22 +207,9 @@ class RoundEvaluator:
         values = scores.mean() if scores.answer_count() else None
         return Trial(candidate.proposal, result, candidate.draft.state, values)
 
-    def _remember(self, trials: Sequence[Trial]) -> None:
-        """Remember measured states, so that later duplicates are not measured again."""
-        for trial in trials:
-            if trial.state is not None and trial.result.status in ("evaluated", "dropped"):
-                for key in self._identity_keys(trial.state):
-                    self._known.setdefault(key, trial.name)
-
-    def _forget(self, candidate: _Candidate) -> None:
+    def _forget(self, name: str) -> None:
         """Forget a candidate whose evaluation failed, so that later duplicates are evaluated."""
-        if candidate.draft.state is not None:
-            for key in self._identity_keys(candidate.draft.state):
-                if self._known.get(key) == candidate.proposal.name:
-                    del self._known[key]
-
-    def _identity_keys(self, state: PruningState) -> list[str]:
-        return [key for key in (state.digest, self._check(state).behaviour) if key]
+        self._known = {key: known for key, known in self._known.items() if known != name}
 
     def _check(self, state: PruningState) -> VerdictRecord:
         known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from offline_search.candidates.components import compact_json
+from offline_search.candidates.proposal import Draft, assemble_state
 from offline_search.dataset import Dataset
+from offline_search.evaluation.evaluation_round import RoundEvaluator
+from offline_search.evaluation.evaluator import RecordedEvaluator
+from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, TrialRecord, WinnerRecord
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import paper_state
+from offline_search.strategies.start_states import base_state, paper_state
 from tests.offline_search.replies import HOSTILE
 from tests.offline_search.synthetic import (
     VALID_REPLIES,
@@ -83,3 +87,24 @@ async def test_a_duplicate_of_a_failed_candidate_is_evaluated(
     await run_search(tmp_path / "l", settings, evaluator, replies)
     trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert {"unevaluated", "evaluated"} <= {trial.status for trial in trials}
+
+
+async def test_a_duplicate_in_the_round_of_a_failed_candidate_is_evaluated_later(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    failing = paper_state(settings)
+    components = json.loads(json.dumps(compact_json(failing)))
+    components["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
+    duplicate = assemble_state(components, settings)
+    source = SyntheticEvaluator(data)
+    source.fails = {failing.digest}
+    with Ledger(tmp_path / "l") as ledger:
+        evaluator = RecordedEvaluator(ledger, source)
+        examples = data.examples("search")
+        rounds = RoundEvaluator(settings, ledger, evaluator, examples, source.probes())
+        history = await rounds.evaluate_baselines(base_state(settings))
+        drafts = [Draft("llm", failing), Draft("llm", duplicate)]
+        first = await rounds.evaluate_round(drafts, 1, history, False)
+        second = await rounds.evaluate_round(drafts[1:], 2, history, False)
+    assert [trial.result.status for trial in first] == ["unevaluated", "same"]
+    assert [trial.result.status for trial in second] == ["evaluated"]
