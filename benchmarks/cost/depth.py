@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import Table, format_estimate
 from benchmarks.cost.efficiency.models import SHAPES
-from vllm_autoprune.evaluation.statistics import (
+from vllm_autoprune.statistics import (
     DRAWS,
     Estimate,
     Floats,

@@ -11,7 +11,7 @@ from benchmarks.demo.ask import Answer, Timing
 from benchmarks.demo.configurations import FULL, Configuration, Keep
 from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.minillava.split import Example, scores
-from vllm_autoprune.evaluation.statistics import Spread, spread
+from vllm_autoprune.statistics import Spread, spread
 
 _Z = 1.96
 

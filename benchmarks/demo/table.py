@@ -9,7 +9,7 @@ from benchmarks.common.report import Table as ReportTable
 from benchmarks.common.report import format_spread
 from benchmarks.demo.configurations import NAMES
 from benchmarks.demo.results import Results, Row
-from vllm_autoprune.evaluation.statistics import Spread
+from vllm_autoprune.statistics import Spread
 
 COLUMNS = (
     "K", "tokens chosen by", "accuracy %", "accuracy+ %",

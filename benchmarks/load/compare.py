@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.common import StrictModel
 from benchmarks.load.percentiles import ratio, share
 from benchmarks.load.points import Point, Run, Values, e2e, tpot, ttft
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.statistics import Estimate
 
 FIGURES: Mapping[str, tuple[Values, int]] = {
     "TTFT p50": (ttft, 50),

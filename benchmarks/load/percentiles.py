@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import StrictModel
-from vllm_autoprune.evaluation.statistics import Estimate, Floats, estimate, resample
+from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 
 Whole = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks.load.percentiles import Distribution
 from benchmarks.load.points import Point, ttft
 from benchmarks.load.schedule import Slo
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.statistics import Estimate
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's palette, which colour-blind readers can distinguish."""

@@ -9,7 +9,7 @@ from benchmarks.common.request_record import Record
 from benchmarks.load.percentiles import Distribution, distribution, share
 from benchmarks.load.result import Result
 from benchmarks.load.schedule import Load
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.statistics import Estimate
 
 Values = Callable[[Record], Sequence[float]]
 """The values that one answered request contributes."""

@@ -13,7 +13,7 @@ from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
 from benchmarks.load.result import format_hits, format_percentiles
 from benchmarks.load.sweep import KNEE, Sweep, build_sweep
 from benchmarks.load.workload import CACHES, Workload, format_mix
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.statistics import Estimate
 
 
 @dataclass(frozen=True)

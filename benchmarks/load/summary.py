@@ -8,7 +8,7 @@ from benchmarks.common import StrictModel
 from benchmarks.common.request_record import Record, answered
 from benchmarks.load.percentiles import Distribution, distribution, share
 from benchmarks.load.schedule import Slo
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.statistics import Estimate
 
 
 class Summary(StrictModel):

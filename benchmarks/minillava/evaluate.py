@@ -26,7 +26,7 @@ from benchmarks.minillava.selections import (
 )
 from benchmarks.minillava.split import CHECKPOINT, Example, held_out
 from benchmarks.minillava.wordings import CATEGORIES, KINDS
-from vllm_autoprune.evaluation.statistics import ClusterBootstrap, Estimate, estimate
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 
 BUDGETS = (64, 32, 16, 8)
 FULL = "full"

@@ -10,14 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offline_search.dataset import Example
-from offline_search.ledger.records import IntervalEstimate
-
-Floats = NDArray[np.float64]
-
-BOOTSTRAP_SAMPLES = 2000
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +76,10 @@ def category_means(examples: Sequence[Example], values: Floats) -> dict[str, flo
     return {name: round(float(np.mean(groups[name])), 6) for name in sorted(groups)}
 
 
-def bootstrap_mean(examples: Sequence[Example], values: Floats) -> IntervalEstimate:
-    """Mean with its 95 % bootstrap interval, clustered by image.
-
-    Whole images are resampled, because scores of questions about one image are correlated.
-    """
-    count = len(values)
-    _, places = np.unique([example.image for example in examples[:count]], return_inverse=True)
-    sums = np.bincount(places, values)
-    counts = np.bincount(places)
-    picks = np.random.default_rng(0).integers(len(sums), size=(BOOTSTRAP_SAMPLES, len(sums)))
-    means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
-    low, high = np.percentile(means, (2.5, 97.5))
-    return IntervalEstimate(
-        value=round(float(values.mean()), 6), low=round(float(low), 6), high=round(float(high), 6)
-    )
+def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
+    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
+    bootstrap = ClusterBootstrap([example.image for example in examples])
+    return estimate(bootstrap.mean(values)).rounded(6)
 
 
 def significantly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:

@@ -14,7 +14,6 @@ from offline_search.dataset import Example
 from offline_search.evaluation.answers import (
     NO_ANSWERS,
     Answers,
-    Floats,
     accuracy,
     accuracy_plus,
     category_means,
@@ -32,6 +31,7 @@ from offline_search.evaluation.objectives import objective_vector
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
+from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 EARLY_STOPPING_SHARES = (0.125, 0.5, 1.0)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offline_search.candidates.components import feature_names
-from offline_search.evaluation.answers import Floats
 from offline_search.evaluation.objectives import pareto_ranks
 from offline_search.ledger.records import ProposalRecord, TrialRecord
+from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offline_search.dataset import Example
-from offline_search.evaluation.answers import Floats, category_means
+from offline_search.evaluation.answers import category_means
 from offline_search.settings import Settings
+from vllm_autoprune.statistics import Floats
 
 ObjectiveVector = Mapping[str, float]
 """Value of each objective."""

@@ -14,7 +14,6 @@ import numpy as np
 from offline_search.dataset import Dataset, Example, Split
 from offline_search.evaluation.answers import (
     Answers,
-    Floats,
     accuracy,
     accuracy_plus,
     bootstrap_mean,
@@ -31,6 +30,7 @@ from offline_search.evaluation.objectives import objective_vector
 from offline_search.ledger.records import Comparison, FrontMember, TrialRecord, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_FRONT_MEMBERS = 12

@@ -16,6 +16,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from offline_search.dataset import Split
 from offline_search.settings import FrozenModel, Settings
+from vllm_autoprune.statistics import Estimate
 
 ALL_TOKENS = "full"
 """Digest that stands for the unpruned model."""
@@ -206,14 +207,6 @@ class SummaryRecord(_Record):
         return f"summary/{self.round}"
 
 
-class IntervalEstimate(FrozenModel):
-    """A mean over examples with its 95 % bootstrap interval over images."""
-
-    value: float
-    low: float
-    high: float
-
-
 class Comparison(FrozenModel):
     """Scores of one state on a held-out split, and paired differences to the base policy."""
 
@@ -222,11 +215,9 @@ class Comparison(FrozenModel):
     accuracy: float
     accuracy_plus: float
     mme_total: float = Field(description="accuracy and accuracy+ of each category, summed")
-    objective: IntervalEstimate
-    gain: IntervalEstimate = Field(
-        description="objective less the base policy's, on the same examples"
-    )
-    accuracy_gain: IntervalEstimate
+    objective: Estimate
+    gain: Estimate = Field(description="objective less the base policy's, on the same examples")
+    accuracy_gain: Estimate
 
 
 class FrontMember(FrozenModel):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from offline_search.ledger.records import Comparison, IntervalEstimate, WinnerRecord
+from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
+from vllm_autoprune.statistics import Estimate
 
 _MAX_ROWS = 10
 
@@ -144,7 +145,7 @@ def _format_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def format_interval(estimate: IntervalEstimate, scale: float = 1.0) -> str:
+def format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
     low, high = scale * estimate.low, scale * estimate.high
     return f"{scale * estimate.value:+.4g} ({low:+.4g} to {high:+.4g})"

@@ -4,9 +4,8 @@ import json
 
 from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
 from vllm_autoprune.evaluation.pages import as_latex, as_markdown
-from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.run import as_json
-from vllm_autoprune.evaluation.summary import summarize
 
 RIGHT, HALF = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
 
@@ -41,7 +40,7 @@ def sections(report: Report) -> dict[str, list[list[str]]]:
 
 
 def test_the_paper_s_tables_are_all_there() -> None:
-    tables = sections(summarize(contents(*WHOLE)))
+    tables = sections(build_report(contents(*WHOLE)))
     assert list(tables) == [
         "K = 8",
         "AutoPrune less strategy only, Acc.",
@@ -68,25 +67,25 @@ def test_the_paper_s_tables_are_all_there() -> None:
 def test_a_refused_case_is_in_the_page() -> None:
     journal = contents((FULL, RIGHT))
     journal.add(OURS.model_copy(update={"refused": "K is | too small"}))
-    page = as_markdown(summarize(journal))
+    page = as_markdown(build_report(journal))
     assert "## Cannot be served" in page and r"K is \| too small" in page
 
 
 def test_an_invalid_report_begins_with_the_reasons() -> None:
     journal = contents((FULL, RIGHT))
     journal.add(BASE)
-    page = as_markdown(summarize(journal, ["stopped: no server"]))
+    page = as_markdown(build_report(journal, ["stopped: no server"]))
     assert "Verdict: NOT VALID" in page
     assert "- cdpruner@8: no question was answered" in page and "- stopped: no server" in page
-    assert "% - stopped: no server" in as_latex(summarize(journal, ["stopped: no server"]))
+    assert "% - stopped: no server" in as_latex(build_report(journal, ["stopped: no server"]))
 
 
 def test_a_report_on_few_images_says_so() -> None:
-    assert "Fewer than 20 images" in as_markdown(summarize(contents(*WHOLE)))
+    assert "Fewer than 20 images" in as_markdown(build_report(contents(*WHOLE)))
 
 
 def test_latex_is_escaped_and_has_one_line_a_row() -> None:
-    latex = as_latex(summarize(contents(*WHOLE)))
+    latex = as_latex(build_report(contents(*WHOLE)))
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
     assert r"q\_e" in latex and r"K - q\_e" in latex
     row = next(line for line in latex.splitlines() if line.startswith("cdpruner &"))
@@ -105,7 +104,7 @@ def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -
     for question in QUESTIONS:
         if question.benchmark == "colour":
             journal.add(question.model_copy(update={"benchmark": "POPE"}))
-    tables = sections(summarize(journal))
+    tables = sections(build_report(journal))
     rows = tables["Ours / published, main, llava-1.5-7b"][2:]
     assert [row[:2] for row in rows] == [["full", "576"], ["CDPruner", "32"]]
     # Only two of ten columns were measured, so Acc. cannot be compared.
@@ -114,6 +113,6 @@ def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -
 
 def test_json_does_not_contain_the_states_of_requests() -> None:
     pruned = BASE.model_copy(update={"pruning": {"state": {"name": "x"}}})
-    content = json.loads(as_json(summarize(contents((FULL, RIGHT), (pruned, HALF)))))
+    content = json.loads(as_json(build_report(contents((FULL, RIGHT), (pruned, HALF)))))
     assert content["valid"] is True and content["rows"][1]["case"]["name"] == "cdpruner@8"
     assert "pruning" not in content["rows"][1]["case"]

@@ -44,11 +44,13 @@ class Contents:
         self.questions: dict[str, Question] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
         self.totals: dict[str, dict[str, Total]] = {}
+        self._by_key: dict[str, Record] = {}
         for record in records:
             self.add(record)
 
     def add(self, record: Record) -> None:
         """Add one record."""
+        self._by_key[record.key] = record
         match record:
             case Setup():
                 self.setup = record
@@ -63,17 +65,7 @@ class Contents:
 
     def existing(self, record: Record) -> Record | None:
         """The record with the same key, if there is one."""
-        match record:
-            case Setup():
-                return self.setup
-            case Case():
-                return self.cases.get(record.name)
-            case Question():
-                return self.questions.get(record.id)
-            case Answer():
-                return self.answers.get(record.case, {}).get(record.question)
-            case Total():
-                return self.totals.get(record.case, {}).get(record.benchmark)
+        return self._by_key.get(record.key)
 
     def is_answered(self, case: str, question: str) -> bool:
         """Whether a question has an answer that did not fail."""
@@ -150,7 +142,7 @@ def read_journal(path: Path) -> Contents:
 def unanswered(
     contents: Contents, cases: Sequence[Case], questions: Sequence[Question]
 ) -> Iterator[tuple[Case, Question]]:
-    """Unanswered questions of all cases, question by question, so that images stay together."""
+    """Unanswered questions of all cases; all cases of one question are consecutive."""
     for question in questions:
         for case in cases:
             if not case.refused and not contents.is_answered(case.name, question.id):

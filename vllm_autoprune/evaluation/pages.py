@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_autoprune.evaluation.comparison import compare_with_published
 from vllm_autoprune.evaluation.published import read_published
 from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.tables import Table, build_tables
+from vllm_autoprune.evaluation.tables import Table, build_tables, compare_with_published
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
             **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip

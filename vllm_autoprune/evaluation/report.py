@@ -1,14 +1,33 @@
-"""The report of an evaluation: its set-up, one row per case, and reasons against its validity.
+"""The report of an evaluation, computed from its journal: one row per case, reasons against it.
 
 Figures are per cent, points for MME, and natural logarithms for log-probabilities. A positive
 difference is in favour of the row's own case.
+
+A row's scores are the totals of a benchmark's own scorer if the journal has them; differences and
+intervals are always computed from single answers. A case without all answers has no row.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
 from offline_search.settings import FrozenModel
-from vllm_autoprune.evaluation.records import Case, Setup
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.evaluation.aggregate import (
+    MMBENCH,
+    Scores,
+    accuracy,
+    mean_of_ratios,
+    ratio_of_means,
+)
+from vllm_autoprune.evaluation.journal import Contents
+from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
+from vllm_autoprune.evaluation.scoring import Figures, Scoring
+from vllm_autoprune.statistics import Estimate, Floats, estimate
+
+_DIGITS = 4
 
 
 class Differences(FrozenModel):
@@ -60,3 +79,134 @@ class Report(FrozenModel):
     def row(self, name: str) -> Row | None:
         """The row of a case, if it was measured."""
         return next((row for row in self.rows if row.case.name == name), None)
+
+
+def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
+    """The report of a journal; ``more`` are further reasons against it.
+
+    Raises :class:`EvaluationError` for an empty journal.
+    """
+    setup = contents.setup
+    if setup is None:
+        raise EvaluationError("the journal is empty -> run an evaluation first")
+    cases = [case for case in contents.cases.values() if _is_complete(contents, case)]
+    questions = list(contents.questions.values())
+    scoring = Scoring(questions, setup.mme_divisor)
+    figures = {case.name: scoring.figures(contents.answers[case.name]) for case in cases}
+    full = next((case for case in cases if case.arm == "full"), None)
+    benchmarks = list(dict.fromkeys(question.benchmark for question in questions))
+    rows = []
+    if full is not None:
+        scores = {case.name: _scores(contents, case, figures[case.name]) for case in cases}
+        for case in cases:
+            if set(scores[case.name]) >= set(benchmarks):
+                rows.append(_row(contents, case, full, scores, figures, setup.mme_divisor))
+    return Report(
+        setup=setup,
+        questions=len(questions),
+        images=len({question.image for question in questions}),
+        reasons=(*_reasons(contents), *more),
+        rows=tuple(rows),
+        refused=tuple(case for case in contents.cases.values() if case.refused),
+    )
+
+
+def _scores(contents: Contents, case: Case, figures: Figures) -> Scores:
+    """Score of each benchmark: the total of its own scorer, or else computed from answers."""
+    computed = {name: float(figure[0]) for name, figure in figures.benchmarks.items()}
+    totals = contents.totals.get(case.name, {})
+    return computed | {name: total.value for name, total in totals.items()}
+
+
+def _row(
+    contents: Contents,
+    case: Case,
+    full: Case,
+    scores: Mapping[str, Scores],
+    figures: Mapping[str, Figures],
+    divisor: float,
+) -> Row:
+    own, base = figures[case.name], figures.get(case.base)
+    own_scores, full_scores = scores[case.name], scores[full.name]
+    lengths = [a.prompt_tokens for a in contents.answers[case.name].values() if a.prompt_tokens]
+    plus = own.accuracy_plus
+    return Row(
+        case=case,
+        benchmarks={name: round(score, 4) for name, score in own_scores.items()},
+        all=_aggregates(own_scores, full_scores, divisor, ()),
+        without_mmbench=_aggregates(own_scores, full_scores, divisor, MMBENCH)
+        if set(MMBENCH) & set(own_scores) and set(own_scores) - set(MMBENCH)
+        else None,
+        accuracy=_estimate(own.accuracy),
+        accuracy_plus=None if plus is None or math.isnan(plus[0]) else round(float(plus[0]), 4),
+        prompt_tokens=round(sum(lengths) / len(lengths), 2) if lengths else None,
+        to_full=None if case is full else _differences(own, figures[full.name]),
+        to_base=None if base is None else _differences(own, base),
+    )
+
+
+def _aggregates(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> Aggregates:
+    acc = accuracy(scores, divisor, without)
+    divisors = [value for name, value in full.items() if name not in without]
+    return Aggregates(
+        acc=round(acc, 4),
+        ratio_of_means=round(ratio_of_means(scores, full, divisor, without), 4)
+        if any(divisors)
+        else None,
+        mean_of_ratios=round(mean_of_ratios(scores, full, without), 4) if all(divisors) else None,
+    )
+
+
+def _differences(own: Figures, other: Figures) -> Differences:
+    return Differences(
+        acc=_difference(own.acc, other.acc),
+        accuracy=_difference(own.accuracy, other.accuracy),
+        mme=_difference(own.benchmarks.get(MME), other.benchmarks.get(MME)),
+        logprob=_difference(own.logprob, other.logprob),
+    )
+
+
+def _difference(own: Floats | None, other: Floats | None) -> Estimate | None:
+    return None if own is None or other is None else _estimate(np.subtract(own, other))
+
+
+def _estimate(figure: Floats | None) -> Estimate | None:
+    """Rounded value and interval; None for a figure without a finite value."""
+    if figure is None or not np.isfinite(figure[0]):
+        return None
+    return estimate(figure).rounded(_DIGITS)
+
+
+def _is_complete(contents: Contents, case: Case) -> bool:
+    """Whether every question has an answer in this case."""
+    return bool(contents.questions) and all(
+        contents.is_answered(case.name, question) for question in contents.questions
+    )
+
+
+def _reasons(contents: Contents) -> Iterator[str]:
+    """Reasons against an evaluation in any suite: failures, missing answers, no full model."""
+    if not contents.questions:
+        yield "no question was asked"
+        return
+    cases = [case for case in contents.cases.values() if not case.refused]
+    if not any(case.arm == "full" for case in cases):
+        yield "the full model is not among the cases: there is nothing to compare with"
+    total = len(contents.questions)
+    empty = [case.name for case in cases if not contents.answers.get(case.name)]
+    if empty:
+        yield f"{_first_names(empty)}: no question was answered"
+    for case in cases:
+        answers = contents.answers.get(case.name, {})
+        failures = [answer.failure for answer in answers.values() if answer.failure is not None]
+        if failures:
+            yield f"{case.name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
+        if 0 < len(answers) < total:
+            missing = [q for name, q in contents.questions.items() if name not in answers]
+            where = _first_names(list(dict.fromkeys(question.benchmark for question in missing)))
+            yield f"{case.name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
+
+
+def _first_names(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

@@ -16,8 +16,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import JOURNAL, Contents, Journal
 from vllm_autoprune.evaluation.pages import as_latex, as_markdown
 from vllm_autoprune.evaluation.records import Case, EvaluationError, Setup
-from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.summary import summarize
+from vllm_autoprune.evaluation.report import Report, build_report
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -99,7 +98,7 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
         except EvaluationError as error:
             interruptions.append(f"stopped: {error}")
         contents = journal.contents
-        report = summarize(contents, [*interruptions, *suite.objections(contents)])
+        report = build_report(contents, [*interruptions, *suite.objections(contents)])
     write_report(report, folder)
     return report
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_autoprune.evaluation.records import MME, Answer, Question
-from vllm_autoprune.evaluation.statistics import ClusterBootstrap, Floats
+from vllm_autoprune.statistics import ClusterBootstrap, Floats
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from benchmarks.common.report import MIB, Table, format_spread
 from benchmarks.cost.efficiency.measure import Pass, Refusal
 from benchmarks.cost.efficiency.models import Model
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
-from vllm_autoprune.evaluation.statistics import spread
+from vllm_autoprune.statistics import spread
 
 FULL = "full"
 Passes = Mapping[str, Sequence[Pass | Refusal]]

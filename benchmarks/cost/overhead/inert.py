@@ -17,8 +17,8 @@ from benchmarks.cost.overhead.requests import build_body, image_url
 from benchmarks.cost.overhead.settings import Settings
 from benchmarks.cost.overhead.ttft import Timing
 from benchmarks.server import Server, serve
-from vllm_autoprune.evaluation.statistics import Estimate, ratio_of_medians, spread, within
 from vllm_autoprune.serving.plugin import DISABLE
+from vllm_autoprune.statistics import Estimate, ratio_of_medians, spread, within
 
 SERVERS: Mapping[str, Mapping[str, str]] = {
     "stock": {DISABLE: "1"},

@@ -17,7 +17,7 @@ from benchmarks.common.report import MIB, Claim, Section, Table
 from benchmarks.cost.overhead.requests import build_body, image_url
 from benchmarks.cost.overhead.settings import STATE, Settings
 from benchmarks.server import Server, serve
-from vllm_autoprune.evaluation.statistics import slope, verdict_of
+from vllm_autoprune.statistics import slope, verdict_of
 
 REQUESTS, WARM_UP, STEP, CONCURRENCY = 2_000, 200, 20, 8
 SIDE = 168

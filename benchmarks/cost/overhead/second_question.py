@@ -17,7 +17,7 @@ from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section
 from benchmarks.cost.overhead.settings import Settings
 from benchmarks.server import CPU_ENVIRONMENT
-from vllm_autoprune.evaluation.statistics import verdict_of
+from vllm_autoprune.statistics import verdict_of
 
 IMAGES, QUESTIONS, MORE = 4, 5, 60
 CACHE_GB = 0.002

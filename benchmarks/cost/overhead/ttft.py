@@ -30,7 +30,7 @@ from benchmarks.common.request_record import Record
 from benchmarks.cost.overhead.requests import build_body, draw_words, image_url
 from benchmarks.cost.overhead.settings import STATE, Settings
 from benchmarks.server import Server, serve
-from vllm_autoprune.evaluation.statistics import (
+from vllm_autoprune.statistics import (
     Spread,
     at_most,
     difference_of_medians,

@@ -17,7 +17,7 @@ from benchmarks.common.shapes import CLIP_WIDTH, TOKENS, WIDTH
 from benchmarks.cost.overhead.requests import draw_words, image_url
 from benchmarks.cost.overhead.settings import STATE
 from benchmarks.cost.overhead.ttft import BUDGET, QUESTION
-from vllm_autoprune.evaluation.statistics import Spread, spread
+from vllm_autoprune.statistics import Spread, spread
 
 SIDE = 24
 Work = Callable[[], object]

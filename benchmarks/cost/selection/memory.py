@@ -14,7 +14,7 @@ from benchmarks.cost.selection import ours, published
 from benchmarks.cost.selection.images import WIDTH, Size, draw_images
 from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import Work, log_progress
-from vllm_autoprune.evaluation.statistics import verdict_of
+from vllm_autoprune.statistics import verdict_of
 
 SIZES = (
     Size(576, 1, 1, 64),

@@ -12,7 +12,7 @@ from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, Images, Size, dr
 from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import Times, Work, log_medians, measure_alternately
 from vllm_autoprune import refine
-from vllm_autoprune.evaluation.statistics import at_most, ratio_of_medians, spread
+from vllm_autoprune.statistics import at_most, ratio_of_medians, spread
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 

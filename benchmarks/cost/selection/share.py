@@ -24,7 +24,7 @@ from benchmarks.cost.selection.timing import (
     measure_alternately,
 )
 from vllm_autoprune import PruningPolicy, RefinedTokens, refine
-from vllm_autoprune.evaluation.statistics import Estimate, at_most, ratio_of_medians, spread
+from vllm_autoprune.statistics import Estimate, at_most, ratio_of_medians, spread
 
 INNER, HEADS, LAYERS = 11008, 32, 32
 TEXT = 60

@@ -17,7 +17,7 @@ from benchmarks.cost.selection.images import Size, draw_images, size_keeping
 from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import Times, Work, log_medians, measure_alternately
 from vllm_autoprune import refine
-from vllm_autoprune.evaluation.statistics import Estimate, at_most, ratio_of_medians, spread
+from vllm_autoprune.statistics import Estimate, at_most, ratio_of_medians, spread
 
 CLOSE = 1.25
 """Most that a selection may take of the time of the similarity product, where that dominates."""

@@ -14,7 +14,7 @@ from benchmarks.common.report import (
     markdown,
     write_section,
 )
-from vllm_autoprune.evaluation.statistics import Estimate
+from vllm_autoprune.statistics import Estimate
 
 SECTION = Section(
     name="ttft",

@@ -5,8 +5,7 @@ import pytest
 from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
 from vllm_autoprune.evaluation.journal import Contents
 from vllm_autoprune.evaluation.records import MME, Answer, EvaluationError, Total
-from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.summary import summarize
+from vllm_autoprune.evaluation.report import Report, build_report
 
 BASE = case("visionzip@8")
 OURS = case("visionzip+autoprune@8", "autoprune", base="visionzip@8")
@@ -14,12 +13,12 @@ OURS = case("visionzip+autoprune@8", "autoprune", base="visionzip@8")
 RIGHT, HALF = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
 
 
-def report() -> Report:
-    return summarize(contents((FULL, RIGHT), (BASE, HALF), (OURS, RIGHT)))
+def sample_report() -> Report:
+    return build_report(contents((FULL, RIGHT), (BASE, HALF), (OURS, RIGHT)))
 
 
 def test_acc_and_both_rel_are_those_of_the_aggregates() -> None:
-    row = report().row("visionzip@8")
+    row = sample_report().row("visionzip@8")
     assert row is not None
     assert row.benchmarks == {"colour": 50.0, MME: 125.0}
     assert row.all.acc == (50 + 62.5) / 2
@@ -29,8 +28,8 @@ def test_acc_and_both_rel_are_those_of_the_aggregates() -> None:
 
 
 def test_differences_are_to_full_and_to_the_base_policy() -> None:
-    summary = report()
-    full, base, ours = (summary.row(n) for n in ("full", "visionzip@8", "visionzip+autoprune@8"))
+    report = sample_report()
+    full, base, ours = (report.row(n) for n in ("full", "visionzip@8", "visionzip+autoprune@8"))
     assert full is not None and base is not None and ours is not None
     assert full.to_full is None and base.to_base is None
     assert base.to_full is not None and base.to_full.acc is not None
@@ -43,18 +42,16 @@ def test_differences_are_to_full_and_to_the_base_policy() -> None:
 
 
 def test_a_complete_evaluation_is_valid() -> None:
-    summary = report()
-    assert (
-        summary.valid and summary.questions == 6 and summary.images == 2 and len(summary.rows) == 3
-    )
+    report = sample_report()
+    assert report.valid and report.questions == 6 and report.images == 2 and len(report.rows) == 3
 
 
 def test_a_case_with_failed_requests_has_no_row() -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
     journal.add(Answer(case=BASE.name, question="1", failure="status 503"))
-    summary = summarize(journal)
-    assert summary.reasons == ("visionzip@8: 1 of 6 requests failed: status 503",)
-    assert [row.case.name for row in summary.rows] == ["full"]
+    report = build_report(journal)
+    assert report.reasons == ("visionzip@8: 1 of 6 requests failed: status 503",)
+    assert [row.case.name for row in report.rows] == ["full"]
 
 
 def test_a_case_with_missing_answers_has_no_row() -> None:
@@ -62,29 +59,29 @@ def test_a_case_with_missing_answers_has_no_row() -> None:
     journal.add(BASE)
     for answer in answers(BASE.name, HALF)[:4]:
         journal.add(answer)
-    summary = summarize(journal)
-    assert summary.reasons == ("visionzip@8: 4 of 6 answers; MME is incomplete",)
-    assert summary.row(BASE.name) is None
+    report = build_report(journal)
+    assert report.reasons == ("visionzip@8: 4 of 6 answers; MME is incomplete",)
+    assert report.row(BASE.name) is None
 
 
 def test_without_the_full_model_there_are_no_rows() -> None:
-    summary = summarize(contents((BASE, HALF)))
-    assert not summary.valid and "full model" in summary.reasons[0] and not summary.rows
+    report = build_report(contents((BASE, HALF)))
+    assert not report.valid and "full model" in report.reasons[0] and not report.rows
 
 
 def test_a_case_that_cannot_be_served_is_listed() -> None:
     refused = OURS.model_copy(update={"refused": "K is too small"})
     journal = contents((FULL, RIGHT), (BASE, HALF))
     journal.add(refused)
-    summary = summarize(journal)
-    assert summary.valid and summary.refused == (refused,)
+    report = build_report(journal)
+    assert report.valid and report.refused == (refused,)
 
 
 def test_totals_of_the_benchmarks_scorer_are_used() -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
     for name, points in (("full", 190.0), (BASE.name, 95.0)):
         journal.add(Total(case=name, benchmark=MME, metric="m", value=points, count=4))
-    row = summarize(journal).row(BASE.name)
+    row = build_report(journal).row(BASE.name)
     assert row is not None
     assert row.benchmarks == {"colour": 50.0, MME: 95.0}
     assert row.all.mean_of_ratios == 50.0
@@ -96,18 +93,18 @@ def test_aggregates_exist_without_mmbench() -> None:
     for question in QUESTIONS:
         name = names.get(question.benchmark, question.benchmark)
         journal.add(question.model_copy(update={"benchmark": name}))
-    row = summarize(journal).row("full")
+    row = build_report(journal).row("full")
     assert row is not None and row.without_mmbench is not None
     assert row.without_mmbench.acc == 100.0
 
 
 def test_no_right_answer_does_not_divide_by_zero() -> None:
     nothing = [0.0] * 6
-    row = summarize(contents((FULL, nothing), (BASE, HALF))).row(BASE.name)
+    row = build_report(contents((FULL, nothing), (BASE, HALF))).row(BASE.name)
     assert row is not None
     assert row.all.ratio_of_means is None and row.all.mean_of_ratios is None
 
 
 def test_an_empty_journal_has_no_report() -> None:
     with pytest.raises(EvaluationError, match="empty"):
-        summarize(Contents())
+        build_report(Contents())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_autoprune.evaluation import statistics
-from vllm_autoprune.evaluation.statistics import (
+from vllm_autoprune import statistics
+from vllm_autoprune.statistics import (
     ClusterBootstrap,
     Estimate,
     at_most,

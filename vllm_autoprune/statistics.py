@@ -41,6 +41,10 @@ class Estimate:
     low: float
     high: float
 
+    def rounded(self, digits: int) -> Estimate:
+        """The same estimate with fewer decimals."""
+        return Estimate(*(round(figure, digits) for figure in (self.value, self.low, self.high)))
+
 
 @dataclass(frozen=True)
 class Spread:
