@@ -22,17 +22,17 @@ from vllm_autoprune.statistics import (
 
 
 def test_a_spread_has_median_and_quartiles() -> None:
-    found = spread([5, 1, 2, 4, 3])
+    sample = spread([5, 1, 2, 4, 3])
 
-    assert (found.low, found.median, found.high, found.count) == (2, 3, 4, 5)
+    assert (sample.low, sample.median, sample.high, sample.count) == (2, 3, 4, 5)
 
 
-def test_rounds_that_are_all_alike_leave_no_doubt() -> None:
+def test_identical_rounds_give_an_interval_of_zero_width() -> None:
     assert ratio_of_medians([[2.2]] * 5, [[2.0]] * 5) == pytest.approx(Estimate(1.1, 1.1, 1.1))
     assert difference_of_medians([[3, 5]] * 4, [[1, 2]] * 4) == Estimate(2.5, 2.5, 2.5)
 
 
-def test_rounds_are_paired_so_a_slow_machine_cancels_out() -> None:
+def test_pairing_rounds_cancels_out_the_speed_of_the_machine() -> None:
     # Every round is as slow for one kind as for the other; the ratio is 2 in each of them.
     under = [[1.0], [10.0], [100.0], [1000.0], [10000.0]]
     over = [[2 * value for value in row] for row in under]
@@ -40,7 +40,7 @@ def test_rounds_are_paired_so_a_slow_machine_cancels_out() -> None:
     assert ratio_of_medians(over, under) == Estimate(2.0, 2.0, 2.0)
 
 
-def test_the_interval_holds_the_value_and_is_the_same_every_time() -> None:
+def test_the_interval_contains_the_value_and_is_repeatable() -> None:
     over, under = [[float(i % 7)] for i in range(40)], [[float(i % 5 + 1)] for i in range(40)]
 
     first = ratio_of_medians(over, under)
@@ -58,7 +58,7 @@ def test_rounds_that_do_not_pair_are_refused(
         ratio_of_medians(over, under)
 
 
-def test_a_slope_survives_one_jump() -> None:
+def test_a_slope_is_robust_against_one_outlier() -> None:
     x = [0.0, 1, 2, 3, 4, 5, 6]
 
     assert slope(x, [2 * value + 1 for value in x]) == 2
@@ -73,7 +73,7 @@ def test_a_slope_survives_one_jump() -> None:
         (Estimate(1.08, 1.06, 1.10), "does not hold"),
     ],
 )
-def test_the_whole_interval_decides(figure: Estimate, verdict: str) -> None:
+def test_an_upper_bound_is_judged_by_the_whole_interval(figure: Estimate, verdict: str) -> None:
     assert at_most(figure, 1.05) == verdict
 
 
@@ -86,11 +86,11 @@ def test_the_whole_interval_decides(figure: Estimate, verdict: str) -> None:
         (Estimate(1.1, 1.05, 1.15), "does not hold"),
     ],
 )
-def test_a_figure_may_lie_outside_on_either_side(figure: Estimate, verdict: str) -> None:
+def test_a_range_is_judged_by_the_whole_interval(figure: Estimate, verdict: str) -> None:
     assert within(figure, 0.99, 1.01) == verdict
 
 
-def test_a_count_has_no_interval() -> None:
+def test_a_condition_is_judged_without_an_interval() -> None:
     assert (verdict_of(True), verdict_of(False)) == ("holds", "does not hold")
 
 
@@ -100,11 +100,11 @@ SCENES = [number // 5 for number in range(200)]
 def test_questions_about_one_image_are_drawn_together() -> None:
     """All right on half of the images: the error is that of 40 images, not of 200 questions."""
     bootstrap = ClusterBootstrap(SCENES)
-    found = estimate(bootstrap.mean([float(scene % 2) for scene in SCENES]))
-    assert found.value == 0.5
-    assert abs(found.high - found.low - 2 * 1.96 * (0.25 / 40) ** 0.5) < 0.05
+    clustered = estimate(bootstrap.mean([float(scene % 2) for scene in SCENES]))
+    assert clustered.value == 0.5
+    assert abs(clustered.high - clustered.low - 2 * 1.96 * (0.25 / 40) ** 0.5) < 0.05
     mixed = estimate(bootstrap.mean([float(number % 2) for number in range(200)]))
-    assert found.high - found.low > 1.5 * (mixed.high - mixed.low)
+    assert clustered.high - clustered.low > 1.5 * (mixed.high - mixed.low)
 
 
 def test_figures_of_one_bootstrap_are_paired() -> None:
@@ -114,7 +114,7 @@ def test_figures_of_one_bootstrap_are_paired() -> None:
     assert (gap.value, gap.low, gap.high) == pytest.approx((0.1, 0.1, 0.1))
 
 
-def test_questions_of_no_weight_do_not_count() -> None:
+def test_questions_of_weight_zero_are_ignored() -> None:
     values = [float(number) for number in range(200)]
     figure = ClusterBootstrap(SCENES).mean(values, [float(value == 3) for value in values])
     assert figure[0] == 3 and np.isnan(figure).any()
@@ -127,13 +127,13 @@ def test_one_value_for_each_question_is_needed(values: list[float], clusters: li
         ClusterBootstrap(clusters).mean(values)
 
 
-def test_resamples_begin_with_the_sample_and_hold_runs_of_neighbours() -> None:
+def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours() -> None:
     rows = resample(37, 20, block=6)
     assert rows.shape == (21, 37) and (rows[0] == np.arange(37)).all()
     assert ((rows[1:, 1:6] - rows[1:, :5]) % 37 == 1).all()
 
 
-def test_resamples_do_not_depend_on_how_many_are_held_at_once(
+def test_resamples_do_not_depend_on_the_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = resample(37, 20)

@@ -53,11 +53,11 @@ def test_own_questions_are_measured_in_every_case(
         assert main(call) == 0
         captured = capsys.readouterr()
         # full, random, cdpruner and autoprune, visionzip (which exchanges nothing): five cases.
-        assert len(server.asked) == 5 * 4
-        images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.asked]
+        assert len(server.requests) == 5 * 4
+        images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.requests]
         assert len(set(images)) == 2
         assert main([*call, "--resume", "--json"]) == 0
-        assert len(server.asked) == 5 * 4
+        assert len(server.requests) == 5 * 4
     assert "## K = 8" in captured.out and "Verdict: valid" in captured.out
     report = json.loads(capsys.readouterr().out)
     assert {row["case"]["name"] for row in report["rows"]} == {

@@ -10,7 +10,7 @@ FULL = {"GQA": 60.0, "MME": 1600.0, "MMB-EN": 40.0, "MMB-CN": 20.0}
 PRUNED = {"GQA": 30.0, "MME": 1600.0, "MMB-EN": 60.0, "MMB-CN": 20.0}
 
 
-def test_acc_divides_mme_and_nothing_else() -> None:
+def test_acc_divides_only_mme() -> None:
     assert accuracy(FULL, 20) == (60 + 80 + 40 + 20) / 4
     assert accuracy({"MME": 2800.0}, 28) == 100
 

@@ -29,15 +29,15 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     assert [contents.answers["full"][q.id].score for q in QUESTIONS] == [1.0] * 6
 
 
-def test_the_question_of_an_incomplete_line_is_asked_again(tmp_path: Path) -> None:
+def test_the_question_of_an_incomplete_line_is_unanswered(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     write_journal(path)
     path.write_bytes(path.read_bytes()[:-20])
     with Journal(path) as journal:
-        left = list(unanswered(journal.contents, [FULL], QUESTIONS))
+        pending = list(unanswered(journal.contents, [FULL], QUESTIONS))
         journal.append(answers("full", [1.0] * 6))
         assert not list(unanswered(journal.contents, [FULL], QUESTIONS))
-    assert left == [(FULL, QUESTIONS[5])]
+    assert pending == [(FULL, QUESTIONS[5])]
     assert len(read_journal(path).answers["full"]) == 6
 
 
@@ -60,12 +60,12 @@ def test_a_failed_answer_is_replaced_by_the_next_one(tmp_path: Path) -> None:
     assert answer.score == 1.0 and answer.failure is None
 
 
-def test_questions_come_image_by_image_with_all_cases_together() -> None:
+def test_unanswered_questions_are_grouped_by_question() -> None:
     order = [(c.name, q.id) for c, q in unanswered(Contents(), [FULL, RANDOM], QUESTIONS[:2])]
     assert order == [("full", "0"), ("random@8", "0"), ("full", "1"), ("random@8", "1")]
 
 
-def test_a_refused_case_is_not_asked() -> None:
+def test_a_refused_case_has_no_unanswered_questions() -> None:
     refused = FULL.model_copy(update={"refused": "cannot"})
     assert not list(unanswered(Contents(), [refused], QUESTIONS))
 
@@ -101,7 +101,9 @@ def test_a_file_that_is_not_a_journal_is_refused_with_its_line(tmp_path: Path) -
         Journal(path)
 
 
-def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_incomplete_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, write = tmp_path / "j.jsonl", os.write
     write_journal(path)
     before = path.read_bytes()

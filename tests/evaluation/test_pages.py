@@ -18,7 +18,7 @@ ON_OTHER = case("dart+autoprune@8", "autoprune", base="dart@8")
 WITHOUT = case("ablation@8", "component", base="cdpruner@8")
 QUOTA = case("quota-4@8", "quota", base="cdpruner@8").model_copy(update={"quota": 4})
 
-WHOLE = (
+ALL_CASES = (
     (FULL, RIGHT),
     (BASE, HALF),
     (OURS, RIGHT),
@@ -39,8 +39,8 @@ def sections(report: Report) -> dict[str, list[list[str]]]:
     return tables
 
 
-def test_the_paper_s_tables_are_all_there() -> None:
-    tables = sections(build_report(contents(*WHOLE)))
+def test_a_complete_evaluation_has_all_tables_of_the_paper() -> None:
+    tables = sections(build_report(contents(*ALL_CASES)))
     assert list(tables) == [
         "K = 8",
         "AutoPrune less strategy only, Acc.",
@@ -80,12 +80,12 @@ def test_an_invalid_report_begins_with_the_reasons() -> None:
     assert "% - stopped: no server" in as_latex(build_report(journal, ["stopped: no server"]))
 
 
-def test_a_report_on_few_images_says_so() -> None:
-    assert "Fewer than 20 images" in as_markdown(build_report(contents(*WHOLE)))
+def test_a_report_on_few_images_has_a_warning() -> None:
+    assert "Fewer than 20 images" in as_markdown(build_report(contents(*ALL_CASES)))
 
 
 def test_latex_is_escaped_and_has_one_line_a_row() -> None:
-    latex = as_latex(build_report(contents(*WHOLE)))
+    latex = as_latex(build_report(contents(*ALL_CASES)))
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
     assert r"q\_e" in latex and r"K - q\_e" in latex
     row = next(line for line in latex.splitlines() if line.startswith("cdpruner &"))
@@ -93,9 +93,9 @@ def test_latex_is_escaped_and_has_one_line_a_row() -> None:
 
 
 def test_rows_are_compared_with_published_ones_of_the_same_method_and_budget() -> None:
-    opened = SETUP.model_copy(update={"backbone": "llava-1.5-7b", "mme_divisor": 20.0})
+    setup = SETUP.model_copy(update={"backbone": "llava-1.5-7b", "mme_divisor": 20.0})
     journal = contents()
-    journal.add(opened)
+    journal.add(setup)
     cases = [FULL, case("cdpruner@32", budget=32), case("cdpruner@33", budget=33)]
     for one in cases:
         journal.add(one)

@@ -17,7 +17,7 @@ def sample_report() -> Report:
     return build_report(contents((FULL, RIGHT), (BASE, HALF), (OURS, RIGHT)))
 
 
-def test_acc_and_both_rel_are_those_of_the_aggregates() -> None:
+def test_a_row_has_acc_and_both_definitions_of_rel() -> None:
     row = sample_report().row("visionzip@8")
     assert row is not None
     assert row.benchmarks == {"colour": 50.0, MME: 125.0}

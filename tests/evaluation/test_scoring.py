@@ -8,11 +8,11 @@ from vllm_autoprune.evaluation.scoring import Figures, Scoring
 
 
 def figures(values: list[float]) -> Figures:
-    given = {answer.question: answer for answer in answers("c", values)}
-    return Scoring(QUESTIONS, mme_divisor=2.0).figures(given)
+    answers_by_id = {answer.question: answer for answer in answers("c", values)}
+    return Scoring(QUESTIONS, mme_divisor=2.0).figures(answers_by_id)
 
 
-def test_each_benchmark_in_its_own_unit() -> None:
+def test_each_benchmark_is_scored_in_its_own_unit() -> None:
     scores = figures([1, 0, 1, 1, 1, 0])
     assert {name: f[0] for name, f in scores.benchmarks.items()} == {"colour": 50.0, MME: 125.0}
     assert scores.acc is not None and scores.acc[0] == (50 + 125 / 2) / 2
@@ -42,14 +42,14 @@ def test_categories_of_mme_are_summed() -> None:
 
 
 def test_a_benchmark_without_scores_of_single_answers_is_left_out() -> None:
-    given = {answer.question: answer for answer in answers("c", [1.0] * 6)}
-    given["0"] = given["0"].model_copy(update={"score": None})
-    scores = Scoring(QUESTIONS, 2.0).figures(given)
+    answers_by_id = {answer.question: answer for answer in answers("c", [1.0] * 6)}
+    answers_by_id["0"] = answers_by_id["0"].model_copy(update={"score": None})
+    scores = Scoring(QUESTIONS, 2.0).figures(answers_by_id)
     assert list(scores.benchmarks) == [MME] and scores.acc is None
     assert scores.accuracy is not None and scores.accuracy[0] == 100.0
 
 
-def test_a_missing_log_probability_leaves_none_of_them() -> None:
-    given = {answer.question: answer for answer in answers("c", [1.0] * 6)}
-    given["3"] = given["3"].model_copy(update={"logprob": None})
-    assert Scoring(QUESTIONS, 2.0).figures(given).logprob is None
+def test_a_missing_log_probability_omits_their_mean() -> None:
+    answers_by_id = {answer.question: answer for answer in answers("c", [1.0] * 6)}
+    answers_by_id["3"] = answers_by_id["3"].model_copy(update={"logprob": None})
+    assert Scoring(QUESTIONS, 2.0).figures(answers_by_id).logprob is None

@@ -16,7 +16,7 @@ Body = dict[str, Any]
 Answer = tuple[int, bytes, dict[str, str]]
 
 
-def said(text: str | None, **message: object) -> Answer:
+def completion(text: str | None, **message: object) -> Answer:
     """Response with a chat completion of this text."""
     choice = {"index": 0, "finish_reason": "stop",
               "message": {"role": "assistant", "content": text, **message}}  # fmt: skip
@@ -33,11 +33,11 @@ def error(status: int, message: str = "no", **headers: str) -> Answer:
 
 
 @dataclass
-class Told:
-    """A running fake endpoint: its answer function and the requests that it received."""
+class FakeEndpoint:
+    """A running fake endpoint: its answer function and the requests that it has received."""
 
     answer: Callable[[Body, int], Answer]
-    asked: list[Body] = field(default_factory=list)
+    requests: list[Body] = field(default_factory=list)
     url: str = ""
     down: bool = False
     """Whether the list of models fails as well."""
@@ -57,9 +57,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
+def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeEndpoint]:
     """Serve until the block ends; ``answer`` maps a request body and its number to a response."""
-    fake = Told(answer)
+    fake = FakeEndpoint(answer)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -67,9 +67,9 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[Told]:
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
-            fake.asked.append(body)
+            fake.requests.append(body)
             fake.ports.add(self.client_address[1])
-            self._send(*fake.answer(body, len(fake.asked) - 1))
+            self._send(*fake.answer(body, len(fake.requests) - 1))
 
         def do_GET(self) -> None:
             if fake.down:

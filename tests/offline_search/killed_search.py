@@ -19,7 +19,7 @@ from offline_search.ledger import Ledger
 from offline_search.search import Search
 from offline_search.settings import Settings
 from tests.offline_search.replies import valid_replies
-from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, quiet_torch
+from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, use_one_thread
 
 SETTINGS = Settings(strategy="autoprune+", rounds=3, per_round=3, budgets=(8,), proposer="scripted")
 REPLIES = [*valid_replies(10), "nonsense", None]
@@ -48,7 +48,7 @@ def run_and_kill(folder: Path, ledger: Path, after: float) -> bool:
 
 def main() -> None:
     """Kill, resume to the end, and search once without interruption."""
-    quiet_torch()
+    use_one_thread()
     folder, kills = Path(sys.argv[1]), int(sys.argv[2])
     rng = Random(5)
     start = time.monotonic()

@@ -53,7 +53,7 @@ class SyntheticEvaluator:
     def __init__(self, data: Dataset, probes: bool = True, delay: float = 0.0) -> None:
         self.name = f"synthetic {data.digest[:8]}"
         self.dataset = data
-        self.asked: list[EvaluationJob] = []
+        self.jobs: list[EvaluationJob] = []
         self.fails: set[str] = set()
         self._probes = probes
         self._delay = delay
@@ -68,19 +68,19 @@ class SyntheticEvaluator:
         return None
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        self.asked.append(job)
+        self.jobs.append(job)
         if self._delay:
             await asyncio.sleep(self._delay)
         if job.state is not None and job.state.digest in self.fails:
             raise EvaluationFailed("the server answered 500")
         examples = self.dataset.examples(job.split)[job.start : job.stop]
-        value = 0.0 if job.state is None else worth(job.state)
+        value = 0.0 if job.state is None else score_state(job.state)
         noises = [_noise(job, example) for example in examples]
         logprob = tuple(-1.0 + value + 0.05 * noise for noise in noises)
         return Answers(logprob, tuple(value > -1.2 for value in logprob))
 
 
-def worth(state: PruningState) -> float:
+def score_state(state: PruningState) -> float:
     """Score of a state, at most 0, the score of the unpruned model."""
     weights = {call.atom: call.weight for call in state.scoring.signals}
     share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
@@ -101,7 +101,7 @@ class ScriptedProposer:
 
     def __init__(self, replies: Sequence[str | None]) -> None:
         self.replies = replies
-        self.asked: list[Messages] = []
+        self.requests: list[Messages] = []
 
     async def prepare(self) -> None:
         return None
@@ -110,20 +110,20 @@ class ScriptedProposer:
         return None
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        self.asked.append(messages)
-        chosen = self.replies[scripted(messages, seed) % len(self.replies)]
+        self.requests.append(messages)
+        chosen = self.replies[hash_request(messages, seed) % len(self.replies)]
         if chosen is None:
             return Reply(None, "the endpoint is down", Cost())
         return Reply(chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01))
 
 
-def scripted(messages: Messages, seed: int) -> int:
+def hash_request(messages: Messages, seed: int) -> int:
     """Hash of a request."""
     text = f"{seed} {messages[-1]['content']}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-def quiet_torch() -> None:
+def use_one_thread() -> None:
     """Use one thread, which is faster for tensors this small."""
     torch.set_num_threads(1)
 

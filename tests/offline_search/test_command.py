@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offline_search.dataset import Dataset
-from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
+from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from tests.offline_search.replies import valid_replies
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
@@ -19,7 +19,7 @@ VALID_REPLIES = valid_replies(12)
 def model(body: Body, number: int) -> Answer:
     """Served model and proposer in one; the score depends on the state's signals."""
     if "mm_processor_kwargs" not in body:
-        return said(VALID_REPLIES[number % len(VALID_REPLIES)])
+        return completion(VALID_REPLIES[number % len(VALID_REPLIES)])
     answer = body["messages"][-1]["content"]
     signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
     names = json.dumps(signals)
@@ -29,12 +29,12 @@ def model(body: Body, number: int) -> Answer:
 
 
 @pytest.fixture
-def served() -> Iterator[Told]:
+def served() -> Iterator[FakeEndpoint]:
     with endpoint(model) as server:
         yield server
 
 
-def call(server: Told, data: Dataset, ledger: Path, *more: str) -> int:
+def run_command(server: FakeEndpoint, data: Dataset, ledger: Path, *more: str) -> int:
     return main([
         "search", "--data", str(data.folder), "--ledger", str(ledger), "--server-url", server.url,
         "--proposer-url", server.url, "--proposer-model", "m", "--budget", "8", "--rounds", "2",
@@ -42,11 +42,11 @@ def call(server: Told, data: Dataset, ledger: Path, *more: str) -> int:
     ])  # fmt: skip
 
 
-def test_from_a_folder_of_questions_to_a_state_that_loads(
-    served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_searches_reports_and_replays(
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, page, ledger = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "l.jsonl"
-    assert call(served, data, ledger, "-o", str(state)) == 0
+    assert run_command(served, data, ledger, "-o", str(state)) == 0
     output = capsys.readouterr()
     assert "| winner |" in output.out and "round 2" in output.err and "left" in output.err
     winner = load_state(state)
@@ -57,41 +57,43 @@ def test_from_a_folder_of_questions_to_a_state_that_loads(
     assert page.read_text().startswith("<!doctype html>")
     capsys.readouterr()
 
-    asked = len(served.asked)
+    sent = len(served.requests)
     again = tmp_path / "again.jsonl"
     replayed = ["search", "--replay", str(ledger), "--ledger", str(again), "--json"]
     assert main([*replayed, "--data", str(data.folder)]) == 0
     output = capsys.readouterr()
     before, after = (line.split()[1] for line in output.err.splitlines())
-    assert before == after and len(served.asked) == asked, "a replay sends no request"
+    assert before == after and len(served.requests) == sent, "a replay sends no request"
     assert json.loads(output.out)["digest"] == winner.digest
 
 
 def test_an_existing_ledger_needs_resume(
-    served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = tmp_path / "l.jsonl"
-    assert call(served, data, ledger) == 0
-    asked = len(served.asked)
-    assert call(served, data, ledger) == 1
+    assert run_command(served, data, ledger) == 0
+    sent = len(served.requests)
+    assert run_command(served, data, ledger) == 1
     assert "--resume" in capsys.readouterr().err
-    assert call(served, data, ledger, "--resume") == 0
+    assert run_command(served, data, ledger, "--resume") == 0
     # Server and proposer are checked before a search resumes; nothing else is sent again.
-    assert len(served.asked) - asked <= 3
-    assert call(served, data, ledger, "--resume", "--seed", "5") == 1
+    assert len(served.requests) - sent <= 3
+    assert run_command(served, data, ledger, "--resume", "--seed", "5") == 1
     assert "belongs to another search" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_estimate_without_requests(
-    served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_prints_an_estimate_and_sends_no_request(
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(served, data, tmp_path / "l", "--dry-run", "--price", "1", "2", "--json") == 0
+    assert (
+        run_command(served, data, tmp_path / "l", "--dry-run", "--price", "1", "2", "--json") == 0
+    )
     estimate: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert estimate["calls"] == 4 and estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
     assert estimate["answers"]["search"] == 24 * (1 + 1 + 4)
     assert "quality_topk_selector" in estimate["messages"][0]["content"]
-    assert not served.asked and not (tmp_path / "l").exists()
-    assert call(served, data, tmp_path / "l", "--dry-run") == 0
+    assert not served.requests and not (tmp_path / "l").exists()
+    assert run_command(served, data, tmp_path / "l", "--dry-run") == 0
     assert "--- system" in capsys.readouterr().out
 
 
@@ -106,20 +108,20 @@ def test_a_dry_run_prints_the_estimate_without_requests(
     ],
 )
 def test_wrong_options_give_one_error_with_a_fix(
-    more: list[str], message: str, served: Told, data: Dataset, tmp_path: Path,
+    more: list[str], message: str, served: FakeEndpoint, data: Dataset, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    assert call(served, data, tmp_path / "l", *more) == 1
+    assert run_command(served, data, tmp_path / "l", *more) == 1
     errors = capsys.readouterr().err
     assert message in errors and "->" in errors and "Traceback" not in errors
-    assert not served.asked
+    assert not served.requests
 
 
 def test_a_server_without_request_states_is_an_error(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with endpoint(lambda b, n: error(400, "requests may not bring a state")) as server:
-        assert call(server, data, tmp_path / "l") == 1
+        assert run_command(server, data, tmp_path / "l") == 1
     assert "--autoprune-requests states" in capsys.readouterr().err
 
 
@@ -130,7 +132,7 @@ def test_a_wrong_key_is_an_error(
         return model(body, number) if "mm_processor_kwargs" in body else error(401, "bad key")
 
     with endpoint(answer) as server:
-        assert call(server, data, tmp_path / "l") == 1
+        assert run_command(server, data, tmp_path / "l") == 1
     assert "--proposer-key-env" in capsys.readouterr().err
 
 
@@ -141,11 +143,11 @@ def test_a_report_on_a_missing_ledger_is_an_error(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_the_ablation_of_the_proposer(
-    served: Told, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_only_some_strategies_run_without_a_proposer(
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(served, data, tmp_path / "l", "--no-proposer") == 1
+    assert run_command(served, data, tmp_path / "l", "--no-proposer") == 1
     assert "autoprune needs a proposer" in capsys.readouterr().err
     alone = ("--no-proposer", "--strategy", "autoprune+", "--dry-run", "--json")
-    assert call(served, data, tmp_path / "l", *alone) == 0
+    assert run_command(served, data, tmp_path / "l", *alone) == 0
     assert json.loads(capsys.readouterr().out)["calls"] == 0

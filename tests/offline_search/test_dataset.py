@@ -20,7 +20,7 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     assert few.digest != read.digest == read_dataset(data.folder, seed=1).digest
 
 
-def test_an_image_in_two_splits_is_found_under_any_name(data: Dataset) -> None:
+def test_an_image_in_two_splits_is_refused_under_any_name(data: Dataset) -> None:
     (data.folder / "test-0.png").write_bytes((data.folder / "search-3.png").read_bytes())
     with pytest.raises(ConfigError, match="the same image is in search and in test"):
         read_dataset(data.folder)

@@ -25,7 +25,7 @@ from vllm_autoprune.errors import SearchError
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_hostile_replies_are_invalid_proposals_and_the_search_goes_on(
+async def test_hostile_replies_are_invalid_proposals_and_the_search_continues(
     name: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     settings = settings.model_copy(update={"rounds": 2, "per_round": 4})
@@ -38,7 +38,7 @@ async def test_hostile_replies_are_invalid_proposals_and_the_search_goes_on(
     assert (tmp_path / "l").stat().st_size < 2_000_000
 
 
-async def test_an_endpoint_that_is_down_all_the_time(
+async def test_an_endpoint_that_is_always_down_stops_the_search(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     with pytest.raises(SearchError, match="no candidate was evaluated"):

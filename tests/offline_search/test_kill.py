@@ -12,9 +12,9 @@ import pytest
 from offline_search.dataset import Dataset
 from offline_search.ledger import read_ledger
 from offline_search.ledger.records import EvaluationRecord, WinnerRecord
-from tests.offline_search.endpoint import Answer, Body, endpoint, said
+from tests.offline_search.endpoint import Answer, Body, completion, endpoint
 from tests.offline_search.replies import valid_replies
-from tests.offline_search.synthetic import scripted
+from tests.offline_search.synthetic import hash_request
 
 KILLS = 20
 
@@ -48,7 +48,9 @@ def model(body: Body, number: int) -> Answer:
     """Served model and proposer in one; equal requests get equal answers."""
     if "mm_processor_kwargs" not in body:
         messages = tuple(body["messages"])
-        return said(VALID_REPLIES[scripted(messages, body.get("seed", 0)) % len(VALID_REPLIES)])
+        return completion(
+            VALID_REPLIES[hash_request(messages, body.get("seed", 0)) % len(VALID_REPLIES)]
+        )
     time.sleep(0.002)
     answer = body["messages"][-1]["content"]
     signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})

@@ -28,9 +28,9 @@ async def test_a_finished_search_repeats_no_step(
     settings = settings.model_copy(update={"strategy": strategy})
     evaluator = SyntheticEvaluator(data)
     first = await run_search(tmp_path / "l", settings, evaluator)
-    before, asked = (tmp_path / "l").read_bytes(), len(evaluator.asked)
+    before, jobs = (tmp_path / "l").read_bytes(), len(evaluator.jobs)
     assert await run_search(tmp_path / "l", settings, evaluator, []) == first
-    assert (tmp_path / "l").read_bytes() == before and len(evaluator.asked) == asked
+    assert (tmp_path / "l").read_bytes() == before and len(evaluator.jobs) == jobs
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -46,11 +46,13 @@ async def test_a_search_resumes_from_any_prefix_of_its_ledger(
         evaluator = SyntheticEvaluator(data)
         await run_search(part, settings, evaluator)
         assert ledger_digest(part) == ledger_digest(tmp_path / "whole")
-        kept = [json.loads(line) for line in lines[:end]]
-        known = {(r["digest"], r["split"], r["start"]) for r in kept if r["kind"] == "evaluation"}
-        for job in evaluator.asked:
-            digest_ = "full" if job.state is None else job.state.digest
-            assert (digest_, job.split, job.start) not in known, "measured again"
+        records = [json.loads(line) for line in lines[:end]]
+        known = {
+            (r["digest"], r["split"], r["start"]) for r in records if r["kind"] == "evaluation"
+        }
+        for job in evaluator.jobs:
+            digest = "full" if job.state is None else job.state.digest
+            assert (digest, job.split, job.start) not in known, "measured again"
 
 
 async def test_a_ledger_with_other_settings_is_refused(

@@ -55,7 +55,7 @@ async def test_every_step_of_the_algorithm_is_a_record(
     assert records_of_kind(tmp_path / "l", WinnerRecord)
 
 
-async def test_the_same_behaviour_is_measured_once(
+async def test_duplicate_states_are_measured_once(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     paper = json.dumps(compact_json(paper_state(settings)))
@@ -65,7 +65,7 @@ async def test_the_same_behaviour_is_measured_once(
     trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert [trial.status for trial in trials].count("evaluated") == 1
     assert {trial.same_as for trial in trials if trial.status == "same"} == {"1.0"}
-    measured = [job for job in evaluator.asked if job.split == "search"]
+    measured = [job for job in evaluator.jobs if job.split == "search"]
     assert len(measured) == 3, "all tokens, the base policy, and the one candidate"
 
 
@@ -114,8 +114,8 @@ async def test_several_budgets_are_aggregated(
     settings = settings.model_copy(update={"budgets": (8, 4), "across": across})
     evaluator = SyntheticEvaluator(data)
     await run_search(tmp_path / "l", settings, evaluator)
-    asked = {(job.state.digest, job.budget) for job in evaluator.asked if job.state is not None}
-    assert {budget for _, budget in asked} == {8, 4}
+    measured = {(job.state.digest, job.budget) for job in evaluator.jobs if job.state is not None}
+    assert {budget for _, budget in measured} == {8, 4}
     trials = records_of_kind(tmp_path / "l", TrialRecord)
     evaluated = [trial for trial in trials if trial.status == "evaluated"]
     assert all(trial.examples == 2 * len(data.examples("search")) for trial in evaluated)
@@ -148,23 +148,23 @@ async def test_the_winner_has_the_best_combined_estimate(
     for name, validation in chosen.confirmed.items():
         total = searched * (results[name].objective or 0) + validated * validation.objective.value
         assert chosen.estimates[name] == pytest.approx(total / (searched + validated), abs=1e-5)
-    tested = {job.state.digest for job in evaluator.asked if job.split == "test" and job.state}
+    tested = {job.state.digest for job in evaluator.jobs if job.split == "test" and job.state}
     assert tested == {chosen.digest, base_state(settings).digest}
 
 
 async def test_the_worst_budget_counts_on_held_out_splits(
     settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
-    class Starved(SyntheticEvaluator):
+    class WeakSmallBudget(SyntheticEvaluator):
         async def evaluate(self, job: EvaluationJob) -> Answers:
             answers = await super().evaluate(job)
-            lost = 0.5 if job.state is not None and job.budget == 4 else 0.0
-            return Answers(tuple(value - lost for value in answers.logprob), answers.right)
+            loss = 0.5 if job.state is not None and job.budget == 4 else 0.0
+            return Answers(tuple(value - loss for value in answers.logprob), answers.right)
 
     worst = settings.model_copy(update={"budgets": (8, 4), "across": "worst"})
-    chosen = await run_search(tmp_path / "worst", worst, Starved(data))
+    chosen = await run_search(tmp_path / "worst", worst, WeakSmallBudget(data))
     mean = await run_search(
-        tmp_path / "mean", worst.model_copy(update={"across": "mean"}), Starved(data)
+        tmp_path / "mean", worst.model_copy(update={"across": "mean"}), WeakSmallBudget(data)
     )
-    lost = mean.base.objective.value - chosen.base.objective.value
-    assert lost == pytest.approx(0.25, abs=0.01)
+    loss = mean.base.objective.value - chosen.base.objective.value
+    assert loss == pytest.approx(0.25, abs=0.01)

@@ -47,9 +47,9 @@ async def test_a_comparison_resumes_and_prints_its_ledgers(data: Dataset, tmp_pa
     settings = Settings(rounds=2, per_round=3, budgets=(8,))
     evaluator = SyntheticEvaluator(data)
     await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
-    asked = len(evaluator.asked)
+    asked = len(evaluator.jobs)
     await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
-    assert len(evaluator.asked) == asked, "nothing is measured again"
+    assert len(evaluator.jobs) == asked, "nothing is measured again"
     await run_comparison(tmp_path, STRATEGIES, [0, 1], settings, CachingEvaluator(evaluator), None)
     results = {name: read_outcomes(tmp_path, name, range(3)) for name in STRATEGIES}
     assert [len(ended) for ended in results.values()] == [2, 2]
@@ -69,7 +69,7 @@ async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) ->
     ledger = tmp_path / "a" / "autoprune-0.jsonl"
     for folder in ("b", "c"):
         recorded = RecordedProposer([ledger])
-        assert len(recorded) == len({str(asked) for asked in scripted.asked}) > 0
+        assert len(recorded) == len({str(asked) for asked in scripted.requests}) > 0
         await run_comparison(tmp_path / folder, ["autoprune+"], [0], settings, evaluator, recorded)
     with Ledger(tmp_path / "b" / "autoprune+-0.jsonl") as one:
         with Ledger(tmp_path / "c" / "autoprune+-0.jsonl") as other:
@@ -91,7 +91,7 @@ class Waiting(ScriptedProposer):
         self._together, self._enough = together, asyncio.Event()
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        if len(self.asked) + 1 >= self._together:
+        if len(self.requests) + 1 >= self._together:
             self._enough.set()
         replied = await super().reply(messages, schema, seed)
         await asyncio.wait_for(self._enough.wait(), 30)
@@ -121,7 +121,7 @@ async def test_answers_are_cached_across_searches(data: Dataset) -> None:
     remembering = CachingEvaluator(evaluator)
     job = EvaluationJob(None, 0, "search", 0, 4)
     assert await remembering.evaluate(job) == await remembering.evaluate(job)
-    assert len(evaluator.asked) == 1
+    assert len(evaluator.jobs) == 1
 
 
 def test_mean_has_a_student_t_interval() -> None:

@@ -22,7 +22,7 @@ from vllm_autoprune.evaluation.published import read_published
 from vllm_autoprune.evaluation.records import MME
 
 
-def test_the_paper_s_fourteen_are_named_as_its_columns() -> None:
+def test_the_paper_s_benchmarks_are_named_as_its_columns() -> None:
     assert len(BENCHMARKS) == 14
     columns = {name for table in read_published().tables for name in table.benchmarks}
     assert columns < set(COLUMN_SETS["paper"])
@@ -42,7 +42,7 @@ def test_columns_tasks_and_sets_may_be_mixed() -> None:
     assert len(select_benchmarks("paper-llava,ocrbench")) == 11
 
 
-def test_cognition_counts_where_the_divisor_says_so() -> None:
+def test_cognition_is_added_to_mme_on_request() -> None:
     (perception,), (both,) = select_benchmarks("mme"), select_benchmarks("mme", cognition=True)
     assert perception.name == both.name == MME
     assert len(perception.metrics) == 1 and len(both.metrics) == 2
@@ -75,7 +75,7 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
         find_tasks(tmp_path)
 
 
-def test_arms_are_cases_at_addresses() -> None:
+def test_arms_are_parsed_into_cases_and_addresses() -> None:
     servers = parse_servers(
         ["full=http://a:1/v1/", "trim@64=https://b", "trim+autoprune@64=http://c"]
     )

@@ -28,14 +28,14 @@ def line(number: int, **more: JsonValue) -> Line:
 
 
 def output(
-    folder: Path, name: str, lines: list[Line], results: Line, taken: int | None = None
+    folder: Path, name: str, lines: list[Line], results: Line, reported: int | None = None
 ) -> Output:
     (benchmark,) = select_benchmarks(name)
     task = benchmark.task
-    count = len(lines) if taken is None else taken
-    summed = {"results": {task: results}, "n-samples": {task: {"effective": count}}}
+    count = len(lines) if reported is None else reported
+    content = {"results": {task: results}, "n-samples": {task: {"effective": count}}}
     (folder / "m").mkdir()
-    (folder / "m" / "1_results.json").write_text(json.dumps(summed))
+    (folder / "m" / "1_results.json").write_text(json.dumps(content))
     text = "".join(json.dumps(one) + "\n" for one in lines)
     (folder / "m" / f"1_samples_{task}.jsonl").write_text(text)
     images = [{"task": task, "doc_id": n, "image": f"i{n // 2}"} for n in range(len(lines))]
@@ -43,7 +43,7 @@ def output(
     return read_output(folder, benchmark, "full")
 
 
-def test_real_files() -> None:
+def test_real_files_are_parsed() -> None:
     parsed = read_output(FILES / "answered", OWN, "full")
     assert [answer.text for answer in parsed.answers] == ["5", "blue", "cross", "1247"]
     assert [answer.prompt_tokens for answer in parsed.answers] == [157, 158, 162, 161]
@@ -57,7 +57,7 @@ def test_real_files() -> None:
     )  # fmt: skip
 
 
-def test_real_files_with_a_request_that_failed() -> None:
+def test_a_failed_request_in_real_files_has_no_score() -> None:
     parsed = read_output(FILES / "failed", OWN, "full")
     assert parsed.total is None
     (failed,) = (answer for answer in parsed.answers if answer.failure is not None)
@@ -65,7 +65,7 @@ def test_real_files_with_a_request_that_failed() -> None:
     assert failed.failure is not None and "400 - the engine is gone" in failed.failure
 
 
-def test_a_task_s_own_results_are_not_lmms_eval_s(tmp_path: Path) -> None:
+def test_further_result_files_of_a_task_are_ignored(tmp_path: Path) -> None:
     """MMBench writes submissions/mmbench_en_dev_results.json beside them."""
     folder = tmp_path / "run"
     shutil.copytree(FILES / "answered", folder)
@@ -74,7 +74,7 @@ def test_a_task_s_own_results_are_not_lmms_eval_s(tmp_path: Path) -> None:
     assert read_output(folder, OWN, "full") == read_output(FILES / "answered", OWN, "full")
 
 
-def test_a_filter_s_name_stands_behind_the_metric(tmp_path: Path) -> None:
+def test_metrics_are_read_under_any_filter(tmp_path: Path) -> None:
     results: Line = {"alias": "ai2d", "exact_match_stderr,flexible-extract": 0.1,
                      "exact_match,flexible-extract": 0.5}  # fmt: skip
     parsed = output(tmp_path, "ai2d", [line(0, exact_match=1.0), line(1, exact_match=0.0)], results)
@@ -82,13 +82,13 @@ def test_a_filter_s_name_stands_behind_the_metric(tmp_path: Path) -> None:
     assert [answer.score for answer in parsed.answers] == [1.0, 0.0]
 
 
-def test_scores_may_be_truth_values_or_records(tmp_path: Path) -> None:
+def test_scores_may_be_booleans_or_records(tmp_path: Path) -> None:
     record: JsonValue = {"question_id": 1, "score": 1.0, "prediction": "yes"}
-    known: list[tuple[str, str, JsonValue]] = [
+    metrics: list[tuple[str, str, JsonValue]] = [
         ("chartqa", "relaxed_overall", True),
         ("pope", "pope_f1_score", record),
     ]
-    for name, metric, value in known:
+    for name, metric, value in metrics:
         folder = tmp_path / name
         folder.mkdir()
         lines = [line(0, **{metric: value})]
@@ -97,7 +97,7 @@ def test_scores_may_be_truth_values_or_records(tmp_path: Path) -> None:
         assert parsed.total is not None and parsed.total.value == 87.5
 
 
-def test_images_are_told_apart_by_their_pixels(tmp_path: Path) -> None:
+def test_images_are_identified_by_their_fingerprints(tmp_path: Path) -> None:
     lines = [line(i, exact_match=1.0) for i in range(3)]
     parsed = output(tmp_path, "gqa", lines, {"exact_match,none": 1.0})
     assert [question.image for question in parsed.questions] == ["gqa/i0", "gqa/i0", "gqa/i1"]
@@ -129,9 +129,9 @@ def test_a_failed_request_leaves_no_total(tmp_path: Path, failed: Line) -> None:
     assert parsed.answers[0].failure is None
 
 
-def test_counts_have_to_agree(tmp_path: Path) -> None:
+def test_missing_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"gqa: 1 samples, but lmms-eval reports 2"):
-        output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0}, taken=2)
+        output(tmp_path, "gqa", [line(0, exact_match=1.0)], {"exact_match,none": 1.0}, reported=2)
 
 
 def test_a_repeated_sample_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.lmms.fake_lmms_eval import GOLD
-from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
+from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, Journal, read_journal
 from vllm_autoprune.evaluation.lmms.benchmarks import Benchmark, select_benchmarks
@@ -25,12 +25,12 @@ FAKE = Path(__file__).with_name("fake_lmms_eval.py")
 
 def right(body: Body, number: int) -> Answer:
     """The reference answer; the endpoint reports ten prompt tokens."""
-    return said(GOLD[int(str(body["messages"][0]["content"]).split()[1].rstrip("?"))])
+    return completion(GOLD[int(str(body["messages"][0]["content"]).split()[1].rstrip("?"))])
 
 
 def pruned(body: Body, number: int) -> Answer:
     """The answer "yes" with a shorter prompt."""
-    status, content, headers = said("yes")
+    status, content, headers = completion("yes")
     return status, content.replace(b'"prompt_tokens": 10', b'"prompt_tokens": 4'), headers
 
 
@@ -50,14 +50,14 @@ def run(arms: list[str], folder: Path, tasks: str = "mme,gqa", *, resume: bool =
     return evaluate(suite(arms, folder, tasks), folder, resume=resume, progress=progress)
 
 
-def arms(full: Told, base: Told) -> list[str]:
+def arms(full: FakeEndpoint, base: FakeEndpoint) -> list[str]:
     return [f"full={full.url}", f"cdpruner@64={base.url}"]
 
 
-def test_totals_samples_and_differences(tmp_path: Path) -> None:
+def test_a_report_has_totals_scores_and_differences(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(pruned) as base:
         report = run(arms(full, base), tmp_path)
-        assert len(full.asked) == len(base.asked) == 8
+        assert len(full.requests) == len(base.requests) == 8
     assert report.valid, report.reasons
     row = report.row("cdpruner@64")
     assert row is not None and row.to_full is not None and row.to_full.mme is not None
@@ -83,7 +83,7 @@ def test_complete_tasks_are_not_repeated(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(pruned) as base:
         first = run(arms(full, base), tmp_path)
         again = run(arms(full, base), tmp_path, resume=True)
-        assert len(full.asked) == 8
+        assert len(full.requests) == 8
     assert first == again
 
 
@@ -98,7 +98,7 @@ def test_a_failed_request_is_not_an_answer(tmp_path: Path) -> None:
         assert not report.valid and report.row("cdpruner@64") is None
         assert any("1 of 6 requests failed" in reason for reason in report.reasons)
         resumed = run(arms(full, base), tmp_path, resume=True)
-        assert len(full.asked) == 8
+        assert len(full.requests) == 8
     assert resumed.valid
 
 
@@ -109,7 +109,7 @@ def test_a_server_that_dies_stops_the_evaluation(tmp_path: Path) -> None:
 
     with endpoint(right) as full, endpoint(dying) as base:
         report = run(arms(full, base), tmp_path)
-        assert len(base.asked) == 4
+        assert len(base.requests) == 4
     assert not report.valid
     assert any("stopped answering" in reason for reason in report.reasons)
     assert [row.case.name for row in report.rows] == ["full"]
@@ -143,7 +143,7 @@ def test_a_run_without_samples_is_reported_with_its_error(
     assert any(reason in given for given in report.reasons)
 
 
-def test_a_silent_server_is_not_asked_every_question(tmp_path: Path) -> None:
+def test_a_silent_server_stops_the_task_early(tmp_path: Path) -> None:
     gone = threading.Event()
 
     def hanging(body: Body, number: int) -> Answer:
@@ -154,7 +154,7 @@ def test_a_silent_server_is_not_asked_every_question(tmp_path: Path) -> None:
     with endpoint(right) as full, endpoint(hanging) as base:
         report = run(arms(full, base), tmp_path, "gqa")
         gone.set()
-        assert len(base.asked) == 1
+        assert len(base.requests) == 1
     assert any(
         "stopped answering during gqa -> start it again" in reason for reason in report.reasons
     )
@@ -207,7 +207,7 @@ def test_servers_and_versions_are_checked_first(
         monkeypatch.setenv("FAKE_VERSION", "0.9.0")
         with pytest.raises(ConfigError, match=r"is version 0.9.0.*pip install lmms-eval==0.7.3"):
             run([f"full={full.url}"], tmp_path, resume=True)
-        assert not full.asked
+        assert not full.requests
 
 
 def test_the_plan_is_the_command_lines(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def use_menu(body: dict[str, Any], part: str, menu: Menu, rng: Random) -> None:
         body["reassembly"] = call
 
 
-def test_a_menu_is_small_and_described(settings: Settings) -> None:
+def test_a_menu_is_small_and_appears_in_the_prompt(settings: Settings) -> None:
     schema = proposal_schema(BUDGET)
     shown = minimal_state(settings)
     changes = set[str]()
@@ -217,5 +217,5 @@ def test_every_request_has_its_own_menu(strategy: str, data: Dataset, tmp_path: 
         whole = len(json.dumps(proposal_schema(BUDGET)))
         assert proposer.schemas and all(len(schema) < whole / 2 for schema in proposer.schemas)
         assert len(set(proposer.schemas)) > len(proposer.schemas) / 2
-        assert all("This time signals" in asked[-1]["content"] for asked in proposer.asked)
+        assert all("This time signals" in messages[-1]["content"] for messages in proposer.requests)
     assert digests[0] == digests[1]

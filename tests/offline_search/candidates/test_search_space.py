@@ -43,10 +43,10 @@ class HighestSource:
 
 
 @pytest.mark.parametrize(
-    "chooser", [LowestSource(), HighestSource(), *(RandomSource(Random(s)) for s in range(30))]
+    "source", [LowestSource(), HighestSource(), *(RandomSource(Random(s)) for s in range(30))]
 )
-def test_every_sampled_proposal_is_a_valid_state(chooser: RandomSource, settings: Settings) -> None:
-    assert assemble_state(sample_proposal(chooser, BUDGET), settings).scoring.signals
+def test_every_sampled_proposal_is_a_valid_state(source: RandomSource, settings: Settings) -> None:
+    assert assemble_state(sample_proposal(source, BUDGET), settings).scoring.signals
 
 
 def test_every_searched_atom_is_sampled(settings: Settings) -> None:
@@ -64,8 +64,8 @@ def test_every_searched_atom_is_sampled(settings: Settings) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_resampling_numbers_keeps_the_structure(seed: int, settings: Settings) -> None:
     state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
-    for chooser in (LowestSource(), HighestSource(), RandomSource(Random(seed))):
-        changed = assemble_state(resample_numbers(state, chooser, BUDGET), settings)
+    for source in (LowestSource(), HighestSource(), RandomSource(Random(seed))):
+        changed = assemble_state(resample_numbers(state, source, BUDGET), settings)
         assert structure(changed) == structure(state)
 
 
@@ -122,7 +122,7 @@ def test_other_states_are_approximated_by_choices(settings: Settings) -> None:
 
 
 def test_fixed_parameters_are_not_searched(settings: Settings) -> None:
-    names = {str(knob.path[-1]) for knob in numeric_parameters(paper_state(settings))}
+    names = {str(parameter.path[-1]) for parameter in numeric_parameters(paper_state(settings))}
     assert names & {"eps", "r_min", "iters"} == set()
 
 

@@ -46,8 +46,8 @@ def test_equal_points_are_on_one_front() -> None:
     assert pareto_ranks([{}, {}]) == [0, 0], "one objective has no front"
 
 
-class Torn(SyntheticEvaluator):
-    """Digits like a large quota, colours a small one; a smaller budget loses a little."""
+class ConflictingTasks(SyntheticEvaluator):
+    """A larger quota helps one category and harms the other; the smaller budget scores lower."""
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         answers = await super().evaluate(job)
@@ -63,8 +63,8 @@ class Torn(SyntheticEvaluator):
         return Answers(tuple(values), answers.right)
 
 
-async def searched(path: Path, data: Dataset, **changes: object) -> WinnerRecord:
-    evaluator = Torn(data)
+async def run_search(path: Path, data: Dataset, **changes: object) -> WinnerRecord:
+    evaluator = ConflictingTasks(data)
     settings = Settings(
         strategy="autoprune+", rounds=4, per_round=4, budgets=(8, 4), proposer="scripted",
         evaluator=evaluator.name,
@@ -74,7 +74,7 @@ async def searched(path: Path, data: Dataset, **changes: object) -> WinnerRecord
 
 
 async def test_conflicting_tasks_have_a_pareto_front(data: Dataset, tmp_path: Path) -> None:
-    chosen = await searched(tmp_path / "l", data, objectives=("quality", "tasks", "budgets"))
+    chosen = await run_search(tmp_path / "l", data, objectives=("quality", "tasks", "budgets"))
     trials = [
         r
         for r in read_ledger(tmp_path / "l")
@@ -108,7 +108,7 @@ async def test_conflicting_tasks_have_a_pareto_front(data: Dataset, tmp_path: Pa
 
 
 async def test_latency_is_measured_once_and_replayed(data: Dataset, tmp_path: Path) -> None:
-    chosen = await searched(tmp_path / "l", data, objectives=("quality", "latency"))
+    chosen = await run_search(tmp_path / "l", data, objectives=("quality", "latency"))
     verdicts = [r for r in read_ledger(tmp_path / "l") if isinstance(r, VerdictRecord) and r.valid]
     assert verdicts and all(v.latency is not None and v.latency > 0 for v in verdicts)
     measured = {verdict.digest: verdict.latency for verdict in verdicts}
@@ -122,7 +122,7 @@ async def test_latency_is_measured_once_and_replayed(data: Dataset, tmp_path: Pa
 async def test_a_single_objective_records_no_objective_vectors(
     data: Dataset, tmp_path: Path
 ) -> None:
-    chosen = await searched(tmp_path / "l", data)
+    chosen = await run_search(tmp_path / "l", data)
     assert chosen.front == {}
     records = read_ledger(tmp_path / "l")
     assert not any(record.axes for record in records if isinstance(record, TrialRecord))

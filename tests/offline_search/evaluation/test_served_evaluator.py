@@ -11,11 +11,11 @@ import pytest
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
 from offline_search.evaluation.served_evaluator import RetryPolicy, ServedEvaluator
-from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error
+from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import ConfigError, SearchError
 
-QUICK = RetryPolicy(attempts=3, first_wait=0.01)
+FAST_RETRIES = RetryPolicy(attempts=3, first_wait=0.01)
 STATE = load_state("visionzip")
 
 
@@ -35,8 +35,10 @@ def echo_answer(body: Body, number: int) -> Answer:
     return prompt(token(f" {answer[0]}", -0.25), token(answer[1:], -0.5))
 
 
-async def evaluate(server: Told, data: Dataset, job: EvaluationJob, model: str = "m") -> Any:
-    evaluator = ServedEvaluator([server.url], data, model=model, retry_policy=QUICK)
+async def evaluate(
+    server: FakeEndpoint, data: Dataset, job: EvaluationJob, model: str = "m"
+) -> Any:
+    evaluator = ServedEvaluator([server.url], data, model=model, retry_policy=FAST_RETRIES)
     try:
         return await evaluator.evaluate(job)
     finally:
@@ -50,20 +52,20 @@ async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dat
     with endpoint(echo_answer) as server:
         answers = await evaluate(server, data, JOB)
     assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
-    body = server.asked[0]
+    body = server.requests[0]
     assert body["mm_processor_kwargs"]["autoprune"]["budget"] == 8
     assert load_state(json.dumps(body["mm_processor_kwargs"]["autoprune"]["state"])) == (
         STATE.model_copy(update={"provenance": type(STATE.provenance)()})
     )
     assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
-    questions = {body["messages"][0]["content"][1]["text"] for body in server.asked}
+    questions = {body["messages"][0]["content"][1]["text"] for body in server.requests}
     assert questions == {example.question for example in data.examples("search")[:4]}
 
 
 async def test_pruning_is_disabled_without_a_state(data: Dataset) -> None:
     with endpoint(echo_answer) as server:
         await evaluate(server, data, EvaluationJob(None, 0, "search", 0, 1))
-    assert server.asked[0]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
+    assert server.requests[0]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
 
 
 async def test_an_answer_that_greedy_decoding_would_not_give_is_wrong(data: Dataset) -> None:
@@ -88,7 +90,7 @@ async def test_a_temporary_failure_is_retried(data: Dataset) -> None:
 
     with endpoint(answer) as server:
         answers = await evaluate(server, data, JOB)
-    assert answers.right == (True,) * 4 and len(server.asked) == 8
+    assert answers.right == (True,) * 4 and len(server.requests) == 8
 
 
 Answering = Callable[[Body, int], Answer]
@@ -116,26 +118,36 @@ async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(
 async def test_an_unreachable_server_stops_the_search(
     data: Dataset,
 ) -> None:
-    gone = ServedEvaluator(["http://127.0.0.1:9"], data, model="m", retry_policy=QUICK)
+    unreachable = ServedEvaluator(
+        ["http://127.0.0.1:9"], data, model="m", retry_policy=FAST_RETRIES
+    )
     with pytest.raises(SearchError, match="start it and resume") as caught:
-        await gone.evaluate(EvaluationJob(STATE, 8, "search", 0, 1))
-    await gone.close()
+        await unreachable.evaluate(EvaluationJob(STATE, 8, "search", 0, 1))
+    await unreachable.close()
     assert not isinstance(caught.value, EvaluationFailed)
 
 
-async def test_servers_share_images_and_replace_a_broken_one(data: Dataset) -> None:
+async def test_servers_share_the_images_and_replace_a_broken_server(data: Dataset) -> None:
     job = EvaluationJob(STATE, 8, "search", 0, len(data.examples("search")))
     with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
-        evaluator = ServedEvaluator([one.url, other.url], data, model="m", retry_policy=QUICK)
+        evaluator = ServedEvaluator(
+            [one.url, other.url], data, model="m", retry_policy=FAST_RETRIES
+        )
         answers = await evaluator.evaluate(job)
         await evaluator.close()
-        assert len(answers) == len(one.asked) + len(other.asked) and one.asked and other.asked
-        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in server.asked}
+        assert (
+            len(answers) == len(one.requests) + len(other.requests)
+            and one.requests
+            and other.requests
+        )
+        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in server.requests}
                   for server in (one, other)]  # fmt: skip
         assert not images[0] & images[1]
     with endpoint(echo_answer) as one, endpoint(lambda b, n: error(500)) as broken:
-        evaluator = ServedEvaluator([one.url, broken.url], data, model="m", retry_policy=QUICK)
-        assert len(await evaluator.evaluate(job)) == len(one.asked)
+        evaluator = ServedEvaluator(
+            [one.url, broken.url], data, model="m", retry_policy=FAST_RETRIES
+        )
+        assert len(await evaluator.evaluate(job)) == len(one.requests)
         await evaluator.close()
 
 
@@ -151,7 +163,7 @@ async def test_concurrent_requests_are_limited(data: Dataset) -> None:
 
     with endpoint(slowly) as server:
         evaluator = ServedEvaluator(
-            [server.url], data, model="m", max_in_flight=3, retry_policy=QUICK
+            [server.url], data, model="m", max_in_flight=3, retry_policy=FAST_RETRIES
         )
         jobs = [EvaluationJob(STATE, budget, "search", 0, 6) for budget in (4, 8)]
         first, second = await asyncio.gather(*(evaluator.evaluate(job) for job in jobs))
@@ -162,16 +174,16 @@ async def test_concurrent_requests_are_limited(data: Dataset) -> None:
 
 async def test_sequential_requests_use_one_connection(data: Dataset) -> None:
     with endpoint(echo_answer) as server:
-        evaluator = ServedEvaluator([server.url], data, model="m", retry_policy=QUICK)
+        evaluator = ServedEvaluator([server.url], data, model="m", retry_policy=FAST_RETRIES)
         for start in range(4):
             await evaluator.evaluate(EvaluationJob(STATE, 8, "search", start, start + 1))
         await evaluator.close()
-    assert len(server.asked) == 4 and len(server.ports) == 1
+    assert len(server.requests) == 4 and len(server.ports) == 1
 
 
 async def test_the_name_identifies_model_and_data(data: Dataset) -> None:
     with endpoint(echo_answer) as server:
-        evaluator = ServedEvaluator([server.url], data, retry_policy=QUICK)
+        evaluator = ServedEvaluator([server.url], data, retry_policy=FAST_RETRIES)
         await evaluator.prepare()
         await evaluator.close()
     assert evaluator.name.startswith("m through vLLM") and data.digest[:12] in evaluator.name
@@ -186,7 +198,7 @@ async def test_an_unusable_server_is_reported_before_the_search(
         cases.append(([refusing.url], "another", "serves m, not another"))
         cases.append((["http://127.0.0.1:9"], None, "does not answer"))
         for urls, model, message in cases:
-            evaluator = ServedEvaluator(urls, data, model=model, retry_policy=QUICK)
+            evaluator = ServedEvaluator(urls, data, model=model, retry_policy=FAST_RETRIES)
             with pytest.raises(ConfigError, match=message):
                 await evaluator.prepare()
             await evaluator.close()

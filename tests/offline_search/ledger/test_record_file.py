@@ -81,10 +81,10 @@ def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
         assert numbers(path) == [*whole, 3]
 
 
-@pytest.mark.parametrize("left", [b"\0" * 50, b"\0\n", b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
-def test_remains_of_a_power_failure_are_removed(path: Path, left: bytes) -> None:
+@pytest.mark.parametrize("remains", [b"\0" * 50, b"\0\n", b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
+def test_remains_of_a_power_failure_are_removed(path: Path, remains: bytes) -> None:
     content = path.read_bytes()
-    path.write_bytes(content + left)
+    path.write_bytes(content + remains)
     assert numbers(path) == [1, 2]
     with open_notes(path):
         pass
@@ -126,7 +126,7 @@ def test_a_repaired_file_can_be_opened(path: Path) -> None:
         assert len(file.records) == 2
 
 
-def test_one_writer_and_many_readers(path: Path) -> None:
+def test_a_locked_file_can_still_be_read(path: Path) -> None:
     with open_notes(path):
         with pytest.raises(NotesError, match=r"notes\.jsonl: another author is writing it -> wait"):
             RecordFile(path, NOTE, ERRORS)
@@ -166,10 +166,10 @@ def test_a_full_disk_reported_by_fsync(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     content = path.read_bytes()
-    asked: list[bytes] = []
+    contents: list[bytes] = []
 
     def full(handle: int) -> None:
-        asked.append(path.read_bytes())
+        contents.append(path.read_bytes())
         raise OSError(number, os.strerror(number))
 
     with open_notes(path) as file:
@@ -177,7 +177,7 @@ def test_a_full_disk_reported_by_fsync(
             patched.setattr(os, "fsync", full)
             with pytest.raises(NotesError, match=f"{os.strerror(number)} -> make room$"):
                 file.append([Note(number=3)])
-        assert asked == [content + b'{"number":3,"text":null}\n']
+        assert contents == [content + b'{"number":3,"text":null}\n']
         assert path.read_bytes() == content
         file.append([Note(number=3)])
     assert numbers(path) == [1, 2, 3]

@@ -12,28 +12,28 @@ from offline_search.proposers.embedded_model import prepare_model
 from offline_search.proposers.gguf_reader import GgufFile
 from vllm_autoprune.errors import ConfigError
 
-HEADS, KEYS, WIDTH, INNER, WORDS = 2, 1, 32, 64, 32
+HEADS, KEYS, WIDTH, INNER, VOCABULARY_SIZE = 2, 1, 32, 64, 32
 """A Llama as small as blocks of 32 weights allow."""
 
 
-def text(value: str) -> bytes:
+def pack_text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def value(item: Any) -> bytes:
+def pack_value(item: Any) -> bytes:
     if isinstance(item, str):
-        return struct.pack("<I", 8) + text(item)
+        return struct.pack("<I", 8) + pack_text(item)
     if isinstance(item, float):
         return struct.pack("<If", 6, item)
     if isinstance(item, int):
         return struct.pack("<II", 4, item)
     kind = 8 if isinstance(item[0], str) else 5
-    items = [text(one) if kind == 8 else struct.pack("<i", one) for one in item]
+    items = [pack_text(one) if kind == 8 else struct.pack("<i", one) for one in item]
     return struct.pack("<IIQ", 9, kind, len(items)) + b"".join(items)
 
 
-def quantised(weights: np.ndarray[Any, Any]) -> bytes:
-    """Q4_1, whose values here are exact: sixteen levels from a minimum."""
+def pack_q4_1(weights: np.ndarray[Any, Any]) -> bytes:
+    """Weights as Q4_1 blocks; exact for blocks of sixteen evenly spaced levels."""
     packed = b""
     for block in weights.reshape(-1, 32):
         least, scale = block.min(), (block.max() - block.min()) / 15
@@ -43,8 +43,8 @@ def quantised(weights: np.ndarray[Any, Any]) -> bytes:
     return packed
 
 
-def in_bytes(weights: np.ndarray[Any, Any]) -> bytes:
-    """Q8_0."""
+def pack_q8_0(weights: np.ndarray[Any, Any]) -> bytes:
+    """Weights as Q8_0 blocks."""
     packed = b""
     for block in weights.reshape(-1, 32):
         scale = np.abs(block).max() / 127
@@ -52,8 +52,8 @@ def in_bytes(weights: np.ndarray[Any, Any]) -> bytes:
     return packed
 
 
-WORD_LIST = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *[chr(97 + i) for i in range(26)]]
-WORD_LIST += ["ab", "Ġ", "Ċ"]
+VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *[chr(97 + i) for i in range(26)]]
+VOCABULARY += ["ab", "Ġ", "Ċ"]
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -65,8 +65,8 @@ METADATA: dict[str, Any] = {
     "llama.attention.head_count_kv": KEYS,
     "llama.rope.freq_base": 10000.0,
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.vocab_size": WORDS,
-    "tokenizer.ggml.tokens": WORD_LIST,
+    "llama.vocab_size": VOCABULARY_SIZE,
+    "tokenizer.ggml.tokens": VOCABULARY,
     "tokenizer.ggml.token_type": [3, 3, 3, *[1] * 29],
     "tokenizer.ggml.merges": ["a b"],
     "tokenizer.ggml.bos_token_id": 1,
@@ -75,7 +75,7 @@ METADATA: dict[str, Any] = {
 }
 
 SHAPES = {
-    "token_embd.weight": (WORDS, WIDTH),
+    "token_embd.weight": (VOCABULARY_SIZE, WIDTH),
     "output_norm.weight": (WIDTH,),
     "blk.0.attn_norm.weight": (WIDTH,),
     "blk.0.ffn_norm.weight": (WIDTH,),
@@ -103,13 +103,13 @@ def weights() -> dict[str, np.ndarray[Any, Any]]:
 @pytest.fixture
 def gguf(tmp_path: Path, weights: dict[str, np.ndarray[Any, Any]]) -> Path:
     head = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(METADATA))
-    head += b"".join(text(name) + value(item) for name, item in METADATA.items())
+    head += b"".join(pack_text(name) + pack_value(item) for name, item in METADATA.items())
     data = b""
     for name, tensor in weights.items():
         kind = 0 if tensor.ndim == 1 else 8 if name.startswith("token") else 3
-        packed = {0: lambda t: t.astype("<f4").tobytes(), 3: quantised, 8: in_bytes}[kind](tensor)
+        packed = {0: lambda t: t.astype("<f4").tobytes(), 3: pack_q4_1, 8: pack_q8_0}[kind](tensor)
         dimensions = tensor.shape[::-1]
-        head += text(name) + struct.pack("<I", tensor.ndim)
+        head += pack_text(name) + struct.pack("<I", tensor.ndim)
         head += struct.pack(f"<{tensor.ndim}QIQ", *dimensions, kind, len(data))
         data += packed + b"\0" * (-len(packed) % 32)
     path = tmp_path / "tiny.gguf"
@@ -122,11 +122,11 @@ def test_metadata_and_tensors_are_read_back(
 ) -> None:
     file = GgufFile(gguf)
     assert file.metadata["llama.embedding_length"] == WIDTH
-    assert file.metadata["tokenizer.ggml.tokens"] == WORD_LIST
+    assert file.metadata["tokenizer.ggml.tokens"] == VOCABULARY
     assert file.names == list(weights)
     for name, tensor in weights.items():
-        within = 0.01 if name.startswith("token") else 1e-6
-        np.testing.assert_allclose(file.tensor(name), tensor, atol=within)
+        tolerance = 0.01 if name.startswith("token") else 1e-6
+        np.testing.assert_allclose(file.tensor(name), tensor, atol=tolerance)
 
 
 def test_the_converted_model_runs(
@@ -138,19 +138,19 @@ def test_the_converted_model_runs(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     attention = model.model.layers[0].self_attn
     width = WIDTH // HEADS
-    given = torch.from_numpy(weights["blk.0.attn_q.weight"])
+    interleaved = torch.from_numpy(weights["blk.0.attn_q.weight"])
     halves = attention.q_proj.weight
     for head in range(HEADS):
         for pair in range(width // 2):
             row = head * width + 2 * pair
-            assert torch.equal(halves[head * width + pair], given[row])
-            assert torch.equal(halves[head * width + width // 2 + pair], given[row + 1])
+            assert torch.equal(halves[head * width + pair], interleaved[row])
+            assert torch.equal(halves[head * width + width // 2 + pair], interleaved[row + 1])
     assert torch.equal(attention.v_proj.weight, torch.from_numpy(weights["blk.0.attn_v.weight"]))
-    words = AutoTokenizer.from_pretrained(folder)
-    ids = words("cab<|im_end|>").input_ids
-    assert words.convert_ids_to_tokens(ids) == ["c", "ab", "<|im_end|>"]
-    assert words.eos_token_id == 2
-    chat = words.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("cab<|im_end|>").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["c", "ab", "<|im_end|>"]
+    assert tokenizer.eos_token_id == 2
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     assert chat == "ab"
     assert model(torch.tensor([ids])).logits.isfinite().all()
 

@@ -10,14 +10,14 @@ from offline_search.candidates.components import JsonObject
 from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings, Price
 from offline_search.proposers.prompt import Messages
 from offline_search.proposers.proposal_client import Reply
-from tests.offline_search.endpoint import Answer, Body, Told, endpoint, error, said
+from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 
 HELLO: Messages = ({"role": "user", "content": "hello"},)
 SCHEMA: JsonObject = {"type": "object"}
 
 
-def quick(server: Told, **changes: object) -> EndpointSettings:
+def fast_settings(server: FakeEndpoint, **changes: object) -> EndpointSettings:
     waits = {"retries": 3, "first_wait": 0.01, "longest_wait": 0.05, "timeout": 2.0}
     return EndpointSettings(server.url, "m", **{**waits, **changes})  # type: ignore[arg-type]
 
@@ -39,69 +39,69 @@ async def prepare(settings: EndpointSettings) -> None:
 
 
 async def test_a_reply_has_text_and_cost() -> None:
-    with endpoint(lambda body, n: said("{}")) as server:
+    with endpoint(lambda body, n: completion("{}")) as server:
         reply = await reply_to(
-            quick(server, price=Price(1e6, 2e6), temperature=0.5, reply_tokens=99)
+            fast_settings(server, price=Price(1e6, 2e6), temperature=0.5, reply_tokens=99)
         )
     assert reply == Reply("{}", "", reply.cost)
     assert (reply.cost.prompt_tokens, reply.cost.completion_tokens) == (10, 5)
     assert reply.cost.money == 20.0
-    (body,) = server.asked
+    (body,) = server.requests
     assert body["response_format"]["json_schema"]["schema"] == SCHEMA
     assert (body["seed"], body["temperature"], body["max_tokens"]) == (7, 0.5, 99)
 
 
 async def test_seeds_can_be_omitted() -> None:
-    with endpoint(lambda body, n: said("{}")) as server:
-        await reply_to(quick(server, seeded=False))
-    assert "seed" not in server.asked[0]
+    with endpoint(lambda body, n: completion("{}")) as server:
+        await reply_to(fast_settings(server, seeded=False))
+    assert "seed" not in server.requests[0]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408])
 async def test_temporary_failures_are_retried(status: int) -> None:
-    with endpoint(lambda body, n: said("{}") if n == 2 else error(status)) as server:
-        reply = await reply_to(quick(server))
-    assert reply.text == "{}" and len(server.asked) == 3
+    with endpoint(lambda body, n: completion("{}") if n == 2 else error(status)) as server:
+        reply = await reply_to(fast_settings(server))
+    assert reply.text == "{}" and len(server.requests) == 3
 
 
 async def test_retries_are_bounded_and_reported() -> None:
     with endpoint(lambda body, n: error(503, "overloaded")) as server:
-        reply = await reply_to(quick(server))
-    assert reply.text is None and len(server.asked) == 4
+        reply = await reply_to(fast_settings(server))
+    assert reply.text is None and len(server.requests) == 4
     assert "overloaded" in reply.failure and "after 3 retries" in reply.failure
 
 
 async def test_retry_after_is_bounded() -> None:
     loop = asyncio.get_running_loop()
-    with endpoint(lambda b, n: said("{}") if n else error(429, retry_after="1000")) as server:
+    with endpoint(lambda b, n: completion("{}") if n else error(429, retry_after="1000")) as server:
         start = loop.time()
-        reply = await reply_to(quick(server))
+        reply = await reply_to(fast_settings(server))
         assert reply.text == "{}" and loop.time() - start < 2
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 async def test_permanent_errors_are_not_retried(status: int) -> None:
     with endpoint(lambda body, n: error(status, "never")) as server:
-        reply = await reply_to(quick(server))
-    assert reply.text is None and "never" in reply.failure and len(server.asked) == 1
+        reply = await reply_to(fast_settings(server))
+    assert reply.text is None and "never" in reply.failure and len(server.requests) == 1
 
 
 async def test_a_refused_schema_is_omitted_from_then_on() -> None:
     def answer(body: Body, number: int) -> Answer:
-        return error(400, "response_format?") if "response_format" in body else said("{}")
+        return error(400, "response_format?") if "response_format" in body else completion("{}")
 
     with endpoint(answer) as server:
-        proposer = EndpointProposer(quick(server))
+        proposer = EndpointProposer(fast_settings(server))
         assert (await proposer.reply(HELLO, SCHEMA, 1)).text == "{}"
         assert (await proposer.reply(HELLO, SCHEMA, 2)).text == "{}"
         await proposer.close()
-    assert ["response_format" in body for body in server.asked] == [True, False, False]
+    assert ["response_format" in body for body in server.requests] == [True, False, False]
 
 
 async def test_a_request_refused_without_schema_fails() -> None:
     with endpoint(lambda body, n: error(400, "too long")) as server:
-        reply = await reply_to(quick(server))
-    assert reply.text is None and "too long" in reply.failure and len(server.asked) == 2
+        reply = await reply_to(fast_settings(server))
+    assert reply.text is None and "too long" in reply.failure and len(server.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ async def test_a_request_refused_without_schema_fails() -> None:
 )
 async def test_malformed_responses_are_failures(name: str, answer: Answer) -> None:
     with endpoint(lambda body, n: answer) as server:
-        reply = await reply_to(quick(server, retries=1))
+        reply = await reply_to(fast_settings(server, retries=1))
     assert reply.text in (None, "") and len(reply.failure) < 400
 
 
 async def test_a_refusal_is_a_reply_to_repair() -> None:
-    with endpoint(lambda body, n: said(None, refusal="I will not.")) as server:
-        assert (await reply_to(quick(server))).text == "I will not."
+    with endpoint(lambda body, n: completion(None, refusal="I will not.")) as server:
+        assert (await reply_to(fast_settings(server))).text == "I will not."
 
 
 async def test_an_unreachable_endpoint_fails() -> None:
@@ -167,7 +167,7 @@ async def test_a_silent_endpoint_times_out() -> None:
 )
 async def test_prepare_reports_a_wrong_key_or_model(answer: Answer, where: str) -> None:
     with endpoint(lambda body, n: answer) as server, pytest.raises(ConfigError) as caught:
-        await prepare(quick(server))
+        await prepare(fast_settings(server))
     (problem,) = caught.value.problems
     assert problem.where == where and problem.what and problem.fix
     if where == "--proposer-model":
@@ -178,11 +178,11 @@ Answering = Callable[[Body, int], Answer]
 
 
 @pytest.mark.parametrize(
-    "answer", [lambda b, n: said("yes"), lambda b, n: error(429)], ids=["answers", "busy"]
+    "answer", [lambda b, n: completion("yes"), lambda b, n: error(429)], ids=["answers", "busy"]
 )
 async def test_prepare_accepts_a_busy_endpoint(answer: Answering) -> None:
     with endpoint(answer) as server:
-        await prepare(quick(server))
+        await prepare(fast_settings(server))
 
 
 async def test_concurrent_requests_are_limited() -> None:
@@ -194,10 +194,10 @@ async def test_concurrent_requests_are_limited() -> None:
         most = max(most, running)
         time.sleep(0.05)
         running -= 1
-        return said("{}")
+        return completion("{}")
 
     with endpoint(answer) as server:
-        proposer = EndpointProposer(quick(server, max_in_flight=2))
+        proposer = EndpointProposer(fast_settings(server, max_in_flight=2))
         await asyncio.gather(*(proposer.reply(HELLO, SCHEMA, seed) for seed in range(6)))
         await proposer.close()
     assert most == 2

@@ -19,29 +19,29 @@ from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
 from vllm_autoprune.errors import SearchError
 
-NAMED = "<script>alert(1)</script>"
+SCRIPT_TAG = "<script>alert(1)</script>"
 
 
-class Reader(HTMLParser):
-    """Tags that are open, tags that are used, and text."""
+class TagCollector(HTMLParser):
+    """Collects the names of all tags and attributes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.used: set[str] = set()
+        self.tags: set[str] = set()
         self.attributes: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.used.add(tag)
+        self.tags.add(tag)
         self.attributes |= {name for name, _ in attrs}
 
 
 @pytest.fixture
 async def ledger(data: Dataset, settings: Settings, tmp_path: Path) -> Path:
-    """A search with all that can happen in one."""
+    """A search with valid, invalid, hostile and failed replies."""
     path = tmp_path / "ledger.jsonl"
     evaluator = SyntheticEvaluator(data)
     settings = settings.model_copy(
-        update={"strategy": "autoprune+", "evaluator": NAMED, "rounds": 4}
+        update={"strategy": "autoprune+", "evaluator": SCRIPT_TAG, "rounds": 4}
     )
     replies = [*valid_replies(4), HOSTILE["script"], None, HOSTILE["unknown atom"]]
     with Ledger(path) as opened:
@@ -66,13 +66,13 @@ async def test_markdown_has_the_result_and_both_costs(ledger: Path) -> None:
 
 async def test_the_page_is_self_contained_and_without_scripts(ledger: Path) -> None:
     page = as_html(read_report(read_ledger(ledger)))
-    reader = Reader()
-    reader.feed(page)
-    assert not reader.used & {"script", "link", "img", "iframe", "object"}
-    assert not {name for name in reader.attributes if name.startswith("on")} | (
-        reader.attributes & {"src", "href"}
+    collector = TagCollector()
+    collector.feed(page)
+    assert not collector.tags & {"script", "link", "img", "iframe", "object"}
+    assert not {name for name in collector.attributes if name.startswith("on")} | (
+        collector.attributes & {"src", "href"}
     )
-    assert "default-src 'none'" in page and NAMED not in page
+    assert "default-src 'none'" in page and SCRIPT_TAG not in page
     assert "&lt;script&gt;" in page
     for row in read_report(read_ledger(ledger)).rows:
         assert f"<summary>{row.name} " in page

@@ -59,7 +59,7 @@ async def test_programs_are_evolved_and_evaluated(data: Dataset, tmp_path: Path)
             signals = child.state["scoring"]["signals"]  # type: ignore[index, call-overload]
             assert [s["atom"] for s in signals] == [s["atom"] for s in scoring]  # type: ignore[union-attr, call-overload, index]
     assert any(child.state is not None for child in children)
-    last = proposer.asked[-1]
+    last = proposer.requests[-1]
     assert "def policy(budget)" in last[1]["content"] and "combined_score" in last[1]["content"]
     assert "quality_topk_selector" in last[0]["content"]
 

@@ -133,4 +133,4 @@ def test_autoprune_plus_runs_without_a_proposer(data: Dataset, tmp_path: Path) -
     settings = settings.model_copy(update={"evaluator": evaluator.name})
     with Ledger(tmp_path / "l") as ledger:
         chosen = asyncio.run(Search(settings, ledger, evaluator, proposer).run())
-    assert not proposer.asked and chosen.test.gain.low > 0
+    assert not proposer.requests and chosen.test.gain.low > 0

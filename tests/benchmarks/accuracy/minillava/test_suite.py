@@ -48,8 +48,8 @@ def test_every_case_is_asked_every_question_once(tmp_path: Path) -> None:
     per_case = report.questions
     states = ("cdpruner", "autoprune", *(f"ablation-quota-{quota}" for quota in (0, 1, 4)))
     every = dict.fromkeys(("full", "random", *states), per_case)
-    assert Counter(map(arm, server.asked)) == every
-    assert {kept(body) for body in server.asked} == {144, 8}
+    assert Counter(map(arm, server.requests)) == every
+    assert {kept(body) for body in server.requests} == {144, 8}
     full, random = report.row("full"), report.row("random@8")
     assert full is not None and random is not None
     assert full.all.acc == 100.0 and random.all.acc == 0.0
@@ -62,7 +62,7 @@ def test_every_case_is_asked_every_question_once(tmp_path: Path) -> None:
 def test_requests_about_one_image_are_close_to_each_other(tmp_path: Path) -> None:
     with endpoint(answering) as server:
         run(server.url, tmp_path, "quota")
-    images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.asked]
+    images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.requests]
     turns = sum(before != after for before, after in pairwise(images))
     # Four are in flight, so a few of two neighbouring images may cross.
     assert len(set(images)) == SCENES and turns <= 1 + 2 * 4
@@ -71,14 +71,14 @@ def test_requests_about_one_image_are_close_to_each_other(tmp_path: Path) -> Non
 def test_answered_questions_are_not_asked_again(tmp_path: Path) -> None:
     with endpoint(answering) as server:
         first = run(server.url, tmp_path)
-        asked = len(server.asked)
+        asked = len(server.requests)
         path = tmp_path / JOURNAL
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:-3]) + lines[-3][:10])
         again = run(server.url, tmp_path, resume=True)
-        assert len(server.asked) == asked + 3
+        assert len(server.requests) == asked + 3
         more = run(server.url, tmp_path, resume=True)
-        assert len(server.asked) == asked + 3
+        assert len(server.requests) == asked + 3
     assert first == again == more
 
 
@@ -106,13 +106,13 @@ def test_a_rejected_request_is_a_failure_not_a_wrong_answer(tmp_path: Path) -> N
 
     with endpoint(refusing) as server:
         report = run(server.url, tmp_path)
-        asked = len(server.asked)
+        asked = len(server.requests)
     assert not report.valid and report.row("random@8") is None and report.row("full") is not None
     assert any("requests failed" in r and "no such budget" in r for r in report.reasons)
     assert asked == 2 * report.questions
     with endpoint(answering) as server:
         resumed = run(server.url, tmp_path, resume=True)
-        assert len(server.asked) == report.questions
+        assert len(server.requests) == report.questions
     assert resumed.valid
 
 
@@ -134,7 +134,7 @@ def test_answers_of_a_server_that_dies_are_kept(tmp_path: Path) -> None:
     assert kept_answers == 10
     with endpoint(answering) as server:
         whole = run(server.url, tmp_path, resume=True)
-        assert len(server.asked) == 2 * whole.questions - 10
+        assert len(server.requests) == 2 * whole.questions - 10
     assert whole.valid
 
 
@@ -190,7 +190,7 @@ def test_a_server_with_another_model_is_refused(tmp_path: Path) -> None:
         wrong = connect(server.url, name="llava")
         with pytest.raises(ConfigError, match="serves m -> serve llava"):
             evaluate(wrong, tmp_path, resume=False, progress=Progress(lambda line: None))
-        assert not server.asked
+        assert not server.requests
 
 
 def test_a_server_that_prunes_nothing_makes_the_report_invalid(tmp_path: Path) -> None:
