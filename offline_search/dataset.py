@@ -73,7 +73,7 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
         splits[split] = _shuffle_images(examples, seed, limit)
         if not examples and not problems:
             fix = "give it at least one example"
-            problems.append(Problem(f"{split}.jsonl", "holds no example", fix))
+            problems.append(Problem(f"{split}.jsonl", "contains no example", fix))
     problems += _check_images(folder, splits)
     if problems:
         raise ConfigError(f"data {folder}", problems[:20])

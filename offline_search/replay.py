@@ -67,5 +67,5 @@ def recorded_settings(ledger: Ledger) -> Settings:
     """The settings of a ledger's search."""
     record = ledger.find(SettingsRecord, "opened")
     if record is None:
-        raise SearchError(f"ledger {ledger.path}: holds no search -> give one that has begun")
+        raise SearchError(f"ledger {ledger.path}: contains no search -> give one that has begun")
     return record.settings

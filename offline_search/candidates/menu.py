@@ -83,23 +83,23 @@ class Menu:
 
 
 def draw_menu_if_enabled(
-    settings: Settings, rng: Random, shown: Sequence[PruningState]
+    settings: Settings, rng: Random, examples: Sequence[PruningState]
 ) -> Menu | None:
-    """A menu around the shown states, or None (without using ``rng``) in a search without menus."""
+    """A menu around the examples, or None (without using ``rng``) in a search without menus."""
     if not settings.menu:
         return None
-    return draw_menu(rng, shown, settings.menu, settings.source_budget)
+    return draw_menu(rng, examples, settings.menu, settings.source_budget)
 
 
-def draw_menu(rng: Random, shown: Sequence[PruningState], width: int, budget: int) -> Menu:
-    """A random menu around the states that a proposer is shown.
+def draw_menu(rng: Random, examples: Sequence[PruningState], width: int, budget: int) -> Menu:
+    """A random menu around the example states of a prompt.
 
     Each part changes with probability one half, and at least one part changes. A changed part
-    offers up to ``width`` atoms that no shown state has there, and a changed quota one value that
+    offers up to ``width`` atoms that no example has there, and a changed quota one value that
     none of them has. Changed signals keep a random subset and gain up to ``width`` new ones.
     """
-    quotas = sorted({q for state in shown if (q := exchange_quota(state)) is not None})
-    used = {call.atom for state in shown for call in atom_calls(state)}
+    quotas = sorted({q for state in examples if (q := exchange_quota(state)) is not None})
+    used = {call.atom for state in examples for call in atom_calls(state)}
     parts = [*PARTS, *([QUOTA] if quotas else [])]
     changed = [part for part in parts if rng.random() < 0.5] or [rng.choice(parts)]
     atoms = {part: _draw_atoms(rng, part, used, width * (part in changed)) for part in PARTS}

@@ -63,13 +63,13 @@ class FileErrors:
 class RecordFile(Generic[R]):
     """An open record file that is locked for writing by this process.
 
-    ``records`` are those that it held when it was opened.
+    ``records`` are those that it contained when it was opened.
     """
 
     def __init__(self, path: Path, adapter: TypeAdapter[R], errors: FileErrors) -> None:
         """Open or create the file and its folders, and remove an incomplete last line.
 
-        Raises ``errors.error_type`` for a file that holds other content, which is left unchanged;
+        Raises ``errors.error_type`` for a file with other content, which is left unchanged;
         that another process is writing; or that cannot be written.
         """
         self._path, self._adapter, self._errors = path, adapter, errors
@@ -118,7 +118,7 @@ class RecordFile(Generic[R]):
 def read_records(path: Path, adapter: TypeAdapter[R], errors: FileErrors) -> list[R]:
     """The complete records of a file, which another process may be writing.
 
-    Raises ``errors.error_type`` for a file that holds other content or cannot be read.
+    Raises ``errors.error_type`` for a file with other content or cannot be read.
     """
     try:
         return _read_complete_lines(path, adapter, errors)[0]

@@ -122,7 +122,7 @@ def test_a_dry_run_starts_nothing(
         (["--suite", "lmms:mme", "--served-name", "m"], "--arm: is missing"),
         (
             ["--suite", "lmms:mine", "--served-name", "m", "--include-path", "/nowhere"],
-            "--include-path /nowhere: holds no task",
+            "--include-path /nowhere: declares no task",
         ),
         (
             ["--suite", "lmms:mme", "--served-name", "m", "--backbone", "x"],

@@ -63,5 +63,5 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(tmp_path: Pa
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no example"):
+    with pytest.raises(ConfigError, match="contains no example"):
         read_questions(path)

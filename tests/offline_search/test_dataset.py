@@ -46,5 +46,5 @@ def test_an_empty_split_and_a_missing_folder_are_errors(data: Dataset, tmp_path:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_dataset(tmp_path / "nowhere")
     (data.folder / "test.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no example"):
+    with pytest.raises(ConfigError, match="contains no example"):
         read_dataset(data.folder)

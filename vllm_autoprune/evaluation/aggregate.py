@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from vllm_autoprune.evaluation.records import MME
+
 Scores = Mapping[str, float]
 """Scores by benchmark, each in its official unit: points for MME, per cent for all others."""
 
-MME = "MME"
 MMBENCH = ("MMB-EN", "MMB-CN")
-MME_DIVISOR = {"llava": 20.0, "llava_next": 20.0, "qwen2_5_vl": 28.0}
-"""Turns points of MME into per cent: at most 2000 for perception, 2800 together with cognition."""
 
 
 def normalise(scores: Scores, mme_divisor: float, without: Collection[str] = ()) -> Scores:
-    """Divide MME and leave out benchmarks; raises ValueError if none is left."""
+    """Scores with MME divided by ``mme_divisor``, which turns its points into per cent.
+
+    Leaves out the benchmarks in ``without``; raises ValueError if none is left.
+    """
     used = {
         name: score / mme_divisor if name == MME else score
         for name, score in scores.items()

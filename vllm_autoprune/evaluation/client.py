@@ -33,7 +33,7 @@ class PreparedQuestion:
     text: str
     answer: str
     image: str
-    """A ``data:`` URL; all questions about a scene share one object."""
+    """A ``data:`` URL; questions about one image share one object."""
 
 
 def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
@@ -47,12 +47,12 @@ def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
 class AnswerClient:
     """Client of one server."""
 
-    def __init__(self, url: str, at_once: int, wait: float = 1.0) -> None:
+    def __init__(self, url: str, max_in_flight: int, wait: float = 1.0) -> None:
         """``wait``: seconds before the second attempt, doubled for the third."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._wait = wait
         self._model = ""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight)
         self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits)
 
     async def select_model(self, model: str | None) -> None:

@@ -187,7 +187,7 @@ def _is_complete(contents: Contents, case: Case) -> bool:
 def _reasons(contents: Contents) -> Iterator[str]:
     """Reasons against an evaluation in any suite: failures, missing answers, no full model."""
     if not contents.questions:
-        yield "no question was asked"
+        yield "there are no questions"
         return
     cases = [case for case in contents.cases.values() if not case.refused]
     if not any(case.arm == "full" for case in cases):

@@ -37,11 +37,11 @@ _WRITE_EVERY = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """The server and how it is asked."""
+    """Address and model of the server, and limits of the requests to it."""
 
     url: str
     served_name: str | None = None
-    at_once: int = MAX_IN_FLIGHT
+    max_in_flight: int = MAX_IN_FLIGHT
     wait: float = 1.0
     """Seconds before a failed request is sent again."""
 
@@ -85,8 +85,8 @@ async def score_answers(
     journal: Journal,
     progress: Progress,
 ) -> None:
-    """Score all pairs in order and concurrently; answers are written whatever happens."""
-    client = AnswerClient(settings.url, settings.at_once, settings.wait)
+    """Score all pairs concurrently, started in order; answers are written even after an error."""
+    client = AnswerClient(settings.url, settings.max_in_flight, settings.wait)
     queue, done = iter(pairs), list[Answer]()
 
     async def work() -> None:
@@ -100,7 +100,7 @@ async def score_answers(
     try:
         await client.select_model(settings.served_name)
         async with asyncio.TaskGroup() as group:
-            for _ in range(settings.at_once):
+            for _ in range(settings.max_in_flight):
                 group.create_task(work())
     except ExceptionGroup as errors:
         raise _first_error(errors) from None
@@ -125,7 +125,7 @@ class FileSuite:
         settings: Settings,
         limit: int | None = None,
     ) -> None:
-        """``states`` are names or files, ``limit`` the most questions that are asked."""
+        """``states`` are names or files, ``limit`` the maximum number of questions."""
         self.cases = list(build_cases([load_state(state) for state in states], budgets))
         self._path, self._settings = path, settings
         self._questions = {q.record.id: q for q in read_questions(path)[:limit]}
@@ -150,7 +150,7 @@ class FileSuite:
         ]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
-        """Ask the unanswered questions."""
+        """Score the unanswered questions."""
         records = [question.record for question in self._questions.values()]
         journal.append(records)
         todo = list(unanswered(journal.contents, self.cases, records))
@@ -162,7 +162,7 @@ class FileSuite:
         asyncio.run(score_answers(self._settings, pairs, journal, progress))
 
     def objections(self, contents: Contents) -> Sequence[str]:
-        """Prompts with as many tokens as unpruned ones, which shows that K was not served."""
+        """Cases without any prompt shorter than the unpruned one, so that K had no effect."""
         full = contents.answers.get(FULL.name, {})
         return list(self._check_lengths(contents, full))
 
@@ -221,7 +221,7 @@ def read_questions(path: Path) -> Sequence[PreparedQuestion]:
             fix = "image paths are relative to the file"
             problems.append(Problem(name, f"cannot be read ({error.strerror})", fix))
     if not examples and not problems:
-        problems.append(Problem(path.name, "holds no example", "give it at least one example"))
+        problems.append(Problem(path.name, "contains no example", "give it at least one example"))
     if problems:
         raise ConfigError(f"data {path}", problems[:20])
     # Questions about one image follow each other, so that its features are computed once.

@@ -71,7 +71,7 @@ def test_tasks_of_a_folder_come_after_the_paper_s(tmp_path: Path) -> None:
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("group: x\n  task: nested\n")
-    with pytest.raises(ConfigError, match="holds no task"):
+    with pytest.raises(ConfigError, match="declares no task"):
         find_tasks(tmp_path)
 
 

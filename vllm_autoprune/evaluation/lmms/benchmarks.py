@@ -99,6 +99,6 @@ def find_tasks(folder: Path) -> Sequence[Benchmark]:
         if (match := _TASK.search(path.read_text(encoding="utf-8")))
     ]
     if not names:
-        what, fix = "holds no task", "name a folder with a YAML file that says `task: NAME`"
+        what, fix = "declares no task", "name a folder with a YAML file that says `task: NAME`"
         raise ConfigError("eval", [Problem(f"--include-path {folder}", what, fix)])
     return [Benchmark(name, name, ()) for name in names]

@@ -32,7 +32,7 @@ class LmmsEval:
 
     executable: str
     served_name: str
-    at_once: int = 32
+    max_in_flight: int = 32
     limit: int | None = None
     include: Path | None = None
     """A folder of further tasks."""
@@ -49,8 +49,8 @@ class LmmsEval:
         arguments = {
             "model_version": self.served_name,
             "base_url": f"{url}/v1",
-            "num_concurrent": self.at_once,
-            "adaptive_max_concurrency": self.at_once,
+            "num_concurrent": self.max_in_flight,
+            "adaptive_max_concurrency": self.max_in_flight,
             "max_retries": 3,
             "prefix_aware_queue": False,
         }
