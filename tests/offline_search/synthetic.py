@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import TypeVar
-
-import torch
 
 from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset, Example, read_dataset, write_split
@@ -25,6 +24,7 @@ from offline_search.proposers.prompt import Messages
 from offline_search.proposers.proposal_client import Reply, SpendingLimits
 from offline_search.search import Search
 from offline_search.settings import Settings
+from tests.offline_search.endpoint import Answer, Body, completion
 from tests.offline_search.replies import valid_replies
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -123,14 +123,24 @@ def hash_request(messages: Messages, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-def use_one_thread() -> None:
-    """Use one thread, which is faster for tensors this small."""
-    torch.set_num_threads(1)
-
-
 R = TypeVar("R", bound=Record)
 
 VALID_REPLIES = valid_replies(30)
+
+
+def answer_search(body: Body, number: int) -> Answer:
+    """Served model and proposer in one: equal requests get equal answers.
+
+    The score depends on the signals of the state; one reply in ten is no proposal.
+    """
+    if "mm_processor_kwargs" not in body:
+        reply = hash_request(tuple(body["messages"]), body.get("seed", 0)) % 10
+        return completion(VALID_REPLIES[reply] if reply else "no proposal")
+    answer = body["messages"][-1]["content"]
+    signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
+    value = -0.1 - 0.1 * (len(json.dumps(signals)) % 7)
+    token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}
+    return 200, json.dumps({"prompt_logprobs": [None, token]}).encode(), {}
 
 
 async def run_search(

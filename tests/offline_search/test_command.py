@@ -8,29 +8,15 @@ from typing import Any
 import pytest
 
 from offline_search.dataset import Dataset
-from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, completion, endpoint, error
-from tests.offline_search.replies import valid_replies
+from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
+from tests.offline_search.synthetic import answer_search
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-
-VALID_REPLIES = valid_replies(12)
-
-
-def model(body: Body, number: int) -> Answer:
-    """Served model and proposer in one; the score depends on the state's signals."""
-    if "mm_processor_kwargs" not in body:
-        return completion(VALID_REPLIES[number % len(VALID_REPLIES)])
-    answer = body["messages"][-1]["content"]
-    signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})
-    names = json.dumps(signals)
-    value = -0.1 - 0.1 * (len(names) % 7)
-    token = {"1": {"logprob": value, "rank": 1, "decoded_token": f" {answer}"}}
-    return 200, json.dumps({"prompt_logprobs": [None, token]}).encode(), {}
 
 
 @pytest.fixture
 def served() -> Iterator[FakeEndpoint]:
-    with endpoint(model) as server:
+    with endpoint(answer_search) as server:
         yield server
 
 
@@ -129,7 +115,9 @@ def test_a_wrong_key_is_an_error(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(body: Body, number: int) -> Answer:
-        return model(body, number) if "mm_processor_kwargs" in body else error(401, "bad key")
+        return (
+            answer_search(body, number) if "mm_processor_kwargs" in body else error(401, "bad key")
+        )
 
     with endpoint(answer) as server:
         assert run_command(server, data, tmp_path / "l") == 1

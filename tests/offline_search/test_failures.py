@@ -11,7 +11,7 @@ from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluation_round import RoundEvaluator
 from offline_search.evaluation.evaluator import RecordedEvaluator
 from offline_search.ledger import Ledger
-from offline_search.ledger.records import ProposalRecord, TrialRecord, WinnerRecord
+from offline_search.ledger.records import TrialRecord, WinnerRecord
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, paper_state
 from tests.offline_search.replies import HOSTILE
@@ -22,6 +22,7 @@ from tests.offline_search.synthetic import (
     run_search,
 )
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -71,26 +72,9 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(
     assert failed and all(r.objective is None and "500" in r.reason for r in failed)
 
 
-async def test_a_duplicate_of_a_failed_candidate_is_evaluated(
-    settings: Settings, data: Dataset, tmp_path: Path
-) -> None:
-    # Two states of one behaviour: signals are idle where nothing is exchanged for quality.
-    one = compact_json(paper_state(settings))
-    other = json.loads(json.dumps(one))
-    other["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
-    settings = settings.model_copy(update={"per_round": 1, "rounds": 8})
-    replies = [json.dumps(one), json.dumps(other)]
-    await run_search(tmp_path / "free", settings, SyntheticEvaluator(data), replies)
-    first = records_of_kind(tmp_path / "free", ProposalRecord)[0]
-    evaluator = SyntheticEvaluator(data)
-    evaluator.fails = {first.digest}
-    await run_search(tmp_path / "l", settings, evaluator, replies)
-    trials = records_of_kind(tmp_path / "l", TrialRecord)
-    assert {"unevaluated", "evaluated"} <= {trial.status for trial in trials}
-
-
-async def test_a_duplicate_in_the_round_of_a_failed_candidate_is_evaluated_later(
-    settings: Settings, data: Dataset, tmp_path: Path
+@pytest.mark.parametrize("same_round", [False, True])
+async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
+    same_round: bool, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
     failing = paper_state(settings)
     components = json.loads(json.dumps(compact_json(failing)))
@@ -100,11 +84,17 @@ async def test_a_duplicate_in_the_round_of_a_failed_candidate_is_evaluated_later
     source.fails = {failing.digest}
     with Ledger(tmp_path / "l") as ledger:
         evaluator = RecordedEvaluator(ledger, source)
-        examples = data.examples("search")
-        rounds = RoundEvaluator(settings, ledger, evaluator, examples, source.probes())
+        rounds = RoundEvaluator(
+            settings, ledger, evaluator, data.examples("search"), source.probes()
+        )
         history = await rounds.evaluate_baselines(base_state(settings))
-        drafts = [Draft("llm", failing), Draft("llm", duplicate)]
-        first = await rounds.evaluate_round(drafts, 1, history, False)
-        second = await rounds.evaluate_round(drafts[1:], 2, history, False)
-    assert [trial.result.status for trial in first] == ["unevaluated", "same"]
-    assert [trial.result.status for trial in second] == ["evaluated"]
+
+        async def evaluate(number: int, *states: PruningState) -> list[tuple[str, str]]:
+            drafts = [Draft("llm", state) for state in states]
+            trials = await rounds.evaluate_round(drafts, number, history, early_stopping=False)
+            return [(trial.result.status, trial.result.same_as) for trial in trials]
+
+        first = await evaluate(1, failing, *([duplicate] if same_round else []))
+        assert first == [("unevaluated", ""), ("same", "1.0")][: len(first)]
+        assert await evaluate(2, duplicate) == [("evaluated", "")]
+        assert await evaluate(3, failing) == [("same", "2.0")]

@@ -13,14 +13,17 @@ from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.objectives import dominates, pareto_ranks
-from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger import read_ledger
 from offline_search.ledger.records import TrialRecord, VerdictRecord, WinnerRecord
 from offline_search.replay import replay
 from offline_search.report import as_html, as_markdown, read_report
-from offline_search.search import Search
 from offline_search.settings import Settings
-from tests.offline_search.replies import valid_replies
-from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
+from tests.offline_search.synthetic import (
+    VALID_REPLIES,
+    SyntheticEvaluator,
+    records_of_kind,
+    run_search,
+)
 
 POINTS = st.lists(
     st.fixed_dictionaries({"a": st.integers(0, 4), "b": st.integers(0, 4)}), max_size=12
@@ -63,31 +66,22 @@ class ConflictingTasks(SyntheticEvaluator):
         return Answers(tuple(values), answers.right)
 
 
-async def run_search(path: Path, data: Dataset, **changes: object) -> WinnerRecord:
-    evaluator = ConflictingTasks(data)
+async def search(path: Path, data: Dataset, **changes: object) -> WinnerRecord:
     settings = Settings(
-        strategy="autoprune+", rounds=4, per_round=4, budgets=(8, 4), proposer="scripted",
-        evaluator=evaluator.name,
-    ).model_copy(update=changes)  # fmt: skip
-    with Ledger(path) as ledger:
-        return await Search(settings, ledger, evaluator, ScriptedProposer(valid_replies(20))).run()
+        strategy="autoprune+", rounds=4, per_round=4, budgets=(8, 4), proposer="scripted"
+    )
+    settings = settings.model_copy(update=changes)
+    return await run_search(path, settings, ConflictingTasks(data), VALID_REPLIES[:20])
 
 
 async def test_conflicting_tasks_have_a_pareto_front(data: Dataset, tmp_path: Path) -> None:
-    chosen = await run_search(tmp_path / "l", data, objectives=("quality", "tasks", "budgets"))
-    trials = [
-        r
-        for r in read_ledger(tmp_path / "l")
-        if isinstance(r, TrialRecord) and r.status == "evaluated"
-    ]
+    chosen = await search(tmp_path / "l", data, objectives=("quality", "tasks", "budgets"))
+    records = records_of_kind(tmp_path / "l", TrialRecord)
+    trials = [record for record in records if record.status == "evaluated"]
     assert {frozenset(trial.axes) for trial in trials} == {
         frozenset({"quality", "digit", "colour", "K=8", "K=4"})
     }
-    assert not [
-        r
-        for r in read_ledger(tmp_path / "l")
-        if isinstance(r, TrialRecord) and r.status == "dropped"
-    ]
+    assert not [record for record in records if record.status == "dropped"]
     base, *members = chosen.front
     assert base == "base" and len(members) > 1 and chosen.winner in members
     points = {f"{trial.round}.{trial.index}": trial.axes for trial in trials}
@@ -98,18 +92,16 @@ async def test_conflicting_tasks_have_a_pareto_front(data: Dataset, tmp_path: Pa
         assert chosen.front[name].test["K=4"] < chosen.front[name].test["K=8"]
     best = {axis: max(points[name][axis] for name in members) for axis in ("digit", "colour")}
     assert best == {axis: max(p[axis] for p in points.values()) for axis in best}
-    text, page = (
-        as_markdown(read_report(read_ledger(tmp_path / "l"))),
-        as_html(read_report(read_ledger(tmp_path / "l"))),
-    )
+    report = read_report(read_ledger(tmp_path / "l"))
+    text, page = as_markdown(report), as_html(report)
     for name in members:
         assert f"| {name} | {chosen.front[name].test['quality']:+.4f}" in text
     assert "Pareto front" in text and "Pareto front" in page
 
 
 async def test_latency_is_measured_once_and_replayed(data: Dataset, tmp_path: Path) -> None:
-    chosen = await run_search(tmp_path / "l", data, objectives=("quality", "latency"))
-    verdicts = [r for r in read_ledger(tmp_path / "l") if isinstance(r, VerdictRecord) and r.valid]
+    chosen = await search(tmp_path / "l", data, objectives=("quality", "latency"))
+    verdicts = [r for r in records_of_kind(tmp_path / "l", VerdictRecord) if r.valid]
     assert verdicts and all(v.latency is not None and v.latency > 0 for v in verdicts)
     measured = {verdict.digest: verdict.latency for verdict in verdicts}
     for member in chosen.front.values():
@@ -122,7 +114,7 @@ async def test_latency_is_measured_once_and_replayed(data: Dataset, tmp_path: Pa
 async def test_a_single_objective_records_no_objective_vectors(
     data: Dataset, tmp_path: Path
 ) -> None:
-    chosen = await run_search(tmp_path / "l", data)
+    chosen = await search(tmp_path / "l", data)
     assert chosen.front == {}
     records = read_ledger(tmp_path / "l")
     assert not any(record.axes for record in records if isinstance(record, TrialRecord))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -33,33 +31,6 @@ def test_records_persist(tmp_path: Path) -> None:
         assert again.find(SummaryRecord, "summary/1") == summary(1)
         assert again.find(SummaryRecord, "summary/2") is None
     assert [record.key for record in read_ledger(path)] == ["opened", "summary/1"]
-
-
-@pytest.mark.parametrize("torn", [b'{"kind":"summary","round":2', b'{"kind"', b"\x00\x00\x00", b""])
-def test_an_incomplete_last_line_is_removed(tmp_path: Path, torn: bytes) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path) as ledger:
-        ledger.put(summary(1))
-    whole = path.read_bytes()
-    path.write_bytes(whole + torn)
-    with Ledger(path) as again:
-        assert len(again) == 1
-        again.put(summary(2))
-    assert path.read_bytes().startswith(whole)
-    assert [record.key for record in read_ledger(path)] == ["summary/1", "summary/2"]
-
-
-def test_every_prefix_of_a_ledger_is_a_ledger(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path) as ledger:
-        for number in range(3):
-            ledger.put(summary(number))
-    whole = path.read_bytes()
-    cut = tmp_path / "cut.jsonl"
-    for end in range(len(whole)):
-        cut.write_bytes(whole[:end])
-        with Ledger(cut) as ledger:
-            assert len(ledger) == whole[:end].count(b"\n")
 
 
 def test_a_foreign_file_is_refused_by_line(tmp_path: Path) -> None:
@@ -94,27 +65,6 @@ def test_two_searches_cannot_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path), pytest.raises(SearchError, match="another search is writing"):
         Ledger(path)
-
-
-def test_a_full_disk_leaves_complete_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "ledger.jsonl"
-    really = os.write
-    with Ledger(path) as ledger:
-        ledger.put(summary(1))
-
-        def full(handle: int, data: bytes) -> int:
-            if len(data) <= 10:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return really(handle, data[: len(data) // 2])
-
-        monkeypatch.setattr(os, "write", full)
-        with pytest.raises(SearchError, match="No space left on device -> make room and resume"):
-            ledger.put(summary(2))
-        monkeypatch.setattr(os, "write", really)
-    assert [record.key for record in read_ledger(path)] == ["summary/1"]
-    assert path.read_bytes().endswith(b"\n")
 
 
 def test_a_replay_takes_only_external_records_from_the_recording(tmp_path: Path) -> None:

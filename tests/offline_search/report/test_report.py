@@ -4,19 +4,19 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from offline_search.dataset import Dataset
 from offline_search.evaluation.history import History, Trial
-from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger import read_ledger
 from offline_search.ledger.records import Cost, ProposalRecord, TrialRecord, WinnerRecord
 from offline_search.proposers.prompt import summarize
 from offline_search.report import as_html, as_markdown, read_report
 from offline_search.report.progress import ProgressLog
-from offline_search.search import Search
 from offline_search.settings import Settings
 from tests.offline_search.replies import HOSTILE, valid_replies
-from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
+from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
 from vllm_autoprune.errors import SearchError
 
 SCRIPT_TAG = "<script>alert(1)</script>"
@@ -40,18 +40,16 @@ async def ledger(data: Dataset, settings: Settings, tmp_path: Path) -> Path:
     """A search with valid, invalid, hostile and failed replies."""
     path = tmp_path / "ledger.jsonl"
     evaluator = SyntheticEvaluator(data)
-    settings = settings.model_copy(
-        update={"strategy": "autoprune+", "evaluator": SCRIPT_TAG, "rounds": 4}
-    )
+    evaluator.name = SCRIPT_TAG
+    settings = settings.model_copy(update={"strategy": "autoprune+", "rounds": 4})
     replies = [*valid_replies(4), HOSTILE["script"], None, HOSTILE["unknown atom"]]
-    with Ledger(path) as opened:
-        await Search(settings, opened, evaluator, ScriptedProposer(replies)).run()
+    await run_search(path, settings, evaluator, replies)
     return path
 
 
 async def test_markdown_has_the_result_and_both_costs(ledger: Path) -> None:
     report = read_report(read_ledger(ledger))
-    chosen = next(record for record in read_ledger(ledger) if isinstance(record, WinnerRecord))
+    (chosen,) = records_of_kind(ledger, WinnerRecord)
     text = as_markdown(report)
     assert f"Winner: {chosen.winner}" in text
     assert f"{chosen.test.gain.value:+.4g}" in text and f"{chosen.test.gain.low:+.4g}" in text
@@ -99,7 +97,7 @@ def test_an_empty_ledger_is_an_error(tmp_path: Path) -> None:
 
 async def test_the_summary_lists_best_trend_and_failures(ledger: Path) -> None:
     text = next(r.text for r in reversed(read_ledger(ledger)) if r.kind == "summary")
-    chosen = next(record for record in read_ledger(ledger) if isinstance(record, WinnerRecord))
+    (chosen,) = records_of_kind(ledger, WinnerRecord)
     first, best = text.splitlines()[0], text.splitlines()[2]
     assert first.startswith("Base policy alone: -")
     top = read_report(read_ledger(ledger)).ranked[0].result.objective
@@ -109,15 +107,11 @@ async def test_the_summary_lists_best_trend_and_failures(ledger: Path) -> None:
 
 
 def test_the_summary_of_an_empty_history_is_the_base_policy() -> None:
-    import numpy as np
-
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.25)
     assert summarize(History(base, np.zeros(3))) == "Base policy alone: -250."
 
 
 def test_repeated_failures_are_counted() -> None:
-    import numpy as np
-
     base = TrialRecord(round=0, index=0, status="evaluated", objective=-0.25)
     history = History(base, np.zeros(3))
     for index in range(3):
@@ -128,8 +122,6 @@ def test_repeated_failures_are_counted() -> None:
 
 
 def test_progress_shows_share_best_and_remaining_time() -> None:
-    import numpy as np
-
     lines: list[str] = []
     now = iter([0.0, 10.0, 10.0, 70.0])
     progress = ProgressLog(lines.append, lambda: next(now))

@@ -31,17 +31,17 @@ REPLIES = [
 ]  # fmt: skip
 
 
-async def run_search(path: Path, data: Dataset) -> tuple[SyntheticEvaluator, ScriptedProposer, str]:
+async def run_search(path: Path, data: Dataset) -> tuple[ScriptedProposer, str]:
     evaluator, proposer = SyntheticEvaluator(data), ScriptedProposer(REPLIES)
     settings = SETTINGS.model_copy(update={"evaluator": evaluator.name})
     with Ledger(path) as ledger:
         await Search(settings, ledger, evaluator, proposer).run()
-        return evaluator, proposer, ledger.digest()
+        return proposer, ledger.digest()
 
 
 async def test_programs_are_evolved_and_evaluated(data: Dataset, tmp_path: Path) -> None:
     before = random.getstate()
-    _, proposer, _ = await run_search(tmp_path / "l", data)
+    proposer, _ = await run_search(tmp_path / "l", data)
     assert random.getstate() == before, "the state of the global generator is restored"
     records = read_ledger(tmp_path / "l")
     proposed = [record for record in records if isinstance(record, ProposalRecord)]
@@ -65,10 +65,10 @@ async def test_programs_are_evolved_and_evaluated(data: Dataset, tmp_path: Path)
 
 
 async def test_openevolve_resumes_and_replays(data: Dataset, tmp_path: Path) -> None:
-    _, _, digest = await run_search(tmp_path / "whole", data)
+    _, digest = await run_search(tmp_path / "whole", data)
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     (tmp_path / "half").write_bytes(b"".join(lines[: len(lines) // 2]))
-    assert (await run_search(tmp_path / "half", data))[2] == digest
+    assert (await run_search(tmp_path / "half", data))[1] == digest
     _, before, after = await replay(tmp_path / "whole", tmp_path / "again", data)
     assert before == after == digest
 
@@ -99,4 +99,4 @@ if __name__ == "__main__":
     from offline_search.dataset import read_dataset
 
     folder, ledger = map(Path, sys.argv[1:])
-    print(asyncio.run(run_search(ledger, read_dataset(folder)))[2])
+    print(asyncio.run(run_search(ledger, read_dataset(folder)))[1])

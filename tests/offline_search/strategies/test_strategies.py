@@ -9,16 +9,20 @@ import pytest
 
 from offline_search.candidates.search_space import Choice, choices_of_state
 from offline_search.dataset import Dataset
-from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import ProposalRecord, TrialRecord
-from offline_search.search import Search
+from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
 from offline_search.settings import Settings
 from offline_search.strategies.sampling import Suggestion, TpeStudy
 from tests.offline_search.replies import valid_replies
-from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
+from tests.offline_search.synthetic import (
+    SyntheticEvaluator,
+    ledger_digest,
+    records_of_kind,
+    run_search,
+)
 from vllm_autoprune.tpdsl.states.load import load_state
 
 SEEDS = range(3)
+REPLIES = valid_replies(40)
 
 
 def search_all_seeds(strategy: str, data: Dataset, folder: Path, rounds: int = 6) -> list[float]:
@@ -28,12 +32,11 @@ def search_all_seeds(strategy: str, data: Dataset, folder: Path, rounds: int = 6
         evaluator = SyntheticEvaluator(data, probes=False)
         settings = Settings(
             strategy=strategy, rounds=rounds, per_round=5, budgets=(8,), seed=seed,
-            equal_evaluations=True, evaluator=evaluator.name, proposer="scripted",
+            equal_evaluations=True, proposer="scripted",
         )  # fmt: skip
-        proposer = ScriptedProposer(valid_replies(40))
-        with Ledger(folder / f"{strategy}-{seed}") as ledger:
-            chosen = asyncio.run(Search(settings, ledger, evaluator, proposer).run())
-        values.append(chosen.test.objective.value)
+        path = folder / f"{strategy}-{seed}"
+        winner = asyncio.run(run_search(path, settings, evaluator, REPLIES))
+        values.append(winner.test.objective.value)
     return values
 
 
@@ -50,8 +53,7 @@ def test_autoprune_plus_uses_every_origin(data: Dataset, tmp_path: Path) -> None
     search_all_seeds("autoprune+", data, tmp_path, rounds=4)
     origins: set[str] = set()
     for seed in SEEDS:
-        records = read_ledger(tmp_path / f"autoprune+-{seed}")
-        proposed = [record for record in records if isinstance(record, ProposalRecord)]
+        proposed = records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord)
         origins |= {record.origin for record in proposed}
         assert [record.origin for record in proposed[:5]] == ["warm start"] * 5
         names = {record.name for record in proposed}
@@ -64,10 +66,10 @@ def test_autoprune_plus_explores_whole_states_first(data: Dataset, tmp_path: Pat
     search_all_seeds("autoprune+", data, tmp_path, rounds=6)
     later: set[str] = set()
     for seed in SEEDS:
-        for record in read_ledger(tmp_path / f"autoprune+-{seed}"):
-            if isinstance(record, ProposalRecord) and 1 < record.round <= 3:
+        for record in records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord):
+            if 1 < record.round <= 3:
                 assert record.origin in {"llm", "wide"}
-            elif isinstance(record, ProposalRecord) and record.round > 3:
+            elif record.round > 3:
                 later.add(record.origin)
     assert {"tune", "near", "graft"} & later
 
@@ -86,8 +88,8 @@ def test_whole_state_tpe_ignores_small_changes(
     search_all_seeds("autoprune+", data, tmp_path, rounds=4)
     known: dict[str, set[str]] = {"whole": set(), "steps": set()}
     for seed in SEEDS:
-        for record in read_ledger(tmp_path / f"autoprune+-{seed}"):
-            if isinstance(record, ProposalRecord) and record.state is not None:
+        for record in records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord):
+            if record.state is not None:
                 kind = "steps" if record.origin in {"tune", "near", "graft"} else "whole"
                 state = load_state(json.dumps(record.state))
                 known[kind].add(as_key(choices_of_state(state, 8)))
@@ -110,27 +112,21 @@ def test_seeds_search_differently_and_repeatably(
         search_all_seeds(strategy, data, tmp_path / folder, rounds=2)
     digests = []
     for seed in SEEDS:
-        with (
-            Ledger(tmp_path / "a" / f"{strategy}-{seed}") as one,
-            Ledger(tmp_path / "b" / f"{strategy}-{seed}") as other,
-        ):
-            assert one.digest() == other.digest()
-            digests.append(one.digest())
+        one, other = (ledger_digest(tmp_path / name / f"{strategy}-{seed}") for name in ("a", "b"))
+        assert one == other
+        digests.append(one)
     assert len(set(digests)) == len(digests)
 
 
 def test_equal_evaluations_spend_the_same_budget(data: Dataset, tmp_path: Path) -> None:
     search_all_seeds("random", data, tmp_path, rounds=2)
     for seed in SEEDS:
-        trials = [r for r in read_ledger(tmp_path / f"random-{seed}") if isinstance(r, TrialRecord)]
+        trials = records_of_kind(tmp_path / f"random-{seed}", TrialRecord)
         spent = sum(trial.examples for trial in trials)
         assert 10 * 24 <= spent < 15 * 24
 
 
 def test_autoprune_plus_runs_without_a_proposer(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(strategy="autoprune+", rounds=4, per_round=5, budgets=(8,))
-    evaluator, proposer = SyntheticEvaluator(data), ScriptedProposer([])
-    settings = settings.model_copy(update={"evaluator": evaluator.name})
-    with Ledger(tmp_path / "l") as ledger:
-        chosen = asyncio.run(Search(settings, ledger, evaluator, proposer).run())
-    assert not proposer.requests and chosen.test.gain.low > 0
+    winner = asyncio.run(run_search(tmp_path / "l", settings, SyntheticEvaluator(data), []))
+    assert not records_of_kind(tmp_path / "l", ReplyRecord) and winner.test.gain.low > 0
