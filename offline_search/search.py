@@ -82,8 +82,8 @@ class Search:
             if fixed_evaluations and _count_answers(history) >= budget:
                 break
             rng = Random(f"{settings.seed} {number}")
-            this = Round(number, settings.per_round, history, summary, rng, client)
-            drafts = await strategy.propose(this)
+            current = Round(number, settings.per_round, history, summary, rng, client)
+            drafts = await strategy.propose(current)
             trials = await rounds.evaluate_round(drafts, number, history, strategy.stops_early)
             history.trials += trials
             summary = summarize(history)

@@ -63,47 +63,49 @@ class AutoPrunePlus:
         self._settings = settings
         self.uses_proposer = bool(settings.proposer)
 
-    async def propose(self, this: Round) -> list[Draft]:
+    async def propose(self, current: Round) -> list[Draft]:
         """Warm starts in the first round; after it, candidates of the drawn origins."""
-        if this.number == 1:
-            states = warm_start_states(self._settings)[: this.count]
+        if current.number == 1:
+            states = warm_start_states(self._settings)[: current.count]
             return [Draft("warm start", state) for state in states]
-        best = _best_of_each_structure(this.history.ranked())
-        origins = self._draw_origins(this, can_refine=bool(best))
-        study = self._whole_state_study(this) if "wide" in origins else None
+        best = _best_of_each_structure(current.history.ranked())
+        origins = self._draw_origins(current, can_refine=bool(best))
+        study = self._whole_state_study(current) if "wide" in origins else None
         drafts: dict[int, Draft] = {}
         for index, origin in enumerate(origins):
             if origin == "tune":
-                drafts[index] = self._tune(best, this.history, this.rng)
+                drafts[index] = self._tune(best, current.history, current.rng)
             elif origin == "graft":
-                drafts[index] = self._graft(best, this.rng)
+                drafts[index] = self._graft(best, current.rng)
             elif study is not None and origin == "wide":
                 drafts[index] = sample_draft("wide", study.suggest(), self._settings)
             elif origin == "random":
-                drafts[index] = sample_draft("random", RandomSource(this.rng), self._settings)
-        return await self._add_requested(drafts, this)
+                drafts[index] = sample_draft("random", RandomSource(current.rng), self._settings)
+        return await self._add_requested(drafts, current)
 
-    async def _add_requested(self, drafts: dict[int, Draft], this: Round) -> list[Draft]:
+    async def _add_requested(self, drafts: dict[int, Draft], current: Round) -> list[Draft]:
         """Request proposals for all indices without a draft."""
-        missing = [index for index in range(this.count) if index not in drafts]
+        missing = [index for index in range(current.count) if index not in drafts]
         default = paper_state(self._settings)
-        requests = [request_improvement(this, self._settings, index, default) for index in missing]
+        requests = [
+            request_improvement(current, self._settings, index, default) for index in missing
+        ]
         replies = await asyncio.gather(*requests)
         drafts |= dict(zip(missing, replies, strict=True))
-        return [drafts[index] for index in range(this.count)]
+        return [drafts[index] for index in range(current.count)]
 
-    def _draw_origins(self, this: Round, *, can_refine: bool) -> list[str]:
+    def _draw_origins(self, current: Round, *, can_refine: bool) -> list[str]:
         """The origin of every slot of a round, drawn by success rates."""
         if not can_refine:
-            return ["llm" if self.uses_proposer else "random"] * this.count
-        exploring = 2 * this.number <= self._settings.rounds
+            return ["llm" if self.uses_proposer else "random"] * current.count
+        exploring = 2 * current.number <= self._settings.rounds
         allowed = _EXPLORING_ORIGINS if exploring else _ORIGINS
         origins = [name for name in allowed if self.uses_proposer or name != "llm"]
-        rates = _success_rates(this.history)
+        rates = _success_rates(current.history)
         weights = [rates[origin] for origin in origins]
-        return [this.rng.choices(origins, weights)[0] for _ in range(this.count)]
+        return [current.rng.choices(origins, weights)[0] for _ in range(current.count)]
 
-    def _whole_state_study(self, this: Round) -> TpeStudy:
+    def _whole_state_study(self, current: Round) -> TpeStudy:
         """TPE over all measured whole states, whatever their origin.
 
         Small changes to a state are left out: TPE would take its many variants for the best region.
@@ -111,12 +113,12 @@ class AutoPrunePlus:
         budget = self._settings.source_budget
         measured = [
             (trial.require_state(), trial.result.objective)
-            for trial in this.history.trials
+            for trial in current.history.trials
             if trial.result.objective is not None and trial.proposal.origin in _WHOLE_STATE_ORIGINS
         ]
-        suggested = sum(trial.proposal.origin == "wide" for trial in this.history.trials)
+        suggested = sum(trial.proposal.origin == "wide" for trial in current.history.trials)
         startup = len(measured) + _RANDOM_STRUCTURES - suggested
-        study = TpeStudy(this.rng.randrange(2**31), startup)
+        study = TpeStudy(current.rng.randrange(2**31), startup)
         for state, objective in measured:
             suggestion = study.replay(choices_of_state(state, budget))
             sample_proposal(suggestion, budget)

@@ -28,11 +28,12 @@ class AutoPrune:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    async def propose(self, this: Round) -> list[Draft]:
+    async def propose(self, current: Round) -> list[Draft]:
         """Concurrent requests, which share their prompt and are batched by the endpoint."""
         default = minimal_state(self._settings)
         requests = [
-            request_improvement(this, self._settings, index, default) for index in range(this.count)
+            request_improvement(current, self._settings, index, default)
+            for index in range(current.count)
         ]
         return list(await asyncio.gather(*requests))
 
@@ -49,29 +50,33 @@ class EvoPrompting:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    async def propose(self, this: Round) -> list[Draft]:
+    async def propose(self, current: Round) -> list[Draft]:
         """Concurrent requests, each with its own pair of parents."""
-        population = this.history.ranked()[:_POPULATION_SIZE]
+        population = current.history.ranked()[:_POPULATION_SIZE]
         request = self._cross if len(population) >= _PARENTS else self._initialize
         return list(
-            await asyncio.gather(*[request(this, index, population) for index in range(this.count)])
+            await asyncio.gather(
+                *[request(current, index, population) for index in range(current.count)]
+            )
         )
 
-    def _initialize(self, this: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
+    def _initialize(
+        self, current: Round, index: int, population: Sequence[Trial]
+    ) -> Awaitable[Draft]:
         example = minimal_state(self._settings)
-        menu = draw_menu_if_enabled(self._settings, this.rng, [example])
-        messages = proposal_prompt(self._settings, "", example, index, this.count, menu)
-        request = ProposalRequest(this.number, index, messages, "llm", (), menu)
-        return this.client.request_proposal(request)
+        menu = draw_menu_if_enabled(self._settings, current.rng, [example])
+        messages = proposal_prompt(self._settings, "", example, index, current.count, menu)
+        request = ProposalRequest(current.number, index, messages, "llm", (), menu)
+        return current.client.request_proposal(request)
 
-    def _cross(self, this: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
-        parents = _draw_parents(population, this.rng)
+    def _cross(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
+        parents = _draw_parents(population, current.rng)
         states = [parent.require_state() for parent in parents]
-        menu = draw_menu_if_enabled(self._settings, this.rng, states)
+        menu = draw_menu_if_enabled(self._settings, current.rng, states)
         messages = crossover_prompt(self._settings, parents, menu)
         names = parent_names(*parents)
-        request = ProposalRequest(this.number, index, messages, "crossover", names, menu)
-        return this.client.request_proposal(request)
+        request = ProposalRequest(current.number, index, messages, "crossover", names, menu)
+        return current.client.request_proposal(request)
 
 
 def _draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:

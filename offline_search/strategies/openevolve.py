@@ -51,22 +51,22 @@ class OpenEvolve:
         _require_openevolve()
         self._settings = settings
 
-    async def propose(self, this: Round) -> list[Draft]:
+    async def propose(self, current: Round) -> list[Draft]:
         """Concurrent rewrites, whose parents come from one database of all earlier rounds."""
-        if this.number == 1:
+        if current.number == 1:
             state = minimal_state(self._settings)
             body = pprint.pformat(compact_json(state), width=90, sort_dicts=False)
             literal = indent(body, " " * 11).strip()
             program = f"def policy(budget):\n    return {literal}\n"
             return [Draft("initial", state, program=program)]
-        with _seeded_global_random(this.rng):
-            database = _build_database(this.history)
-            prompts = [self._build_prompt(database, this.number) for _ in range(this.count)]
+        with _seeded_global_random(current.rng):
+            database = _build_database(current.history)
+            prompts = [self._build_prompt(database, current.number) for _ in range(current.count)]
         requests = (
-            ProposalRequest(this.number, index, messages, "openevolve", (parent,))
+            ProposalRequest(current.number, index, messages, "openevolve", (parent,))
             for index, (messages, parent) in enumerate(prompts)
         )
-        drafts = [this.client.request_program(request, _extract_code) for request in requests]
+        drafts = [current.client.request_program(request, _extract_code) for request in requests]
         return list(await asyncio.gather(*drafts))
 
     def _build_prompt(self, database: ProgramDatabase, number: int) -> tuple[Messages, str]:

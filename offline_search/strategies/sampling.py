@@ -32,10 +32,10 @@ class RandomSearch:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    async def propose(self, this: Round) -> list[Draft]:
+    async def propose(self, current: Round) -> list[Draft]:
         """Independent random states."""
-        source = RandomSource(this.rng)
-        return [sample_draft("random", source, self._settings) for _ in range(this.count)]
+        source = RandomSource(current.rng)
+        return [sample_draft("random", source, self._settings) for _ in range(current.count)]
 
 
 class TpeSearch:
@@ -49,16 +49,16 @@ class TpeSearch:
         self._study = TpeStudy(settings.seed, _STARTUP_TRIALS)
         self._pending: dict[str, Suggestion] = {}
 
-    async def propose(self, this: Round) -> list[Draft]:
+    async def propose(self, current: Round) -> list[Draft]:
         """Report the results of the last round to the study, then take new suggestions."""
         for name, suggestion in self._pending.items():
-            self._study.report(suggestion, this.history.objective_of(name))
+            self._study.report(suggestion, current.history.objective_of(name))
         self._pending = {}
         drafts = []
-        for index in range(this.count):
+        for index in range(current.count):
             suggestion = self._study.suggest()
             drafts.append(sample_draft("tpe", suggestion, self._settings))
-            self._pending[f"{this.number}.{index}"] = suggestion
+            self._pending[f"{current.number}.{index}"] = suggestion
         return drafts
 
 

@@ -43,24 +43,24 @@ class Strategy(Protocol):
     def stops_early(self) -> bool:
         """Whether candidates that are significantly behind are dropped before the last example."""
 
-    async def propose(self, this: Round) -> list[Draft]:
-        """The drafts of a round, at most ``this.count``."""
+    async def propose(self, current: Round) -> list[Draft]:
+        """The drafts of a round, at most ``current.count``."""
 
 
 def request_improvement(
-    this: Round, settings: Settings, index: int, default: PruningState
+    current: Round, settings: Settings, index: int, default: PruningState
 ) -> Awaitable[Draft]:
     """Request a proposal that improves on the best trial, or on a default state without trials.
 
     The menu is drawn before this function returns, so that the random generator is used in the
     order of the calls.
     """
-    best = this.history.best()
+    best = current.history.best()
     example = default if best is None else best.state or default
-    menu = draw_menu_if_enabled(settings, this.rng, [example])
-    messages = proposal_prompt(settings, this.summary, example, index, this.count, menu)
-    request = ProposalRequest(this.number, index, messages, "llm", parent_names(best), menu)
-    return this.client.request_proposal(request)
+    menu = draw_menu_if_enabled(settings, current.rng, [example])
+    messages = proposal_prompt(settings, current.summary, example, index, current.count, menu)
+    request = ProposalRequest(current.number, index, messages, "llm", parent_names(best), menu)
+    return current.client.request_proposal(request)
 
 
 def parent_names(*parents: Trial | None) -> tuple[str, ...]:
