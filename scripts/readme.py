@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installed
 
-from benchmarks.zoo import table  # noqa: E402
+from benchmarks.zoo.evidence import as_markdown as zoo_table  # noqa: E402
 from vllm_autoprune.serving.startup import support  # noqa: E402
 
 README = ROOT / "README.md"
@@ -29,7 +29,7 @@ def replace_part(text: str, name: str, part: str) -> str:
 def main() -> int:
     """Rewrite README.md; a part without a source is kept and reported."""
     text = replace_part(README.read_text(), "support", support.as_markdown())
-    text = replace_part(text, "zoo", table.as_markdown())
+    text = replace_part(text, "zoo", zoo_table())
     results = ROOT / "out" / "demo" / "table.md"
     if results.is_file():
         text = replace_part(text, "demo", results.read_text())

@@ -11,7 +11,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 
 COMMANDS: Mapping[str, str] = {
     "overhead": "cost of the plugin itself: time to first token, memory, and without a state",
@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "depth": "time to first token at full depth, composed from two efficiency tables",
     "capacity": "concurrent requests that a KV cache of fixed size holds, stock and pruned",
     "selection": "time and memory of token selection, compared with the published code",
+    "state-cost": "predicted and measured time of one selection, for many states",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }
 
@@ -32,7 +33,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == command:
-            importlib.import_module(f"benchmarks.cost.{name}").add_arguments(added)
+            _import_command(name).add_arguments(added)
     return parser
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
     signal.signal(signal.SIGTERM, _stop)  # servers are ended as after Ctrl-C
     try:
-        return int(importlib.import_module(f"benchmarks.cost.{options.command}").run(options))
+        return int(_import_command(options.command).run(options))
     except KeyboardInterrupt:
         print(f"{options.command}: stopped, no server is left running", file=sys.stderr)
         return 130
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _import_command(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.cost.{name.replace('-', '_')}")
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -116,9 +116,8 @@ def _menu_width(options: argparse.Namespace) -> int:
 
 
 def _run_comparison(options: argparse.Namespace) -> None:
-    from benchmarks.search.comparison import CachingEvaluator, run_comparison
+    from benchmarks.search.comparison import CachingEvaluator, RecordedProposer, run_comparison
     from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
-    from benchmarks.search.recorded_proposer import RecordedProposer
     from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
     from offline_search.proposers.embedded_server import serve_model
     from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings

@@ -7,6 +7,8 @@ from the ledgers alone.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +16,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
 from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import WinnerRecord
-from offline_search.proposers.proposal_client import Proposer
+from offline_search.ledger.records import ReplyRecord, WinnerRecord
+from offline_search.proposers.prompt import Messages
+from offline_search.proposers.proposal_client import Proposer, Reply
 from offline_search.replay import UnavailableBackend
 from offline_search.report import SearchReport, read_report
 from offline_search.report.markdown import table
@@ -27,6 +31,7 @@ from offline_search.report.progress import ProgressLog
 from offline_search.search import Search
 from offline_search.settings import STRATEGIES_WITHOUT_MENU, Settings
 from offline_search.strategies import STRATEGIES
+from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
@@ -243,3 +248,41 @@ def format_mean(values: Sequence[float], digits: int = 4) -> str:
         return f"{mean:.{digits}f}"
     width = _T_QUANTILES[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
     return f"{mean:.{digits}f} ± {width:.{digits}f}"
+
+
+class RecordedProposer:
+    """Proposer that returns first replies recorded by earlier searches, instead of running a model.
+
+    The reply is chosen by a hash of request and seed: searches are repeatable, but the replies do
+    not depend on the prompt. Comparisons with it show how strategies use proposals, not what a
+    model learns from the history.
+    """
+
+    def __init__(self, ledgers: Sequence[Path]) -> None:
+        """Raises :class:`SearchError` if the ledgers hold no reply."""
+        self._replies = [
+            Reply(record.text, record.failure, record.cost)
+            for ledger in ledgers
+            for record in read_ledger(ledger)
+            if isinstance(record, ReplyRecord) and record.attempt == "first"
+        ]
+        if not self._replies:
+            raise SearchError(
+                f"{', '.join(map(str, ledgers))}: no reply is recorded -> give ledgers of searches "
+                "with a proposer"
+            )
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    async def prepare(self) -> None:
+        """Does nothing."""
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        """One of the replies, chosen by request and seed."""
+        request = f"{seed} {json.dumps(messages)}"
+        index = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big")
+        return self._replies[index % len(self._replies)]

@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.minillava.split import CHECKPOINT, held_out, weights_digest
-from benchmarks.zoo.evidence import Evidence, read_evidence, with_evidence, write_state
+from benchmarks.minillava.engine import answer_questions, open_engine
+from benchmarks.minillava.split import CHECKPOINT, CLIP, Example, held_out, scores, weights_digest
+from benchmarks.zoo.evidence import (
+    Evidence,
+    Row,
+    as_markdown,
+    read_evidence,
+    with_evidence,
+    write_state,
+)
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
-from benchmarks.zoo.table import as_markdown
 from vllm_autoprune import PruningState, load_state
+
+
+def measure_state(
+    state: PruningState, examples: Sequence[Example], budgets: Sequence[int]
+) -> tuple[Row, ...]:
+    """Ask every question at every budget, in one engine in this process.
+
+    States are measured one after another in the same process, because importing vLLM takes most of
+    the time to start an engine.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {"state": json.loads(state.dumps()), "text_tower": str(CLIP)}
+    engine = open_engine(CHECKPOINT, settings)
+    rows = []
+    try:
+        for budget in budgets:
+            outputs = answer_questions(engine, examples, budget)
+            lengths = [len(output.prompt_token_ids or ()) for output in outputs]
+            score = scores(examples, [output.outputs[0].text for output in outputs])
+            rows.append(
+                Row(
+                    budget=budget,
+                    accuracy=round(100 * score.accuracy, 2),
+                    accuracy_plus=round(100 * score.accuracy_plus, 2),
+                    prompt_tokens=round(sum(lengths) / len(lengths), 1),
+                )
+            )
+    finally:
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return tuple(rows)
+
+
+def behaviour_digest(state: PruningState) -> str:
+    """SHA-256 of everything in a state that affects answers at a budget given by the request."""
+    body = state.model_dump(mode="json", exclude={"name", "provenance", "budget"})
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
 
 # A quiet engine in this process, because many are started one after another.
 ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -29,12 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write every state; evidence that still holds is kept")
     commands.add_parser("table", help="print the table that README.md shows")
-    measure = commands.add_parser(
+    measuring = commands.add_parser(
         "measure", help="measure states without evidence; an interrupted run can be repeated"
     )
-    measure.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
-    measure.add_argument("--budgets", type=int, nargs="+", default=[16, 8])
-    measure.add_argument("--again", action="store_true", help="measure all states again")
+    measuring.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
+    measuring.add_argument("--budgets", type=int, nargs="+", default=[16, 8])
+    measuring.add_argument("--again", action="store_true", help="measure all states again")
     options = parser.parse_args(arguments)
     if options.command == "build":
         build(POLICIES)
@@ -62,8 +112,6 @@ def build(folder: Path) -> None:
 def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> None:
     """Measure one state after another; each file is written at once, so no result is lost."""
     os.environ.update(ENGINE)
-    from benchmarks.zoo.measure import behaviour_digest, measure
-
     examples = held_out("test", scenes)
     model = f"mini-LLaVA {weights_digest(CHECKPOINT)}"
     measured: dict[str, Evidence] = {}
@@ -76,7 +124,7 @@ def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) 
             evidence = _valid_evidence(state, model, behaviour)
         if evidence is None:
             print(f"[{number}/{len(paths)}] {state.name} ...", file=sys.stderr, flush=True)
-            rows = measure(state, examples, budgets)
+            rows = measure_state(state, examples, budgets)
             evidence = Evidence(
                 model=model, questions=len(examples), behaviour=behaviour, rows=rows
             )

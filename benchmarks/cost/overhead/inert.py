@@ -13,8 +13,7 @@ from itertools import count
 from benchmarks.common.client import Client
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section, Table, format_excess, format_spread
-from benchmarks.cost.overhead.requests import build_body, image_url
-from benchmarks.cost.overhead.settings import Settings
+from benchmarks.cost.overhead.settings import Settings, build_body, image_url
 from benchmarks.cost.overhead.ttft import Timing
 from benchmarks.server import Server, serve
 from vllm_autoprune.serving.plugin import DISABLE

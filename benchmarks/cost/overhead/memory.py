@@ -14,8 +14,7 @@ from statistics import median
 from benchmarks.common.client import Client
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import MIB, Claim, Section, Table
-from benchmarks.cost.overhead.requests import build_body, image_url
-from benchmarks.cost.overhead.settings import STATE, Settings
+from benchmarks.cost.overhead.settings import STATE, Settings, build_body, image_url
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import slope, verdict_of
 

@@ -1,9 +1,15 @@
-"""Settings of the overhead measurements."""
+"""Settings and request bodies of the overhead measurements; no two bodies share a cache entry."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+from benchmarks.common.pictures import draw_picture, encode_picture
 
 STATE = "autoprune"
 
@@ -22,3 +28,43 @@ class Settings:
         """The file of a server's output."""
         self.out.mkdir(parents=True, exist_ok=True)
         return self.out / f"{name}.log"
+
+
+@lru_cache(maxsize=64)
+def image_url(seed: int, width: int = 640, height: int = 480) -> str:
+    """A picture as a PNG data URL, as chat clients send it."""
+    return encode_picture(draw_picture(seed, width, height))
+
+
+def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
+    """``count`` words of one token each in a true-width shape's vocabulary; unique by number."""
+    generator = random.Random(number)
+    head = [number % 1000, number // 1000]  # unique from the start, so that no prefix is shared
+    tail = [generator.randrange(1000, vocabulary) for _ in range(count - len(head))]
+    return " ".join(f"w{i}" for i in (*head, *tail))
+
+
+def build_body(
+    model: str,
+    text: str,
+    url: str | None = None,
+    tokens: int = 1,
+    budget: int | None = None,
+) -> bytes:
+    """A streamed greedy chat request for exactly ``tokens`` tokens."""
+    parts: list[Mapping[str, object]] = [{"type": "text", "text": text}]
+    if url is not None:
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    body: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": parts}],
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "skip_special_tokens": False,  # else a special first token has no text to be timed
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if budget is not None:
+        body["mm_processor_kwargs"] = {"autoprune": {"budget": budget}}
+    return json.dumps(body).encode()

@@ -27,8 +27,7 @@ from benchmarks.common.report import (
     format_spread,
 )
 from benchmarks.common.request_record import Record
-from benchmarks.cost.overhead.requests import build_body, draw_words, image_url
-from benchmarks.cost.overhead.settings import STATE, Settings
+from benchmarks.cost.overhead.settings import STATE, Settings, build_body, draw_words, image_url
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import (
     Spread,

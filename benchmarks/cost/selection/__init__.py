@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from benchmarks.cost.selection.settings import Settings
+from benchmarks.cost.selection.timing import Settings
 
 if TYPE_CHECKING:
     from benchmarks.common.report import Section

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.report import Claim, Section, Table
 from benchmarks.cost.selection import ours, published
 from benchmarks.cost.selection.images import WIDTH, Size, draw_images
-from benchmarks.cost.selection.settings import Settings
-from benchmarks.cost.selection.timing import Work, log_progress
+from benchmarks.cost.selection.timing import Settings, Work, log_progress
 from vllm_autoprune.statistics import verdict_of
 
 SIZES = (

@@ -9,8 +9,7 @@ import torch
 from benchmarks.common.report import Claim, Section, Table, format_excess, format_spread
 from benchmarks.cost.selection import ours
 from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, Images, Size, draw_images
-from benchmarks.cost.selection.settings import Settings
-from benchmarks.cost.selection.timing import Times, Work, log_medians, measure_alternately
+from benchmarks.cost.selection.timing import Settings, Times, Work, log_medians, measure_alternately
 from vllm_autoprune import refine
 from vllm_autoprune.statistics import at_most, ratio_of_medians, spread
 from vllm_autoprune.tpdsl.atoms.pools import build_pool

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.common.report import Claim, Section, Table, format_spread
 from benchmarks.cost.selection import ours
 from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, WIDTH, Images, Size, draw_images
-from benchmarks.cost.selection.settings import Settings
 from benchmarks.cost.selection.timing import (
+    Settings,
     Times,
     Work,
     log_medians,

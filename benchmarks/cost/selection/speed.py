@@ -14,8 +14,7 @@ from benchmarks.common.report import (
 )
 from benchmarks.cost.selection import ours, published
 from benchmarks.cost.selection.images import Size, draw_images, size_keeping
-from benchmarks.cost.selection.settings import Settings
-from benchmarks.cost.selection.timing import Times, Work, log_medians, measure_alternately
+from benchmarks.cost.selection.timing import Settings, Times, Work, log_medians, measure_alternately
 from vllm_autoprune import refine
 from vllm_autoprune.statistics import Estimate, at_most, ratio_of_medians, spread
 

@@ -1,10 +1,11 @@
-"""Times of several functions in alternating order, so that noise affects all alike. Torch only."""
+"""Settings, and times of several functions in alternating order. Needs torch only."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -47,3 +48,14 @@ def log_medians(size: object, times: Mapping[str, Sequence[float]]) -> None:
     """Print the median times of one size."""
     medians = (f"{name} {1000 * median(own):.2f} ms" for name, own in times.items())
     log_progress(f"{size}: {', '.join(medians)}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``quick``: a few rounds of small sizes, as a trial run."""
+
+    quick: bool = False
+
+    def rounds(self, wanted: int) -> int:
+        """How many alternating rounds are measured."""
+        return 2 if self.quick else wanted

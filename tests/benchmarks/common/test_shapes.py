@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoProcessor
 
 from benchmarks.common.shapes import IMAGE_TOKEN, TOKENS, VOCABULARY, write_llava
-from benchmarks.cost.overhead.requests import draw_words
+from benchmarks.cost.overhead.settings import draw_words
 from benchmarks.cost.overhead.ttft import BUDGET, QUESTION
 
 

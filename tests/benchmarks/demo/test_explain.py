@@ -12,8 +12,7 @@ from PIL import Image
 
 from benchmarks.demo.ask import Answer
 from benchmarks.demo.configurations import FULL, PRUNED, Configuration, everything_kept
-from benchmarks.demo.example import SHOWN, draw_example
-from benchmarks.demo.explain import Explainer
+from benchmarks.demo.example import SHOWN, Explainer, draw_example
 from benchmarks.demo.measure import Measured, Settings, draw_questions
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, held_out, png

@@ -14,12 +14,12 @@ import pytest
 
 from benchmarks.search.comparison import (
     CachingEvaluator,
+    RecordedProposer,
     as_markdown,
     format_mean,
     read_outcomes,
     run_comparison,
 )
-from benchmarks.search.recorded_proposer import RecordedProposer
 from benchmarks.search.speed import SpeedComparison, Timing, processor_seconds, random_states
 from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset

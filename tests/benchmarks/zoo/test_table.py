@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.zoo.table import as_markdown
+from benchmarks.zoo.evidence import as_markdown
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
 README = Path(__file__).resolve().parents[3] / "README.md"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.state_cost import states
+from benchmarks.cost.state_cost import build_states
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, PruningState, StateError, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -30,7 +30,7 @@ def test_shipped_states_are_far_below_the_bound(name: str) -> None:
 
 
 def test_every_atom_has_a_cost() -> None:
-    for name, one in states():
+    for name, one in build_states():
         costs = atom_costs(one)
         assert all(cost.milliseconds > 0 for cost in costs), name
         assert state_cost(one) == sum(cost.milliseconds for cost in costs)

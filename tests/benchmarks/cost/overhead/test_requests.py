@@ -9,7 +9,7 @@ import json
 from PIL import Image
 
 from benchmarks.common.pictures import draw_picture
-from benchmarks.cost.overhead.requests import build_body, draw_words, image_url
+from benchmarks.cost.overhead.settings import build_body, draw_words, image_url
 
 
 def test_the_url_holds_the_picture() -> None:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.common.client import Client
 from benchmarks.cost import soak as command
 from benchmarks.cost.__main__ import main
+from benchmarks.cost.soak import Verdict
 from benchmarks.cost.soak.counts import (
     CountPair,
     Tally,
@@ -21,7 +22,6 @@ from benchmarks.cost.soak.counts import (
 )
 from benchmarks.cost.soak.memory import Samples
 from benchmarks.cost.soak.requests import RequestMix
-from benchmarks.cost.soak.verdict import Verdict
 from tests.benchmarks.cost.soak.fake_server import BUDGET, KV_BYTES, TOKENS, Faults, serve_planned
 from tests.serving.unit.samples import served
 

@@ -1,20 +1,16 @@
-"""``python -m benchmarks.state_cost``: predicted against measured time of one selection.
+"""`python -m benchmarks.cost state-cost`: predicted and measured time of one selection, by state.
 
-States are the shipped ones, and the shipped ``autoprune`` with other atoms in one of its places.
-Prints one row a state, and how far the predictions are off. CPU time of one core, so that other
-work on the machine changes little.
+States: the shipped ones, and ``autoprune`` with other atoms in one of its places. Times are CPU
+seconds of one core, so that other work on the machine changes little.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,8 +26,8 @@ from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
 HEADS, TEXT = 32, 16
 
 
-def image() -> VisualTokens:
-    """One image of the reference shape, with everything that a state may read."""
+def draw_image() -> VisualTokens:
+    """A random image of the reference shape, with every input that a state may read."""
     side, width, tower = math.isqrt(REFERENCE.tokens), REFERENCE.width, REFERENCE.tower
     source = torch.Generator().manual_seed(0)
 
@@ -65,14 +61,14 @@ def image() -> VisualTokens:
     )
 
 
-def states() -> Iterator[tuple[str, PruningState]]:
-    """Shipped states of different digests, then one more atom each, then a very dear one."""
-    known = set()
+def build_states() -> Iterator[tuple[str, PruningState]]:
+    """Names and states: shipped ones of different behaviour, then variations of ``autoprune``."""
+    behaviours = set()
     for name in sorted(shipped_states()):
         state = load_state(name)
-        body = (state.base_policy, state.scoring, state.constraints)
-        if repr(body) not in known:
-            known.add(repr(body))
+        behaviour = repr((state.base_policy, state.scoring, state.constraints))
+        if behaviour not in behaviours:
+            behaviours.add(behaviour)
             yield name, state
     for name in ATOMS.names("scoring"):
         yield f"4 x {name}", _changed(signals=[{"atom": name, "weight": 0.5}] * 4)
@@ -100,25 +96,22 @@ def states() -> Iterator[tuple[str, PruningState]]:
     yield "anchor_exchange", _changed(reassembly={"atom": "anchor_exchange", "margin": 0.1})
 
 
-def _changed(**parts: Any) -> PruningState:
-    body = json.loads(load_state("autoprune").dumps())
-    places = {"signals": "scoring", "pool": "constraints", "selector": "constraints"}
-    for name, value in {**parts, "provenance": {}}.items():
-        if name == "priors":
-            body["source"]["priors"] = value
-        elif name in places:
-            body[places[name]][name] = value
-        else:
-            body[name] = value
-    return load_state(json.dumps(body))
+def _changed(**parts: object) -> PruningState:
+    """The shipped ``autoprune`` with these parts replaced."""
+    body = load_state("autoprune").model_dump(mode="json")
+    places = {"priors": "source", "signals": "scoring", "pool": "constraints",
+              "selector": "constraints"}  # fmt: skip
+    for name, value in parts.items():
+        (body[places[name]] if name in places else body)[name] = value
+    return load_state(body | {"provenance": {}})
 
 
-def measured(state: PruningState, seconds: float) -> float:
-    """Milliseconds of one selection, the median over some time."""
+def measure(state: PruningState, seconds: float) -> float:
+    """Milliseconds of one selection: the median of at most 20, over ``seconds`` of CPU time."""
     policy = materialize(state, REFERENCE.budget)
-    taken: list[float] = []
-    tokens, until = image(), time.process_time() + seconds
-    while not taken or (time.process_time() < until and len(taken) < 20):
+    times: list[float] = []
+    tokens, until = draw_image(), time.process_time() + seconds
+    while not times or (time.process_time() < until and len(times) < 20):
         fresh = VisualTokens(
             tokens.features,
             tokens.grid,
@@ -127,31 +120,30 @@ def measured(state: PruningState, seconds: float) -> float:
             tower=tokens.tower,
             language=tokens.language,
         )  # nothing computed yet
-        begun = time.process_time()
+        begin = time.process_time()
         refine(policy, fresh)
-        taken.append(time.process_time() - begun)
-    return statistics.median(taken) * 1e3
+        times.append(time.process_time() - begin)
+    return statistics.median(times) * 1e3
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.state_cost", description=__doc__)
-    made.add_argument("--seconds", type=float, default=1.0, help="of each state")
-    made.add_argument("--only", default="", metavar="TEXT", help="states whose name holds it")
-    chosen = made.parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options; each has a default."""
+    parser.add_argument("--seconds", type=float, default=1.0, help="CPU time for each state")
+    parser.add_argument("--only", default="", metavar="TEXT", help="states whose name contains it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one row a state, then the median and the largest error of the prediction."""
     torch.set_num_threads(1)
     errors = []
     print(f"{'state':44} {'predicted ms':>12} {'measured ms':>12} {'ratio':>6}")
-    for name, state in states():
-        if chosen.only not in name:
+    for name, state in build_states():
+        if options.only not in name:
             continue
-        wanted, found = state_cost(state), measured(state, chosen.seconds)
-        errors.append(abs(math.log2(wanted / found)))
-        print(f"{name:44} {wanted:12.1f} {found:12.1f} {wanted / found:6.2f}", flush=True)
+        predicted, measured = state_cost(state), measure(state, options.seconds)
+        errors.append(abs(math.log2(predicted / measured)))
+        row = f"{name:44} {predicted:12.1f} {measured:12.1f} {predicted / measured:6.2f}"
+        print(row, flush=True)
     typical, worst = 2 ** statistics.median(errors), 2 ** max(errors)
     print(f"off by a factor of {typical:.2f} (median), {worst:.2f} (worst)")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
