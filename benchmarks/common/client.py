@@ -1,4 +1,4 @@
-"""The streaming client: one chat request, timed at every read of the socket.
+"""The streaming client: the body of a chat request, sent and timed at every read of the socket.
 
 Server-sent events are parsed after the stream has ended, because parsing between two reads would
 delay the time stamp of the next. Under locust ``socket`` is gevent's, so that a thousand requests
@@ -11,7 +11,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -175,6 +175,35 @@ class Client:
             while piece := answer.read1(_READ_SIZE):
                 exchange.reads.append((self.clock(), piece))
         return None
+
+
+def build_content(question: str, urls: Iterable[str] = ()) -> list[Mapping[str, object]]:
+    """The parts of a user's message: images, then the question."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*images, {"type": "text", "text": question}]
+
+
+def build_body(
+    model: str,
+    content: Sequence[Mapping[str, object]],
+    *,
+    tokens: int,
+    stream: bool = True,
+    **fields: object,
+) -> bytes:
+    """A greedy chat request for at most ``tokens`` tokens; a stream ends with the usage.
+
+    ``fields`` are added to the body.
+    """
+    body: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": tokens,
+    }
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(body | fields).encode()
 
 
 def _find_missing_part(text: str, finished: bool) -> str | None:

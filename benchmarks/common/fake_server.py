@@ -9,21 +9,21 @@ what a client records must be what was emitted.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import signal
 import socket
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 MODEL = "mock"
 PROMPT_TOKENS = 600
-_READ_LIMIT = 1 << 20
 
 Body = dict[str, Any]
 """A chat request, as JSON."""
@@ -81,104 +81,158 @@ class FakeServer:
     """``perf_counter`` just before each delta of a request was written."""
 
 
-@dataclass
-class _Handler:
-    server: FakeServer
+@dataclass(frozen=True)
+class _Settings:
     respond: Respond
     model: str | None
-    serves: int | None
-    slots: asyncio.Semaphore | None
-    gather: int
     pages: Pages
-    refuse: Callable[[], None] = lambda: None
-    """Accept no further connections."""
-    _gathered: asyncio.Event = field(default_factory=asyncio.Event)
+    serves: int | None
+    slots: contextlib.AbstractContextManager[object]
+    gather: int
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            arrived, method, path, body = await _read_request(reader)
-            if method == "GET":
-                self._get(writer, path)
-            else:
-                await self._chat(writer, json.loads(body), arrived)
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client closed the connection
 
-    def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
-        page = self.pages.get(path)
+class _Server(socketserver.ThreadingTCPServer):
+    """One thread for each connection; :meth:`close` ends all threads and closes every socket."""
+
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, port: int, settings: _Settings) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.settings = settings
+        self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}")
+        self.stop, self.gathered, self.lock = threading.Event(), threading.Event(), threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def refuse(self) -> None:
+        """Accept no further connections."""
+        self.shutdown()
+        self.socket.close()
+
+    def close(self) -> None:
+        """Accept no further connections, and cut the open ones."""
+        self.refuse()
+        self._thread.join()
+        self.stop.set()
+        self.gathered.set()
+        with self.lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):  # the client closed it
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.server_close()  # waits for the threads
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for an accepted connection."""
+        with self.lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self.lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client closed the connection
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+    def do_GET(self) -> None:
+        page = self.server.settings.pages.get(self.path)
         if page is None:
-            _write_whole(writer, 404, b"not found")
+            self._write_whole(404, "not found")
         else:
-            _write_whole(writer, 200, (page() if callable(page) else page).encode())
+            self._write_whole(200, page() if callable(page) else page)
 
-    async def _chat(self, writer: asyncio.StreamWriter, body: Body, arrived: float) -> None:
-        self.server.seen.append(body)
-        seen = len(self.server.seen)
-        if seen >= self.gather:
-            self._gathered.set()
-        await self._gathered.wait()
-        if self.serves is not None and seen > self.serves:
-            self.refuse()
-            writer.transport.abort()
-        elif self.model is not None and body.get("model") != self.model:
-            _write_whole(writer, 404, _error(f"The model `{body.get('model')}` does not exist."))
-        elif self.slots is not None:
-            async with self.slots:
-                await self._reply(writer, body, time.perf_counter())
+    def do_POST(self) -> None:
+        begin = time.perf_counter()
+        self.close_connection = True
+        body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, settings = self.server, self.server.settings
+        with server.lock:
+            server.record.seen.append(body)
+            seen = len(server.record.seen)
+        if seen >= settings.gather:
+            server.gathered.set()
+        server.gathered.wait()
+        if settings.serves is not None and seen > settings.serves:
+            server.refuse()
+        elif settings.model is not None and body.get("model") != settings.model:
+            self._write_error(404, f"The model `{body.get('model')}` does not exist.")
         else:
-            await self._reply(writer, body, arrived)
+            waiting = time.perf_counter()
+            with settings.slots:
+                self._reply(body, begin + time.perf_counter() - waiting)
 
-    async def _reply(self, writer: asyncio.StreamWriter, body: Body, begin: float) -> None:
-        reply = self.respond(body)
+    def _reply(self, body: Body, begin: float) -> None:
+        reply = self.server.settings.respond(body)
         if reply.drop:
-            writer.transport.abort()
-        elif reply.status != 200:
-            _write_whole(writer, reply.status, _error(reply.error))
+            return
+        if reply.status != 200:
+            self._write_error(reply.status, reply.error)
         elif body.get("stream"):
-            await self._stream(writer, reply, body, begin)
+            self._stream(reply, body, begin)
         else:
             message = {"role": "assistant", "content": "".join(reply.texts(body))}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             answer = {**_chunk([choice]), "object": "chat.completion", "usage": _usage(reply, body)}
-            _write_whole(writer, 200, json.dumps(answer).encode())
+            self._write_whole(200, json.dumps(answer))
 
-    async def _stream(
-        self, writer: asyncio.StreamWriter, reply: Reply, body: Body, begin: float
-    ) -> None:
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-            b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-        )
-        texts = reply.texts(body)
+    def _stream(self, reply: Reply, body: Body, begin: float) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        texts, emitted = reply.texts(body), list[float]()
         if reply.role_first:
-            _write_event(writer, _chunk([_delta(role="assistant", content="")]))
-        emitted = []
-        for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=False)):
-            await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
-            if number == 0 and not reply.role_first:
-                _write_event(writer, _chunk([_delta(role="assistant", content="")]))
-            emitted.append(time.perf_counter())
-            _write_event(writer, _chunk([_delta(content=text)]))
-            if reply.cut and number >= len(texts) // 2:
-                writer.transport.abort()
+            self._write_delta(role="assistant", content="")
+        for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
+            if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
-        self.server.emitted.append(tuple(emitted))
+            if number == 0 and not reply.role_first:
+                self._write_delta(role="assistant", content="")
+            emitted.append(time.perf_counter())
+            self._write_delta(content=text)
+            if reply.cut and number >= len(texts) // 2:
+                return
+        self.server.record.emitted.append(tuple(emitted))
         if reply.usage is not None:
-            _write_event(writer, {**_chunk([]), "usage": _usage(reply, body)})
-        writer.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            self._write_event({**_chunk([]), "usage": _usage(reply, body)})
+        self._write_data(b"[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
 
+    def _write_whole(self, status: int, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
 
-async def _read_request(reader: asyncio.StreamReader) -> tuple[float, str, str, bytes]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    arrived = time.perf_counter()
-    method, path, _ = head.split(" ", 2)
-    lengths = [
-        int(line.partition(":")[2])
-        for line in head.split("\r\n")
-        if line.lower().startswith("content-length")
-    ]
-    return arrived, method, path, await reader.readexactly(lengths[0] if lengths else 0)
+    def _write_error(self, status: int, message: str) -> None:
+        self._write_whole(status, json.dumps({"error": {"message": message}}))
+
+    def _write_delta(self, **delta: str) -> None:
+        self._write_event(_chunk([{"index": 0, "delta": delta, "finish_reason": None}]))
+
+    def _write_event(self, chunk: Mapping[str, object]) -> None:
+        self._write_data(json.dumps(chunk).encode())
+
+    def _write_data(self, data: bytes) -> None:
+        event = b"data: " + data + b"\n\n"
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
 
 
 def _usage(reply: Reply, body: Body) -> dict[str, object]:
@@ -186,30 +240,9 @@ def _usage(reply: Reply, body: Body) -> dict[str, object]:
     return {**usage, "total_tokens": sum(usage.values()), **(reply.usage or {})}
 
 
-def _error(message: str) -> bytes:
-    return json.dumps({"error": {"message": message}}).encode()
-
-
-def _write_whole(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-    head = f"HTTP/1.1 {status} Fake\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + body)
-
-
-def _delta(**delta: str) -> dict[str, object]:
-    return {"index": 0, "delta": delta, "finish_reason": None}
-
-
 def _chunk(choices: list[dict[str, object]]) -> dict[str, object]:
     frame = {"id": "fake", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
     return {**frame, "choices": choices}
-
-
-def _write_event(writer: asyncio.StreamWriter, chunk: Mapping[str, object]) -> None:
-    writer.write(_framed(b"data: " + json.dumps(chunk).encode() + b"\n\n"))
-
-
-def _framed(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 @contextlib.contextmanager
@@ -223,7 +256,7 @@ def fake_server(
     gather: int = 0,
     port: int = 0,
 ) -> Iterator[FakeServer]:
-    """Serve from a thread until the block ends.
+    """Serve from threads until the block ends.
 
     ``model``: the only one that is served; None: any. ``pages``: added to ``/v1/models``,
     ``/version`` and ``/metrics``. ``serves``: after so many requests connections are cut and new
@@ -238,106 +271,21 @@ def fake_server(
         "/version": '{"version": "mock"}',
         "/metrics": "vllm:kv_cache_usage_perc 0.25\n",
     }
-    server = FakeServer("")
-
-    def handler() -> _Handler:
-        return _Handler(
-            server=server,
+    server = _Server(
+        port,
+        _Settings(
             respond=(lambda body: reply) if isinstance(reply, Reply) else reply,
             model=model,
-            serves=serves,
-            slots=asyncio.Semaphore(slots) if slots else None,
-            gather=gather,
             pages={**standard, **(pages or {})},
-        )
-
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-    task = loop.create_task(_serve(handler, port, ready))
-    thread = threading.Thread(target=_run, args=(loop, task))
-    thread.start()
+            serves=serves,
+            slots=threading.Semaphore(slots) if slots else contextlib.nullcontext(),
+            gather=gather,
+        ),
+    )
     try:
-        if not ready.wait(10):
-            raise RuntimeError(f"the fake server could not listen on port {port}")
-        yield server
+        yield server.record
     finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-
-
-class _Connections:
-    """Accepts connections and answers each in a task; :meth:`close` closes every socket.
-
-    ``asyncio.start_server`` loses an accepted connection if the server closes before that has its
-    transport; its socket is then closed by the garbage collector only.
-    """
-
-    def __init__(
-        self, handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-    ) -> None:
-        self._handle = handle
-        self._listener: socket.socket | None = None
-        self._open: dict[asyncio.Task[None], socket.socket] = {}
-
-    def listen(self, port: int) -> int:
-        """Accept connections on a local port, which is returned; 0: any free one."""
-        self._listener = socket.create_server(("127.0.0.1", port), backlog=128)
-        self._listener.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
-        return int(self._listener.getsockname()[1])
-
-    def refuse(self) -> None:
-        """Accept no further connections."""
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-
-    async def close(self) -> None:
-        """Accept no further connections, and cut the open ones."""
-        self.refuse()
-        tasks = list(self._open)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        connection.setblocking(False)
-        task = asyncio.get_running_loop().create_task(self._serve(connection))
-        self._open[task] = connection
-        task.add_done_callback(lambda task: self._open.pop(task).close())
-
-    async def _serve(self, connection: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_READ_LIMIT)
-        try:
-            await self._handle(reader, writer)
-            writer.close()
-            await writer.wait_closed()
-        except OSError:
-            pass  # the client closed the connection
-        finally:
-            writer.transport.abort()
-
-
-async def _serve(make: Callable[[], _Handler], port: int, ready: threading.Event) -> None:
-    handler = make()
-    connections = _Connections(handler.handle)
-    handler.refuse = connections.refuse
-    handler.server.url = f"http://127.0.0.1:{connections.listen(port)}"
-    ready.set()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await connections.close()
-
-
-def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
-    with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
-        loop.run_until_complete(task)
+        server.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.client import EMPTY, Client
+from benchmarks.common.client import EMPTY, Client, build_body, build_content
 from benchmarks.common.request_record import Record
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.split import Example, png
+from benchmarks.minillava.split import Example, png_url
 
 SERVED_NAME = "mini-llava"
 CONCURRENCY = 8
@@ -34,17 +32,7 @@ class Query:
 
     def body(self, extra_body: Mapping[str, object]) -> bytes:
         """The body of a streamed, greedy request."""
-        return json.dumps(
-            {
-                "model": SERVED_NAME,
-                "messages": [{"role": "user", "content": self.content}],
-                "temperature": 0,
-                "max_tokens": MAX_ANSWER_TOKENS,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                **extra_body,
-            }
-        ).encode()
+        return build_body(SERVED_NAME, self.content, tokens=MAX_ANSWER_TOKENS, **extra_body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +54,9 @@ class Timing:
 
 def build_query(example: Example, split: str) -> Query:
     """The query of an example; ``split`` distinguishes the images of two splits."""
-    url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
     identity = f"{split}-{example.image_id}"
-    return Query(
-        [
-            {"type": "image_url", "image_url": {"url": url}, "uuid": identity},
-            {"type": "text", "text": example.question},
-        ],
-        identity,
-    )
+    image, question = build_content(example.question, [png_url(example.image)])
+    return Query([{**image, "uuid": identity}, question], identity)
 
 
 def ask(url: str, query: Query, extra_body: Mapping[str, object]) -> Answer:

@@ -22,7 +22,7 @@ from statistics import median
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load.options import Options
-from benchmarks.load.prepared import Prepared, build_content, load_prepared, prepare
+from benchmarks.load.prepared import Prepared, build_request_content, load_prepared, prepare
 from benchmarks.load.priority import raise_priority
 from benchmarks.load.run import run
 from benchmarks.load.schedule import Load, Slo
@@ -172,7 +172,7 @@ def _measure_ours(settings: CrossCheck, url: str, number: int) -> tuple[Mapping[
 
 def _write_their_requests(prepared: Prepared, out: Path) -> Path:
     path = out / "requests-for-vllm.jsonl"
-    lines = (json.dumps({"content": build_content(line.ask)}) for line in prepared.measured)
+    lines = (json.dumps({"content": build_request_content(line.ask)}) for line in prepared.measured)
     path.write_text("\n".join(lines) + "\n")
     return path
 

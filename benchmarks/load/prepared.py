@@ -7,7 +7,6 @@ request bodies one after the other. All servers that are compared are sent the s
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
 from benchmarks.load.requests import PictureSpec, Request, draw_requests
 from benchmarks.load.workload import Workload
@@ -92,33 +92,19 @@ def load_prepared(folder: Path) -> Prepared:
     return Prepared(workload, lines, bodies, hashlib.sha256(bodies).hexdigest()[:16])
 
 
-def build_body(workload: Workload, request: Request) -> bytes:
-    """The JSON body of one request: streamed, greedy, with usage at its end."""
-    return json.dumps(_body(workload, build_content(request))).encode()
-
-
-def build_content(request: Request) -> list[Mapping[str, object]]:
-    """The parts of the user's turn: pictures first, then the question."""
-    urls = (_image_url(picture) for picture in request.pictures)
-    parts: list[Mapping[str, object]] = [
-        {"type": "image_url", "image_url": {"url": url}} for url in urls
-    ]
-    return [*parts, {"type": "text", "text": request.question}]
-
-
-def _body(workload: Workload, parts: list[Mapping[str, object]]) -> dict[str, object]:
-    body: dict[str, object] = {
-        "model": workload.model,
-        "messages": [{"role": "user", "content": parts}],
-        "temperature": 0,
-        "max_tokens": workload.output_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+def build_request_body(workload: Workload, request: Request) -> bytes:
+    """The JSON body of one request."""
+    fields: dict[str, object] = {}
     if workload.dialect == "vllm":
         # Without it, special tokens have no text, and their deltas would not be counted.
-        body |= {"ignore_eos": True, "skip_special_tokens": False}
-    return body
+        fields = {"ignore_eos": True, "skip_special_tokens": False}
+    content = build_request_content(request)
+    return build_body(workload.model, content, tokens=workload.output_tokens, **fields)
+
+
+def build_request_content(request: Request) -> list[Mapping[str, object]]:
+    """The parts of the user's message, with encoded pictures."""
+    return build_content(request.question, map(_image_url, request.pictures))
 
 
 @lru_cache(maxsize=64)
@@ -131,7 +117,7 @@ def _write(workload: Workload, folder: Path) -> None:
     offset, lines = 0, []
     with (folder / BODIES).open("wb") as out:
         for number, request in enumerate((*measured, *warm_up)):
-            data = build_body(workload, request)
+            data = build_request_body(workload, request)
             out.write(data)
             is_warm_up = number >= len(measured)
             lines.append(Line(ask=request, offset=offset, size=len(data), warm_up=is_warm_up))

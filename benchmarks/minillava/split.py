@@ -6,6 +6,7 @@ uses; only the test split has unseen wordings and arrangements.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import random
@@ -125,6 +126,11 @@ def png(image: Tensor) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def png_url(image: Tensor) -> str:
+    """A (3, H, W) uint8 image as a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
 
 
 def is_right(answer: str, reference: str) -> bool:

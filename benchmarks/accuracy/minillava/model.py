@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.minillava.split import CHECKPOINT, held_out, png, weights_digest
+from benchmarks.minillava.split import CHECKPOINT, held_out, png_url, weights_digest
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.client import PreparedQuestion
 from vllm_autoprune.evaluation.records import MME, Question
@@ -70,8 +69,7 @@ def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
     questions, images = [], dict[int, str]()
     for number, example in enumerate(held_out("test", scenes)):
         if example.image_id not in images:
-            content = base64.b64encode(png(example.image)).decode()
-            images[example.image_id] = f"data:image/png;base64,{content}"
+            images[example.image_id] = png_url(example.image)
         paired = example.pair is not None
         record = Question(
             id=str(number),

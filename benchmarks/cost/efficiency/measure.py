@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError, StrictModel
-from benchmarks.common.client import EMPTY, Client
+from benchmarks.common.client import EMPTY, Client, build_body, build_content
 from benchmarks.common.metrics import MetricsWatcher, stage_seconds
 from benchmarks.common.request_record import Record
 from benchmarks.cost.efficiency.models import Model
 from benchmarks.load.arms import Arm
-from benchmarks.load.prepared import Line, Prepared, build_body, prepare
+from benchmarks.load.prepared import Line, Prepared, build_request_body, prepare
 from benchmarks.load.workload import Workload
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.split import held_out, png, scores
+from benchmarks.minillava.split import held_out, png_url, scores
 from benchmarks.server import Server, ServerDied, serve
 
 SERVED = "served"
@@ -113,28 +111,21 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
 def _build_second_question(requests: Prepared, line: Line) -> bytes:
     """A question about the same image with the same words in reverse order."""
     reversed_words = " ".join(reversed(line.ask.question.split()))
-    return build_body(requests.workload, line.ask.model_copy(update={"question": reversed_words}))
+    request = line.ask.model_copy(update={"question": reversed_words})
+    return build_request_body(requests.workload, request)
 
 
 def measure_score(client: Client, scenes: int) -> tuple[float, float]:
     """Accuracy and accuracy+ over mini-LLaVA's held-out questions."""
     examples = held_out("test", scenes)
-    bodies: list[bytes] = []
-    for example in examples:
-        url = "data:image/png;base64," + base64.b64encode(png(example.image)).decode()
-        parts = [
-            {"type": "image_url", "image_url": {"url": url}},
-            {"type": "text", "text": example.question},
-        ]
-        body = {
-            "model": SERVED,
-            "messages": [{"role": "user", "content": parts}],
-            "temperature": 0,
-            "max_tokens": MAX_ANSWER_TOKENS,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        bodies.append(json.dumps(body).encode())
+    bodies = [
+        build_body(
+            SERVED,
+            build_content(example.question, [png_url(example.image)]),
+            tokens=MAX_ANSWER_TOKENS,
+        )
+        for example in examples
+    ]
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         records = list(pool.map(client.send, bodies))
     # An answer without text is a wrong answer, not a failed request.

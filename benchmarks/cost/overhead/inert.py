@@ -13,7 +13,7 @@ from itertools import count
 from benchmarks.common.client import Client
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section, Table, format_excess, format_spread
-from benchmarks.cost.overhead.settings import Settings, build_body, image_url
+from benchmarks.cost.overhead.settings import Settings, build_request, image_url
 from benchmarks.cost.overhead.ttft import Timing
 from benchmarks.server import Server, serve
 from vllm_autoprune.serving.plugin import DISABLE
@@ -75,7 +75,7 @@ def _send_rounds(
             text = f"What is number {number} in the picture? Say it again: {number}."
             for name in order if i % 2 == 0 else reversed(order):
                 server = running[name]
-                body = build_body(server.model, text, url, tokens=TOKENS)
+                body = build_request(server.model, text, url, tokens=TOKENS)
                 (record,) = Client(server.url).send_together([body])
                 timing = Timing.of(record)
                 if i >= warm_up:

@@ -14,7 +14,7 @@ from statistics import median
 from benchmarks.common.client import Client
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import MIB, Claim, Section, Table
-from benchmarks.cost.overhead.settings import STATE, Settings, build_body, image_url
+from benchmarks.cost.overhead.settings import STATE, Settings, build_request, image_url
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import slope, verdict_of
 
@@ -81,7 +81,7 @@ def _send_requests(server: Server, name: str, total: int) -> Memory:
     memory, client = Memory(server.resident_bytes(), [], []), Client(server.url)
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         for end in range(STEP, total + 1, STEP):
-            bodies = [build_request(server.model, i) for i in range(end - STEP, end)]
+            bodies = [build_numbered_request(server.model, i) for i in range(end - STEP, end)]
             list(pool.map(lambda body: client.send_together([body]), bodies))
             memory.requests.append(end)
             memory.resident.append(server.resident_bytes())
@@ -91,10 +91,10 @@ def _send_requests(server: Server, name: str, total: int) -> Memory:
     return memory
 
 
-def build_request(model: str, number: int) -> bytes:
+def build_numbered_request(model: str, number: int) -> bytes:
     """A new picture for each warm-up request, later for every second one; all questions differ."""
     image = number if number < WARM_UP else WARM_UP + (number - WARM_UP) // 2
-    return build_body(model, f"What is number {number} here?", image_url(image, SIDE, SIDE))
+    return build_request(model, f"What is number {number} here?", image_url(image, SIDE, SIDE))
 
 
 def build_section(total: int, without: Memory, with_state: Memory) -> Section:

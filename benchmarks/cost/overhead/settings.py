@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
 
 STATE = "autoprune"
@@ -44,27 +43,14 @@ def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
     return " ".join(f"w{i}" for i in (*head, *tail))
 
 
-def build_body(
-    model: str,
-    text: str,
-    url: str | None = None,
-    tokens: int = 1,
-    budget: int | None = None,
+def build_request(
+    model: str, text: str, url: str | None = None, tokens: int = 1, budget: int | None = None
 ) -> bytes:
-    """A streamed greedy chat request for exactly ``tokens`` tokens."""
-    parts: list[Mapping[str, object]] = [{"type": "text", "text": text}]
-    if url is not None:
-        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
-    body: dict[str, object] = {
-        "model": model,
-        "messages": [{"role": "user", "content": parts}],
-        "temperature": 0,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "skip_special_tokens": False,  # else a special first token has no text to be timed
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    """A streamed greedy request for exactly ``tokens`` tokens."""
+    fields: dict[str, object] = {"ignore_eos": True}
+    # Otherwise a special first token has no text to be timed.
+    fields["skip_special_tokens"] = False
     if budget is not None:
-        body["mm_processor_kwargs"] = {"autoprune": {"budget": budget}}
-    return json.dumps(body).encode()
+        fields["mm_processor_kwargs"] = {"autoprune": {"budget": budget}}
+    content = build_content(text, [] if url is None else [url])
+    return build_body(model, content, tokens=tokens, **fields)

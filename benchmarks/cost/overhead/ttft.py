@@ -27,7 +27,7 @@ from benchmarks.common.report import (
     format_spread,
 )
 from benchmarks.common.request_record import Record
-from benchmarks.cost.overhead.settings import STATE, Settings, build_body, draw_words, image_url
+from benchmarks.cost.overhead.settings import STATE, Settings, build_request, draw_words, image_url
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import (
     Spread,
@@ -138,10 +138,10 @@ class BodyWriter:
     def _body(self, kind: Kind, position: int) -> bytes:
         question = next(self._questions)
         if kind == "text":
-            return build_body(self._model, draw_words(BUDGET + QUESTION, question))
+            return build_request(self._model, draw_words(BUDGET + QUESTION, question))
         url = image_url(position % SEEN if kind == "seen" else next(self._images))
         budget = UNPRUNED if kind == "full" else None
-        return build_body(self._model, draw_words(QUESTION, question), url, budget=budget)
+        return build_request(self._model, draw_words(QUESTION, question), url, budget=budget)
 
 
 def measure(settings: Settings, llava: Path, tower: Path | None) -> Run:

@@ -14,6 +14,7 @@ from random import Random
 
 from PIL import Image
 
+from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
 from vllm_autoprune.tpdsl.states.load import load_state
 
@@ -98,21 +99,14 @@ class RequestMix:
         keep: str = "state",
         status: int = 200,
     ) -> Request:
-        images = [
-            {"type": "image_url", "image_url": {"url": self._draw_image(random)}} for _ in budgets
-        ]
-        question = {"type": "text", "text": random.choice(QUESTIONS)}
-        body: dict[str, object] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": [*images, question]}],
-            "temperature": 0,
-            "max_tokens": self.answer,
-            "ignore_eos": True,
-        }
+        urls = [self._draw_image(random) for _ in budgets]
+        fields: dict[str, object] = {"ignore_eos": True}
         if entry is not None:
-            body["mm_processor_kwargs"] = {"autoprune": entry}
+            fields["mm_processor_kwargs"] = {"autoprune": entry}
+        content = build_content(random.choice(QUESTIONS), urls)
+        sent = build_body(self.model, content, tokens=self.answer, stream=False, **fields)
         after = sum(min(budget, self.tokens) for budget in budgets)
-        sent, before = json.dumps(body).encode(), self.tokens * len(budgets)
+        before = self.tokens * len(budgets)
         return Request(kind, sent, policy, keep, len(budgets), before, after, status)
 
     def _draw_image(self, random: Random) -> str:

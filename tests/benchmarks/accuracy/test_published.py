@@ -18,7 +18,7 @@ def name(row: Audit) -> str:
     return f"{row.table.table} / {row.table.backbone} / {row.row.method} {row.row.tokens}"
 
 
-def test_the_tables_are_whole() -> None:
+def test_the_tables_are_complete() -> None:
     assert {(t.table, t.backbone): len(t.rows) for t in SOURCE.tables} == {
         ("main", "llava-1.5-7b"): 8,
         ("main", "llava-next-7b"): 8,
@@ -69,7 +69,7 @@ def test_qwen_is_a_mean_of_ratios_in_every_pruned_row() -> None:
     assert {row.follows for row in qwen if row.row.method != "full"} == {"mean of ratios"}
 
 
-def test_one_definition_for_both_at_32_tokens() -> None:
+def test_one_definition_explains_both_backbones_at_32_tokens() -> None:
     """Printed: 99.7 against 94.3."""
     both = {
         row.row.method: (round(row.ratio_of_means, 2), round(row.mean_of_ratios, 2))

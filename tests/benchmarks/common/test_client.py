@@ -77,20 +77,20 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         (Reply(cut=True), MODEL, "the answer was cut short"),
     ],
 )
-def test_every_failure_is_on_record_in_a_line(reply: Reply, model: str, told: str) -> None:
+def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, told: str) -> None:
     (record,) = send(reply, model=model)
     assert not record.ok
     assert record.error is not None
     assert re.search(told, record.error), record.error
 
 
-def test_nobody_listening_is_a_record_too() -> None:
+def test_a_refused_connection_is_recorded() -> None:
     record = Client(f"http://127.0.0.1:{free_port()}").send(body(), index=3)
     assert record.index == 3 and record.error is not None
     assert "no answer: ConnectionRefusedError" in record.error
 
 
-def test_an_answer_without_usage_is_an_answer_without_counts() -> None:
+def test_an_answer_without_usage_has_no_token_counts() -> None:
     (record,) = send(Reply(usage=None, first=0.01, gaps=(0.001,)))
     assert record.ok and record.completion_tokens is None and record.tpot is None
 
@@ -162,17 +162,17 @@ def test_two_events_in_one_read_have_one_time() -> None:
     assert parse([(1.0, ROLE + A + B), (2.0, USAGE + DONE)]).deltas == (1.0, 1.0)
 
 
-def test_line_ends_of_windows_and_comments_are_understood() -> None:
+def test_crlf_and_comments_are_parsed() -> None:
     found = parse([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n"))])
     assert found.deltas == (1.0,) and found.text == "a"
 
 
-def test_a_stream_without_its_end_or_usage_says_so() -> None:
+def test_a_stream_without_done_is_not_finished() -> None:
     found = parse([(1.0, A)])
     assert not found.finished and found.completion_tokens is None
 
 
-def test_errors_in_the_stream_are_told() -> None:
+def test_errors_in_the_stream_are_reported() -> None:
     assert parse([(1.0, event(error={"message": "engine is dead"}))]).error == "engine is dead"
     assert "not a JSON object" in (parse([(1.0, b"data: {oops\n\n")]).error or "")
     assert "not a JSON object" in (parse([(1.0, b"data: [1]\n\n")]).error or "")

@@ -37,7 +37,7 @@ def clients(url: str, count: int) -> Iterator[None]:
             thread.join()
 
 
-def test_no_socket_is_left_to_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_socket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight servers end while they accept connections, since one may miss the race."""
     unclosed: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: unclosed.append(str(event.exc_value)))

@@ -27,7 +27,7 @@ autoprune_visual_tokens_created{stage="after"} 1.7e+09
 """
 
 
-def test_figures_are_summed_over_engines_and_told_apart_by_label() -> None:
+def test_figures_are_summed_over_engines_and_selected_by_label() -> None:
     assert read_figures(TEXT) == {
         "prompt_tokens": 120,
         "mm_cache_hits": 3,
@@ -37,7 +37,7 @@ def test_figures_are_summed_over_engines_and_told_apart_by_label() -> None:
     }
 
 
-def test_a_watch_takes_differences_and_peaks() -> None:
+def test_the_watcher_computes_differences_and_peaks() -> None:
     watch = MetricsWatcher("")
     first, last = dict(read_figures(TEXT)), dict(read_figures(TEXT))
     first.pop("visual_tokens_before")  # a labelled counter appears with its first event
@@ -50,14 +50,14 @@ def test_a_watch_takes_differences_and_peaks() -> None:
     assert found.generation_tokens is None
 
 
-def test_a_server_that_tells_nothing_is_not_taken_for_one_without_hits() -> None:
+def test_missing_metrics_are_none_not_zero() -> None:
     watch = MetricsWatcher(f"http://127.0.0.1:{free_port()}")
     watch.update()
     assert not watch.metrics().read and watch.metrics().mm_cache_hits is None
     assert fetch(watch.url) is None
 
 
-def test_a_server_is_read() -> None:
+def test_metrics_are_read_from_a_server() -> None:
     with fake_server() as server:
         watch = MetricsWatcher(server.url)
         watch.update()
@@ -94,6 +94,6 @@ def test_version_and_state_of_a_server() -> None:
     assert server_info(server.url) == {}  # it is down now
 
 
-def test_a_page_that_is_no_json_object_has_no_information() -> None:
+def test_server_info_ignores_pages_that_are_no_json_object() -> None:
     with fake_server(pages={"/version": "<html>", "/v1/autoprune": "[1]"}) as server:
         assert server_info(server.url) == {}

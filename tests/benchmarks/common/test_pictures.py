@@ -33,7 +33,7 @@ def test_power_falls_with_frequency_as_in_photographs(seed: int) -> None:
     assert abs(slope(noise)) < 0.2
 
 
-def test_a_codec_finds_redundancy_that_noise_does_not_have() -> None:
+def test_pictures_compress_better_than_noise() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     drawn, random = (
         encode_picture(i, "jpeg") for i in (draw_picture(0, SIDE, SIDE), Image.fromarray(noise))
@@ -41,14 +41,14 @@ def test_a_codec_finds_redundancy_that_noise_does_not_have() -> None:
     assert 2 * len(drawn) < len(random)
 
 
-def test_the_seed_decides_every_pixel() -> None:
+def test_the_seed_determines_every_pixel() -> None:
     first = np.asarray(draw_picture(7, 80, 60))
     assert first.shape == (60, 80, 3)
     assert (first == np.asarray(draw_picture(7, 80, 60))).all()
     assert (first != np.asarray(draw_picture(8, 80, 60))).any()
 
 
-def test_data_urls_hold_the_picture_in_its_format() -> None:
+def test_data_urls_contain_the_picture_in_its_format() -> None:
     shown = draw_picture(1, 64, 48)
     head, _, data = encode_picture(shown, "png").partition(",")
     found = Image.open(io.BytesIO(base64.b64decode(data)))

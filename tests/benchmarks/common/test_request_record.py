@@ -11,7 +11,7 @@ from benchmarks.common.request_record import Journal, read_journal
 from tests.benchmarks.load.samples import record
 
 
-def test_every_record_is_there_as_soon_as_it_is_added(tmp_path: Path) -> None:
+def test_records_are_written_when_they_are_added(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "deep" / "records.jsonl")
     journal.add(record(1))
     journal.add(record(0, error="gone"))
@@ -20,14 +20,14 @@ def test_every_record_is_there_as_soon_as_it_is_added(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text(record(0).model_dump_json() + "\n" + record(1).model_dump_json()[:40])
     assert read_journal(path) == [record(0)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_full_disk_is_told_and_the_records_are_kept_in_memory(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_records_stay_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.symlink_to("/dev/full")
     journal = Journal(path)
@@ -38,7 +38,7 @@ def test_a_full_disk_is_told_and_the_records_are_kept_in_memory(tmp_path: Path) 
     assert [kept.index for kept in journal.records] == [0, 1, 2]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     journal = Journal(tmp_path / "file" / "records.jsonl")
     journal.add(record(0))

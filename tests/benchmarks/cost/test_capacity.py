@@ -30,11 +30,11 @@ def pruned(**changes: int) -> EngineCounts:
 @pytest.mark.parametrize(
     ("prompt", "output", "blocks"), [(32, 1, 1), (32, 2, 2), (325, 12, 11), (2933, 12, 92)]
 )
-def test_the_last_token_needs_no_room(prompt: int, output: int, blocks: int) -> None:
+def test_the_last_token_needs_no_block(prompt: int, output: int, blocks: int) -> None:
     assert predicted_blocks(prompt, output) == blocks
 
 
-def test_a_promise_is_kept_by_blocks_and_by_requests() -> None:
+def test_the_promise_needs_predicted_blocks_and_enough_requests() -> None:
     assert OUTPUT_TOKENS == 12
     found = compare(STOCK, pruned())
     assert found.holds and found.ratio == 8.4 and found.predicted == 11

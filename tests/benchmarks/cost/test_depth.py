@@ -33,7 +33,7 @@ def table(layers: int) -> Efficiency:
     )
 
 
-def test_times_grow_by_the_layer() -> None:
+def test_times_are_linear_in_layers() -> None:
     found = compose(table(1), table(3), 32)
 
     assert found["full"].layer.value == pytest.approx(1.0)
@@ -87,7 +87,7 @@ def test_files_are_read_and_arms_that_were_refused_left_out(
 
 
 @pytest.mark.parametrize("held", [None, "", "[]", '{"model": "llava-next-7b"}'])
-def test_what_is_no_table_is_told_in_one_line(
+def test_an_invalid_table_is_refused_in_one_line(
     held: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "1.json"

@@ -22,7 +22,7 @@ def test_the_table_has_every_budget_for_every_way_to_choose() -> None:
     }
 
 
-def test_a_stock_request_says_nothing_about_pruning() -> None:
+def test_a_stock_request_has_no_pruning_fields() -> None:
     assert FULL.extra_body == {}
     assert Configuration("random", 8).extra_body == {
         "mm_processor_kwargs": {"autoprune": {"budget": 8, "keep": "random"}}

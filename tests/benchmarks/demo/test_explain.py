@@ -49,7 +49,7 @@ def test_exactly_k_patches_are_kept_in_raster_order(
     assert list(found) == sorted(set(found)) and set(found) <= set(range(144))
 
 
-def test_the_base_policy_keeps_what_an_evaluation_by_hand_keeps(explainer: Explainer) -> None:
+def test_the_base_policy_keeps_its_own_selection(explainer: Explainer) -> None:
     policy = BASE_POLICIES["cdpruner"]
     tokens = Reader(CHECKPOINT).encode(EXAMPLES)
     expected = policy.select(policy.call(name=policy.name).params, tokens, 8).picks

@@ -104,7 +104,7 @@ def test_the_whole_group_of_the_server_is_ended(
     assert "Traceback" not in err
 
 
-def test_before_any_server_the_end_comes_at_once() -> None:
+def test_an_interrupt_before_any_server_ends_at_once() -> None:
     script = (
         "import time; from benchmarks.demo.interrupt import InterruptHandler; InterruptHandler();"
         "print('ready', flush=True); time.sleep(600)"

@@ -29,7 +29,7 @@ def test_bytes_of_a_token_count_a_key_and_a_value_in_every_layer(tmp_path: Path)
     assert layout.formula.endswith("= prompt tokens x 3072")
 
 
-def test_fewer_kv_heads_and_a_head_size_that_has_to_be_derived(tmp_path: Path) -> None:
+def test_grouped_heads_and_a_derived_head_size(tmp_path: Path) -> None:
     text = {
         "num_hidden_layers": 2,
         "num_attention_heads": 8,
@@ -42,7 +42,7 @@ def test_fewer_kv_heads_and_a_head_size_that_has_to_be_derived(tmp_path: Path) -
     assert layout.bytes_per_token == 2 * 2 * 2 * 16 * 4
 
 
-def test_every_head_has_its_own_key_where_nothing_else_is_said(tmp_path: Path) -> None:
+def test_kv_heads_default_to_attention_heads(tmp_path: Path) -> None:
     text = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64}
 
     assert read_kv_layout(_write(tmp_path, text)).kv_heads == 4

@@ -22,7 +22,7 @@ def _handlers() -> Iterator[None]:
         signal.signal(each, handler)
 
 
-def test_a_folder_without_a_checkpoint_is_told_in_describe_failure(
+def test_a_folder_without_a_checkpoint_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
@@ -33,7 +33,7 @@ def test_a_folder_without_a_checkpoint_is_told_in_describe_failure(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_state_that_does_not_load_is_told_before_a_server_starts(
+def test_an_invalid_state_is_refused_before_a_server_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.safetensors").touch()
@@ -64,7 +64,7 @@ def test_numbers_out_of_range_are_refused(
     assert "is not a whole number from" in capsys.readouterr().err
 
 
-def test_a_refused_state_is_told_as_the_plugin_says_it(tmp_path: Path) -> None:
+def test_the_plugin_s_refusal_is_the_root_cause(tmp_path: Path) -> None:
     log = tmp_path / "pruned.log"
     log.write_text("INFO x\n\nvllm-autoprune: cannot serve: 1 problem(s)\n  - --state: bad -> fix")
 
@@ -73,7 +73,7 @@ def test_a_refused_state_is_told_as_the_plugin_says_it(tmp_path: Path) -> None:
     )
 
 
-def test_a_server_that_did_not_start_is_told_by_its_first_error() -> None:
+def test_the_first_error_of_the_log_is_the_root_cause() -> None:
     log = (
         "INFO loading\n"
         "(Worker pid=7) ERROR 11-21 11:28:09 [executor.py:953] Traceback (most recent call last):\n"

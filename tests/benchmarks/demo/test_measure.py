@@ -87,7 +87,7 @@ def results(asked: Questions, measured: Measured) -> Results:
     )
 
 
-def test_every_kind_is_asked_and_timed_images_are_others(asked: Questions) -> None:
+def test_scored_and_timed_questions_share_no_image(asked: Questions) -> None:
     assert {example.kind for example in asked.examples} == set(KINDS)
     assert len(asked.scored) == len(asked.examples) == 35
     assert [item.identity for item in asked.timed] == ["timed-0", "timed-1"]
@@ -135,7 +135,7 @@ def test_markdown_has_a_line_for_every_row(results: Results) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 116])
-def test_nothing_is_cut_off_on_the_terminal(results: Results, width: int) -> None:
+def test_the_terminal_table_is_not_truncated(results: Results, width: int) -> None:
     console = Console(file=io.StringIO(), width=width, record=True)
     table = terminal(results, width)
     console.print(table)
@@ -147,7 +147,7 @@ def test_nothing_is_cut_off_on_the_terminal(results: Results, width: int) -> Non
     assert ("–" in text) == (width == 116)  # quartiles only where there is room
 
 
-def test_results_are_plain_data(results: Results) -> None:
+def test_results_can_be_written_as_json(results: Results) -> None:
     told = json.loads(json.dumps(results.to_json()))
 
     assert told["rows"][0]["configuration"] == {"keep": "full", "budget": None}
@@ -164,7 +164,7 @@ def test_the_picture_shows_a_question_that_only_a_random_keep_fails(
     assert measured.answer(Configuration("state", 8), number) == asked.examples[number].answer
 
 
-def test_half_widths_are_wider_where_scenes_share_a_fate(asked: Questions) -> None:
+def test_correlated_scenes_widen_the_interval(asked: Questions) -> None:
     examples = asked.examples
     spread_out = [e.answer if i % 2 else "none" for i, e in enumerate(examples)]
     by_scene = [e.answer if e.image_id else "none" for e in examples]

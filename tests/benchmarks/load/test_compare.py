@@ -16,7 +16,7 @@ TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
 HALF = [t / 2 for t in TIMES]
 
 
-def test_a_common_factor_is_found_exactly_however_wild_the_times() -> None:
+def test_ratios_recover_a_common_factor_exactly() -> None:
     stock = point("stock", LOAD, [TIMES, TIMES])
     pruned = point("AutoPrune", LOAD, [HALF, [0.9 * t for t in HALF]])
     found = {one.figure: one for one in compare_arms([stock, pruned])}
@@ -28,7 +28,7 @@ def test_a_common_factor_is_found_exactly_however_wild_the_times() -> None:
     assert tpot is not None and tpot.value == pytest.approx(1.0)
 
 
-def test_no_ratio_is_drawn_from_a_run_that_is_not_valid() -> None:
+def test_invalid_runs_have_no_ratio() -> None:
     stock = point("stock", LOAD, [TIMES])
     pruned = point("AutoPrune", LOAD, [HALF], valid=False)
     assert all(one.ratio is None and not one.by_pass for one in compare_arms([stock, pruned]))
@@ -46,7 +46,7 @@ def test_only_loads_that_both_arms_have_are_compared() -> None:
     assert compare_arms([]) == []
 
 
-def test_answers_are_compared_and_stock_with_itself() -> None:
+def test_answers_are_compared_across_arms_and_passes() -> None:
     stock, pruned = point("stock", LOAD, [TIMES, TIMES]), point("AutoPrune", LOAD, [HALF])
     told = [
         record.model_copy(update={"text": "no"}) if record.index < 10 else record
@@ -59,7 +59,7 @@ def test_answers_are_compared_and_stock_with_itself() -> None:
     assert found.against == "stock" and found.same is not None and found.same.value == 0.75
 
 
-def test_passes_of_a_load_are_gathered() -> None:
+def test_passes_are_grouped_by_arm_and_load() -> None:
     made = point("stock", LOAD, [TIMES, HALF])
     other = point("AutoPrune", LOAD, [HALF])
     runs = [made.runs[0], other.runs[0], made.runs[1]]
@@ -67,7 +67,7 @@ def test_passes_of_a_load_are_gathered() -> None:
     assert made.by_request(lambda record: (record.ttft,))[3] == pytest.approx([TIMES[3], HALF[3]])
 
 
-def test_every_second_pass_goes_backwards() -> None:
+def test_every_second_pass_is_reversed() -> None:
     arms = [Arm(name=name, url="http://x") for name in "ABC"]
     assert "".join(arm.name for _, arm in interleave(arms, 2)) == "ABCCBA"
     assert "".join(arm.name for _, arm in interleave(arms[:2], 4)) == "ABBAABBA"

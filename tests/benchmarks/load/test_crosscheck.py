@@ -15,7 +15,7 @@ def agreement(ours: list[float], theirs: list[float], *, valid: bool = True) -> 
     return Agreement(rounds(ours), rounds(theirs), 0.1, valid)
 
 
-def test_a_tenth_is_tolerated_and_no_more() -> None:
+def test_tolerance_is_relative() -> None:
     assert agreement([0.109], [0.1]).holds and agreement([0.091], [0.1]).holds
     assert not agreement([0.111], [0.1]).holds
     # Three milliseconds in any case: the error declared for the stop-watch.
@@ -26,11 +26,11 @@ def test_medians_over_rounds_are_compared() -> None:
     assert agreement([0.1, 0.1, 0.9], [0.1, 0.1, 0.1]).holds
 
 
-def test_runs_that_failed_agree_with_nothing() -> None:
+def test_failed_runs_do_not_agree() -> None:
     assert not agreement([0.1], [0.1], valid=False).holds
 
 
-def test_the_lines_name_both_figures_and_the_tolerance() -> None:
+def test_lines_contain_both_figures_and_the_tolerance() -> None:
     first, *_, last = agreement([0.12, 0.12], [0.1, 0.101]).format()
     assert first == (
         "median TTFT: 120.00 ms here, 100.50 ms vllm bench serve, +19.4 %: DISAGREE "
@@ -39,13 +39,13 @@ def test_the_lines_name_both_figures_and_the_tolerance() -> None:
     assert last == "does not hold"
 
 
-def test_rounds_that_scatter_more_than_the_tolerance_tell_nothing() -> None:
+def test_scatter_above_the_tolerance_is_inconclusive() -> None:
     found = agreement([0.10, 0.12], [0.1, 0.3])
     *_, last = found.format()
     assert not found.holds and last.startswith("inconclusive: rounds vary")
 
 
-def test_a_result_file_that_is_not_all_there_is_refused() -> None:
+def test_an_incomplete_result_file_is_refused() -> None:
     whole = {"completed": 5, "median_ttft_ms": 100, "mean_tpot_ms": 10, "median_e2el_ms": 170}
     assert their_figures(whole, 5) == dict(zip(FIGURES, (0.1, 0.01, 0.17), strict=True))
     with pytest.raises(BenchmarkError, match="4 of 5 answered"):

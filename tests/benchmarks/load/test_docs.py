@@ -23,7 +23,7 @@ def commands(program: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands("benchmarks.load"))
-def test_load(command: str) -> None:
+def test_documented_load_commands_parse(command: str) -> None:
     parsed = build_parser().parse_args(shlex.split(command)[3:])
     if parsed.command == "paired" and "shape:" not in command:
         plan = arguments.parse_plan(parsed)
@@ -31,7 +31,7 @@ def test_load(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", commands("benchmarks.cost"))
-def test_cost(command: str) -> None:
+def test_documented_cost_commands_parse(command: str) -> None:
     arguments = shlex.split(command)[3:]
     build_cost_parser(arguments[0]).parse_args(arguments)
 

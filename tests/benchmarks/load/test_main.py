@@ -18,7 +18,7 @@ from vllm_autoprune import load_state
 PREPARE = ["--requests", "3", "--warm-up", "1", "--sides", "32", "--words", "3=1,5=2"]
 
 
-def test_prepare_writes_what_was_asked_for(
+def test_prepare_writes_the_described_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE]) == 0
@@ -34,7 +34,7 @@ def test_prepare_writes_what_was_asked_for(
         (["--sides", "32=0"], "sides: Value error, a mix needs"),
     ],
 )
-def test_a_wrong_workload_is_a_wrong_call(
+def test_an_invalid_workload_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], told: str
 ) -> None:
     given = ["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE, *wrong]
@@ -43,7 +43,7 @@ def test_a_wrong_workload_is_a_wrong_call(
     assert not (tmp_path / "w").exists()
 
 
-def test_a_server_that_is_down_is_one_line_and_status_1(
+def test_a_server_that_is_down_exits_with_1_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE])
@@ -53,14 +53,14 @@ def test_a_server_that_is_down_is_one_line_and_status_1(
     assert f"load: server {url}: /v1/models does not answer" in capsys.readouterr().err
 
 
-def test_a_load_that_is_neither_open_nor_closed_is_a_wrong_call(
+def test_a_load_needs_a_rate_or_users(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--url", "http://x", "--workload", str(tmp_path)]) == 2
     assert "give a rate (open loop) or a number of users" in capsys.readouterr().err
 
 
-def test_three_arms_differ_in_the_state_alone() -> None:
+def test_the_three_arms_differ_only_in_their_state() -> None:
     plan = arguments.parse_plan(
         build_parser().parse_args(["paired", "--users", "1,4", "--budget", "16"])
     )
@@ -75,7 +75,7 @@ def test_three_arms_differ_in_the_state_alone() -> None:
     assert (stock.digest, pruned.digest) == (None, load_state("autoprune").digest)
 
 
-def test_cache_off_switches_every_cache_off_on_every_server() -> None:
+def test_cache_off_disables_every_cache_of_every_arm() -> None:
     plan = arguments.parse_plan(
         build_parser().parse_args(["paired", "--users", "1", "--cache", "off"])
     )
@@ -85,7 +85,7 @@ def test_cache_off_switches_every_cache_off_on_every_server() -> None:
     assert pruned.flags[at + 1] == "0"
 
 
-def test_rates_are_given_or_found() -> None:
+def test_rates_are_given_or_chosen_by_capacity() -> None:
     given = arguments.parse_plan(build_parser().parse_args(["paired", "--rates", "4,1.5"]))
     assert given.rates == (1.5, 4.0) and not given.find_rates
     assert arguments.parse_plan(build_parser().parse_args(["paired", "--rates", "find"])).find_rates
@@ -99,7 +99,7 @@ def test_servers_are_attached_by_name_and_address(pair: str) -> None:
         )
 
 
-def test_locusts_options_say_the_same_there_and_back() -> None:
+def test_options_survive_the_command_line_round_trip() -> None:
     made = argparse.ArgumentParser()
     made.add_argument("--host")
     made.add_argument("--users", dest="num_users", type=int)
@@ -124,7 +124,7 @@ def test_locusts_options_say_the_same_there_and_back() -> None:
         options.parse_options(made.parse_args([]))
 
 
-def test_every_worker_has_a_user() -> None:
+def test_users_are_at_least_as_many_as_workers() -> None:
     wanted = Load(users=2)
     assert options.count_users(wanted, 2) == 2 and options.count_users(Load(rate=1.0), 3) == 3
     with pytest.raises(BenchmarkError, match="3 workers cannot share 2 users"):

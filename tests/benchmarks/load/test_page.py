@@ -67,7 +67,7 @@ def plain(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<svg.*?</svg>", "", page, flags=re.S)))
 
 
-def test_ratios_verdicts_and_rates_are_told(page: str) -> None:
+def test_the_page_has_ratios_verdicts_and_rates(page: str) -> None:
     text = " ".join(plain(page).split())
     assert "9 of 10 runs are valid." in text
     assert "users-2 AutoPrune 0.500 (0.500–0.500) [0.500, 0.500]" in text
@@ -81,13 +81,13 @@ def test_ratios_verdicts_and_rates_are_told(page: str) -> None:
     assert "runs/0-AutoPrune/rate-4/records.jsonl" in text
 
 
-def test_setting_and_command_can_be_repeated(page: str) -> None:
+def test_the_page_has_settings_and_command(page: str) -> None:
     text = plain(page)
     assert "python -m benchmarks.load paired --state '<b>'" in text
     assert "d" * 16 in text and "every image is new" in text and "load average" in text
 
 
-def test_nothing_is_fetched_and_every_tag_is_closed(page: str) -> None:
+def test_the_page_is_self_contained_and_well_formed(page: str) -> None:
     assert page.count("<svg") == 4
     assert "default-src 'none'" in page and "<script" not in page
     assert not re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#|data:)""", page)
@@ -110,7 +110,7 @@ def test_nothing_is_fetched_and_every_tag_is_closed(page: str) -> None:
     assert open_tags == []
 
 
-def test_an_experiment_that_broke_is_still_a_report(tmp_path: Path) -> None:
+def test_an_experiment_that_ended_early_has_a_report(tmp_path: Path) -> None:
     stock = point("stock", Load(users=2), [[0.1] * 20], slo=SLO)
     experiment(tmp_path, [stock], broken="AutoPrune: the server did not start: no <state>")
     assert main(["report", str(tmp_path)]) == 0
@@ -118,7 +118,7 @@ def test_an_experiment_that_broke_is_still_a_report(tmp_path: Path) -> None:
     assert "ended early: AutoPrune: the server did not start: no <state>" in text
 
 
-def test_a_folder_without_an_experiment_is_told(
+def test_a_folder_without_an_experiment_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 1

@@ -50,7 +50,7 @@ def plan(**changes: object) -> Plan:
     return Plan(arms=arms, workload=WORKLOAD, slo=SLO).model_copy(update=changes)
 
 
-def test_arms_take_turns_and_every_load_has_images_of_its_own(
+def test_arms_alternate_and_loads_share_no_images(
     seen: list[Options], tmp_path: Path
 ) -> None:
     made = measure(plan(users=(1, 2), rates=(1.0,)), tmp_path)
@@ -64,7 +64,7 @@ def test_arms_take_turns_and_every_load_has_images_of_its_own(
     assert read_paired(tmp_path) == made and made.broken is None
 
 
-def test_rates_are_found_once_and_climbed_until_promises_break(
+def test_rates_are_chosen_once_and_raised_until_saturation(
     seen: list[Options], tmp_path: Path
 ) -> None:
     made = measure(plan(users=(4,), find_rates=True, passes=1), tmp_path)
@@ -85,7 +85,7 @@ def test_without_a_closed_loop_the_capacity_is_measured_first(
     assert all(one.load.rate for one in seen[1:])
 
 
-def test_what_was_measured_before_a_server_died_is_kept(
+def test_runs_before_a_failure_are_kept(
     seen: list[Options], tmp_path: Path
 ) -> None:
     arms = (Arm(name="a", url="http://a"), Arm(name="b", url="http://dead"))

@@ -12,14 +12,14 @@ def single(values: list[float]) -> list[list[float]]:
     return [[value] for value in values]
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_nearest_rank() -> None:
     found = distribution(single([float(n) for n in range(1, 101)]))
     assert found is not None
     assert [found.at(level).value for level in (50, 90, 95, 99)] == [50, 90, 95, 99]
     assert (found.count, found.mean) == (100, 50.5)
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+def test_intervals_have_their_nominal_coverage() -> None:
     generator = np.random.default_rng(0)
     held = 0
     for _ in range(40):
@@ -30,7 +30,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert 33 <= held <= 40
 
 
-def test_neighbours_that_share_a_queue_widen_the_interval() -> None:
+def test_correlated_neighbours_widen_the_interval() -> None:
     """The same values in waves, and shuffled: what is resampled is neighbours."""
     waves = list(np.sin(np.arange(400) / 40) + 2)
     shuffled = list(np.random.default_rng(0).permutation(waves))
@@ -43,7 +43,7 @@ def test_neighbours_that_share_a_queue_widen_the_interval() -> None:
     assert width(waves) > 2 * width(shuffled)
 
 
-def test_all_gaps_of_a_request_are_drawn_together() -> None:
+def test_gaps_of_a_request_are_resampled_together() -> None:
     """Two kinds of requests: drawn gap by gap the interval of the median would be tiny."""
     mixed = [[1.0] * 50 if n % 2 else [2.0] * 50 for n in range(8)]
     found = distribution(mixed)
@@ -51,19 +51,19 @@ def test_all_gaps_of_a_request_are_drawn_together() -> None:
     assert (found.at(50).low, found.at(50).high) == (1.0, 2.0)
 
 
-def test_every_draw_has_as_many_requests() -> None:
+def test_every_resample_has_the_size_of_the_sample() -> None:
     counts = resample_weights(37)
     assert (counts[0] == 1).all() and (counts.sum(axis=1) == 37).all()
 
 
-def test_a_ratio_is_of_the_same_requests_so_a_common_factor_is_exact() -> None:
+def test_paired_ratios_recover_a_common_factor_exactly() -> None:
     base = [float(v) for v in np.random.default_rng(1).exponential(1.0, 60)]
     found = ratio(single([0.5 * v for v in base]), single(base), 99)
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
-def test_what_cannot_be_paired_is_refused() -> None:
+def test_samples_of_different_length_are_not_paired() -> None:
     with pytest.raises(ValueError, match="3 requests cannot be paired with 2"):
         ratio(single([1, 2, 3]), single([1, 2]), 50)
     assert ratio([[]], [[1.0]], 50) is None
@@ -75,11 +75,11 @@ def test_few_requests_are_flagged() -> None:
     assert [q.level for q in found.quantiles if not q.enough] == [95, 99]
 
 
-def test_of_nothing_there_is_no_figure() -> None:
+def test_empty_samples_give_none() -> None:
     assert distribution([]) is None and distribution([[], []]) is None and share([]) is None
 
 
-def test_shares_and_weights() -> None:
+def test_shares_and_resampling_weights() -> None:
     found = share([True, True, False, True])
     assert found is not None and found.value == 0.75
     sample = Sample.by_request([[1.0], [2.0, 3.0]])

@@ -24,19 +24,19 @@ def test_bodies_are_streamed_chat_requests(tmp_path: Path) -> None:
     assert body["ignore_eos"] is True
 
 
-def test_other_servers_are_asked_without_vllms_own_fields(tmp_path: Path) -> None:
+def test_the_openai_dialect_omits_vllm_fields(tmp_path: Path) -> None:
     made = prepare(WORKLOAD.model_copy(update={"dialect": "openai"}), tmp_path)
     assert not {"ignore_eos", "skip_special_tokens"} & json.loads(made.body(made.lines[0])).keys()
 
 
-def test_the_same_settings_give_the_same_bytes_anywhere(tmp_path: Path) -> None:
+def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:
     one, other = prepare(WORKLOAD, tmp_path / "one"), prepare(WORKLOAD, tmp_path / "other")
     assert one.digest == other.digest
     seeded = prepare(WORKLOAD.model_copy(update={"seed": 1}), tmp_path / "one")
     assert seeded.digest != one.digest
 
 
-def test_a_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_prepared_folder_is_reused(tmp_path: Path) -> None:
     prepare(WORKLOAD, tmp_path)
     before = (tmp_path / BODIES).stat().st_mtime_ns
     prepare(WORKLOAD, tmp_path)
@@ -51,6 +51,6 @@ def test_an_incomplete_folder_is_refused_and_prepared_again(tmp_path: Path) -> N
     assert prepare(WORKLOAD, tmp_path).digest == digest
 
 
-def test_a_folder_that_is_none_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"python -m benchmarks\.load prepare"):
         load_prepared(tmp_path / "nowhere")

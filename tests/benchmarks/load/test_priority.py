@@ -31,7 +31,7 @@ def allowed(what: str) -> bool:
     return subprocess.run([sys.executable, "-c", what], capture_output=True).returncode == 0
 
 
-def test_a_client_comes_first_where_the_system_lets_it() -> None:
+def test_real_time_scheduling_is_preferred() -> None:
     as_usual, first = told(), told(raise_priority)
     if allowed(REAL_TIME):
         assert first == "real time" != as_usual
@@ -39,7 +39,7 @@ def test_a_client_comes_first_where_the_system_lets_it() -> None:
         assert first == as_usual
 
 
-def test_where_real_time_is_refused_it_is_at_least_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nice_values_are_lowered_if_real_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError
 
@@ -62,7 +62,7 @@ def test_where_real_time_is_refused_it_is_at_least_ahead(monkeypatch: pytest.Mon
         (None, ""),  # a kernel without groups
     ],
 )
-def test_a_machine_without_groups_tells_its_nice_value(
+def test_without_autogroups_only_the_nice_value_is_reported(
     group: str | None, tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told_by_kernel = tmp_path / "autogroup"
@@ -72,7 +72,7 @@ def test_a_machine_without_groups_tells_its_nice_value(
     assert describe_priority() == f"nice {os.getpriority(os.PRIO_PROCESS, 0)}{tells}"
 
 
-def test_nobody_else_is_moved() -> None:
+def test_other_processes_keep_their_priority() -> None:
     before = describe_priority()
     told(raise_priority)
     assert describe_priority() == before == describe_priority()

@@ -17,7 +17,7 @@ def of(cache: Cache, **changes: object) -> Workload:
     return BASE.model_copy(update={"cache": cache, **changes})
 
 
-def test_unique_images_and_questions_never_come_again() -> None:
+def test_unique_images_and_questions_never_repeat() -> None:
     measured, warm_up = draw_requests(of("unique"))
     every = [*measured, *warm_up]
     seeds = [picture.seed for request in every for picture in request.pictures]
@@ -26,7 +26,7 @@ def test_unique_images_and_questions_never_come_again() -> None:
 
 
 @pytest.mark.parametrize("cache", ["repeat", "off"])
-def test_repeats_are_whole_requests_by_zipfs_law(cache: Cache) -> None:
+def test_repeated_requests_follow_zipfs_law(cache: Cache) -> None:
     measured, _ = draw_requests(of(cache, requests=2000, pool=10, zipf=1.0))
     told = Counter((request.pictures, request.question) for request in measured)
     assert len(told) == 10
@@ -35,14 +35,14 @@ def test_repeats_are_whole_requests_by_zipfs_law(cache: Cache) -> None:
     assert first / second == pytest.approx(2, rel=0.25)
 
 
-def test_same_image_comes_with_a_new_question_each_time() -> None:
+def test_same_image_has_a_new_question_each_time() -> None:
     measured, _ = draw_requests(of("same-image", pool=10))
     assert len({request.pictures for request in measured}) <= 10
     assert len({request.question for request in measured}) == 200
 
 
 @pytest.mark.parametrize("cache", ["repeat", "off", "same-image"])
-def test_the_warm_up_shows_other_images(cache: Cache) -> None:
+def test_warm_up_images_are_not_measured(cache: Cache) -> None:
     measured, warm_up = draw_requests(of(cache))
     shown = {picture.seed for request in measured for picture in request.pictures}
     assert len(warm_up) == 5
@@ -72,7 +72,7 @@ def test_sizes_counts_formats_and_lengths_follow_their_mixes() -> None:
     assert {len(request.question.split()) for request in measured} == {6, 10}
 
 
-def test_everything_follows_from_the_seed() -> None:
+def test_the_seed_determines_all_requests() -> None:
     assert draw_requests(of("repeat")) == draw_requests(of("repeat"))
     assert draw_requests(of("repeat")) != draw_requests(of("repeat", seed=1))
 
@@ -84,7 +84,7 @@ def test_numbered_questions_have_as_many_words_and_differ() -> None:
     assert all(word[0] == "w" and word[1:].isdecimal() for word in measured[0].question.split())
 
 
-def test_mixes_are_read_as_they_are_written() -> None:
+def test_mixes_survive_a_round_trip() -> None:
     assert parse_mix("480=1,640=2.5,32", int) == ((480, 1.0), (640, 2.5), (32, 1.0))
     assert parse_mix(format_mix(BASE.sides), int) == BASE.sides
     with pytest.raises(ValidationError, match="weights above 0"):

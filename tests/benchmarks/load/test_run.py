@@ -97,7 +97,7 @@ def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -
     assert all("the client was the bottleneck" in reason for reason in result.verdict.reasons)
 
 
-def test_a_server_that_dies_ends_the_run_and_what_was_recorded_is_kept(
+def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
     workload: Path, tmp_path: Path
 ) -> None:
     with fake_server(Reply(first=0.02, gaps=(0.005,)), serves=14) as server:
@@ -110,7 +110,7 @@ def test_a_server_that_dies_ends_the_run_and_what_was_recorded_is_kept(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_full_disk_is_a_verdict(workload: Path, tmp_path: Path) -> None:
+def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None:
     (tmp_path / RECORDS).symlink_to("/dev/full")
     with fake_server(Reply(first=0.01, gaps=(0.002,))) as server:
         result = run(options(server.url, workload, tmp_path, Load(users=8)))
@@ -118,7 +118,7 @@ def test_a_full_disk_is_a_verdict(workload: Path, tmp_path: Path) -> None:
     assert any("No space left on device" in reason for reason in result.verdict.reasons)
 
 
-def test_a_server_that_is_down_is_told_before_anything_is_sent(
+def test_a_server_that_is_down_is_reported_before_sending(
     workload: Path, tmp_path: Path
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
@@ -126,7 +126,7 @@ def test_a_server_that_is_down_is_told_before_anything_is_sent(
         run(options(url, workload, tmp_path))
 
 
-def test_a_wrong_model_name_is_told_with_the_right_ones(workload: Path, tmp_path: Path) -> None:
+def test_a_wrong_model_name_is_reported_with_the_served_ones(workload: Path, tmp_path: Path) -> None:
     with (
         fake_server(model="llava") as server,
         pytest.raises(BenchmarkError, match="does not serve 'mock', only llava"),

@@ -24,7 +24,7 @@ def test_burstiness_is_the_shape_of_the_gamma_distribution(
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05)
 
 
-def test_one_seed_is_one_pattern_at_every_rate() -> None:
+def test_the_seed_fixes_the_pattern_at_every_rate() -> None:
     slow, fast = draw_arrivals(50, 1.0, seed=3), draw_arrivals(50, 4.0, seed=3)
     assert np.allclose(slow, 4 * fast)
     assert not np.allclose(slow, draw_arrivals(50, 1.0, seed=4))
@@ -35,7 +35,7 @@ def test_one_seed_is_one_pattern_at_every_rate() -> None:
     ("count", "rate", "burstiness", "named"),
     [(0, 1.0, 1.0, "requests"), (5, 0.0, 1.0, "rate"), (5, 1.0, -1.0, "burstiness")],
 )
-def test_a_schedule_without_requests_or_without_end_is_refused(
+def test_empty_and_endless_schedules_are_refused(
     count: int, rate: float, burstiness: float, named: str
 ) -> None:
     with pytest.raises(BenchmarkError, match=f"schedule is empty or has no end: {named}"):

@@ -28,7 +28,7 @@ def test_rates_are_over_the_whole_time_and_latencies_over_answers() -> None:
     assert found.prompt_tokens == 600
 
 
-def test_goodput_counts_a_failed_request_as_a_broken_promise() -> None:
+def test_a_failed_request_misses_the_objective() -> None:
     records = [record(n, ttft=0.1 * n - 0.01) for n in range(1, 5)]
     records += [record(5, ttft=0.1, error="refused"), record(6, ttft=0.1, gap=0.5)]
     found = summarize(records, Slo(ttft=0.3, tpot=0.4))
@@ -37,7 +37,7 @@ def test_goodput_counts_a_failed_request_as_a_broken_promise() -> None:
     assert found.good_rate == pytest.approx(3 / found.seconds)
 
 
-def test_ramp_and_drain_do_not_count() -> None:
+def test_ramp_and_drain_are_not_summarized() -> None:
     records = [
         record(0, ttft=9.0, phase="ramp"),
         record(1, ttft=0.2),
@@ -48,13 +48,13 @@ def test_ramp_and_drain_do_not_count() -> None:
     assert found.requests == 1 and found.ttft is not None and found.ttft.mean == pytest.approx(0.2)
 
 
-def test_of_no_request_there_is_no_figure() -> None:
+def test_no_requests_give_no_latencies() -> None:
     found = summarize([], Slo())
     assert found.requests == 0 and found.ttft is None and found.goodput is None
     assert found.request_rate == 0 and found.offered_rate is None
 
 
-def test_a_closed_loop_drops_its_first_and_last_users_an_open_loop_its_start() -> None:
+def test_phases_exclude_ramp_and_drain() -> None:
     closed = Load(users=3).phases(20)
     assert closed == ["ramp"] * 3 + ["measured"] * 14 + ["drain"] * 3
     assert Load(rate=2.0).phases(40) == ["ramp"] * 2 + ["measured"] * 38
@@ -62,7 +62,7 @@ def test_a_closed_loop_drops_its_first_and_last_users_an_open_loop_its_start() -
     assert Load(users=16).phases(20) == ["measured"] * 20
 
 
-def test_a_load_is_open_or_closed() -> None:
+def test_a_load_has_either_a_rate_or_users() -> None:
     with pytest.raises(ValueError, match="open loop"):
         Load()
     with pytest.raises(ValueError, match="open loop"):

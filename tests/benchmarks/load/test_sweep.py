@@ -16,7 +16,7 @@ def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
     return point("stock", Load(rate=rate), [times], every=1 / rate, valid=valid, slo=SLO)
 
 
-def test_the_knee_comes_before_the_promise_breaks() -> None:
+def test_the_knee_may_lie_below_the_highest_good_rate() -> None:
     found = build_sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
     assert list(found.rates) == [1, 2, 4, 8]
     assert (found.knee.holds, found.highest.holds, found.surely.holds) == (2, 4, 4)
@@ -24,13 +24,13 @@ def test_the_knee_comes_before_the_promise_breaks() -> None:
     assert (str(found.knee), str(found.highest)) == ("2", "4")
 
 
-def test_a_rate_counts_only_where_all_lower_ones_hold() -> None:
+def test_a_rate_counts_only_if_all_lower_rates_hold() -> None:
     assert str(build_sweep([at(1, 0.1), at(2, 0.6), at(4, 0.1)], SLO).highest) == "1"
     assert str(build_sweep([at(1, 0.9)], SLO).highest) == "below 1"
     assert str(build_sweep([at(1, 0.1), at(2, 0.1)], SLO).highest) == "at least 2"
 
 
-def test_a_run_that_is_not_valid_tells_nothing_about_its_rate() -> None:
+def test_invalid_runs_count_as_unknown() -> None:
     invalid = at(2, 0.1, valid=False)
     assert str(build_sweep([at(1, 0.1), invalid, at(4, 0.1), at(8, 0.9)], SLO).highest) == "4"
     assert str(build_sweep([at(1, 0.1), invalid, at(4, 0.9)], SLO).highest) == "1 to 4"
@@ -42,7 +42,7 @@ def test_a_run_that_is_not_valid_tells_nothing_about_its_rate() -> None:
     assert str(build_sweep(slow_start, SLO).knee) == "4"
 
 
-def test_a_rate_that_is_not_kept_up_with_breaks_its_promise_in_the_end() -> None:
+def test_a_rate_above_capacity_does_not_hold() -> None:
     # 200 requests in a second, answered one every tenth of a second: nobody waits half of it yet,
     # because all but the first were sent late; the queue would still grow for ever.
     times = [[0.1 + 0.0025 * n for n in range(100)]]
@@ -52,20 +52,20 @@ def test_a_rate_that_is_not_kept_up_with_breaks_its_promise_in_the_end() -> None
     assert (str(found.highest), found.saturated) == ("1", True)
 
 
-def test_a_short_run_is_not_called_slow_for_its_last_answer() -> None:
+def test_the_last_answer_does_not_count_as_backlog() -> None:
     # Ten requests within a second, each answered after 0.4 s: completed over 1.3 s, kept up with.
     short = point("stock", Load(rate=10), [[0.4] * 10], every=0.1, slo=SLO)
     assert short.completed < 0.8 * 10 < short.answered(0.4)
     assert str(build_sweep([short], SLO).highest) == "at least 10"
 
 
-def test_one_late_request_in_a_hundred_is_kept_but_not_surely() -> None:
+def test_the_upper_bound_is_stricter_than_the_estimate() -> None:
     found = build_sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
     assert (found.highest.holds, found.surely.holds) == (2, 1)
     assert build_sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest.holds == 1
 
 
-def test_a_sweep_says_whether_it_reached_saturation() -> None:
+def test_a_sweep_reports_whether_it_reached_saturation() -> None:
     assert not build_sweep([at(1, 0.1), at(2, 0.1)], SLO).saturated
     # Each request waits a quarter of a second longer than the one before: the queue grows.
     waits = [[0.25 * n for n in range(1, 201)]]
@@ -73,7 +73,7 @@ def test_a_sweep_says_whether_it_reached_saturation() -> None:
     assert build_sweep([at(1, 0.1), behind], SLO).saturated
 
 
-def test_climbing_ends_where_most_promises_break() -> None:
+def test_a_sweep_stops_where_most_requests_miss_the_objective() -> None:
     assert is_past_saturation(at(4, 3.0)) and not is_past_saturation(at(4, 0.1))
 
 
@@ -82,7 +82,7 @@ def test_rates_are_around_the_capacity() -> None:
     assert rates[0] == 3 and 10 in rates and list(rates) == sorted(rates)
 
 
-def test_of_no_point_nothing_is_known() -> None:
+def test_a_sweep_without_open_loops_is_unknown() -> None:
     found = build_sweep([point("stock", Load(users=1), [[0.1]])], SLO)
     assert found.rates == ()
     assert str(found.knee) == str(found.highest) == "not known"

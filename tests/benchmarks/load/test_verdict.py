@@ -46,7 +46,7 @@ def test_a_good_run_is_valid_without_a_note() -> None:
     assert verdict(load=CLOSED).valid
 
 
-def test_a_client_that_was_late_is_the_bottleneck() -> None:
+def test_a_late_client_invalidates() -> None:
     late = [record(n, scheduled=0.1 * n, delay=0.011) for n in range(200)]
     (reason,) = verdict(late).reasons
     assert "schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)" in reason
@@ -57,26 +57,26 @@ def test_a_client_that_was_late_is_the_bottleneck() -> None:
     assert verdict(client=lagging).valid
 
 
-def test_a_client_at_the_end_of_its_core_is_the_bottleneck() -> None:
+def test_a_client_that_saturates_its_core_invalidates() -> None:
     (reason,) = verdict(client=CALM.model_copy(update={"cpu": 0.97})).reasons
     assert "client 0 used 97 % of a core" in reason
 
 
-def test_failures_above_one_per_cent_are_told_with_the_commonest() -> None:
+def test_failures_above_one_per_cent_invalidate_with_the_most_frequent() -> None:
     some = [record(n, error="status 500: gone") for n in range(3)]
     (reason,) = verdict([*ANSWERED[3:], *some]).reasons
     assert reason == "3 of 200 requests failed; 3 with: status 500: gone"
     assert verdict([*ANSWERED[2:], *some[:2]]).valid
 
 
-def test_answers_without_usage_or_of_other_lengths_cannot_be_compared() -> None:
+def test_missing_usage_and_wrong_lengths_invalidate() -> None:
     silent = [r.model_copy(update={"completion_tokens": None}) for r in ANSWERED]
     assert "200 answers came without usage" in verdict(silent).reasons[0]
     short = [record(n, tokens=3) for n in range(200)]
     assert "200 answers are not of 4 tokens (one: 3)" in verdict(short).reasons[0]
 
 
-def test_what_is_missing_is_told() -> None:
+def test_missing_records_invalidate() -> None:
     assert "the schedule is empty" in verdict([], planned=0).reasons
     assert "only 200 of 300 requests were recorded" in verdict(planned=300).reasons
     assert "a worker was lost" in verdict(broken="a worker was lost").reasons
@@ -92,7 +92,7 @@ def test_what_is_missing_is_told() -> None:
         ("off", {"prefix_cache_hits": 32}, "32 prompt tokens came from the prefix cache"),
     ],
 )
-def test_a_cache_that_answered_where_none_should_invalidates(
+def test_cache_hits_against_the_declared_state_invalidate(
     cache: Cache, metrics: dict[str, float], told: str
 ) -> None:
     (reason,) = verdict(cache=cache, metrics=READ.model_copy(update=metrics)).reasons
@@ -100,12 +100,12 @@ def test_a_cache_that_answered_where_none_should_invalidates(
 
 
 @pytest.mark.parametrize("cache", ["repeat", "same-image"])
-def test_hits_are_welcome_where_they_belong(cache: Cache) -> None:
+def test_expected_cache_hits_are_valid(cache: Cache) -> None:
     hit = READ.model_copy(update={"mm_cache_hits": 30, "prefix_cache_hits": 3000})
     assert verdict(cache=cache, metrics=hit).valid
 
 
-def test_every_reason_is_told_not_only_the_first() -> None:
+def test_all_reasons_are_reported() -> None:
     late = [record(n, scheduled=0.1 * n, delay=0.5, tokens=3) for n in range(100)]
     found = verdict(late, planned=101, unwritten="disk full")
     assert len(found.reasons) == 4

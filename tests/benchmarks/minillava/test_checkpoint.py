@@ -83,7 +83,7 @@ def test_held_out_questions_are_answered_right_at_full_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_there_is_room_above_and_below_a_policy_at_eight_tokens() -> None:
+def test_the_oracle_beats_policies_and_policies_beat_random() -> None:
     keep = selections()
     cases = [Case(name, keep[name], 8) for name in (ORACLE, "cdpruner", "fastv", RANDOM)]
 

@@ -45,7 +45,7 @@ def test_formatting_keeps_the_value(value: object) -> None:
     assert json.loads(format_json(value)) == value  # type: ignore[arg-type]
 
 
-def test_scores_of_another_form_are_no_evidence() -> None:
+def test_scores_of_another_schema_are_ignored() -> None:
     state: PruningState = load_state("autoprune")
     other = state.provenance.model_copy(update={"scores": {"mme": 1.0}})
     assert read_evidence(state.model_copy(update={"provenance": other})) is None

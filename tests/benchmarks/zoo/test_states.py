@@ -40,7 +40,7 @@ def test_a_base_policy_alone_exchanges_nothing_and_reads_no_signal() -> None:
         assert alone.needs == policy.needs
 
 
-def test_the_sweep_of_quotas() -> None:
+def test_the_quota_sweep_has_its_exchange_quotas() -> None:
     names = {q: f"ablation-quota-{q}" if q != 2 else SOURCE for q in QUOTAS}
     for quota, name in names.items():
         policy = materialize(load_state(name), 32)

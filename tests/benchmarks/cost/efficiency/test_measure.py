@@ -25,12 +25,12 @@ class Saying(Client):
         return record(0, error=self.failure if failed else None, text="" if failed else self.text)
 
 
-def test_an_answer_that_says_nothing_is_wrong() -> None:
+def test_an_answer_without_text_is_wrong() -> None:
     whole, _ = measure_score(Saying("yes"), 1)
     silent, _ = measure_score(Saying("yes", EMPTY), 1)
     assert 0 < silent < whole
 
 
-def test_a_request_that_fails_is_no_answer() -> None:
+def test_a_failed_request_raises() -> None:
     with pytest.raises(BenchmarkError, match="status 500"):
         measure_score(Saying("yes", "status 500: out of memory"), 1)

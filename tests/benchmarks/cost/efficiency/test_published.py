@@ -104,7 +104,7 @@ def test_kv_of_the_13b_geometry_is_the_one_of_another_table() -> None:
         assert rounds_to(estimate_cost(LLAVA_13B, int(tokens)).kv_mib, written)
 
 
-def test_every_reduction_that_is_printed() -> None:
+def test_every_printed_reduction_follows() -> None:
     for whole, kept, percent in (
         (576, 32, "94.4"), (576, 64, "88.9"), (576, 128, "77.8"),
         (2880, 160, "94.4"), (2880, 320, "88.9"), (2880, 640, "77.8"),

@@ -58,7 +58,7 @@ def test_computed_and_measured_columns_stand_side_by_side(tmp_path: Path) -> Non
     assert broken.count("|") == full.count("|")
 
 
-def test_a_shape_that_is_cut_short_is_costed_whole(tmp_path: Path) -> None:
+def test_cost_is_computed_at_full_depth(tmp_path: Path) -> None:
     shape = load_model("llava-1.5-7b", 2, tmp_path)
     lines = lines_of(markdown(shape, 64, {"full": [one(1.0, None)], "AutoPrune": [one(0.5, 64.0)]}))
     assert lines[0].startswith("llava-1.5-7b, 2 of 32 language layers served, K = 64")
@@ -103,6 +103,6 @@ def test_every_base_policy_is_a_state_that_ships() -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--model", "llava"], ["--budget", "many"]])
-def test_a_wrong_call_is_refused(wrong: list[str]) -> None:
+def test_invalid_arguments_are_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         build_parser("efficiency").parse_args(["efficiency", *wrong])

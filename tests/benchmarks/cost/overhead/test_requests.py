@@ -9,10 +9,10 @@ import json
 from PIL import Image
 
 from benchmarks.common.pictures import draw_picture
-from benchmarks.cost.overhead.settings import build_body, draw_words, image_url
+from benchmarks.cost.overhead.settings import build_request, draw_words, image_url
 
 
-def test_the_url_holds_the_picture() -> None:
+def test_the_url_contains_the_picture() -> None:
     data = image_url(3, 64, 48).partition("base64,")[2]
 
     opened = Image.open(io.BytesIO(base64.b64decode(data)))
@@ -27,12 +27,12 @@ def test_texts_differ_in_their_first_two_words() -> None:
 
 
 def test_a_body_asks_for_exactly_that_many_tokens() -> None:
-    asked = json.loads(build_body("m", "why?", "data:x", tokens=3, budget=64))
+    asked = json.loads(build_request("m", "why?", "data:x", tokens=3, budget=64))
 
     assert asked["max_tokens"] == 3 and asked["ignore_eos"]
     assert [part["type"] for part in asked["messages"][0]["content"]] == ["image_url", "text"]
     assert asked["mm_processor_kwargs"] == {"autoprune": {"budget": 64}}
 
 
-def test_a_text_request_says_nothing_about_pruning() -> None:
-    assert "mm_processor_kwargs" not in json.loads(build_body("m", "why?"))
+def test_a_text_request_has_no_pruning_fields() -> None:
+    assert "mm_processor_kwargs" not in json.loads(build_request("m", "why?"))

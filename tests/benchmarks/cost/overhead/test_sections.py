@@ -30,13 +30,13 @@ def test_a_request_within_five_percent_holds() -> None:
     assert "8 of 32 layers" in section.setup[0]
 
 
-def test_a_slower_request_does_not() -> None:
+def test_a_slower_request_does_not_hold() -> None:
     run = ttft.Run("x", {1: {"text": _arm(1.0), "seen": _arm(1.2)}}, 93)
 
     assert ttft.build_claims(run)[0].verdict == "does not hold"
 
 
-def test_prompts_of_different_length_are_no_comparison() -> None:
+def test_prompts_of_different_length_are_refused() -> None:
     with pytest.raises(BenchmarkError, match="length"):
         ttft.check_prompts({1: {"text": _arm(1.0, 92), "seen": _arm(1.0, 93)}})
 
@@ -45,7 +45,7 @@ def test_the_unpruned_prompt_may_be_longer() -> None:
     assert ttft.check_prompts({1: {"text": _arm(1), "seen": _arm(1), "full": _arm(9, 605)}}) == 93
 
 
-def test_cached_tokens_end_the_run() -> None:
+def test_prefix_cache_hits_are_refused() -> None:
     with pytest.raises(BenchmarkError, match="prefix cache"):
         ttft.check_prompts({1: {"text": _arm(1), "seen": _arm(1, cached=32)}})
 
@@ -67,7 +67,7 @@ def test_no_body_is_ever_sent_twice() -> None:
     assert len(set(bodies)) == len(bodies)
 
 
-def test_two_servers_alike_are_within_one_percent() -> None:
+def test_equal_servers_are_within_one_percent() -> None:
     alike = {kind: {name: [[0.1]] * 9 for name in inert.SERVERS} for kind in inert.REQUESTS}
 
     section = inert.build_section(alike, alike, [{"text": 1.0, "image": 1.0}])
@@ -75,7 +75,7 @@ def test_two_servers_alike_are_within_one_percent() -> None:
     assert {claim.verdict for claim in section.claims} == {"holds"}
 
 
-def test_a_plugin_that_costs_two_percent_is_found() -> None:
+def test_two_percent_of_overhead_does_not_hold() -> None:
     alike = {kind: {name: [[0.1]] * 9 for name in inert.SERVERS} for kind in inert.REQUESTS}
     slower = {kind: {**alike[kind], "plugin": [[0.102]] * 9} for kind in inert.REQUESTS}
 
@@ -99,20 +99,22 @@ def _memory(ready: float, level: float, growth: float = 0.0) -> Memory:
         (_memory(1050, 1200), ["holds", "does not hold"]),
     ],
 )
-def test_growth_and_bound_are_told_apart(with_state: Memory, verdicts: list[str]) -> None:
+def test_growth_and_bound_are_separate_claims(with_state: Memory, verdicts: list[str]) -> None:
     section = memory.build_section(2000, _memory(1000, 1050), with_state)
 
     assert [claim.verdict for claim in section.claims] == verdicts
 
 
 def test_questions_differ_and_images_come_twice_after_the_warm_up() -> None:
-    first = {memory.build_request("m", i) for i in range(memory.WARM_UP, memory.WARM_UP + 4)}
+    first = {
+        memory.build_numbered_request("m", i) for i in range(memory.WARM_UP, memory.WARM_UP + 4)
+    }
     images = {json.loads(b)["messages"][0]["content"][0]["image_url"]["url"] for b in first}
 
     assert (len(first), len(images)) == (4, 2)
 
 
-def test_vision_runs_are_counted_plainly() -> None:
+def test_further_vision_runs_and_an_exceeded_bound_do_not_hold() -> None:
     counted = {"first": 4, "later": 0, "held": 2_000_000, "limit": 2_147_483}
 
     assert [c.verdict for c in second_question.build_section(counted).claims] == ["holds"] * 2

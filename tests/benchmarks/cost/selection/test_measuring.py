@@ -20,7 +20,7 @@ from benchmarks.cost.selection.timing import measure_alternately
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def test_every_other_round_goes_backwards() -> None:
+def test_every_second_round_is_reversed() -> None:
     order: list[str] = []
     works = {name: lambda name=name: order.append(name) for name in "abc"}
     taken = measure_alternately(works, 3, warm_up=1)
@@ -28,7 +28,7 @@ def test_every_other_round_goes_backwards() -> None:
     assert all(len(taken[name]) == 3 and min(taken[name]) >= 0 for name in "abc")
 
 
-def test_peak_counts_what_is_alive_at_once() -> None:
+def test_peak_memory_counts_live_allocations() -> None:
     ones = torch.ones(1000, 1000)
     one_at_a_time = measure_peak(lambda: [(ones + i).sum() for i in range(3)])
     all_at_once = measure_peak(lambda: sum((ones + 1, ones + 2), ones))
@@ -49,14 +49,14 @@ def test_a_layer_attends_to_earlier_tokens_alone() -> None:
     assert not torch.allclose(first[3], second[3], atol=1e-3)
 
 
-def test_rotation_keeps_lengths_and_the_first_token() -> None:
+def test_rotary_embedding_keeps_norms_and_the_first_token() -> None:
     heads = torch.randn(HEADS, 5, 16)
     turned = _rotate(heads)
     assert torch.allclose(turned.norm(dim=-1), heads.norm(dim=-1), atol=1e-5)
     assert torch.allclose(turned[:, 0], heads[:, 0]) and not torch.allclose(turned, heads)
 
 
-def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_command_exits_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         assert gpu.find_missing_requirement() is None
         return
@@ -91,7 +91,7 @@ def test_the_command_line_has_defaults() -> None:
     assert parser.parse_args(["selection", "--only", "memory", "--quick"]).only == "memory"
 
 
-def test_a_quick_run_prints_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_prints_its_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selection", "--only", "memory", "--quick", "--json"]) == 0
     (section,) = json.loads(capsys.readouterr().out)
     assert section["name"] == "memory" and section["claims"][0]["verdict"] == "holds"

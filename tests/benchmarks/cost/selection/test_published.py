@@ -17,7 +17,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_it_picks_what_the_published_code_picked(name: str) -> None:
+def test_the_baseline_reproduces_golden_cases(name: str) -> None:
     case = load(name)
     features = case.inputs["image_features"].to(case.dtype)
     patches, text = case.inputs["image_embeds"], case.inputs["text_embeds"]
@@ -34,7 +34,7 @@ def test_it_picks_what_the_published_code_picked(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [Size(64, 1, 3, 16), Size(36, 5, 2, 30), Size(144, 1, 1, 24)])
-def test_ours_picks_the_same_tokens_of_the_images_that_are_measured(size: Size) -> None:
+def test_our_selection_equals_the_baseline(size: Size) -> None:
     images = draw_images(size, dtype=torch.float32)
     count = size.kept // size.tiles
     theirs = published.select(images.features, images.patches, images.text, size.tiles, count)
@@ -44,7 +44,7 @@ def test_ours_picks_the_same_tokens_of_the_images_that_are_measured(size: Size) 
     assert found.sort(dim=1).values.tolist() == wanted.tolist()
 
 
-def test_images_are_of_the_size_asked_for() -> None:
+def test_drawn_images_have_the_requested_size() -> None:
     images: Images = draw_images(Size(16, 5, 2, 10))
     assert images.features.shape == (2, 80, 4096) and images.features.dtype == torch.bfloat16
     assert images.patches.shape == (2, 80, 768) and images.cls_attention.shape == (2, 80)

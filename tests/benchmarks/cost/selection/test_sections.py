@@ -26,12 +26,12 @@ def test_the_worst_size_decides() -> None:
     assert str(size_keeping(256)) in both.claims[0].measured
 
 
-def test_the_product_bounds_only_where_it_is_most_of_the_work() -> None:
+def test_the_product_is_a_bound_only_where_it_dominates() -> None:
     section = speed.build_section({size_keeping(64): times(0.4, 1.0, 0.9)})
     assert verdicts(section) == ["holds"]
 
 
-def test_every_promised_size_is_measured() -> None:
+def test_all_documented_sizes_are_measured() -> None:
     sizes = speed.sizes(quick=False)
     assert min(s.tokens for s in sizes) == 64 and max(s.tokens for s in sizes) == 2880
     assert {s.tiles for s in sizes} == {1, 5} and {s.batch for s in sizes} == {1, 2, 4, 8}
@@ -47,7 +47,7 @@ def test_a_prefill_is_32_layers(selection: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(("full", "verdict"), [(1.09, "holds"), (1.11, "does not hold")])
-def test_refinement_is_what_the_exchange_adds(full: float, verdict: str) -> None:
+def test_refinement_is_the_added_time(full: float, verdict: str) -> None:
     found = {LLAVA[1]: {refinement.FULL: [full] * 9, refinement.BASE: [1.0] * 9}}
     section = refinement.build_section(found, {"pools": [0.001] * 9})
     assert verdicts(section) == [verdict]
@@ -55,7 +55,7 @@ def test_refinement_is_what_the_exchange_adds(full: float, verdict: str) -> None
 
 
 @pytest.mark.parametrize(("together", "verdict"), [(3.9, "holds"), (4.1, "does not hold")])
-def test_a_batch_has_to_save_something(together: float, verdict: str) -> None:
+def test_a_batch_must_be_faster_than_single_images(together: float, verdict: str) -> None:
     found = {Size(64, 1, 4, 8): {"together": [together] * 9, "one by one": [4.0] * 9}}
     assert verdicts(speed.build_batch_section(found)) == [verdict]
 

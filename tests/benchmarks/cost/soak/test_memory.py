@@ -51,12 +51,12 @@ def judged(seen: Samples, process: str = "7 worker") -> Flatness:
         "more than the slack",
     ],
 )
-def test_what_is_flat(held: Callable[[int], int], flat: bool) -> None:
+def test_growth_beyond_the_tolerance_is_not_flat(held: Callable[[int], int], flat: bool) -> None:
     seen = samples(held)
     assert judged(seen).flat is judged(seen, "all").flat is flat
 
 
-def test_a_process_that_ends_or_comes_is_not_flat() -> None:
+def test_a_process_that_starts_or_ends_is_not_flat() -> None:
     seen = samples(lambda i: MIB)
     for look in seen.resident[70:]:
         assert isinstance(look, dict)
@@ -67,7 +67,7 @@ def test_a_process_that_ends_or_comes_is_not_flat() -> None:
     assert judged(seen).why == "it did not exist all the time"
 
 
-def test_one_that_ends_while_all_warms_up_does_not_matter() -> None:
+def test_processes_that_end_in_the_warm_up_are_ignored() -> None:
     seen = samples(lambda i: MIB)
     for look in seen.resident[:10]:
         assert isinstance(look, dict)
@@ -77,12 +77,12 @@ def test_one_that_ends_while_all_warms_up_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("looks", [0, 1, 4])
-def test_too_few_looks_are_no_pass(looks: int) -> None:
+def test_too_few_samples_are_not_flat(looks: int) -> None:
     (told,) = samples(lambda i: MIB, looks=looks).judge()
     assert not told.flat and "too few" in told.why
 
 
-def test_a_process_and_its_children_are_seen() -> None:
+def test_memory_of_a_process_and_its_children_is_sampled() -> None:
     code = "import time; held = bytearray(50_000_000); print('ready', flush=True); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None

@@ -49,7 +49,7 @@ def flat() -> Samples:
     return samples
 
 
-def test_both_count_the_same() -> None:
+def test_client_and_server_counts_are_equal() -> None:
     with serve_planned() as url:
         first = soaked(url)
         again = soaked(url)  # metrics do not begin at zero
@@ -71,7 +71,7 @@ def test_both_count_the_same() -> None:
     ],
     ids=["failed", "broken", "forgotten", "fallen"],
 )
-def test_a_fault_is_seen(faults: Faults, said: str) -> None:
+def test_every_fault_is_a_problem(faults: Faults, said: str) -> None:
     with serve_planned(faults) as url:
         verdict = soaked(url, 2.5 if faults.broken else 1.5)
     assert any(said in wrong for wrong in verdict.problems)
@@ -79,7 +79,7 @@ def test_a_fault_is_seen(faults: Faults, said: str) -> None:
     assert json.loads(json.dumps(verdict.to_json()))["holds"] is False
 
 
-def test_nobody_there() -> None:
+def test_a_server_that_is_down_is_a_problem() -> None:
     with serve_planned() as url:
         pass
     assert Client(url).post(b"{}")[0] == 0
@@ -89,7 +89,7 @@ def test_nobody_there() -> None:
     assert "nothing was answered" in verdict.problems
 
 
-def test_every_kind_is_as_the_plugin_plans_it() -> None:
+def test_every_kind_of_request_has_the_planned_status_and_tokens() -> None:
     """The fake server plans with the plugin's own code: status and tokens of many draws."""
     random, seen = Random(3), set()
     with serve_planned() as url:
@@ -103,14 +103,14 @@ def test_every_kind_is_as_the_plugin_plans_it() -> None:
     assert seen == {"plain", "budget", "policy", "own", "control", "off", "two", "bad"}
 
 
-def test_pictures_do_not_end() -> None:
+def test_pictures_vary() -> None:
     random, bodies = Random(0), set()
     for _ in range(60):
         bodies.add(mix().draw(random).body)
     assert len(bodies) > 40
 
 
-def test_a_sample_that_only_the_server_has_is_not_overlooked() -> None:
+def test_counts_of_the_server_alone_are_compared_with_zero() -> None:
     lines = compare_counts({}, {"autoprune_requests_total mine": 2.0}, Tally(), KV_BYTES)
     assert CountPair("autoprune_requests_total mine", 0.0, 2.0) in lines
 
@@ -120,7 +120,7 @@ def test_counters_are_summed_over_engines() -> None:
     assert read_counters(said + "vllm:other_total 5.0\n") == {"vllm:prompt_tokens_total": 6.0}
 
 
-def test_the_command_writes_json_and_says_by_its_status(
+def test_the_command_writes_json_and_exits_with_the_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = Verdict(2.0, 4, Tally(sent=1, answered=1), [], flat(), "a test")

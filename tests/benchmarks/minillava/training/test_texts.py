@@ -54,7 +54,7 @@ def test_texts_are_the_same_in_every_process(drawn: Drawn) -> None:
     assert hashlib.sha256(repr(texts).encode()).hexdigest()[:16] == "bbd8061e133649c5"
 
 
-def test_a_phrase_about_a_scene_means_one_thing(drawn: Drawn) -> None:
+def test_a_phrase_has_one_answer_in_its_scene(drawn: Drawn) -> None:
     for _, phrases in drawn:
         meanings: dict[str, set[tuple[str, str]]] = {}
         for one in phrases:
@@ -62,7 +62,7 @@ def test_a_phrase_about_a_scene_means_one_thing(drawn: Drawn) -> None:
         assert all(len(kinds) == 1 for kinds in meanings.values())
 
 
-def test_no_phrase_is_another_one_with_its_answer(drawn: Drawn) -> None:
+def test_no_phrase_extends_another_one_by_its_answer(drawn: Drawn) -> None:
     for _, phrases in drawn:
         answered = {f"{one.text} {one.answer}" for one in phrases}
         assert not [one.text for one in phrases if one.text in answered]
