@@ -10,7 +10,7 @@ __all__ = ["BenchmarkError", "StrictModel"]
 
 
 class BenchmarkError(AutopruneError):
-    """A setting, a file or a server with which nothing can be measured; says how to fix it."""
+    """An invalid setting, file or server; the message says how to fix it."""
 
 
 class StrictModel(BaseModel):

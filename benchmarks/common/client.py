@@ -189,7 +189,7 @@ def build_body(
     *,
     tokens: int,
     stream: bool = True,
-    **fields: object,
+    fields: Mapping[str, object] | None = None,
 ) -> bytes:
     """A greedy chat request for at most ``tokens`` tokens; a stream ends with the usage.
 
@@ -203,7 +203,7 @@ def build_body(
     }
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps(body | fields).encode()
+    return json.dumps({**body, **(fields or {})}).encode()
 
 
 def _find_missing_part(text: str, finished: bool) -> str | None:

@@ -150,10 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.server.settings.pages.get(self.path)
-        if page is None:
-            self._write_whole(404, "not found")
-        else:
-            self._write_whole(200, page() if callable(page) else page)
+        text = page() if callable(page) else page
+        self._write_whole(*((404, "not found") if text is None else (200, text)))
 
     def do_POST(self) -> None:
         begin = time.perf_counter()

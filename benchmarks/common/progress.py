@@ -76,7 +76,7 @@ class LineProgress:
 
 
 def log_progress(line: str) -> None:
-    """Print one line with the seconds since this process began to measure."""
+    """Print one line with the seconds since the start of this process."""
     _STDERR.print(
         f"[{time.monotonic() - _BEGIN:6.1f} s] {line}",
         highlight=False,

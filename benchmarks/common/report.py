@@ -72,7 +72,7 @@ def _read_section(path: Path) -> Section:
 
 
 def environment() -> dict[str, str]:
-    """Versions, machine, and how busy it was: what figures depend on."""
+    """Versions, machine and load average, on which figures depend."""
     versions = {}
     for name in ("vllm", "vllm-autoprune", "torch", "transformers"):
         try:
@@ -105,7 +105,7 @@ def format_environment(values: Mapping[str, str]) -> str:
 
 
 def command_line() -> tuple[str, ...]:
-    """How this process was called, as one would type it again."""
+    """The command line of this process."""
     spec = sys.modules["__main__"].__spec__
     if spec is None:
         return tuple(sys.argv)

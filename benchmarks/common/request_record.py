@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 
-from benchmarks.common import StrictModel
+from benchmarks.common import BenchmarkError, StrictModel
+from offline_search.ledger.record_file import FileErrors, read_records
 
 Phase = Literal["warm-up", "ramp", "measured", "drain"]
 
@@ -77,8 +78,24 @@ class Record(StrictModel):
         return (self.deltas[-1] - self.deltas[0]) / (self.completion_tokens - 1)
 
 
+_RECORD = TypeAdapter(Record)
+_ERRORS = FileErrors(
+    error_type=BenchmarkError,
+    file_label="records",
+    writer="a load test",
+    fix_locked="wait for it",
+    fix_disk_full="make room and measure again",
+    fix_inaccessible="name the folder of a finished run",
+    fix_invalid_line="measure again, or use the version that wrote it",
+)
+
+
 class Journal:
-    """A JSONL file of records, and all of them in memory, whether or not they could be written."""
+    """A JSONL file of records, and all of them in memory, whether or not they could be written.
+
+    Unlike ``RecordFile`` it does not wait for the disk: that would delay the time stamps of a load
+    client in the same process.
+    """
 
     def __init__(self, path: Path) -> None:
         self.records: list[Record] = []
@@ -92,7 +109,7 @@ class Journal:
             self.failure = str(error)
 
     def add(self, record: Record) -> None:
-        """Append one record; a full disk costs the file, not the verdict."""
+        """Append one record; where that fails it is kept in memory, and ``failure`` is set."""
         self.records.append(record)
         if self._file is None or self.failure is not None:
             return
@@ -114,18 +131,11 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[Record]:
-    """All records of a file, by index; an incomplete last line is ignored."""
-    return sorted(_read_lines(path), key=lambda record: record.index)
+    """All records of a file, by index; an incomplete last line is ignored.
 
-
-def _read_lines(path: Path) -> Iterator[Record]:
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield Record.model_validate_json(line)
-        except ValidationError:
-            if number < len(lines):
-                raise
+    Raises :class:`BenchmarkError` where the file cannot be read or contains anything else.
+    """
+    return sorted(read_records(path, _RECORD, _ERRORS), key=lambda record: record.index)
 
 
 def answered(records: Iterable[Record]) -> list[Record]:

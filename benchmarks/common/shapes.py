@@ -25,8 +25,6 @@ HEAD, TOWER_LAYERS = 128, 24
 VOCABULARY, IMAGE_TOKEN, PAD = 32064, 32000, 32001
 CLIP_VOCABULARY = 49408
 SIDE, PATCH = 336, 14
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -74,8 +72,8 @@ _IMAGE_PROCESSOR: Json = {
     "do_rescale": True,
     "rescale_factor": 1 / 255,
     "do_normalize": True,
-    "image_mean": list(_MEAN),
-    "image_std": list(_STD),
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
     "do_convert_rgb": True,
 }
 
@@ -126,9 +124,9 @@ def write_llava(
             "num_hidden_layers": tower_layers,
         },
     }
-    _write(folder, "config.json", config)
-    _write(folder, "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    _write(folder, "preprocessor_config.json", _IMAGE_PROCESSOR)
+    _write(folder / "config.json", config)
+    _write(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    _write(folder / "preprocessor_config.json", _IMAGE_PROCESSOR)
     processor: Json = {
         "processor_class": "LlavaProcessor",
         "image_token": "<image>",
@@ -137,10 +135,9 @@ def write_llava(
         "vision_feature_select_strategy": "default",
         "image_processor": _IMAGE_PROCESSOR,
     }
-    _write(folder, "processor_config.json", processor)
+    _write(folder / "processor_config.json", processor)
     special = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>", PAD: "<pad>"}
-    known = {3: "USER", 4: "ASSISTANT", 5: ":"}
-    tokenizer = _build_word_tokenizer(VOCABULARY, special, known)
+    tokenizer = _build_word_tokenizer(VOCABULARY, special, {3: "USER", 4: "ASSISTANT", 5: ":"})
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -152,7 +149,7 @@ def write_llava(
         "extra_special_tokens": {"image_token": "<image>"},
         "model_max_length": 4096,
     }
-    _write(folder, "tokenizer_config.json", tokenizer_config)
+    _write(folder / "tokenizer_config.json", tokenizer_config)
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     return folder
 
@@ -181,14 +178,12 @@ def write_clip(folder: Path) -> Path:
         "pad_token_id": end,
     }
     torch.manual_seed(0)
-    vision: Json = {**_VISION, "num_hidden_layers": 1}
+    vision = {**_VISION, "num_hidden_layers": 1}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=CLIP_WIDTH)
-    model = CLIPModel(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    CLIPModel(config).to(torch.bfloat16).save_pretrained(folder)
     begin, finish = "<|startoftext|>", "<|endoftext|>"
-    tokenizer = _build_word_tokenizer(
-        CLIP_VOCABULARY, {0: "<unk>", end - 1: begin, end: finish}, {}
-    )
+    special = {0: "<unk>", end - 1: begin, end: finish}
+    tokenizer = _build_word_tokenizer(CLIP_VOCABULARY, special, {})
     tokenizer.post_processor = TemplateProcessing(
         single=f"{begin} $A {finish}", special_tokens=[(begin, end - 1), (finish, end)]
     )
@@ -201,7 +196,7 @@ def write_clip(folder: Path) -> Path:
         "unk_token": "<unk>",
         "model_max_length": 77,
     }
-    _write(folder, "tokenizer_config.json", tokenizer_config)
+    _write(folder / "tokenizer_config.json", tokenizer_config)
     return folder
 
 
@@ -268,7 +263,7 @@ def write_qwen(folder: Path, layers: int) -> Path:
             "eos_token_id": 151645,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 1_000_000.0,
+                "rope_theta": 1e6,
                 "mrope_section": [16, 24, 24],
             },
         },
@@ -312,12 +307,11 @@ def _build_word_tokenizer(size: int, special: dict[int, str], known: dict[int, s
     return tokenizer
 
 
-def _write(folder: Path, name: str, content: Json) -> None:
-    (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+def _write(path: Path, content: Json) -> Json:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    return content
 
 
 def _edit(path: Path, changes: Json) -> Json:
     """Replace some fields of a JSON file; returns the new content."""
-    content: Json = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    return content
+    return _write(path, json.loads(path.read_text()) | changes)

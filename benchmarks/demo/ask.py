@@ -1,4 +1,4 @@
-"""The demo's client: questions about images, answered some at a time or one by one with times."""
+"""The demo's client: questions about images, sent concurrently, or one by one and timed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Query:
 
     def body(self, extra_body: Mapping[str, object]) -> bytes:
         """The body of a streamed, greedy request."""
-        return build_body(SERVED_NAME, self.content, tokens=MAX_ANSWER_TOKENS, **extra_body)
+        return build_body(SERVED_NAME, self.content, tokens=MAX_ANSWER_TOKENS, fields=extra_body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One line about whatever ended the demo early."""
+"""One-line messages for failures of the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a closed terminal: the demo ends at once, after its running server has."""
+"""Signal handling of the demo: Ctrl-C, SIGTERM and SIGHUP end it and its running server."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def build_request_body(workload: Workload, request: Request) -> bytes:
         # Without it, special tokens have no text, and their deltas would not be counted.
         fields = {"ignore_eos": True, "skip_special_tokens": False}
     content = build_request_content(request)
-    return build_body(workload.model, content, tokens=workload.output_tokens, **fields)
+    return build_body(workload.model, content, tokens=workload.output_tokens, fields=fields)
 
 
 def build_request_content(request: Request) -> list[Mapping[str, object]]:

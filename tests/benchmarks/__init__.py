@@ -1,1 +1,1 @@
-"""Tests of the selection loops."""
+"""Tests of the benchmarks."""

@@ -21,7 +21,7 @@ class Model:
     name: str
     folder: Path
     geometry: BackboneShape
-    """With the depth that is model."""
+    """With the depth that is served."""
     depth: int
     """Language layers of the published model."""
     side: int

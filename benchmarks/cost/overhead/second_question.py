@@ -1,4 +1,4 @@
-"""Runs of the vision tower: none for a second question on an image, by a cache of bounded size.
+"""Runs of the vision tower for first and further questions on an image, and size of its cache.
 
 They are counted in an engine in a process of its own, because servers do not report them; that
 process is ``python -m benchmarks.cost.overhead.second_question MODEL TOWER``.

@@ -53,4 +53,4 @@ def build_request(
     if budget is not None:
         fields["mm_processor_kwargs"] = {"autoprune": {"budget": budget}}
     content = build_content(text, [] if url is None else [url])
-    return build_body(model, content, tokens=tokens, **fields)
+    return build_body(model, content, tokens=tokens, fields=fields)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.cost soak`: keep a pruned server busy, and judge what happened.
+"""`python -m benchmarks.cost soak`: a pruned server under mixed load, judged by counts and memory.
 
 Every cache of the server is small, so that it is full before the warm-up is over: growth after that
 is a leak.

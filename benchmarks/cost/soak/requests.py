@@ -104,7 +104,7 @@ class RequestMix:
         if entry is not None:
             fields["mm_processor_kwargs"] = {"autoprune": entry}
         content = build_content(random.choice(QUESTIONS), urls)
-        sent = build_body(self.model, content, tokens=self.answer, stream=False, **fields)
+        sent = build_body(self.model, content, tokens=self.answer, stream=False, fields=fields)
         after = sum(min(budget, self.tokens) for budget in budgets)
         before = self.tokens * len(budgets)
         return Request(kind, sent, policy, keep, len(budgets), before, after, status)
@@ -127,7 +127,7 @@ class RequestMix:
         return self._build("policy", random, {"state": name, "budget": budget}, [budget], name)
 
     def _state(self, random: Random) -> Request:
-        """A state of the request's own, unlike nearly all others."""
+        """A request that brings a random state of its own."""
         state, budget = json.loads(load_state(self.state).dumps()), random.choice(OWN_BUDGETS)
         state["scoring"]["signals"][0]["weight"] = round(random.uniform(0.1, 0.9), 3)
         return self._build("own", random, {"state": state, "budget": budget}, [budget], "request")

@@ -1,4 +1,4 @@
-"""All 86 published rows: Acc. reproduces everywhere, Rel. by one of two definitions, named here."""
+"""All 86 published rows: Acc. reproduces in each, and Rel. follows one of two definitions."""
 
 from __future__ import annotations
 

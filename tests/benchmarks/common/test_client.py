@@ -30,7 +30,7 @@ def send(
 
 
 def test_recorded_gaps_are_right_within_3_ms() -> None:
-    """In the quietest of 8 answers: a busy machine delays single reads, a wrong clock all."""
+    """In the best of 8 answers: a busy machine delays single reads, a wrong clock all."""
     reply = Reply(first=0.06, gaps=GAPS)
     with fake_server(reply) as server:
         records = [Client(server.url).send(body()) for _ in range(8)]
@@ -69,7 +69,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "model", "told"),
+    ("reply", "model", "message"),
     [
         (Reply(status=500), MODEL, "status 500: .*the engine is gone"),
         (Reply(), "other", "status 404: .*does not exist"),
@@ -77,11 +77,11 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         (Reply(cut=True), MODEL, "the answer was cut short"),
     ],
 )
-def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, told: str) -> None:
+def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message: str) -> None:
     (record,) = send(reply, model=model)
     assert not record.ok
     assert record.error is not None
-    assert re.search(told, record.error), record.error
+    assert re.search(message, record.error), record.error
 
 
 def test_a_refused_connection_is_recorded() -> None:
@@ -130,8 +130,8 @@ def event(**chunk: object) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-def delta(**said: str) -> bytes:
-    return event(choices=[{"index": 0, "delta": said}])
+def delta(**fields: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": fields}])
 
 
 ROLE, A, B = delta(role="assistant", content=""), delta(content="a"), delta(content="b")
@@ -147,10 +147,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_the_chunk_that_only_names_the_role_is_no_first_token() -> None:
-    found = parse([(1.0, ROLE), (2.0, A), (3.0, B), (4.0, USAGE), (5.0, DONE)])
-    assert found.deltas == (2.0, 3.0) and found.text == "ab"
-    assert (found.prompt_tokens, found.completion_tokens, found.cached_tokens) == (9, 2, 4)
-    assert found.finished and found.error is None
+    stream = parse([(1.0, ROLE), (2.0, A), (3.0, B), (4.0, USAGE), (5.0, DONE)])
+    assert stream.deltas == (2.0, 3.0) and stream.text == "ab"
+    assert (stream.prompt_tokens, stream.completion_tokens, stream.cached_tokens) == (9, 2, 4)
+    assert stream.finished and stream.error is None
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
@@ -163,13 +163,13 @@ def test_two_events_in_one_read_have_one_time() -> None:
 
 
 def test_crlf_and_comments_are_parsed() -> None:
-    found = parse([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n"))])
-    assert found.deltas == (1.0,) and found.text == "a"
+    stream = parse([(1.0, b": ping\r\n\r\n" + A.replace(b"\n", b"\r\n"))])
+    assert stream.deltas == (1.0,) and stream.text == "a"
 
 
 def test_a_stream_without_done_is_not_finished() -> None:
-    found = parse([(1.0, A)])
-    assert not found.finished and found.completion_tokens is None
+    stream = parse([(1.0, A)])
+    assert not stream.finished and stream.completion_tokens is None
 
 
 def test_errors_in_the_stream_are_reported() -> None:

@@ -1,4 +1,4 @@
-"""The fake server closes every socket, whenever it ends."""
+"""The fake server closes every socket when it ends, also of connections just accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clients(url: str, count: int) -> Iterator[None]:
 
 
 def test_every_socket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight servers end while they accept connections, since one may miss the race."""
+    """Eight servers end while they accept connections, because the race is rare."""
     unclosed: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: unclosed.append(str(event.exc_value)))
     for _ in range(8):

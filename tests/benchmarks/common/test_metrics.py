@@ -43,11 +43,11 @@ def test_the_watcher_computes_differences_and_peaks() -> None:
     first.pop("visual_tokens_before")  # a labelled counter appears with its first event
     last["prompt_tokens"] = 200.0
     watch.first, watch.last, watch.peaks = first, last, {"peak_kv_use": 0.75}
-    found = watch.metrics()
-    assert found.read and found.prompt_tokens == 80 and found.mm_cache_hits == 0
-    assert (found.visual_tokens_before, found.visual_tokens_after) == (5760, 0)
-    assert found.peak_kv_use == 0.75
-    assert found.generation_tokens is None
+    metrics = watch.metrics()
+    assert metrics.read and metrics.prompt_tokens == 80 and metrics.mm_cache_hits == 0
+    assert (metrics.visual_tokens_before, metrics.visual_tokens_after) == (5760, 0)
+    assert metrics.peak_kv_use == 0.75
+    assert metrics.generation_tokens is None
 
 
 def test_missing_metrics_are_none_not_zero() -> None:

@@ -1,4 +1,4 @@
-"""Pictures have the statistics of photographs, and follow from their seed."""
+"""Pictures have the statistics of photographs and are determined by their seed."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_the_seed_determines_every_pixel() -> None:
 
 
 def test_data_urls_contain_the_picture_in_its_format() -> None:
-    shown = draw_picture(1, 64, 48)
-    head, _, data = encode_picture(shown, "png").partition(",")
-    found = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert head == "data:image/png;base64" and found.format == "PNG"
-    assert (np.asarray(found) == np.asarray(shown)).all()
-    assert encode_picture(shown, "jpeg").startswith("data:image/jpeg;base64,")
+    picture = draw_picture(1, 64, 48)
+    head, _, data = encode_picture(picture, "png").partition(",")
+    decoded = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert head == "data:image/png;base64" and decoded.format == "PNG"
+    assert (np.asarray(decoded) == np.asarray(picture)).all()
+    assert encode_picture(picture, "jpeg").startswith("data:image/jpeg;base64,")

@@ -1,4 +1,4 @@
-"""Tables, sections and summaries: what is written, and what is escaped."""
+"""Tables, sections and summaries: content and escaping."""
 
 from __future__ import annotations
 

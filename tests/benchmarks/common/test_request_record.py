@@ -1,4 +1,4 @@
-"""Records on a disk, and on one that is full."""
+"""The journal of records: incomplete lines, full disks, missing folders."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def test_there_are_no_weights(folder: Path) -> None:
 def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
     processor = AutoProcessor.from_pretrained(folder)
     parts = [{"type": "image"}, {"type": "text", "text": draw_words(QUESTION, 5)}]
-    shown = processor.apply_chat_template([{"role": "user", "content": parts}])
-    ids = processor.tokenizer(shown)["input_ids"]
+    prompt = processor.apply_chat_template([{"role": "user", "content": parts}])
+    ids = processor.tokenizer(prompt)["input_ids"]
 
     assert ids.count(IMAGE_TOKEN) == 1
     assert processor.tokenizer.unk_token_id not in ids

@@ -1,4 +1,4 @@
-"""What one engine must hold of another's blocks, and when the promise is kept."""
+"""Predicted blocks of a request, and the verdict on measured counts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STOCK = EngineCounts(
 
 
 def pruned(**changes: int) -> EngineCounts:
-    held = EngineCounts(
+    counts = EngineCounts(
         prompt_tokens=325, blocks_each=11, at_once=84, blocks_at_most=924, preempted=0, answered=120
     )
-    return held.model_copy(update=changes)
+    return counts.model_copy(update=changes)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_the_last_token_needs_no_block(prompt: int, output: int, blocks: int) ->
 
 def test_the_promise_needs_predicted_blocks_and_enough_requests() -> None:
     assert OUTPUT_TOKENS == 12
-    found = compare(STOCK, pruned())
-    assert found.holds and found.ratio == 8.4 and found.predicted == 11
+    comparison = compare(STOCK, pruned())
+    assert comparison.holds and comparison.ratio == 8.4 and comparison.predicted == 11
     assert not compare(STOCK, pruned(blocks_each=12)).holds
     assert not compare(STOCK, pruned(at_once=79)).holds
     assert "11 blocks a request predicted, 12 measured: DOES NOT HOLD" in markdown(

@@ -1,4 +1,4 @@
-"""Full depth from two depths: the line through both, its gains, and tables that do not match."""
+"""Times at full depth, extrapolated from two tables; tables that cannot be combined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ NOISE = (-0.02, 0.0, 0.01)
 
 
 def table(layers: int) -> Efficiency:
-    """Stock: 2 s and 1 s a layer, then 0.1 s and 0.05 s. Pruned: 2.5 s, then 0.5 s; 0.1 s."""
+    """TTFT at zero layers and per layer: stock 2 s + 1 s, later 0.1 s + 0.05 s; pruned 2.5 s or
+    0.5 s + 0.1 s.
+    """
     return Efficiency(
         "llava-next-7b",
         layers,
@@ -34,19 +36,19 @@ def table(layers: int) -> Efficiency:
 
 
 def test_times_are_linear_in_layers() -> None:
-    found = compose(table(1), table(3), 32)
+    composed = compose(table(1), table(3), 32)
 
-    assert found["full"].layer.value == pytest.approx(1.0)
-    assert found["full"].fixed.value == pytest.approx(2.0)
-    assert found["full"].ttft.value == pytest.approx(34.0)
-    assert found["full"].ttft_gain.value == found["full"].prefill_gain.value == 1.0
-    pruned = found["AutoPrune"]
+    assert composed["full"].layer.value == pytest.approx(1.0)
+    assert composed["full"].fixed.value == pytest.approx(2.0)
+    assert composed["full"].ttft.value == pytest.approx(34.0)
+    assert composed["full"].ttft_gain.value == composed["full"].prefill_gain.value == 1.0
+    pruned = composed["AutoPrune"]
     assert pruned.prefill_gain.value == pytest.approx(10.0)
     assert pruned.ttft_gain.value == pytest.approx(34.0 / 5.7)
     assert pruned.ttft_gain.low < pruned.ttft_gain.value < pruned.ttft_gain.high
-    assert found["full"].again.value == pytest.approx(1.7 / 34.0)
+    assert composed["full"].again.value == pytest.approx(1.7 / 34.0)
     assert pruned.again.value == pytest.approx(3.7 / 5.7)
-    assert "| AutoPrune | 100.0 (" in markdown(table(1), table(3), 32, found)
+    assert "| AutoPrune | 100.0 (" in markdown(table(1), table(3), 32, composed)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +75,12 @@ def test_files_are_read_and_arms_that_were_refused_left_out(
         passes = {
             arm: [{"ttft": times, "again": one.again[arm]}] for arm, times in one.ttft.items()
         }
-        told = {
+        content = {
             "model": one.model, "layers": layers, "budget": 320, "digests": dict(one.digests),
             "passes": {**passes, "fastv": [{"reason": "no attention"}]},
         }  # fmt: skip
         paths.append(tmp_path / f"{layers}.json")
-        paths[-1].write_text(json.dumps(told))
+        paths[-1].write_text(json.dumps(content))
 
     assert list(read_efficiency(paths[0]).ttft) == ["full", "AutoPrune"]
     assert main(["depth", *map(str, paths)]) == 0
@@ -86,13 +88,13 @@ def test_files_are_read_and_arms_that_were_refused_left_out(
     assert main(["depth", *map(str, reversed(paths))]) == 1
 
 
-@pytest.mark.parametrize("held", [None, "", "[]", '{"model": "llava-next-7b"}'])
+@pytest.mark.parametrize("content", [None, "", "[]", '{"model": "llava-next-7b"}'])
 def test_an_invalid_table_is_refused_in_one_line(
-    held: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "1.json"
-    if held is not None:
-        path.write_text(held)
+    if content is not None:
+        path.write_text(content)
 
     assert main(["depth", str(path), str(path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

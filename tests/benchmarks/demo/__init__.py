@@ -1,1 +1,1 @@
-"""Tests of the demo, with a fake server in the place of a real one."""
+"""Tests of the demo against a fake server."""

@@ -1,4 +1,4 @@
-"""The demo's client against a fake server: what is sent, what is read, what is timed."""
+"""The demo's client against a fake server: requests, answers, times."""
 
 from __future__ import annotations
 

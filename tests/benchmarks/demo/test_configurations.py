@@ -1,4 +1,4 @@
-"""Which configurations are asked, what they send, and in which order."""
+"""Configurations of the demo: rows, request fields, order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offline explanations of the committed checkpoint: what is kept, and what is said."""
+"""Recomputed selections and answers of the committed checkpoint."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def kept(explainer: Explainer, example: Example, configuration: Configuration) -
 def test_exactly_k_patches_are_kept_in_raster_order(
     explainer: Explainer, configuration: Configuration
 ) -> None:
-    found = kept(explainer, EXAMPLES[0], configuration)
+    patches = kept(explainer, EXAMPLES[0], configuration)
 
-    assert len(found) == configuration.budget
-    assert list(found) == sorted(set(found)) and set(found) <= set(range(144))
+    assert len(patches) == configuration.budget
+    assert list(patches) == sorted(set(patches)) and set(patches) <= set(range(144))
 
 
 def test_the_base_policy_keeps_its_own_selection(explainer: Explainer) -> None:
@@ -54,9 +54,9 @@ def test_the_base_policy_keeps_its_own_selection(explainer: Explainer) -> None:
     tokens = Reader(CHECKPOINT).encode(EXAMPLES)
     expected = policy.select(policy.call(name=policy.name).params, tokens, 8).picks
 
-    found = [kept(explainer, example, Configuration("reference", 8)) for example in EXAMPLES]
+    patches = [kept(explainer, example, Configuration("reference", 8)) for example in EXAMPLES]
 
-    assert found == [tuple(sorted(row)) for row in expected.tolist()]
+    assert patches == [tuple(sorted(row)) for row in expected.tolist()]
 
 
 def test_the_state_exchanges_at_most_two_of_its_base_policy(explainer: Explainer) -> None:
@@ -90,14 +90,14 @@ def test_a_random_keep_is_drawn_as_a_server_draws_it(explainer: Explainer) -> No
     context = InputProcessingContext(config, get_tokenizer(str(LLAVA)))
     factory = AutopruneLlavaForConditionalGeneration._processor_factory
     processor = factory.build_processor(context)
-    shown = {"image": image(EXAMPLES[0]).convert("RGB")}
-    asked = {"autoprune": {"keep": "random", "instructions": ["what?"]}}
-    made = processor(
+    images = {"image": image(EXAMPLES[0]).convert("RGB")}
+    arguments = {"autoprune": {"keep": "random", "instructions": ["what?"]}}
+    outputs = processor(
         [1, processor._placeholders.token(processor.info)],
-        processor.info.parse_mm_data(shown),
-        hf_processor_mm_kwargs=asked,
+        processor.info.parse_mm_data(images),
+        hf_processor_mm_kwargs=arguments,
     )
-    plan = ItemPlan.decode(made["mm_kwargs"]["image"][0][FIELD].data)
+    plan = ItemPlan.decode(outputs["mm_kwargs"]["image"][0][FIELD].data)
     expected = torch.randperm(144, generator=torch.Generator().manual_seed(plan.key[0] & _POSITIVE))
     assert kept(explainer, EXAMPLES[0], Configuration("random", 8)) == tuple(
         sorted(expected[:8].tolist())
@@ -106,20 +106,20 @@ def test_a_random_keep_is_drawn_as_a_server_draws_it(explainer: Explainer) -> No
 
 def test_everything_kept_answers_right_and_as_the_full_image_does(explainer: Explainer) -> None:
     for example in EXAMPLES:
-        asked = (image(example), example.question)
-        full = explainer.explain(*asked, FULL)
-        control = explainer.explain(*asked, everything_kept(144))
+        arguments = (image(example), example.question)
+        full = explainer.explain(*arguments, FULL)
+        control = explainer.explain(*arguments, everything_kept(144))
         assert full.answer == control.answer == example.answer
         assert full.kept == control.kept == tuple(range(144))
 
 
 def test_the_example_is_drawn_and_its_answers_compared(tmp_path: Path) -> None:
-    asked = draw_questions(scenes=1, rounds=1)
-    right = [Answer(f" {example.answer}", 28) for example in asked.examples]
+    questions = draw_questions(scenes=1, rounds=1)
+    right = [Answer(f" {example.answer}", 28) for example in questions.examples]
     answers = dict.fromkeys(SHOWN, right) | {SHOWN[1]: [Answer("none", 28)] * len(right)}
     setting = Settings(LLAVA, CLIP, "autoprune", 1, 1, tmp_path)
 
-    drawn = draw_example(setting, asked, Measured(answers, {}))
+    drawn = draw_example(setting, questions, Measured(answers, {}))
 
     with Image.open(tmp_path / "kept.png") as sheet:
         assert sheet.width > 2000

@@ -1,4 +1,4 @@
-"""Ctrl-C at any time: one line, status 130, and nothing of the server is left."""
+"""Ctrl-C at any time: one line, status 130, and no process of the server is left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.exit(main(["--model", sys.argv[4], "--text-tower", sys.argv[4], "--scenes", 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Enough of a checkpoint for everything that happens before a server is ready."""
+    """The checkpoint files that are read before a server is ready."""
     text = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
     vision = {"image_size": 168, "patch_size": 14}
     config = {"text_config": text, "vision_config": vision}

@@ -1,4 +1,4 @@
-"""KV bytes against a computation by hand."""
+"""KV bytes against values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments, and the one line that a failure ends with."""
+"""Arguments of the demo, and the one-line message of each failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.demo.interrupt import SIGNALS
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """`main` takes the signals over, for good in a process of its own."""
+    """Restore the signal handlers that `main` replaces."""
     before = {each: signal.getsignal(each) for each in SIGNALS}
     yield
     for each, handler in before.items():
@@ -27,9 +27,9 @@ def test_a_folder_without_a_checkpoint_is_refused_in_one_line(
 ) -> None:
     assert main(["--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
 
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == f"demo: {tmp_path} contains no checkpoint (model.safetensors)\n"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"demo: {tmp_path} contains no checkpoint (model.safetensors)\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -37,7 +37,7 @@ def test_an_invalid_state_is_refused_before_a_server_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.safetensors").touch()
-    asked = [
+    arguments = [
         "--model",
         str(tmp_path),
         "--text-tower",
@@ -46,10 +46,10 @@ def test_an_invalid_state_is_refused_before_a_server_starts(
         str(tmp_path / "out"),
     ]
 
-    assert main([*asked, "--state", "nosuch"]) == 1
+    assert main([*arguments, "--state", "nosuch"]) == 1
 
-    told = capsys.readouterr().err
-    assert told.startswith("demo: ") and "nosuch" in told and told.count("\n") == 1
+    captured = capsys.readouterr().err
+    assert captured.startswith("demo: ") and "nosuch" in captured and captured.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""From questions to a table, with a fake server in the place of both real ones."""
+"""The demo from questions to table, against fake servers."""
 
 from __future__ import annotations
 
@@ -30,56 +30,56 @@ KEPT = everything_kept(144)
 
 
 @pytest.fixture(scope="module")
-def asked() -> Questions:
+def questions() -> Questions:
     return draw_questions(scenes=2, rounds=2)
 
 
 @pytest.fixture(scope="module")
-def measured(asked: Questions) -> Measured:
-    """All right, but a random keep of 8 or fewer tokens answers nothing right."""
+def measured(questions: Questions) -> Measured:
+    """Answers are right, except with a random keep of at most 8 tokens."""
     right = {
         (item.identity, example.question): example.answer
-        for item, example in zip(asked.scored, asked.examples, strict=True)
+        for item, example in zip(questions.scored, questions.examples, strict=True)
     }
 
     def reply(body: Body) -> Reply:
-        said = pruning(body)
-        blind = said.get("keep") == "random" and int(str(said["budget"])) <= 8
+        fields = pruning(body)
+        blind = fields.get("keep") == "random" and int(str(fields["budget"])) <= 8
         text = "none" if blind else right.get((image_of(body), question_of(body)), "1 2")
         usage = {"prompt_tokens": prompt_tokens(body)}
         return Reply(tuple(text), first=0.01, gaps=(0.005,), usage=usage)
 
     def both(url: str) -> Measured:
         progress = LineProgress(Console(file=io.StringIO()))
-        stock = send_questions(url, "stock", asked, (FULL,), (FULL,), progress)
+        stock = send_questions(url, "stock", questions, (FULL,), (FULL,), progress)
         some = (*PRUNED, KEPT)
-        pruned = send_questions(url, "pruned", asked, PRUNED, some, progress)
+        pruned = send_questions(url, "pruned", questions, PRUNED, some, progress)
         return Measured(stock.answers | pruned.answers, stock.timings | pruned.timings)
 
     with fake_server(reply, model=None) as server:
-        found = both(server.url)
+        answers = both(server.url)
     timed = [body for body in server.seen if body.get("ignore_eos")]
     assert len(timed) == 2 * 14
-    assert len(server.seen) - len(timed) == 13 * len(asked.scored)
+    assert len(server.seen) - len(timed) == 13 * len(questions.scored)
     # The same questions in every configuration, whichever finished first.
     by_configuration: dict[str, list[str]] = {}
     for body in server.seen:
         if not body.get("ignore_eos"):
             by_configuration.setdefault(json.dumps(pruning(body)), []).append(question_of(body))
     assert len({tuple(sorted(texts)) for texts in by_configuration.values()}) == 1
-    return found
+    return answers
 
 
 @pytest.fixture(scope="module")
-def results(asked: Questions, measured: Measured) -> Results:
+def results(questions: Questions, measured: Measured) -> Results:
     rows = [
-        build_row(c, asked.examples, measured.answers[c], measured.timings[c], LAYOUT)
+        build_row(c, questions.examples, measured.answers[c], measured.timings[c], LAYOUT)
         for c in (FULL, *PRUNED)
     ]
     return Results(
         rows=tuple(rows),
         control=build_control(measured.timings[FULL], measured.timings[KEPT]),
-        questions=len(asked.examples),
+        questions=len(questions.examples),
         scenes=2,
         visual_tokens=144,
         kv_formula=LAYOUT.formula,
@@ -87,11 +87,11 @@ def results(asked: Questions, measured: Measured) -> Results:
     )
 
 
-def test_scored_and_timed_questions_share_no_image(asked: Questions) -> None:
-    assert {example.kind for example in asked.examples} == set(KINDS)
-    assert len(asked.scored) == len(asked.examples) == 35
-    assert [item.identity for item in asked.timed] == ["timed-0", "timed-1"]
-    sent = json.loads(json.dumps([item.content for item in (*asked.scored, *asked.timed)]))
+def test_scored_and_timed_questions_share_no_image(questions: Questions) -> None:
+    assert {example.kind for example in questions.examples} == set(KINDS)
+    assert len(questions.scored) == len(questions.examples) == 35
+    assert [item.identity for item in questions.timed] == ["timed-0", "timed-1"]
+    sent = json.loads(json.dumps([item.content for item in (*questions.scored, *questions.timed)]))
     assert len({content[0]["image_url"]["url"] for content in sent}) == 2 + 2
 
 
@@ -100,14 +100,14 @@ def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
     assert results.full.prompt_tokens == 164 and results.full.kv_bytes == 164 * 3072
     for budget in BUDGETS:
         for keep in ("random", "reference", "state"):
-            found = results.row(keep, budget)
+            row = results.row(keep, budget)
             blind = keep == "random" and budget <= 8
-            assert found.accuracy == found.accuracy_plus == (0.0 if blind else 1.0)
-            assert found.prompt_tokens == 20 + budget
-            assert found.kv_bytes == (20 + budget) * 3072
-            assert found.ttft.low <= found.ttft.median <= found.ttft.high
-            assert found.ttft.median < found.total.median
-            assert found.ttft.count == 2
+            assert row.accuracy == row.accuracy_plus == (0.0 if blind else 1.0)
+            assert row.prompt_tokens == 20 + budget
+            assert row.kv_bytes == (20 + budget) * 3072
+            assert row.ttft.low <= row.ttft.median <= row.ttft.high
+            assert row.ttft.median < row.total.median
+            assert row.ttft.count == 2
 
 
 def test_the_control_compares_answers_with_the_stock_server(results: Results) -> None:
@@ -148,24 +148,24 @@ def test_the_terminal_table_is_not_truncated(results: Results, width: int) -> No
 
 
 def test_results_can_be_written_as_json(results: Results) -> None:
-    told = json.loads(json.dumps(results.to_json()))
+    content = json.loads(json.dumps(results.to_json()))
 
-    assert told["rows"][0]["configuration"] == {"keep": "full", "budget": None}
-    assert told["verdict"] == results.verdict()
+    assert content["rows"][0]["configuration"] == {"keep": "full", "budget": None}
+    assert content["verdict"] == results.verdict()
 
 
 def test_the_picture_shows_a_question_that_only_a_random_keep_fails(
-    asked: Questions, measured: Measured
+    questions: Questions, measured: Measured
 ) -> None:
-    number = choose_example(asked.examples, measured)
+    number = choose_example(questions.examples, measured)
 
-    assert asked.examples[number].kind in ("digit", "colour", "shape")
+    assert questions.examples[number].kind in ("digit", "colour", "shape")
     assert measured.answer(Configuration("random", 8), number) == "none"
-    assert measured.answer(Configuration("state", 8), number) == asked.examples[number].answer
+    assert measured.answer(Configuration("state", 8), number) == questions.examples[number].answer
 
 
-def test_correlated_scenes_widen_the_interval(asked: Questions) -> None:
-    examples = asked.examples
+def test_correlated_scenes_widen_the_interval(questions: Questions) -> None:
+    examples = questions.examples
     spread_out = [e.answer if i % 2 else "none" for i, e in enumerate(examples)]
     by_scene = [e.answer if e.image_id else "none" for e in examples]
 

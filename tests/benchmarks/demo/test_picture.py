@@ -1,4 +1,4 @@
-"""The picture: its size, and marks where they belong."""
+"""The picture: its size, dimming and outlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records and results made by hand, for tests of what is computed from them."""
+"""Hand-written records and results."""
 
 from __future__ import annotations
 
@@ -88,6 +88,8 @@ def point(
     for number, times in enumerate(ttfts):
         records = [record(i, scheduled=i * every, ttft=ttft) for i, ttft in enumerate(times)]
         verdict = Verdict() if valid else Verdict(reasons=("the client was the bottleneck",))
-        made = result(records, load, slo=slo, verdict=verdict)
-        runs.append(Run(arm, number, made, tuple(records), f"runs/{number}-{arm}/{load.label}"))
+        run_result = result(records, load, slo=slo, verdict=verdict)
+        runs.append(
+            Run(arm, number, run_result, tuple(records), f"runs/{number}-{arm}/{load.label}")
+        )
     return Point(arm, load, tuple(runs))

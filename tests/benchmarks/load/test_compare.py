@@ -1,4 +1,4 @@
-"""Two arms at one load: ratios of the same requests, pass by pass, and only of valid runs."""
+"""Comparison of two arms at one load: paired ratios, by pass, of valid runs only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HALF = [t / 2 for t in TIMES]
 def test_ratios_recover_a_common_factor_exactly() -> None:
     stock = point("stock", LOAD, [TIMES, TIMES])
     pruned = point("AutoPrune", LOAD, [HALF, [0.9 * t for t in HALF]])
-    found = {one.figure: one for one in compare_arms([stock, pruned])}
-    first = found["TTFT p50"]
+    comparisons = {one.figure: one for one in compare_arms([stock, pruned])}
+    first = comparisons["TTFT p50"]
     assert (first.arm, first.against, first.load) == ("AutoPrune", "stock", "users-2")
     assert first.by_pass == pytest.approx((0.5, 0.45))
     assert first.ratio is not None and 0.44 < first.ratio.low <= first.ratio.high < 0.51
-    tpot = found["TPOT p50"].ratio
+    tpot = comparisons["TPOT p50"].ratio
     assert tpot is not None and tpot.value == pytest.approx(1.0)
 
 
@@ -35,36 +35,37 @@ def test_invalid_runs_have_no_ratio() -> None:
 
 
 def test_only_loads_that_both_arms_have_are_compared() -> None:
-    found = compare_arms(
+    comparisons = compare_arms(
         [
             point("stock", LOAD, [TIMES]),
             point("AutoPrune", LOAD, [HALF]),
             point("AutoPrune", Load(rate=9.0), [HALF]),
         ]
     )
-    assert {one.load for one in found} == {"users-2"}
+    assert {one.load for one in comparisons} == {"users-2"}
     assert compare_arms([]) == []
 
 
 def test_answers_are_compared_across_arms_and_passes() -> None:
     stock, pruned = point("stock", LOAD, [TIMES, TIMES]), point("AutoPrune", LOAD, [HALF])
-    told = [
+    records = [
         record.model_copy(update={"text": "no"}) if record.index < 10 else record
         for record in pruned.runs[0].records
     ]
-    other = type(pruned.runs[0])("AutoPrune", 0, pruned.runs[0].result, tuple(told), "")
-    control, found = compare_answers([stock, type(pruned)("AutoPrune", LOAD, (other,))])
+    other = type(pruned.runs[0])("AutoPrune", 0, pruned.runs[0].result, tuple(records), "")
+    control, other_arm = compare_answers([stock, type(pruned)("AutoPrune", LOAD, (other,))])
     assert control.against == "stock, pass 1" and control.same is not None
     assert control.same.value == 1.0
-    assert found.against == "stock" and found.same is not None and found.same.value == 0.75
+    assert other_arm.against == "stock"
+    assert other_arm.same is not None and other_arm.same.value == 0.75
 
 
 def test_passes_are_grouped_by_arm_and_load() -> None:
-    made = point("stock", LOAD, [TIMES, HALF])
+    first = point("stock", LOAD, [TIMES, HALF])
     other = point("AutoPrune", LOAD, [HALF])
-    runs = [made.runs[0], other.runs[0], made.runs[1]]
-    assert group_runs(runs) == [made, other]
-    assert made.by_request(lambda record: (record.ttft,))[3] == pytest.approx([TIMES[3], HALF[3]])
+    runs = [first.runs[0], other.runs[0], first.runs[1]]
+    assert group_runs(runs) == [first, other]
+    assert first.by_request(lambda record: (record.ttft,))[3] == pytest.approx([TIMES[3], HALF[3]])
 
 
 def test_every_second_pass_is_reversed() -> None:

@@ -1,4 +1,4 @@
-"""What agreement with ``vllm bench serve`` means; the check itself is ``make bench-check``."""
+"""Agreement with ``vllm bench serve`` as defined; ``make bench-check`` measures it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_lines_contain_both_figures_and_the_tolerance() -> None:
 
 
 def test_scatter_above_the_tolerance_is_inconclusive() -> None:
-    found = agreement([0.10, 0.12], [0.1, 0.3])
-    *_, last = found.format()
-    assert not found.holds and last.startswith("inconclusive: rounds vary")
+    result = agreement([0.10, 0.12], [0.1, 0.3])
+    *_, last = result.format()
+    assert not result.holds and last.startswith("inconclusive: rounds vary")
 
 
 def test_an_incomplete_result_file_is_refused() -> None:

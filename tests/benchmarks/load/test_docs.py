@@ -1,4 +1,4 @@
-"""Every command on the page of benchmarks is one that the programs understand."""
+"""Commands in docs/benchmarks.md parse."""
 
 from __future__ import annotations
 

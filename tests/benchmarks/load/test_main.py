@@ -1,4 +1,4 @@
-"""The command line: what is understood, what is refused, and the exit status of each."""
+"""The command line of the load test: arguments, errors, exit status."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_prepare_writes_the_described_workload(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (["--requests", "0"], "requests: Input should be greater than or equal to 1"),
         (["--sides", "32=0"], "sides: Value error, a mix needs"),
     ],
 )
 def test_an_invalid_workload_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], message: str
 ) -> None:
     given = ["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE, *wrong]
     assert main(given) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "w").exists()
 
 
@@ -53,9 +53,7 @@ def test_a_server_that_is_down_exits_with_1_and_one_line(
     assert f"load: server {url}: /v1/models does not answer" in capsys.readouterr().err
 
 
-def test_a_load_needs_a_rate_or_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_load_needs_a_rate_or_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--url", "http://x", "--workload", str(tmp_path)]) == 2
     assert "give a rate (open loop) or a number of users" in capsys.readouterr().err
 

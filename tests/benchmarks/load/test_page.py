@@ -1,4 +1,4 @@
-"""The report of an experiment made by hand: whole, self-contained, and true to the records."""
+"""The HTML report of a hand-written experiment: complete, self-contained, with its figures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ VOID = {"meta", "br", "path", "use", "rect"}
 
 def experiment(folder: Path, points: list[Point], broken: str | None = None) -> Path:
     """Write an experiment's folder as ``measure`` would have."""
-    made = []
+    entries = []
     for each in points:
         for run in each.runs:
             run.result.write(folder / run.folder)
             lines = (record.model_dump_json() + "\n" for record in run.records)
             (folder / run.folder / RECORDS).write_text("".join(lines))
-            made.append(RunEntry(arm=run.arm, number=run.number, folder=run.folder))
+            entries.append(RunEntry(arm=run.arm, number=run.number, folder=run.folder))
     names = dict.fromkeys(each.arm for each in points)
     paired = Paired(
         plan=Plan(
@@ -38,7 +38,7 @@ def experiment(folder: Path, points: list[Point], broken: str | None = None) -> 
             workload=WORKLOAD,
             slo=SLO,
         ),
-        made=tuple(made),
+        made=tuple(entries),
         rates=(2.0, 4.0),
         command=("python", "-m", "benchmarks.load", "paired", "--state", "<b>"),
         broken=broken,

@@ -1,4 +1,4 @@
-"""The paired experiment: its order, its rates, and what is kept when it breaks.
+"""The paired experiment: order of runs, choice of rates, early ends.
 
 Runs are made up here; that a run really sends what it says is ``test_run``'s.
 """
@@ -25,24 +25,24 @@ SLO = Slo(ttft=0.5)
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """What was asked for, in order; a server keeps up with 2 requests/s, and dies if it must."""
-    asked: list[Options] = []
+    """Options of all runs; servers sustain 2 requests/s, and those named dead do not answer."""
+    requested: list[Options] = []
 
     def run(options: Options, workers: int = 0) -> Result:
-        asked.append(options)
+        requested.append(options)
         if "dead" in options.url:
             raise BenchmarkError(f"server {options.url}: /v1/models is not answered")
         rate = options.load.rate or 2.0
         late = 0.1 if rate <= 2.0 else 0.9
         records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]
-        made = result(records, options.load, slo=options.slo)
-        made.write(options.out)
+        run_result = result(records, options.load, slo=options.slo)
+        run_result.write(options.out)
         lines = (each.model_dump_json() + "\n" for each in records)
         (options.out / RECORDS).write_text("".join(lines))
-        return made
+        return run_result
 
     monkeypatch.setattr(paired, "run", run)
-    return asked
+    return requested
 
 
 def plan(**changes: object) -> Plan:
@@ -50,30 +50,28 @@ def plan(**changes: object) -> Plan:
     return Plan(arms=arms, workload=WORKLOAD, slo=SLO).model_copy(update=changes)
 
 
-def test_arms_alternate_and_loads_share_no_images(
-    seen: list[Options], tmp_path: Path
-) -> None:
-    made = measure(plan(users=(1, 2), rates=(1.0,)), tmp_path)
+def test_arms_alternate_and_loads_share_no_images(seen: list[Options], tmp_path: Path) -> None:
+    experiment = measure(plan(users=(1, 2), rates=(1.0,)), tmp_path)
     order = [(one.url[-1], one.load.label) for one in seen]
     loads = ["users-1", "users-2", "rate-1"]
     assert order == [(arm, label) for arm in "abba" for label in loads]
     digests = {one.load.label: load_prepared(one.workload).digest for one in seen}
     assert len(set(digests.values())) == 3
     assert len({one.out for one in seen}) == 12
-    assert [run.arm for run in made.runs(tmp_path)] == [arm for arm in "abba" for _ in loads]
-    assert read_paired(tmp_path) == made and made.broken is None
+    assert [run.arm for run in experiment.runs(tmp_path)] == [arm for arm in "abba" for _ in loads]
+    assert read_paired(tmp_path) == experiment and experiment.broken is None
 
 
 def test_rates_are_chosen_once_and_raised_until_saturation(
     seen: list[Options], tmp_path: Path
 ) -> None:
-    made = measure(plan(users=(4,), find_rates=True, passes=1), tmp_path)
-    capacity = made.runs(tmp_path)[0].result.summary.request_rate
-    assert made.rates == choose_rates(capacity) and len(made.rates) == len(STEPS)
+    experiment = measure(plan(users=(4,), find_rates=True, passes=1), tmp_path)
+    capacity = experiment.runs(tmp_path)[0].result.summary.request_rate
+    assert experiment.rates == choose_rates(capacity) and len(experiment.rates) == len(STEPS)
     for arm in "ab":
         rates = [one.load.rate for one in seen if one.url[-1] == arm and one.load.rate]
         # The first rate above 2 breaks every promise, and no higher one is tried.
-        assert rates == list(made.rates[: len(rates)])
+        assert rates == list(experiment.rates[: len(rates)])
         assert rates[-1] > 2.0 and all(rate <= 2.0 for rate in rates[:-1])
 
 
@@ -85,14 +83,12 @@ def test_without_a_closed_loop_the_capacity_is_measured_first(
     assert all(one.load.rate for one in seen[1:])
 
 
-def test_runs_before_a_failure_are_kept(
-    seen: list[Options], tmp_path: Path
-) -> None:
+def test_runs_before_a_failure_are_kept(seen: list[Options], tmp_path: Path) -> None:
     arms = (Arm(name="a", url="http://a"), Arm(name="b", url="http://dead"))
-    made = measure(plan(arms=arms, users=(1,)), tmp_path)
-    assert made.broken == "server http://dead: /v1/models is not answered"
-    assert [run.arm for run in made.runs(tmp_path)] == ["a"]
-    assert read_paired(tmp_path).broken == made.broken
+    experiment = measure(plan(arms=arms, users=(1,)), tmp_path)
+    assert experiment.broken == "server http://dead: /v1/models is not answered"
+    assert [run.arm for run in experiment.runs(tmp_path)] == ["a"]
+    assert read_paired(tmp_path).broken == experiment.broken
 
 
 def test_an_experiment_without_a_load_is_refused(seen: list[Options], tmp_path: Path) -> None:

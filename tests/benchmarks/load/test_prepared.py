@@ -1,4 +1,4 @@
-"""A workload on a disk: bodies as they are sent, whole or refused."""
+"""Prepared workloads: request bodies, reuse, incomplete folders."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from tests.benchmarks.load.samples import WORKLOAD
 
 
 def test_bodies_are_streamed_chat_requests(tmp_path: Path) -> None:
-    made = prepare(WORKLOAD, tmp_path / "w")
-    assert (len(made.measured), len(made.warm_up)) == (8, 2)
-    body = json.loads(made.body(made.measured[3]))
+    prepared = prepare(WORKLOAD, tmp_path / "w")
+    assert (len(prepared.measured), len(prepared.warm_up)) == (8, 2)
+    body = json.loads(prepared.body(prepared.measured[3]))
     picture, question = body["messages"][0]["content"]
     assert picture["image_url"]["url"].startswith("data:image/")
-    assert question == {"type": "text", "text": made.measured[3].ask.question}
+    assert question == {"type": "text", "text": prepared.measured[3].ask.question}
     assert (body["model"], body["max_tokens"]) == ("mock", 4)
     assert body["stream"] and body["stream_options"] == {"include_usage": True}
     assert body["ignore_eos"] is True
 
 
 def test_the_openai_dialect_omits_vllm_fields(tmp_path: Path) -> None:
-    made = prepare(WORKLOAD.model_copy(update={"dialect": "openai"}), tmp_path)
-    assert not {"ignore_eos", "skip_special_tokens"} & json.loads(made.body(made.lines[0])).keys()
+    prepared = prepare(WORKLOAD.model_copy(update={"dialect": "openai"}), tmp_path)
+    assert (
+        not {"ignore_eos", "skip_special_tokens"}
+        & json.loads(prepared.body(prepared.lines[0])).keys()
+    )
 
 
 def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is asked: cache states as promised, distributions as set, everything from the seed."""
+"""Drawn requests: cache states, distributions, determinism by seed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_unique_images_and_questions_never_repeat() -> None:
 @pytest.mark.parametrize("cache", ["repeat", "off"])
 def test_repeated_requests_follow_zipfs_law(cache: Cache) -> None:
     measured, _ = draw_requests(of(cache, requests=2000, pool=10, zipf=1.0))
-    told = Counter((request.pictures, request.question) for request in measured)
-    assert len(told) == 10
-    first, second = (number for _, number in told.most_common(2))
+    counts = Counter((request.pictures, request.question) for request in measured)
+    assert len(counts) == 10
+    first, second = (number for _, number in counts.most_common(2))
     assert first / 2000 == pytest.approx(1 / sum(1 / k for k in range(1, 11)), rel=0.15)
     assert first / second == pytest.approx(2, rel=0.25)
 

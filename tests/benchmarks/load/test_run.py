@@ -1,4 +1,4 @@
-"""Whole runs through locust, against the mock server: figures, shares of workers, and every end.
+"""Complete runs through locust against the fake server: figures, several workers, early ends.
 
 Each run is a process of its own, so there is one for each thing that cannot be seen otherwise.
 """
@@ -118,15 +118,15 @@ def test_a_full_disk_invalidates_the_run(workload: Path, tmp_path: Path) -> None
     assert any("No space left on device" in reason for reason in result.verdict.reasons)
 
 
-def test_a_server_that_is_down_is_reported_before_sending(
-    workload: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_is_down_is_reported_before_sending(workload: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(BenchmarkError, match="does not answer -> start it"):
         run(options(url, workload, tmp_path))
 
 
-def test_a_wrong_model_name_is_reported_with_the_served_ones(workload: Path, tmp_path: Path) -> None:
+def test_a_wrong_model_name_is_reported_with_the_served_ones(
+    workload: Path, tmp_path: Path
+) -> None:
     with (
         fake_server(model="llava") as server,
         pytest.raises(BenchmarkError, match="does not serve 'mock', only llava"),

@@ -1,4 +1,4 @@
-"""Schedules: their rate, their burstiness, their seed."""
+"""Schedules: rate, burstiness, seed."""
 
 from __future__ import annotations
 

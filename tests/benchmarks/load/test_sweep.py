@@ -1,4 +1,4 @@
-"""The knee and the highest rate, on sweeps whose answer is plain."""
+"""The knee and the highest rate of hand-written sweeps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def at(rate: float, ttft: float, *, valid: bool = True, late: int = 0) -> Point:
 
 
 def test_the_knee_may_lie_below_the_highest_good_rate() -> None:
-    found = build_sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
-    assert list(found.rates) == [1, 2, 4, 8]
-    assert (found.knee.holds, found.highest.holds, found.surely.holds) == (2, 4, 4)
-    assert (found.knee.fails, found.highest.fails) == (4, 8)
-    assert (str(found.knee), str(found.highest)) == ("2", "4")
+    sweep = build_sweep([at(8, 3.0), at(1, 0.1), at(2, 0.15), at(4, 0.45)], SLO)
+    assert list(sweep.rates) == [1, 2, 4, 8]
+    assert (sweep.knee.holds, sweep.highest.holds, sweep.surely.holds) == (2, 4, 4)
+    assert (sweep.knee.fails, sweep.highest.fails) == (4, 8)
+    assert (str(sweep.knee), str(sweep.highest)) == ("2", "4")
 
 
 def test_a_rate_counts_only_if_all_lower_rates_hold() -> None:
@@ -47,9 +47,9 @@ def test_a_rate_above_capacity_does_not_hold() -> None:
     # because all but the first were sent late; the queue would still grow for ever.
     times = [[0.1 + 0.0025 * n for n in range(100)]]
     burst = point("stock", Load(rate=200), times, every=1 / 200, slo=SLO)
-    found = build_sweep([at(1, 0.1), burst], SLO)
+    sweep = build_sweep([at(1, 0.1), burst], SLO)
     assert burst.distribution(ttft) is not None
-    assert (str(found.highest), found.saturated) == ("1", True)
+    assert (str(sweep.highest), sweep.saturated) == ("1", True)
 
 
 def test_the_last_answer_does_not_count_as_backlog() -> None:
@@ -60,8 +60,8 @@ def test_the_last_answer_does_not_count_as_backlog() -> None:
 
 
 def test_the_upper_bound_is_stricter_than_the_estimate() -> None:
-    found = build_sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
-    assert (found.highest.holds, found.surely.holds) == (2, 1)
+    sweep = build_sweep([at(1, 0.1), at(2, 0.1, late=2)], SLO)
+    assert (sweep.highest.holds, sweep.surely.holds) == (2, 1)
     assert build_sweep([at(1, 0.1), at(2, 0.1, late=5)], SLO).highest.holds == 1
 
 
@@ -83,6 +83,6 @@ def test_rates_are_around_the_capacity() -> None:
 
 
 def test_a_sweep_without_open_loops_is_unknown() -> None:
-    found = build_sweep([point("stock", Load(users=1), [[0.1]])], SLO)
-    assert found.rates == ()
-    assert str(found.knee) == str(found.highest) == "not known"
+    sweep = build_sweep([point("stock", Load(users=1), [[0.1]])], SLO)
+    assert sweep.rates == ()
+    assert str(sweep.knee) == str(sweep.highest) == "not known"

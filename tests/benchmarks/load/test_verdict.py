@@ -1,4 +1,4 @@
-"""Every reason for which a run may not be believed, and that a good one has none."""
+"""Every reason for which a run is invalid, and none for a good run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_missing_records_invalidate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache", "metrics", "told"),
+    ("cache", "metrics", "message"),
     [
         ("unique", {"mm_cache_hits": 3}, "cache state is 'unique', but 3 images came from a cache"),
         ("off", {"mm_cache_hits": 3}, "cache state is 'off', but 3 images"),
@@ -93,10 +93,10 @@ def test_missing_records_invalidate() -> None:
     ],
 )
 def test_cache_hits_against_the_declared_state_invalidate(
-    cache: Cache, metrics: dict[str, float], told: str
+    cache: Cache, metrics: dict[str, float], message: str
 ) -> None:
     (reason,) = verdict(cache=cache, metrics=READ.model_copy(update=metrics)).reasons
-    assert told in reason
+    assert message in reason
 
 
 @pytest.mark.parametrize("cache", ["repeat", "same-image"])
@@ -107,15 +107,15 @@ def test_expected_cache_hits_are_valid(cache: Cache) -> None:
 
 def test_all_reasons_are_reported() -> None:
     late = [record(n, scheduled=0.1 * n, delay=0.5, tokens=3) for n in range(100)]
-    found = verdict(late, planned=101, unwritten="disk full")
-    assert len(found.reasons) == 4
-    assert found.describe().startswith("INVALID: only 100 of 101")
+    result = verdict(late, planned=101, unwritten="disk full")
+    assert len(result.reasons) == 4
+    assert result.describe().startswith("INVALID: only 100 of 101")
 
 
 def test_notes_do_not_invalidate() -> None:
-    found = verdict(ANSWERED[:50], metrics=ServerMetrics())
-    assert found.valid
-    assert found.notes[0] == "p99 rests on 50 requests; it needs 200"
-    assert "/metrics could not be read" in found.notes[1]
+    result = verdict(ANSWERED[:50], metrics=ServerMetrics())
+    assert result.valid
+    assert result.notes[0] == "p99 rests on 50 requests; it needs 200"
+    assert "/metrics could not be read" in result.notes[1]
     slow = [record(n, scheduled=0.1 * n, ttft=20.0) for n in range(200)]
     assert verdict(slow).notes == ("the server completed 4.99 of 10.00 requests/s offered",)

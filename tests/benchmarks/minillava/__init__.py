@@ -1,1 +1,1 @@
-"""Tests of the harder mini-LLaVA."""
+"""Tests of mini-LLaVA."""

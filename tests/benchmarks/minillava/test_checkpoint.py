@@ -1,4 +1,4 @@
-"""The committed checkpoint: names, size, one tower in both folders, and right answers."""
+"""The committed checkpoint: names, size, equal vision towers, accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: parts do not overlap, seed ranges are disjoint, every style looks as it is named."""
+"""Layouts: parts do not overlap, seed ranges are disjoint, styles have their properties."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_every_style_is_either_for_training_or_unseen() -> None:
 def test_parts_share_no_cell_and_stay_inside(style: Style, cells: int) -> None:
     canvas = Canvas(cells)
     for layout in _many(style, canvas):
-        taken = [(thing.row, thing.column) for thing in layout.things]
+        cells_used = [(thing.row, thing.column) for thing in layout.things]
         for sign in layout.signs:
             assert sign.column + len(sign.number) <= canvas.grid
             columns = range(sign.column, sign.column + len(sign.number))
-            taken += {(sign.row // CELL_PATCHES, column // CELL_PATCHES) for column in columns}
-        assert len(taken) == len(set(taken))
-        assert all(0 <= row < cells and 0 <= column < cells for row, column in taken)
+            cells_used += {(sign.row // CELL_PATCHES, column // CELL_PATCHES) for column in columns}
+        assert len(cells_used) == len(set(cells_used))
+        assert all(0 <= row < cells and 0 <= column < cells for row, column in cells_used)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -1,4 +1,4 @@
-"""The lmms-eval task: complete, usable without the repository, and scored as the split is."""
+"""The lmms-eval task: complete, independent of the repository, with the scores of the split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions: every answer is true of the scene, and evidence is where the answer is."""
+"""Questions: answers are correct for the scene, and evidence covers the answer."""
 
 from __future__ import annotations
 

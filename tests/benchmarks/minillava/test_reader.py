@@ -1,4 +1,4 @@
-"""The split model agrees with transformers, and selections keep the tokens they promise."""
+"""The split model agrees with transformers; selections keep the right tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering: the same seed gives the same pixels, and labels say what is drawn where."""
+"""Rendering: deterministic by seed; labels match the drawn patches."""
 
 from __future__ import annotations
 

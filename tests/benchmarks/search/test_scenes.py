@@ -13,9 +13,9 @@ def test_the_data_folder_can_be_read(tmp_path: Path) -> None:
     write_data(tmp_path, FEW)
     dataset = read_dataset(tmp_path)
     for split in SPLITS:
-        asked = select_questions(split, FEW[split])
+        questions = select_questions(split, FEW[split])
         read = dataset.examples(split)
-        assert sorted(e.question for e in read) == sorted(e.question for e in asked)
+        assert sorted(e.question for e in read) == sorted(e.question for e in questions)
         assert len({example.image for example in read}) == FEW[split]
         assert dataset.image_bytes(read[0]).startswith(b"\x89PNG")
         pairs = [example.pair for example in read if example.pair is not None]
@@ -28,16 +28,16 @@ def test_sampled_questions_keep_pairs_together() -> None:
     places = [every.index((one.image_id, one.question)) for one in some]
     assert places == sorted(places)
     for scene in range(4):
-        asked = [one for one in some if one.image_id == scene]
-        assert 4 <= len(asked) <= 5, "a pair that does not fit leaves one place"
-        pairs = [one.pair for one in asked if one.pair is not None]
+        questions = [one for one in some if one.image_id == scene]
+        assert 4 <= len(questions) <= 5, "a pair that does not fit leaves one place"
+        pairs = [one.pair for one in questions if one.pair is not None]
         assert all(pairs.count(pair) == 2 for pair in pairs)
     assert {one.kind for one in some} > {some[0].kind}
 
 
 def test_splits_share_no_scene_and_have_every_kind() -> None:
-    asked = {split: select_questions(split, 5) for split in SPLITS}
-    for questions in asked.values():
+    by_split = {split: select_questions(split, 5) for split in SPLITS}
+    for questions in by_split.values():
         assert {one.kind for one in questions} == set(KINDS)
-    images = [one.image.numpy().tobytes() for questions in asked.values() for one in questions]
+    images = [one.image.numpy().tobytes() for questions in by_split.values() for one in questions]
     assert len(set(images)) == 5 * len(SPLITS)

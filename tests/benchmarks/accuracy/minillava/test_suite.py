@@ -1,4 +1,4 @@
-"""The suite against a server that is server what to say: what is asked, recorded and believed."""
+"""The mini-LLaVA suite against a fake server: requests, records, resuming and validity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The score column: what counts as a wrong answer, and what as none."""
+"""The score column: wrong answers and failed requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.cost.efficiency.measure import measure_score
 from tests.benchmarks.load.samples import record
 
 
-class Saying(Client):
-    """Answers every question alike, but for every third, which fails in one way."""
+class FakeClient(Client):
+    """Gives every question the same answer; with ``failure``, every third request fails."""
 
     def __init__(self, text: str, failure: str | None = None) -> None:
         super().__init__("http://127.0.0.1:1")
@@ -26,11 +26,11 @@ class Saying(Client):
 
 
 def test_an_answer_without_text_is_wrong() -> None:
-    whole, _ = measure_score(Saying("yes"), 1)
-    silent, _ = measure_score(Saying("yes", EMPTY), 1)
+    whole, _ = measure_score(FakeClient("yes"), 1)
+    silent, _ = measure_score(FakeClient("yes", EMPTY), 1)
     assert 0 < silent < whole
 
 
 def test_a_failed_request_raises() -> None:
     with pytest.raises(BenchmarkError, match="status 500"):
-        measure_score(Saying("yes", "status 500: out of memory"), 1)
+        measure_score(FakeClient("yes", "status 500: out of memory"), 1)

@@ -25,23 +25,23 @@ DATA: dict[str, Any] = json.loads(PATH.read_text())
 
 
 def rounds_to(value: float, written: str) -> bool:
-    """Whether a figure is what is written, to the last digit that is written."""
+    """Whether a figure equals a printed one to its last digit."""
     unit = Decimal(1).scaleb(int(Decimal(written).as_tuple().exponent))
     return abs(Decimal(value) - Decimal(written)) <= unit / 2
 
 
 @pytest.mark.parametrize("row", DATA["costs"], ids=lambda r: f"{r['backbone']}-{r['tokens']}")
 def test_every_count_of_tokens_costs_what_the_table_says(row: dict[str, Any]) -> None:
-    found = estimate_cost(find_backbone(row["backbone"]), row["tokens"])
-    assert rounds_to(found.teraflops, row["teraflops"])
-    assert rounds_to(found.kv_mib, row["kv_mib"])
+    cost = estimate_cost(find_backbone(row["backbone"]), row["tokens"])
+    assert rounds_to(cost.teraflops, row["teraflops"])
+    assert rounds_to(cost.kv_mib, row["kv_mib"])
 
 
 @pytest.mark.parametrize("row", DATA["printed"], ids=lambda r: r["method"])
 def test_every_printed_row_follows_on_llava_next(row: dict[str, Any]) -> None:
-    found = estimate_cost(LLAVA_NEXT_7B, row["tokens"], full_layers=row.get("full_layers", 0))
-    assert rounds_to(found.teraflops, row["teraflops"])
-    assert rounds_to(found.kv_mib, row["kv_mib"])
+    cost = estimate_cost(LLAVA_NEXT_7B, row["tokens"], full_layers=row.get("full_layers", 0))
+    assert rounds_to(cost.teraflops, row["teraflops"])
+    assert rounds_to(cost.kv_mib, row["kv_mib"])
     if row["times_fewer"] is not None:
         # The published ratios are quotients of rounded figures.
         printed = float(DATA["printed"][0]["teraflops"]) / float(row["teraflops"])
@@ -54,14 +54,14 @@ def test_the_exact_ratio_is_9_921() -> None:
 
 
 def test_fastv_leaves_150_tokens_after_two_full_layers() -> None:
-    found = estimate_cost(LLAVA_NEXT_7B, 320, full_layers=2)
-    assert found.after == 150
-    assert rounds_to(found.teraflops, "4.4356") and found.kv_mib == 160.3125
+    cost = estimate_cost(LLAVA_NEXT_7B, 320, full_layers=2)
+    assert cost.after == 150
+    assert rounds_to(cost.teraflops, "4.4356") and cost.kv_mib == 160.3125
 
 
 @pytest.mark.parametrize("row", DATA["not_recoverable"], ids=lambda r: r["method"])
 def test_of_staged_methods_only_the_average_follows(row: dict[str, Any]) -> None:
-    """KV is linear in tokens, so it tells their average; stages and FLOPs it cannot tell."""
+    """KV is linear in tokens, so it determines their average, but neither stages nor FLOPs."""
     average = float(row["tokens_a_layer"])
     per_token = estimate_cost(LLAVA_NEXT_7B, 1).kv_mib
     assert rounds_to(average * per_token, row["kv_mib"])

@@ -1,4 +1,4 @@
-"""The efficiency table, from passes made by hand; shapes as their processors see them."""
+"""The efficiency table of hand-written passes; token counts of shapes by their processors."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _processed(folder: Path, side: int) -> list[int]:
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    found = processor(text=text, images=Image.new("RGB", (side, side)), return_tensors="pt")
-    ids: list[int] = found["input_ids"][0].tolist()
+    inputs = processor(text=text, images=Image.new("RGB", (side, side)), return_tensors="pt")
+    ids: list[int] = inputs["input_ids"][0].tolist()
     return ids
 
 

@@ -1,4 +1,4 @@
-"""Pictures, words and bodies: unique, repeatable, and in wire form."""
+"""Request bodies of the overhead measurements: pictures, unique questions, fields."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_texts_differ_in_their_first_two_words() -> None:
 
 
 def test_a_body_asks_for_exactly_that_many_tokens() -> None:
-    asked = json.loads(build_request("m", "why?", "data:x", tokens=3, budget=64))
+    body = json.loads(build_request("m", "why?", "data:x", tokens=3, budget=64))
 
-    assert asked["max_tokens"] == 3 and asked["ignore_eos"]
-    assert [part["type"] for part in asked["messages"][0]["content"]] == ["image_url", "text"]
-    assert asked["mm_processor_kwargs"] == {"autoprune": {"budget": 64}}
+    assert body["max_tokens"] == 3 and body["ignore_eos"]
+    assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "text"]
+    assert body["mm_processor_kwargs"] == {"autoprune": {"budget": 64}}
 
 
 def test_a_text_request_has_no_pruning_fields() -> None:

@@ -1,4 +1,4 @@
-"""The report: files, Markdown, and what each measurement claims of its figures."""
+"""Verdicts of the overhead measurements on hand-written figures."""
 
 from __future__ import annotations
 

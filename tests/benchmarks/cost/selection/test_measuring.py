@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[4]
 def test_every_second_round_is_reversed() -> None:
     order: list[str] = []
     works = {name: lambda name=name: order.append(name) for name in "abc"}
-    taken = measure_alternately(works, 3, warm_up=1)
+    times = measure_alternately(works, 3, warm_up=1)
     assert "".join(order) == "abc" + "abc" + "cba" + "abc"
-    assert all(len(taken[name]) == 3 and min(taken[name]) >= 0 for name in "abc")
+    assert all(len(times[name]) == 3 and min(times[name]) >= 0 for name in "abc")
 
 
 def test_peak_memory_counts_live_allocations() -> None:
@@ -61,8 +61,8 @@ def test_without_a_gpu_the_command_exits_with_one_line(capsys: pytest.CaptureFix
         assert gpu.find_missing_requirement() is None
         return
     assert main(["selection", "gpu"]) == NO_GPU
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and "CUDA" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "CUDA" in captured.err
 
 
 def test_the_gpu_s_run_imports_torch_and_triton_but_no_engine_and_no_pydantic() -> None:

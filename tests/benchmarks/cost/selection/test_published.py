@@ -1,4 +1,4 @@
-"""The baseline does what the published code does: golden cases of CDPruner, and ours beside it."""
+"""The baseline reproduces golden cases of CDPruner, and our selection equals the baseline."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_our_selection_equals_the_baseline(size: Size) -> None:
     count = size.kept // size.tiles
     theirs = published.select(images.features, images.patches, images.text, size.tiles, count)
     offset = torch.arange(size.tiles).repeat(size.batch)[:, None] * size.per_tile
-    found = ours.select(ours.build_policy(size.kept, exchange=False), size, images)
-    wanted = (theirs + offset).reshape(size.batch, -1)
-    assert found.sort(dim=1).values.tolist() == wanted.tolist()
+    picks = ours.select(ours.build_policy(size.kept, exchange=False), size, images)
+    expected = (theirs + offset).reshape(size.batch, -1)
+    assert picks.sort(dim=1).values.tolist() == expected.tolist()
 
 
 def test_drawn_images_have_the_requested_size() -> None:

@@ -1,4 +1,4 @@
-"""What each measurement claims of its figures."""
+"""Verdicts of the selection measurements on hand-written times."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ def test_all_documented_sizes_are_measured() -> None:
 
 @pytest.mark.parametrize(("selection", "verdict"), [(0.02, "holds"), (0.2, "does not hold")])
 def test_a_prefill_is_32_layers(selection: float, verdict: str) -> None:
-    found = {LLAVA[1]: {"selection": [selection] * 9, "layer": [0.1] * 9}}
-    section = share.build_section("bfloat16", found)
+    times_by_size = {LLAVA[1]: {"selection": [selection] * 9, "layer": [0.1] * 9}}
+    section = share.build_section("bfloat16", times_by_size)
     assert verdicts(section) == [verdict]
     assert section.tables[0].rows[0][-1] == "3.20"
 
 
 @pytest.mark.parametrize(("full", "verdict"), [(1.09, "holds"), (1.11, "does not hold")])
 def test_refinement_is_the_added_time(full: float, verdict: str) -> None:
-    found = {LLAVA[1]: {refinement.FULL: [full] * 9, refinement.BASE: [1.0] * 9}}
-    section = refinement.build_section(found, {"pools": [0.001] * 9})
+    times_by_size = {LLAVA[1]: {refinement.FULL: [full] * 9, refinement.BASE: [1.0] * 9}}
+    section = refinement.build_section(times_by_size, {"pools": [0.001] * 9})
     assert verdicts(section) == [verdict]
     assert section.tables[1].rows == [("pools", "1.0 (1.0–1.0)")]
 
 
 @pytest.mark.parametrize(("together", "verdict"), [(3.9, "holds"), (4.1, "does not hold")])
 def test_a_batch_must_be_faster_than_single_images(together: float, verdict: str) -> None:
-    found = {Size(64, 1, 4, 8): {"together": [together] * 9, "one by one": [4.0] * 9}}
-    assert verdicts(speed.build_batch_section(found)) == [verdict]
+    times_by_size = {Size(64, 1, 4, 8): {"together": [together] * 9, "one by one": [4.0] * 9}}
+    assert verdicts(speed.build_batch_section(times_by_size)) == [verdict]
 
 
 @pytest.mark.parametrize(("matrices", "verdict"), [(1.0, "holds"), (2.0, "does not hold")])
 def test_memory_is_counted_in_matrices(matrices: float, verdict: str) -> None:
     of = Size(576, 5, 1, 320)
     empty = memory.Peak(0, 0, of)
-    held = int(matrices * empty.matrix) + max(empty.rows, empty.factors)
-    peak = memory.Peak(held, 2 * held, of)
+    peak_bytes = int(matrices * empty.matrix) + max(empty.rows, empty.factors)
+    peak = memory.Peak(peak_bytes, 2 * peak_bytes, of)
     assert peak.matrices == pytest.approx(matrices)
     assert verdicts(memory.build_section([peak])) == [verdict]

@@ -21,7 +21,7 @@ TOKENS, BUDGET, TEXT, KV_BYTES = 144, 8, 20, 3072
 
 @dataclass(frozen=True)
 class Faults:
-    """Every how many requests one is answered by 500, cut off, not counted, or falls back."""
+    """Every n-th request is answered by 500, dropped, not counted, or falls back; 0: none."""
 
     failed: int = 0
     broken: int = 0

@@ -14,20 +14,20 @@ from benchmarks.server import resident_by_process
 MIB = 1 << 20
 
 
-def samples(held: Callable[[int], int], process: str = "7 worker", looks: int = 100) -> Samples:
-    seen = Samples()
-    for i in range(looks):
-        seen.add(float(i), {process: held(i)})
-    return seen
+def samples(resident: Callable[[int], int], process: str = "7 worker", count: int = 100) -> Samples:
+    recorded = Samples()
+    for i in range(count):
+        recorded.add(float(i), {process: resident(i)})
+    return recorded
 
 
-def judged(seen: Samples, process: str = "7 worker") -> Flatness:
-    (found,) = (one for one in seen.judge() if one.process == process)
-    return found
+def judged(recorded: Samples, process: str = "7 worker") -> Flatness:
+    (verdict,) = (one for one in recorded.judge() if one.process == process)
+    return verdict
 
 
 @pytest.mark.parametrize(
-    ("held", "flat"),
+    ("resident", "flat"),
     [
         (lambda i: 1000 * MIB, True),
         (lambda i: (1000 if i >= 20 else 200) * MIB, True),  # warm-up
@@ -51,35 +51,37 @@ def judged(seen: Samples, process: str = "7 worker") -> Flatness:
         "more than the slack",
     ],
 )
-def test_growth_beyond_the_tolerance_is_not_flat(held: Callable[[int], int], flat: bool) -> None:
-    seen = samples(held)
-    assert judged(seen).flat is judged(seen, "all").flat is flat
+def test_growth_beyond_the_tolerance_is_not_flat(
+    resident: Callable[[int], int], flat: bool
+) -> None:
+    recorded = samples(resident)
+    assert judged(recorded).flat is judged(recorded, "all").flat is flat
 
 
 def test_a_process_that_starts_or_ends_is_not_flat() -> None:
-    seen = samples(lambda i: MIB)
-    for look in seen.resident[70:]:
-        assert isinstance(look, dict)
-        look.clear()
-        look["8 worker"] = MIB
-    assert not judged(seen).flat
-    assert not judged(seen, "8 worker").flat
-    assert judged(seen).why == "it did not exist all the time"
+    recorded = samples(lambda i: MIB)
+    for sample in recorded.resident[70:]:
+        assert isinstance(sample, dict)
+        sample.clear()
+        sample["8 worker"] = MIB
+    assert not judged(recorded).flat
+    assert not judged(recorded, "8 worker").flat
+    assert judged(recorded).why == "it did not exist all the time"
 
 
 def test_processes_that_end_in_the_warm_up_are_ignored() -> None:
-    seen = samples(lambda i: MIB)
-    for look in seen.resident[:10]:
-        assert isinstance(look, dict)
-        look["6 starter"] = MIB
-    assert {one.process for one in seen.judge()} == {"7 worker", "all"}
-    assert all(one.flat for one in seen.judge())
+    recorded = samples(lambda i: MIB)
+    for sample in recorded.resident[:10]:
+        assert isinstance(sample, dict)
+        sample["6 starter"] = MIB
+    assert {one.process for one in recorded.judge()} == {"7 worker", "all"}
+    assert all(one.flat for one in recorded.judge())
 
 
-@pytest.mark.parametrize("looks", [0, 1, 4])
-def test_too_few_samples_are_not_flat(looks: int) -> None:
-    (told,) = samples(lambda i: MIB, looks=looks).judge()
-    assert not told.flat and "too few" in told.why
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_too_few_samples_are_not_flat(count: int) -> None:
+    (verdict,) = samples(lambda i: MIB, count=count).judge()
+    assert not verdict.flat and "too few" in verdict.why
 
 
 def test_memory_of_a_process_and_its_children_is_sampled() -> None:
@@ -88,13 +90,15 @@ def test_memory_of_a_process_and_its_children_is_sampled() -> None:
     assert child.stdout is not None
     with child.stdout:
         child.stdout.readline()
-        with watch_memory(os.getpid(), 0.01) as looked:
+        with watch_memory(os.getpid(), 0.01) as recorded:
             deadline = time.monotonic() + 60
-            while len(looked.resident) < 3 and time.monotonic() < deadline:
+            while len(recorded.resident) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
         child.kill()
         child.wait()
-    (held,) = (n for name, n in looked.resident[-1].items() if name.startswith(f"{child.pid} "))
-    assert held > 50_000_000
-    assert looked.seconds == sorted(set(looked.seconds)) and len(looked.seconds) >= 3
+    (resident,) = (
+        n for name, n in recorded.resident[-1].items() if name.startswith(f"{child.pid} ")
+    )
+    assert resident > 50_000_000
+    assert recorded.seconds == sorted(set(recorded.seconds)) and len(recorded.seconds) >= 3
     assert any(name.startswith(f"{os.getpid()} ") for name in resident_by_process(os.getpid()))

@@ -1,4 +1,4 @@
-"""A soak of a server without a model: what both count is equal, and every fault is seen."""
+"""A soak of a fake server: equal counts on both sides, and every fault detected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_client_and_server_counts_are_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "said"),
+    ("faults", "message"),
     [
         (Faults(failed=3), "requests failed"),
         (Faults(broken=3), "requests failed"),
@@ -71,10 +71,10 @@ def test_client_and_server_counts_are_equal() -> None:
     ],
     ids=["failed", "broken", "forgotten", "fallen"],
 )
-def test_every_fault_is_a_problem(faults: Faults, said: str) -> None:
+def test_every_fault_is_a_problem(faults: Faults, message: str) -> None:
     with serve_planned(faults) as url:
         verdict = soaked(url, 2.5 if faults.broken else 1.5)
-    assert any(said in wrong for wrong in verdict.problems)
+    assert any(message in problem for problem in verdict.problems)
     assert "The soak is not passed." in verdict.format()
     assert json.loads(json.dumps(verdict.to_json()))["holds"] is False
 
@@ -116,8 +116,8 @@ def test_counts_of_the_server_alone_are_compared_with_zero() -> None:
 
 
 def test_counters_are_summed_over_engines() -> None:
-    said = "".join(f'vllm:prompt_tokens_total{{engine="{i}"}} 3.0\n' for i in range(2))
-    assert read_counters(said + "vllm:other_total 5.0\n") == {"vllm:prompt_tokens_total": 6.0}
+    exposition = "".join(f'vllm:prompt_tokens_total{{engine="{i}"}} 3.0\n' for i in range(2))
+    assert read_counters(exposition + "vllm:other_total 5.0\n") == {"vllm:prompt_tokens_total": 6.0}
 
 
 def test_the_command_writes_json_and_exits_with_the_verdict(

@@ -47,20 +47,20 @@ def test_numbers_are_one_token_a_digit(words: Tokenizer) -> None:
 
 def test_only_answers_and_their_ends_are_labelled(batch: LanguageBatch, words: Tokenizer) -> None:
     end = token_id(words, END)
-    asked = batch.labels[0] >= 0
+    labelled = batch.labels[0] >= 0
 
     assert int((batch.labels[0] == end).sum()) == BLOCKS
-    labelled = words.decode(batch.labels[0][asked].tolist(), skip_special_tokens=False)
-    answers = [text.strip() for text in labelled.split(END) if text.strip()]
+    text = words.decode(batch.labels[0][labelled].tolist(), skip_special_tokens=False)
+    answers = [answer.strip() for answer in text.split(END) if answer.strip()]
     assert len(answers) == BLOCKS
     assert not any("ASSISTANT" in text or "?" in text for text in answers)
-    assert (batch.kinds[0][asked] >= 0).sum() == asked.sum() - BLOCKS
+    assert (batch.kinds[0][labelled] >= 0).sum() == labelled.sum() - BLOCKS
 
 
 def test_labels_are_the_tokens_that_follow(batch: LanguageBatch) -> None:
-    asked = (batch.labels[0] >= 0).nonzero()[:, 0]
+    labelled = (batch.labels[0] >= 0).nonzero()[:, 0]
 
-    assert torch.equal(batch.labels[0][asked], batch.texts[0][asked + 1])
+    assert torch.equal(batch.labels[0][labelled], batch.texts[0][labelled + 1])
 
 
 def test_every_question_starts_right_after_the_image(batch: LanguageBatch) -> None:
@@ -101,13 +101,13 @@ def test_only_the_phrase_is_between_image_and_answer(words: Tokenizer) -> None:
 
 
 def test_dropping_tokens_keeps_the_evidence_of_a_question_whole() -> None:
-    asked = [
+    questions = [
         Question("digit", "", "1", (3, 4, 5)),
         Question("count", "", "2", tuple(range(40, 52))),
         Question("existence", "", "no", ()),
         Question("digit", "", "7", (4, 90)),
     ]
-    kept, answerable = drop_tokens(random.Random(0), asked, 8, CANVAS.patches)
+    kept, answerable = drop_tokens(random.Random(0), questions, 8, CANVAS.patches)
 
     assert kept == sorted(set(kept)) and len(kept) == 8
     assert {3, 4, 5, 90} <= set(kept)

@@ -123,23 +123,23 @@ def test_training_never_uses_an_unseen_wording(scenes: tuple[Scene, ...]) -> Non
         return re.compile(text.format(**slots))
 
     unseen = [pattern(text) for kind in KINDS for text in UNSEEN[kind]]
-    asked = [
+    questions = [
         question.text
         for number, scene in enumerate(scenes)
         for question in training_questions(random.Random(number), scene, CANVAS, 20)
     ]
 
-    assert not [text for text in asked if any(one.fullmatch(text) for one in unseen)]
+    assert not [text for text in questions if any(one.fullmatch(text) for one in unseen)]
 
 
 def test_training_asks_every_kind_of_question(scenes: tuple[Scene, ...]) -> None:
-    asked = Counter(
+    questions = Counter(
         question.kind
         for number, scene in enumerate(scenes)
         for question in training_questions(random.Random(number), scene, CANVAS, 20)
     )
 
-    assert set(asked) == set(KINDS)
+    assert set(questions) == set(KINDS)
 
 
 def test_pointing_phrases_are_short_and_name_one_part(scenes: tuple[Scene, ...]) -> None:
