@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.common import BenchmarkError
+
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
 
@@ -103,6 +105,27 @@ def command(model: str | Path, port: int, flags: Sequence[str] = ()) -> list[str
     """The command line of a small local server, run by this interpreter's vLLM."""
     vllm = str(Path(sys.executable).with_name("vllm"))
     return [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+
+
+def run_engine(module: str, *arguments: str | Path, log: Path) -> str:
+    """Run ``python -m MODULE ARGUMENTS``, which starts an engine in that process; its last line.
+
+    Raises :class:`BenchmarkError` where it fails.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=out,
+            # The engine must not run in a child, because its objects are inspected.
+            env={**CPU_ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            text=True,
+            check=False,
+        )
+    if process.returncode:
+        raise BenchmarkError(f"the engine ended with {process.returncode}; see {log}")
+    return process.stdout.splitlines()[-1]
 
 
 @contextlib.contextmanager

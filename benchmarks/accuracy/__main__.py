@@ -7,7 +7,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+from benchmarks.common.report import Table
 from vllm_autoprune.evaluation.published import Audit, audit, read_published
 
 COLUMNS = (
@@ -31,14 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def as_markdown(rows: Sequence[Audit]) -> Iterator[str]:
     """One table for each published one, and a summary."""
-    table = None
-    for row in rows:
-        if row.table is not table:
-            table = row.table
-            yield f"\n{table.table}, {table.backbone}\n"
-            yield f"| {' | '.join(COLUMNS)} |"
-            yield "|" + " --- |" * len(COLUMNS)
-        yield f"| {' | '.join(_cells(row))} |"
+    for table, own in groupby(rows, key=lambda row: row.table):
+        yield f"\n{table.table}, {table.backbone}\n"
+        yield Table("", COLUMNS, [_cells(row) for row in own]).markdown()
     counts = Counter(row.follows for row in rows)
     reproduced = sum(row.acc_reproduces for row in rows)
     kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.most_common())

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.common import StrictModel
 from benchmarks.common.pictures import draw_picture
 from benchmarks.common.report import Table
 from benchmarks.common.shapes import write_llava_next
+from benchmarks.server import run_engine
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -212,24 +211,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_engine(settings: EngineSettings, folder: Path) -> EngineCounts:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.json").write_text(settings.model_dump_json())
-    with (folder / "log").open("w") as log:
-        process = subprocess.run(
-            [sys.executable, "-m", "benchmarks.cost.capacity", str(folder / "settings.json")],
-            env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            check=False,
-        )
-    if process.returncode:
-        raise BenchmarkError(f"the engine ended with {process.returncode}; see {folder}/log")
-    return EngineCounts.model_validate_json(process.stdout.strip().splitlines()[-1])
+    path = folder / "settings.json"
+    path.write_text(settings.model_dump_json())
+    line = run_engine("benchmarks.cost.capacity", path, log=folder / "log")
+    return EngineCounts.model_validate_json(line)
 
 
 def main() -> None:
     """Read the settings of one engine and print its counts as JSON, in the last line."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is inspected
     settings = EngineSettings.model_validate_json(Path(sys.argv[1]).read_text())
     print(count_in_engine(settings).model_dump_json())
 

@@ -58,10 +58,11 @@ def _prepare(chosen: argparse.Namespace) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
+    from benchmarks.load.options import build_options
     from benchmarks.load.result import format_result
     from benchmarks.load.run import run
 
-    result = run(arguments.parse_run(chosen), chosen.workers)
+    result = run(build_options(chosen, chosen.url, chosen.users), chosen.workers)
     print("\n".join(format_result(result)))
     return 0 if result.verdict.valid else 1
 

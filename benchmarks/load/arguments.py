@@ -10,15 +10,14 @@ from benchmarks.common.shapes import TOWER_LAYERS, WIDTH, write_llava
 from benchmarks.load import options
 from benchmarks.load.arms import Arm, build_arms, parse_attached
 from benchmarks.load.crosscheck import CrossCheck
-from benchmarks.load.options import Options
 from benchmarks.load.paired import Plan
-from benchmarks.load.schedule import Load
 from benchmarks.load.workload import CACHES, Workload, format_mix, parse_mix
 from benchmarks.minillava.split import CLIP, LLAVA
 
 DEFAULT = Workload(model="")
 SERVED_NAME = "served"
 SHAPE = "shape"
+WORKERS_HELP = "locust workers on this machine"
 SMALL_SERVER = "--max-model-len 2048 --block-size 32 --enforce-eager --dtype bfloat16"
 
 
@@ -32,13 +31,9 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Options of ``run``."""
     parser.add_argument("--url", required=True, help="server, such as http://127.0.0.1:8000")
-    parser.add_argument("--workload", required=True, help="folder made by prepare")
-    parser.add_argument("--rate", type=float, help="requests/s of an open loop")
     parser.add_argument("--users", type=int, help="users of a closed loop")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: burstier")
-    parser.add_argument("--first", type=int, help="send the first N requests only")
-    parser.add_argument("--out", default="out/load/run", help="folder of run.json, records.jsonl")
-    _add_sending(parser)
+    parser.add_argument("--workers", type=int, default=0, help=WORKERS_HELP)
+    options.add_options(parser, need_workload=True)
 
 
 def add_paired(parser: argparse.ArgumentParser) -> None:
@@ -106,39 +101,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 def parse_workload(given: argparse.Namespace) -> Workload:
     """The workload."""
-    return Workload(
-        model=given.model,
-        requests=given.requests,
-        warm_up=given.warm_up,
-        output_tokens=given.output_tokens,
-        cache=given.cache,
-        pool=given.pool,
-        zipf=given.zipf,
-        sides=parse_mix(given.sides, int),
-        aspects=parse_mix(given.aspects, str),
-        images=parse_mix(given.images, int),
-        formats=parse_mix(given.formats, str),
-        words=parse_mix(given.words, int),
-        vocabulary=given.vocabulary,
-        dialect=given.dialect,
-        seed=given.seed,
-    )
-
-
-def parse_run(given: argparse.Namespace) -> Options:
-    """The settings of one run."""
-    load = Load(rate=given.rate, users=given.users, burstiness=given.burstiness)
-    return Options(
-        url=given.url,
-        workload=Path(given.workload),
-        out=Path(given.out),
-        label=load.label,
-        load=load,
-        slo=options.parse_slo(given),
-        patience=given.patience,
-        most=given.most,
-        first=given.first,
-    )
+    return Workload.model_validate({name: vars(given)[name] for name in Workload.model_fields})
 
 
 def parse_plan(given: argparse.Namespace) -> Plan:
@@ -167,16 +130,7 @@ def parse_plan(given: argparse.Namespace) -> Plan:
 
 def parse_cross_check(given: argparse.Namespace) -> CrossCheck:
     """A cross-check."""
-    return CrossCheck(
-        url=given.url,
-        mock=given.mock,
-        model=given.model,
-        requests=given.requests,
-        users=given.users,
-        rounds=given.rounds,
-        tolerance=given.tolerance,
-        out=Path(given.out),
-    )
+    return CrossCheck.model_validate({name: vars(given)[name] for name in CrossCheck.model_fields})
 
 
 def _arms(given: argparse.Namespace) -> tuple[Arm, ...]:
@@ -222,21 +176,30 @@ def _add_workload(parser: argparse.ArgumentParser, requests: int) -> None:
         help="different images (requests), where they are repeated",
     )
     add("--zipf", type=float, default=DEFAULT.zipf, help="exponent of Zipf's law of repetitions")
-    for name, mix in (
-        ("sides", format_mix(DEFAULT.sides)),
-        ("aspects", format_mix(DEFAULT.aspects)),
-        ("images", format_mix(DEFAULT.images)),
-        ("formats", format_mix(DEFAULT.formats)),
-        ("words", format_mix(DEFAULT.words)),
+    for name, mix, convert in (
+        ("sides", DEFAULT.sides, _whole_mix),
+        ("aspects", DEFAULT.aspects, _text_mix),
+        ("images", DEFAULT.images, _whole_mix),
+        ("formats", DEFAULT.formats, _text_mix),
+        ("words", DEFAULT.words, _whole_mix),
     ):
-        add(f"--{name}", default=mix, help=f"VALUE=WEIGHT,...; default {mix}")
+        text = format_mix(mix)
+        add(f"--{name}", type=convert, default=mix, help=f"VALUE=WEIGHT,...; default {text}")
     add("--vocabulary", choices=("english", "numbered"), default=DEFAULT.vocabulary)
     add("--dialect", choices=("vllm", "openai"), default=DEFAULT.dialect)
     add("--seed", type=int, default=DEFAULT.seed, help="seed of requests and schedule")
 
 
+def _whole_mix(text: str) -> tuple[tuple[int, float], ...]:
+    return parse_mix(text, int)
+
+
+def _text_mix(text: str) -> tuple[tuple[str, float], ...]:
+    return parse_mix(text, str)
+
+
 def _add_sending(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sending")
-    group.add_argument("--workers", type=int, default=0, help="locust workers on this machine")
+    group.add_argument("--workers", type=int, default=0, help=WORKERS_HELP)
     options.add_limits(group)
     options.add_slo(group)

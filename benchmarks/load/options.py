@@ -26,11 +26,14 @@ class Options(StrictModel):
     """How many of the workload's requests are sent; None: all."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, *, need_workload: bool = False) -> None:
     """Add the options of a run to a parser."""
     group = parser.add_argument_group("load test of a vision-language model")
     group.add_argument(
-        "--workload", default="", help="folder made by python -m benchmarks.load prepare"
+        "--workload",
+        default="",
+        required=need_workload,
+        help="folder made by python -m benchmarks.load prepare",
     )
     group.add_argument("--out", default="out/load/run", help="folder of run.json, records.jsonl")
     group.add_argument("--label", default="", help="name of this run")
@@ -86,15 +89,19 @@ def parse_options(parsed: argparse.Namespace) -> Options:
     ]
     if missing:
         raise BenchmarkError("; ".join(missing))
-    rate = parsed.rate or None
+    return build_options(parsed, parsed.host, None if parsed.rate else parsed.num_users or 1)
+
+
+def build_options(parsed: argparse.Namespace, url: str, users: int | None) -> Options:
+    """The options of a run against the server at ``url``; ``users``: of a closed loop."""
     load = Load(
-        rate=rate,
+        rate=parsed.rate or None,
         burstiness=parsed.burstiness,
-        users=None if rate else parsed.num_users or 1,
+        users=users,
         seed=parsed.schedule_seed,
     )
     return Options(
-        url=parsed.host,
+        url=url,
         workload=Path(parsed.workload),
         out=Path(parsed.out),
         label=parsed.label or load.label,

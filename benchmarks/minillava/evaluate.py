@@ -10,12 +10,13 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.common.report import Table
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.selections import (
     ORACLE,
@@ -24,8 +25,7 @@ from benchmarks.minillava.selections import (
     keep_all,
     selections,
 )
-from benchmarks.minillava.split import CHECKPOINT, Example, held_out
-from benchmarks.minillava.wordings import CATEGORIES, KINDS
+from benchmarks.minillava.split import CHECKPOINT, Example, aggregate, held_out
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 
 BUDGETS = (64, 32, 16, 8)
@@ -83,18 +83,6 @@ def evaluate(
     return results, hits
 
 
-def accuracy_by_category(examples: Sequence[Example], result: Result) -> dict[str, float]:
-    """Accuracy of each category that occurs."""
-    groups = {name: [one.kind in kinds for one in examples] for name, kinds in CATEGORIES.items()}
-    return _group_accuracies(result, groups)
-
-
-def accuracy_by_kind(examples: Sequence[Example], result: Result) -> dict[str, float]:
-    """Accuracy of each kind that occurs."""
-    groups = {kind: [one.kind == kind for one in examples] for kind in KINDS}
-    return _group_accuracies(result, groups)
-
-
 def accuracy_by_novelty(examples: Sequence[Example], result: Result) -> dict[str, float]:
     """Accuracy on wordings and arrangements of training, and on unseen ones."""
     groups = {
@@ -102,26 +90,11 @@ def accuracy_by_novelty(examples: Sequence[Example], result: Result) -> dict[str
         "unseen wording": [one.unseen_wording for one in examples],
         "unseen layout": [one.unseen_style for one in examples],
     }
-    return _group_accuracies(result, groups)
-
-
-def _group_accuracies(result: Result, groups: dict[str, list[bool]]) -> dict[str, float]:
-    """Accuracy of each group of questions that is not empty."""
-    accuracies: dict[str, float] = {}
-    for name, members in groups.items():
-        right = [ok for ok, member in zip(result.right, members, strict=True) if member]
-        if right:
-            accuracies[name] = sum(right) / len(right)
-    return accuracies
-
-
-def accuracy_plus(examples: Sequence[Example], result: Result) -> float:
-    """Share of yes/no pairs with both answers right, 0 without pairs."""
-    pairs: dict[int, list[bool]] = {}
-    for example, right in zip(examples, result.right, strict=True):
-        if example.pair is not None:
-            pairs.setdefault(example.pair, []).append(right)
-    return sum(map(all, pairs.values())) / len(pairs) if pairs else 0.0
+    return {
+        name: sum(right) / len(right)
+        for name, members in groups.items()
+        if (right := list(compress(result.right, members)))
+    }
 
 
 @dataclass(frozen=True)
@@ -165,21 +138,22 @@ def build_report(
     names = sorted({name for name, _ in labels} - {RANDOM, ORACLE})
     budgets = sorted({int(budget) for _, budget in labels})
     full = next(label for label in results if label.startswith(FULL))
+    scores = {label: aggregate(examples, result.right) for label, result in results.items()}
     return {
         "questions": len(examples),
         "scenes": len(set(scenes)),
         "relevance peaks inside the evidence": sum(hits) / len(hits),
         "full tokens": {
-            "category": accuracy_by_category(examples, results[full]),
-            "kind": accuracy_by_kind(examples, results[full]),
+            "category": scores[full].by_category,
+            "kind": scores[full].by_kind,
             "novelty": accuracy_by_novelty(examples, results[full]),
         },
         "cases": {
             label: {
                 "accuracy": asdict(estimate(bootstrap.mean([float(ok) for ok in result.right]))),
-                "accuracy+": accuracy_plus(examples, result),
+                "accuracy+": scores[label].accuracy_plus,
                 "log-probability": asdict(estimate(bootstrap.mean(result.logprob))),
-                "by category": accuracy_by_category(examples, result),
+                "by category": scores[label].by_category,
             }
             for label, result in results.items()
         },
@@ -197,20 +171,20 @@ def format_report(report: dict[str, object]) -> str:
     """The report as Markdown."""
     cases, full = report["cases"], report["full tokens"]
     assert isinstance(cases, dict) and isinstance(full, dict)
-    lines = [f"{report['questions']} questions on {report['scenes']} scenes", ""]
-    lines += ["| full tokens | % |", "|---|--:|"]
-    for accuracies in full.values():
-        lines += [f"| {name} | {_percent(share)} |" for name, share in accuracies.items()]
-    lines += [
-        "",
-        "| kept | accuracy % (95 %) | accuracy+ % | log-probability |",
-        "|---|--:|--:|--:|",
-    ]
+    shares = [(name, _percent(share)) for part in full.values() for name, share in part.items()]
+    rows = []
     for label, case in cases.items():
         value, low, high = (_percent(case["accuracy"][part]) for part in ("value", "low", "high"))
-        plus, logprob = _percent(case["accuracy+"]), case["log-probability"]["value"]
-        lines.append(f"| {label} | {value} ({low} to {high}) | {plus} | {logprob:.3f} |")
-    return "\n".join(lines)
+        logprob = f"{case['log-probability']['value']:.3f}"
+        rows.append((label, f"{value} ({low} to {high})", _percent(case["accuracy+"]), logprob))
+    columns = ("kept", "accuracy % (95 %)", "accuracy+ %", "log-probability")
+    return "\n\n".join(
+        [
+            f"{report['questions']} questions on {report['scenes']} scenes",
+            Table("", ("full tokens", "%"), shares, "-r").markdown(),
+            Table("", columns, rows, "-rrr").markdown(),
+        ]
+    )
 
 
 def main() -> None:

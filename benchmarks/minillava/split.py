@@ -147,10 +147,15 @@ def scores(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
     """Score one answer per example; kinds and categories without questions are left out."""
     if len(examples) != len(answers):
         raise ValueError(f"{len(examples)} examples but {len(answers)} answers")
+    pairs = zip(examples, answers, strict=True)
+    return aggregate(examples, [is_right(answer, one.answer) for one, answer in pairs])
+
+
+def aggregate(examples: Sequence[Example], rights: Sequence[bool]) -> Scores:
+    """Scores of questions of which it is known whether they were answered right."""
     kinds: dict[str, list[bool]] = {}
     pairs: dict[int, list[bool]] = {}
-    for example, answer in zip(examples, answers, strict=True):
-        right = is_right(answer, example.answer)
+    for example, right in zip(examples, rights, strict=True):
         kinds.setdefault(example.kind, []).append(right)
         if example.pair is not None:
             pairs.setdefault(example.pair, []).append(right)

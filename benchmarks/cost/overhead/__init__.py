@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.common.report import Section, markdown, write_section
@@ -13,6 +13,7 @@ from benchmarks.cost.overhead.settings import Settings
 from benchmarks.minillava.split import CLIP, LLAVA
 
 LAYERS = 16
+MEASUREMENTS = ("ttft", "inert", "memory", "second-question")
 TITLE = "What pruning itself costs"
 
 
@@ -38,49 +39,14 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(
         options.model, options.text_tower, options.layers, options.quick, options.out
     )
-    sections = []
+    sections: list[Section] = []
     for name in MEASUREMENTS if options.what == "all" else (options.what,):
-        sections.append(MEASUREMENTS[name](settings))
-        write_section(sections[-1], options.out, tuple(MEASUREMENTS), TITLE)
+        # Imported here, because these modules import vLLM.
+        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+        sections.append(module.measure(settings))
+        write_section(sections[-1], options.out, MEASUREMENTS, TITLE)
     if options.json:
         print(json.dumps([dataclasses.asdict(section) for section in sections], indent=1))
     else:
         print(markdown(sections, TITLE))
     return 0
-
-
-def _measure_ttft(settings: Settings) -> Section:
-    from benchmarks.common.shapes import write_clip, write_llava
-    from benchmarks.cost.overhead import ttft, ttft_parts
-
-    llava = write_llava(settings.out / f"llava-{settings.layers}-layers", settings.layers)
-    clip = write_clip(settings.out / "clip")
-    runs = [ttft.measure(settings, llava, tower) for tower in (clip, None)]
-    parts = ttft_parts.measure_parts(llava, clip, settings.quick)
-    return ttft.build_section(settings.layers, runs, parts)
-
-
-def _measure_inert(settings: Settings) -> Section:
-    from benchmarks.cost.overhead import inert
-
-    return inert.measure(settings)
-
-
-def _measure_memory(settings: Settings) -> Section:
-    from benchmarks.cost.overhead import memory
-
-    return memory.measure(settings)
-
-
-def _measure_second_question(settings: Settings) -> Section:
-    from benchmarks.cost.overhead import second_question
-
-    return second_question.measure(settings)
-
-
-MEASUREMENTS: Mapping[str, Callable[[Settings], Section]] = {
-    "ttft": _measure_ttft,
-    "inert": _measure_inert,
-    "memory": _measure_memory,
-    "second-question": _measure_second_question,
-}

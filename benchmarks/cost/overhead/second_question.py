@@ -7,8 +7,6 @@ process is ``python -m benchmarks.cost.overhead.second_question MODEL TOWER``.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +14,7 @@ from benchmarks.common.pictures import draw_picture
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section
 from benchmarks.cost.overhead.settings import Settings
-from benchmarks.server import CPU_ENVIRONMENT
+from benchmarks.server import run_engine
 from vllm_autoprune.statistics import verdict_of
 
 IMAGES, QUESTIONS, MORE = 4, 5, 60
@@ -27,18 +25,13 @@ SIDE = 168
 def measure(settings: Settings) -> Section:
     """Start the process and read its counts."""
     log_progress("second question: start an engine")
-    command = [sys.executable, "-m", "benchmarks.cost.overhead.second_question"]
-    with settings.log("second-question").open("w") as log:
-        done = subprocess.run(
-            [*command, str(settings.model), str(settings.text_tower)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **CPU_ENVIRONMENT},
-            text=True,
-            check=True,
-            timeout=300,
-        )
-    return build_section(json.loads(done.stdout.splitlines()[-1]))
+    line = run_engine(
+        "benchmarks.cost.overhead.second_question",
+        settings.model,
+        settings.text_tower,
+        log=settings.log("second-question"),
+    )
+    return build_section(json.loads(line))
 
 
 def build_section(counted: Mapping[str, int]) -> Section:
@@ -109,8 +102,6 @@ def count_vision_runs(model: str, tower: str) -> Mapping[str, int]:
 def main(arguments: Sequence[str]) -> None:
     """Print the counts of one engine as JSON, in the last line."""
     model, tower = arguments
-    # The engine's objects are inspected, so it must run in this process.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     print(json.dumps(count_vision_runs(model, tower)))
 
 

@@ -27,6 +27,7 @@ from benchmarks.common.report import (
     format_spread,
 )
 from benchmarks.common.request_record import Record
+from benchmarks.common.shapes import write_clip, write_llava
 from benchmarks.cost.overhead.settings import STATE, Settings, build_request, draw_words, image_url
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import (
@@ -144,7 +145,17 @@ class BodyWriter:
         return build_request(self._model, draw_words(QUESTION, question), url, budget=budget)
 
 
-def measure(settings: Settings, llava: Path, tower: Path | None) -> Run:
+def measure(settings: Settings) -> Section:
+    """Servers with and without a text tower, and the parts of a request outside a server."""
+    from benchmarks.cost.overhead.ttft_parts import measure_parts
+
+    llava = write_llava(settings.out / f"llava-{settings.layers}-layers", settings.layers)
+    clip = write_clip(settings.out / "clip")
+    runs = [measure_server(settings, llava, tower) for tower in (clip, None)]
+    return build_section(settings.layers, runs, measure_parts(llava, clip, settings.quick))
+
+
+def measure_server(settings: Settings, llava: Path, tower: Path | None) -> Run:
     """Serve the shape pruned and send all kinds of requests, interleaved."""
     name = "without text tower" if tower is None else "with text tower"
     flags = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import BenchmarkError
 from benchmarks.common.shapes import write_llava_next
 from benchmarks.cost.capacity import (
     OUTPUT_TOKENS,
@@ -14,6 +15,7 @@ from benchmarks.cost.capacity import (
     markdown,
     predicted_blocks,
 )
+from benchmarks.server import run_engine
 
 STOCK = EngineCounts(
     prompt_tokens=2933, blocks_each=92, at_once=10, blocks_at_most=920, preempted=0, answered=120
@@ -54,3 +56,9 @@ def test_a_tiled_shape_may_be_narrow(tmp_path: Path) -> None:
     assert (config.text_config.hidden_size, config.text_config.num_attention_heads) == (128, 1)
     assert config.vision_config.num_hidden_layers == 2
     assert [672, 672] in [list(pair) for pair in config.image_grid_pinpoints]
+
+
+def test_a_failed_engine_is_reported_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match=r"the engine ended with 1; see .*log"):
+        run_engine("benchmarks.absent", log=tmp_path / "log")
+    assert "No module named" in (tmp_path / "log").read_text()
