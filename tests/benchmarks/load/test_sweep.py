@@ -37,7 +37,7 @@ def test_invalid_runs_count_as_unknown() -> None:
     assert str(build_sweep([at(1, 0.1), invalid], SLO).highest) == "at least 1"
     assert str(build_sweep([invalid, at(4, 0.9)], SLO).highest) == "below 4"
     assert str(build_sweep([invalid], SLO).highest) == "not known"
-    # The lowest rate that is valid is what a knee is held against.
+    # The knee is relative to the lowest valid rate.
     slow_start = [at(1, 0.01, valid=False), at(2, 0.1), at(4, 0.15), at(8, 0.25)]
     assert str(build_sweep(slow_start, SLO).knee) == "4"
 

@@ -76,7 +76,7 @@ def test_missing_usage_and_wrong_lengths_invalidate() -> None:
     assert "200 answers are not of 4 tokens (one: 3)" in verdict(short).reasons[0]
 
 
-def test_missing_records_invalidate() -> None:
+def test_incomplete_runs_invalidate() -> None:
     assert "the schedule is empty" in verdict([], planned=0).reasons
     assert "only 200 of 300 requests were recorded" in verdict(planned=300).reasons
     assert "a worker was lost" in verdict(broken="a worker was lost").reasons

@@ -8,12 +8,14 @@ import pytest
 from benchmarks.zoo.evidence import (
     Evidence,
     Row,
+    as_markdown,
     format_json,
     read_evidence,
     with_evidence,
     write_state,
 )
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.tpdsl.states.load import shipped_states
 
 EVIDENCE = Evidence(
     model="mini",
@@ -49,3 +51,17 @@ def test_scores_of_another_schema_are_ignored() -> None:
     state: PruningState = load_state("autoprune")
     other = state.provenance.model_copy(update={"scores": {"mme": 1.0}})
     assert read_evidence(state.model_copy(update={"provenance": other})) is None
+
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+
+
+def test_the_readme_shows_the_evidence_that_states_carry() -> None:
+    assert as_markdown().rstrip() in README.read_text(encoding="utf-8"), (
+        "run: python scripts/readme.py"
+    )
+
+
+def test_the_table_names_every_shipped_state() -> None:
+    table = as_markdown()
+    assert all(f"`{name}`" in table for name in shipped_states())
