@@ -1,1 +1,1 @@
-"""Load tests of a served vision-language model: what it costs, at what rate, with which spread."""
+"""Load tests of a served vision-language model: latency, throughput and goodput by load."""

@@ -133,7 +133,7 @@ def cross_check(settings: CrossCheck) -> Agreement:
         theirs: list[Mapping[str, float]] = []
         valid = True
         for number in range(settings.rounds):
-            # ABBA: every second round the other way about.
+            # ABBA: every second round in reverse order.
             for is_ours in (True, False) if number % 2 == 0 else (False, True):
                 if is_ours:
                     figures, good = _measure_ours(settings, url, number)

@@ -137,7 +137,7 @@ BRIEF: dict[str, tuple[str, ...]] = {
     "quarter": ("quarter {name}",),
     "relation": ("{relation} the {name}",),
     "existence": ("{a_name}",),
-    # The name never comes first: a name followed by a digit is a `digit` phrase with its answer.
+    # The name never comes first, because a name followed by a digit is an answered `digit` phrase.
     "reading": ("{digit} on the {name}", "the {name} a {digit}"),
     "position": ("{side} half {name}",),
     "counting": ("{number} {plural}",),

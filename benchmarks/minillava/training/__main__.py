@@ -90,7 +90,7 @@ class Stage:
 STAGES = (
     Stage("reading", 300, 16, 2e-3, 50, 0.4),
     Stage("towers", 1500, 16, 2e-3, 100, 0.4),
-    # The model goes on to questions, so its rate does not fall in between.
+    # The model continues with questions, so its rate does not fall at the end of this stage.
     Stage("phrases", 1200, 8, 4e-3, 100, 0.0),
     Stage("questions", 2400, 8, 4e-3, 100, 0.4, "whole"),
     Stage("gaps", 250, 8, 1e-3, 30, 0.9, "gaps"),
@@ -213,7 +213,7 @@ def train_rank(rank: int, run: Run) -> None:
         return language_loss(model, projector, batch, patches)
 
     def phrase_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        # Slowly at first: among many tokens, the words of one name do not find each other.
+        # A low rate at first: among many tokens, attention joins the words of a name only slowly.
         progress = min(1.0, step / (CURRICULUM_STEPS * run.steps_scale)) ** 2
         area = canvas.cells**2 // 16
         max_shapes = 2 + round((MAX_SHAPES * area - 2) * progress)
@@ -229,7 +229,7 @@ def train_rank(rank: int, run: Run) -> None:
         )
 
     def gap_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
-        # Both ranks draw the same budget: the shorter sequence would wait for the longer one.
+        # Ranks draw the same budget, because the one with shorter sequences would wait.
         budget = draw_budget(seed // RANKS, DROPOUT, canvas)
         return answer_loss(language_batch(seed, gaps.images, words, canvas, budget, QUESTIONS))
 

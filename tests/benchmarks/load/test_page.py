@@ -75,7 +75,7 @@ def test_the_page_has_ratios_verdicts_and_rates(page: str) -> None:
     # Three gaps of 50 ms in each of 2 x 60 answers.
     assert "users-2 stock valid p50 50.0 (50.0–50.0) p90 50.0 (50.0–50.0)" in text
     assert "INVALID: the client was the bottleneck" in text
-    # Stock keeps both rates; AutoPrune's second run is not valid, so it tells nothing of that rate.
+    # Stock keeps both rates; AutoPrune's second run is not valid, so that rate is unknown.
     assert "stock at least 4 at least 4 at least 4 not reached: try higher rates" in text
     assert "AutoPrune at least 2 at least 2 at least 2" in text
     assert "runs/0-AutoPrune/rate-4/records.jsonl" in text

@@ -70,7 +70,7 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
     assert experiment.rates == choose_rates(capacity) and len(experiment.rates) == len(STEPS)
     for arm in "ab":
         rates = [one.load.rate for one in seen if one.url[-1] == arm and one.load.rate]
-        # The first rate above 2 breaks every promise, and no higher one is tried.
+        # At the first rate above 2 all requests miss the objective, and no higher one is tried.
         assert rates == list(experiment.rates[: len(rates)])
         assert rates[-1] > 2.0 and all(rate <= 2.0 for rate in rates[:-1])
 

@@ -70,7 +70,7 @@ def test_an_open_loop_sends_everything_by_its_schedule(opened: tuple[Result, Pat
     assert result.load == LOAD and result.workload == WORKLOAD
     assert result.metrics.peak_kv_use == 0.25
     assert result.server == {"server version": "mock"}
-    # The only thing that a busy machine may hold against it.
+    # The only reason that a busy machine may cause.
     assert all("the client was the bottleneck" in reason for reason in result.verdict.reasons)
 
 

@@ -50,7 +50,7 @@ def test_a_late_client_invalidates() -> None:
     late = [record(n, scheduled=0.1 * n, delay=0.011) for n in range(200)]
     (reason,) = verdict(late).reasons
     assert "schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)" in reason
-    # A closed loop has no schedule: there the idle greenlet tells.
+    # A closed loop has no schedule; the lag of an idle greenlet is used there.
     assert verdict(late, CLOSED).valid
     lagging = CALM.model_copy(update={"lag_p99": 0.011})
     assert "wake-up lag is 11.0 ms" in verdict(load=CLOSED, client=lagging).reasons[0]
