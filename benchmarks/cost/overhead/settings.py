@@ -11,6 +11,8 @@ from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
 
 STATE = "autoprune"
+BUDGET, QUESTION = 64, 24
+"""K, and words in a question, each of which is one token."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,16 @@ from benchmarks.common.report import (
 )
 from benchmarks.common.request_record import Record
 from benchmarks.common.shapes import write_clip, write_llava
-from benchmarks.cost.overhead.settings import STATE, Settings, build_request, draw_words, image_url
+from benchmarks.cost.overhead.settings import (
+    BUDGET,
+    QUESTION,
+    STATE,
+    Settings,
+    build_request,
+    draw_words,
+    image_url,
+)
+from benchmarks.cost.overhead.ttft_parts import measure_parts
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import (
     Spread,
@@ -45,9 +54,6 @@ KINDS: Mapping[Kind, str] = {
     "new": "pruned, new image (the vision tower runs)",
     "full": "unpruned, new image (the vision tower runs)",
 }
-BUDGET, QUESTION = 64, 24
-"""K, and words in a question, each of which is one token."""
-
 CROWD, SEEN = 16, 4
 """Requests sent together, and images whose features are cached."""
 
@@ -147,8 +153,6 @@ class BodyWriter:
 
 def measure(settings: Settings) -> Section:
     """Servers with and without a text tower, and the parts of a request outside a server."""
-    from benchmarks.cost.overhead.ttft_parts import measure_parts
-
     llava = write_llava(settings.out / f"llava-{settings.layers}-layers", settings.layers)
     clip = write_clip(settings.out / "clip")
     runs = [measure_server(settings, llava, tower) for tower in (clip, None)]

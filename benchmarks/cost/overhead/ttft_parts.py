@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks.common.shapes import CLIP_WIDTH, TOKENS, WIDTH
-from benchmarks.cost.overhead.settings import STATE, draw_words, image_url
-from benchmarks.cost.overhead.ttft import BUDGET, QUESTION
+from benchmarks.cost.overhead.settings import BUDGET, QUESTION, STATE, draw_words, image_url
 from vllm_autoprune.statistics import Spread, spread
 
 SIDE = 24

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoProcessor
 
 from benchmarks.common.shapes import IMAGE_TOKEN, TOKENS, VOCABULARY, write_llava
-from benchmarks.cost.overhead.settings import draw_words
-from benchmarks.cost.overhead.ttft import BUDGET, QUESTION
+from benchmarks.cost.overhead.settings import BUDGET, QUESTION, draw_words
 
 
 @pytest.fixture(scope="module")
