@@ -177,11 +177,11 @@ def _add_workload(parser: argparse.ArgumentParser, requests: int) -> None:
     )
     add("--zipf", type=float, default=DEFAULT.zipf, help="exponent of Zipf's law of repetitions")
     for name, mix, convert in (
-        ("sides", DEFAULT.sides, _whole_mix),
-        ("aspects", DEFAULT.aspects, _text_mix),
-        ("images", DEFAULT.images, _whole_mix),
-        ("formats", DEFAULT.formats, _text_mix),
-        ("words", DEFAULT.words, _whole_mix),
+        ("sides", DEFAULT.sides, whole_number_mix),
+        ("aspects", DEFAULT.aspects, text_mix),
+        ("images", DEFAULT.images, whole_number_mix),
+        ("formats", DEFAULT.formats, text_mix),
+        ("words", DEFAULT.words, whole_number_mix),
     ):
         text = format_mix(mix)
         add(f"--{name}", type=convert, default=mix, help=f"VALUE=WEIGHT,...; default {text}")
@@ -190,11 +190,13 @@ def _add_workload(parser: argparse.ArgumentParser, requests: int) -> None:
     add("--seed", type=int, default=DEFAULT.seed, help="seed of requests and schedule")
 
 
-def _whole_mix(text: str) -> tuple[tuple[int, float], ...]:
+def whole_number_mix(text: str) -> tuple[tuple[int, float], ...]:
+    """A mix of whole numbers; raises ValueError for anything else."""
     return parse_mix(text, int)
 
 
-def _text_mix(text: str) -> tuple[tuple[str, float], ...]:
+def text_mix(text: str) -> tuple[tuple[str, float], ...]:
+    """A mix of words; raises ValueError for anything else."""
     return parse_mix(text, str)
 
 

@@ -43,6 +43,14 @@ def test_an_invalid_workload_exits_with_2(
     assert not (tmp_path / "w").exists()
 
 
+def test_a_mix_that_is_not_of_numbers_is_an_argument_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), "--sides", "large"])
+    assert "argument --sides: invalid whole_number_mix value: 'large'" in capsys.readouterr().err
+
+
 def test_a_server_that_is_down_exits_with_1_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
