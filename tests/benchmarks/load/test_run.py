@@ -105,7 +105,8 @@ def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
     assert not result.verdict.valid
     assert "10 requests in a row failed" in result.verdict.describe()
     records = read_journal(tmp_path / RECORDS)
-    assert sum(record.ok for record in records) == 12  # and two of the warm-up
+    # Two of the 14 are the warm-up, and the other user may have one in flight at the end.
+    assert sum(record.ok for record in records) in (11, 12)
     assert f"only {len(records)} of 40 requests were recorded" in result.verdict.reasons
 
 
