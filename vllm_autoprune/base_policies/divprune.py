@@ -83,4 +83,5 @@ def _distances(features: Tensor) -> Tensor:
     """Cosine distances ``(B, N, N)`` of features ``(B, N, D)``."""
     norm = features.norm(dim=-1, keepdim=True)
     unit = features / norm.clamp_min(torch.finfo(features.dtype).tiny)
-    return 1 - unit @ unit.transpose(1, 2)
+    distances: Tensor = 1 - unit @ unit.transpose(1, 2)
+    return distances

@@ -5,12 +5,8 @@ import torch
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import PruningState, StateError, VisualTokens, load_state, materialize, refine
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.states.instruction_free import (
-    INSTRUCTION_NEEDS,
-    NEAREST,
-    instruction_free,
-)
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
+from vllm_autoprune.tpdsl.states.instruction_free import NEAREST, instruction_free
 
 
 @pytest.mark.parametrize("policy", list(BASE_POLICIES))
