@@ -21,6 +21,12 @@ two are controls, so that a running server can be compared with them on its own 
 
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
 
+Part = Literal["whole", "core", "delta"]
+"""What of an image one item of the prompt holds: all its kept tokens, those kept for every question,
+or the others. An image that is split stands in the prompt as two items."""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
 Ids = tuple[int, ...]
 """Token ids of a text."""
 
@@ -42,10 +48,10 @@ Their attention to all earlier tokens is stored, which would take gigabytes for 
 MAX_STATE = 1 << 14
 """Bytes of the state that a plan carries; those that ship take 1,200."""
 
-_VERSION = 2
+_VERSION = 3
 """First number of an encoded plan."""
 
-_HEAD = 10
+_HEAD = 12
 """Numbers of an encoded plan before the state and the ids."""
 
 _WORD = 8
@@ -54,7 +60,10 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """Plan of one image: its budget, the key of its pixels, its instruction as token ids.
+    """Plan of one item: its budget, the key of its image's pixels, its instruction as token ids.
+
+    An item is an image, or one part of it. ``budget`` is the number of tokens that the item keeps;
+    ``core`` is that of its image's core where it is a part of it, else 0.
 
     The instruction comes once for each need that reads it, since their tokenizers differ:
     ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
@@ -73,17 +82,26 @@ class ItemPlan:
     profile: bool = False
     state: bytes = b""
     tokens: int = 0
+    part: Part = "whole"
+    core: int = 0
 
     @property
-    def group(self) -> tuple[int, Chooser, bytes]:
+    def group(self) -> tuple[object, ...]:
         """Grouping key: images with the same group are selected by one policy."""
-        return self.budget, self.keep, self.state
+        return self.budget, self.keep, self.state, self.part, self.core
+
+    @property
+    def image_budget(self) -> int:
+        """Tokens that are kept of the image by this item and those that it is chosen given."""
+        return self.budget + self.core if self.part == "delta" else self.budget
 
     def encode(self) -> Tensor:
-        """As int64 ``(10 + bytes of the state / 8, rounded up, + number of ids,)``."""
+        """As int64 ``(12 + bytes of the state / 8, rounded up, + number of ids,)``."""
         keep = CHOOSERS.index(self.keep)
         sizes = (len(self.state), len(self.instruction), len(self.language))
-        head = (_VERSION, self.budget, keep, int(self.profile), *self.key, *sizes, self.tokens)
+        part = (PARTS.index(self.part), self.core)
+        flags = (keep, int(self.profile))
+        head = (_VERSION, self.budget, *flags, *self.key, *sizes, *part, self.tokens)
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
         words = [
             int.from_bytes(padded[i : i + _WORD], "little", signed=True)
@@ -102,13 +120,17 @@ class ItemPlan:
             raise plan_error("is not a row of 64-bit integers")
         if row.device.type != "cpu" or not _HEAD <= row.shape[0] <= _MOST:
             raise plan_error(f"has {row.shape[0]} numbers on {row.device.type}")
-        version, budget, keep, profile, high, low, *sizes, tokens = row[:_HEAD].tolist()
+        version, budget, keep, profile, high, low, *sizes, part, core, tokens = row[:_HEAD].tolist()
         if version != _VERSION:
             raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
         _require(1 <= budget <= MAX_BUDGET, f"keeps K = {budget} tokens")
         _require(0 <= keep < len(CHOOSERS), f"has keep = {keep}")
         _require(profile in (0, 1), f"has profile = {profile}")
         _require(0 <= tokens <= MAX_BUDGET, f"has N = {tokens}")
+        _require(0 <= part < len(PARTS), f"has part = {part}")
+        # A core is the tokens of its own item; the other part has one beside its own.
+        cores = {"whole": 0, "core": budget}.get(PARTS[part])
+        _require(1 <= core <= MAX_BUDGET if cores is None else core == cores, f"has K_c = {core}")
         for size, most in zip(sizes, (MAX_STATE, RELEVANCE_IDS, LANGUAGE_IDS), strict=True):
             _require(0 <= size <= most, f"has a part of {size}, and at most {most} are allowed")
         size, instruction, language = sizes
@@ -130,6 +152,8 @@ class ItemPlan:
             profile=bool(profile),
             state=padded[:size],
             tokens=tokens,
+            part=PARTS[part],
+            core=core,
         )
 
 
@@ -167,12 +191,27 @@ def _int64(text: str) -> int:
 
 
 def make_cache_identity(
-    image: str, served: str, budget: int, keep: Chooser, read: tuple[Ids, Ids] | None
+    image: str,
+    served: str,
+    budget: int,
+    keep: Chooser,
+    read: tuple[Ids, Ids] | None,
+    core: int = 0,
 ) -> str:
     """Cache identity of a pruned image: one SHA-256 digest in lower-case hexadecimal.
 
     ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
-    (instruction, language), None where the policy reads neither. KV connectors read identities
+    (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
+    part that was chosen given a core, ``budget`` then K of the image. KV connectors read identities
     as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
     """
-    return hashlib.sha256(repr((image, served, budget, keep, read)).encode()).hexdigest()
+    parts = (image, served, budget, keep, read, core)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def make_core_identity(image: str, chosen_by: str, core: int) -> str:
+    """Cache identity of the core of an image: its K_c and the digest of what chooses it.
+
+    Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
+    """
+    return hashlib.sha256(repr(("core", image, chosen_by, core)).encode()).hexdigest()

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 
 from pydantic import ValidationError
 
-from vllm_autoprune.errors import StateError
+from vllm_autoprune.errors import BudgetError, StateError
 from vllm_autoprune.serving.shared.plan import ItemPlan, plan_error
 from vllm_autoprune.serving.shared.request_rules import FLAG
 from vllm_autoprune.serving.shared.served_state import ServedState
@@ -47,8 +47,8 @@ class PlanRules:
         rules, most = self.served.rules, self.served.budget
         if rules.allows("budget"):
             most = max(most, rules.maximum)
-        if plan.budget > most:
-            raise plan_error(f"keeps K = {plan.budget} tokens, and requests may keep {most}")
+        if plan.image_budget > most:
+            raise plan_error(f"keeps K = {plan.image_budget} tokens, and requests may keep {most}")
 
     def check_token_ids(self, plan: ItemPlan) -> None:
         """Raise for token ids beyond a vocabulary: looking them up would crash the worker."""
@@ -62,6 +62,8 @@ class PlanRules:
     def check_choice(self, plan: ItemPlan) -> None:
         """Raise if requests may not set the plan's chooser or state."""
         served = self.served
+        if plan.part != "whole":
+            self._check_part(plan)
         if plan.keep != "state" and not served.rules.allows("budget"):
             raise plan_error(f"has keep = {plan.keep!r}, and requests may set nothing ({FLAG})")
         if not plan.state:
@@ -70,6 +72,16 @@ class PlanRules:
             raise plan_error(f"carries a state that {problem}")
         if missing := served.policy_for_plan(plan).needs - served.needs:
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
+
+
+    def _check_part(self, plan: ItemPlan) -> None:
+        """Raise for a part of an image where the state has no core."""
+        if plan.keep == "random":
+            raise plan_error("is a part of an image whose tokens are drawn at random")
+        try:
+            self.served.policy_for_plan(plan)
+        except BudgetError as error:
+            raise plan_error(f"is a part of an image: {error}") from None
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)

@@ -12,7 +12,12 @@ from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRu
 from vllm_autoprune.serving.shared.state_codec import decode_state
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
-from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.materialize import (
+    MAX_BUDGET,
+    PruningPolicy,
+    core_policy,
+    materialize,
+)
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need

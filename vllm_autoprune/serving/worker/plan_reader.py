@@ -58,4 +58,4 @@ class PlanReader:
             except AutopruneError:
                 continue
             return one
-        return replace(plan, keep="random", state=b"")
+        return replace(plan, keep="random", state=b"", part="whole", core=0)

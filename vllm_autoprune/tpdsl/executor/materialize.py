@@ -55,7 +55,7 @@ class PruningPolicy:
     def needs(self) -> frozenset[Need]:
         """Optional inputs that this policy reads."""
         if self.core == self.budget:
-            return core_policy(self).needs
+            return core_policy(self.state, self.core).needs
         return required_inputs(self.state, exchange=self.refines)
 
     @property
@@ -95,6 +95,8 @@ def materialize(
         raise BudgetError(f"budget of state {state.name!r}", problems)
     quota, r_min = resolve_constraints(state.constraints.selector, most)
     varies = budget is None and least != most
+    if state.core is None and core:
+        raise _no_core(state)
     if state.core is None:
         return PruningPolicy(state=state, budget=most, quota=quota, r_min=r_min, varies=varies)
     core = state.core.tokens(most) if core is None else core
@@ -104,11 +106,19 @@ def materialize(
     return PruningPolicy(state, most, min(quota, most - core), r_min, varies, core)
 
 
-def core_policy(policy: PruningPolicy) -> PruningPolicy:
-    """The policy that keeps the core alone: it reads no question and exchanges nothing."""
-    core = policy.state.core
-    assert core is not None
-    return PruningPolicy(_core_state(core), policy.core, 0, policy.core, cover=core.cover)
+def core_policy(state: PruningState, core: int) -> PruningPolicy:
+    """The policy that keeps the core alone, K_c tokens: it reads no question, exchanges nothing.
+
+    Raises :class:`BudgetError` for a state that has no core.
+    """
+    if state.core is None:
+        raise _no_core(state)
+    return PruningPolicy(_core_state(state.core), core, 0, core, cover=state.core.cover)
+
+
+def _no_core(state: PruningState) -> BudgetError:
+    fix = "leave it out, or use a state with a core"
+    return BudgetError("core", [Problem("/core", f"state {state.name!r} has none", fix)])
 
 
 def delta_policy(policy: PruningPolicy) -> PruningPolicy:

@@ -45,7 +45,7 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
         return keep_all(tokens)
     if policy.core == 0:
         return assemble_rows(policy, tokens, select_tokens(policy, tokens))
-    core = refine(core_policy(policy), tokens)
+    core = refine(core_policy(policy.state, policy.core), tokens)
     if policy.core == policy.budget:
         return core
     given = give_core(policy, tokens, core.indices)
