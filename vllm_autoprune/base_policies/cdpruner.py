@@ -36,21 +36,7 @@ class CDPrunerParams(BasePolicyParams):
     )
 
 
-def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
-    """Greedy MAP from the given tokens: relevance scales the kernel conditioned on them."""
-    conditioned = given.conditioned or condition_tiles(tokens, given.indices)
-    shares = split_over_tiles(budget, tokens.grid.tiles)
-    picks = greedy_map(
-        tokens.tile_cosine,
-        _quality(params, tokens),
-        shares[0],
-        eligible=tokens.by_tile(~given.closed),
-        conditioned=conditioned,
-    )
-    return join_tiles(picks, tokens, shares)
-
-
-def condition_tiles(tokens: VisualTokens, given: Tensor) -> Conditioned:
+def _condition(tokens: VisualTokens, given: Tensor) -> Conditioned:
     """The cosines of each tile conditioned on the tokens at given ``(B, A)`` that lie in it."""
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
@@ -62,7 +48,23 @@ def condition_tiles(tokens: VisualTokens, given: Tensor) -> Conditioned:
     return condition(tokens.tile_cosine, within.flatten(0, 1), inside.flatten(0, 1))
 
 
-@base_policy(CDPrunerParams, needs=frozenset({"instruction"}), given=_continue)
+def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Greedy MAP from the given tokens: relevance scales the kernel conditioned on them."""
+    conditioned = given.conditioned or _condition(tokens, given.indices)
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = greedy_map(
+        tokens.tile_cosine,
+        _quality(params, tokens),
+        shares[0],
+        eligible=tokens.by_tile(~given.closed),
+        conditioned=conditioned,
+    )
+    return join_tiles(picks, tokens, shares)
+
+
+@base_policy(
+    CDPrunerParams, needs=frozenset({"instruction"}), given=_continue, condition=_condition
+)
 def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles."""
     shares = split_over_tiles(budget, tokens.grid.tiles)

@@ -93,6 +93,9 @@ class Given:
 Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 """(params, tokens, K) -> exactly K rows per image; needs K < N."""
 
+Condition = Callable[[VisualTokens, Tensor], Conditioned]
+"""(tokens, given ``(B, A)``) -> what the continuation reads of them, whatever the question."""
+
 Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 """(params, tokens, K, given) -> picks ``(B, K)`` that continue from the given tokens."""
 
@@ -114,6 +117,7 @@ class BasePolicy:
     function: Callable[..., ReferenceSelection]
     published: Callable[..., PublishedSelection] | None = None
     continuation: Callable[..., Tensor] | None = None
+    condition: Condition | None = None
 
     def select(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int
@@ -174,11 +178,13 @@ def base_policy(
     needs: frozenset[Need] = frozenset(),
     native: SelectAsPublished[P] | None = None,
     given: Continue[P] | None = None,
+    condition: Condition | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
     ``native`` is the method as published, if it returns anything other than K picks; ``given``
-    continues a greedy method from tokens that are kept already.
+    continues a greedy method from tokens that are kept already, and ``condition`` is the part of
+    that which depends on the image alone.
     """
 
     def register(function: Select[P]) -> Select[P]:
@@ -193,7 +199,7 @@ def base_policy(
             name=(literal_type(name), ...),
             params=(params, params()),
         )
-        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native, given)
+        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native, given, condition)
         return function
 
     return register

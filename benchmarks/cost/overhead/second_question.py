@@ -95,7 +95,7 @@ def count_vision_runs(model: str, tower: str) -> Mapping[str, int]:
     largest = 0
     for seed in range(IMAGES, IMAGES + MORE):
         count_runs(seed)
-        largest = max(largest, vision.cache.held)
+        largest = max(largest, vision.cache.used_bytes)
     return {"first": first, "later": later, "held": largest, "limit": vision.cache.limit}
 
 

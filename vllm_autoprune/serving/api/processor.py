@@ -6,12 +6,13 @@ through vLLM's steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.engine_requests import ImageCounts, RenderedHashes
@@ -31,7 +32,6 @@ from vllm_autoprune.serving.shared.served_state import served_state
 if TYPE_CHECKING:
     from transformers import BatchFeature
     from vllm.inputs import MultiModalHashes, MultiModalInput
-    from vllm.multimodal.parse import MultiModalDataItems
     from vllm.multimodal.processing import (
         BaseDummyInputsBuilder,
         BaseProcessingInfo,
@@ -120,7 +120,9 @@ class PrunedProcessor(_Stock):
         except AutopruneError:
             count_refused_request()
             raise
-        planned = replace(inputs, hf_processor_mm_kwargs={**kwargs, _PLAN: plan})
+        planned = replace(
+            _split_items(inputs, plan), hf_processor_mm_kwargs={**kwargs, _PLAN: plan}
+        )
         keys = [key for of_modality in plan.hashes.values() for key in of_modality]
         with self._unsent.rendering(inputs.cache, keys) as tensors:
             processed = super().apply(planned, timing_ctx)
@@ -144,14 +146,14 @@ class PrunedProcessor(_Stock):
         cached = mm_is_cached.get("image", [])
         absent = [i for i, hit in enumerate(cached) if not hit]
         items = tuple(plan.items[i] for i in absent)
-        choices = tuple(plan.choices[i] for i in absent) if plan.choices else ()
-        return {**kwargs, _PLAN: replace(plan, items=items, choices=choices)}
+        sources = None if plan.sources is None else tuple(plan.sources[i] for i in absent)
+        return {**kwargs, _PLAN: replace(plan, items=items, sources=sources)}
 
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
         plan, plain = _split_plan(hf_kwargs)
-        data = super()._apply_hf_processor_main(mm_items, plain)
+        data = self._process_each_once(mm_items, plain, plan.sources)
         if plan.items and prunable(mm_items):
             data[FIELD] = [item.encode() for item in self._add_keys(plan, data, plain)]
         return data
@@ -184,16 +186,56 @@ class PrunedProcessor(_Stock):
         self, plan: RequestPlan, data: BatchFeature, kwargs: Mapping[str, object]
     ) -> list[ItemPlan]:
         """The plans of processed images, with the keys of the tensors that travel beside them."""
-        if all(choice.keeps_all for choice in plan.choices):
+        if all(item.profile or item.keeps_all for item in plan.items):
             return list(plan.items)
         fields = super()._get_mm_fields_config(data, kwargs)
         images = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
         algorithm = self.info.ctx.get_mm_config().mm_hasher_algorithm
         return [
             # A whole image is what it is in stock vLLM, which keeps no features.
-            item if choice.keeps_all else add_feature_key(item, image, plan.salt, algorithm)
-            for item, choice, image in zip(plan.items, plan.choices, images, strict=True)
+            item if item.keeps_all else add_feature_key(item, image, plan.salt, algorithm)
+            for item, image in zip(plan.items, images, strict=True)
         ]
+
+    def _process_each_once(
+        self,
+        mm_items: MultiModalDataItems,
+        kwargs: Mapping[str, object],
+        sources: Sequence[int] | None,
+    ) -> BatchFeature:
+        """As stock; items that are the same image (``sources``) are processed once."""
+        if sources is None or len(set(sources)) == len(sources):
+            return super()._apply_hf_processor_main(mm_items, kwargs)
+        images = list(dict.fromkeys(sources))
+        firsts = [mm_items["image"].get(sources.index(image)) for image in images]
+        single = self.info.parse_mm_data({"image": firsts}, validate=False)
+        data = super()._apply_hf_processor_main(single, kwargs)
+        fields = super()._get_mm_fields_config(data, kwargs)
+        processed = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        each = [processed[images.index(source)] for source in sources]
+        for name, element in each[0].items():
+            data[name] = element.field.reduce_data([item[name] for item in each])
+        return data
+
+
+def _split_items(inputs: ProcessorInputs, plan: RequestPlan) -> ProcessorInputs:
+    """Inputs with an item for every part of an image.
+
+    That is after vLLM has counted images against ``--limit-mm-per-prompt``.
+    """
+    if plan.sources is None or plan.prompt is None:
+        return inputs
+    images = inputs.mm_data_items["image"]
+    parts = ImageProcessorItems([images.get(source) for source in plan.sources])
+    uuids = inputs.mm_uuid_items
+    if uuids is not None and "image" in uuids:
+        uuids = {**uuids, "image": [uuids["image"][source] for source in plan.sources]}
+    return replace(
+        inputs,
+        prompt=plan.prompt,
+        mm_data_items=MultiModalDataItems({**inputs.mm_data_items, "image": parts}),
+        mm_uuid_items=uuids,
+    )
 
 
 def _split_plan(kwargs: Mapping[str, object]) -> tuple[RequestPlan, dict[str, object]]:

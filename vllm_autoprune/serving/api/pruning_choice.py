@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_autoprune.serving.api.request_fields import PruningRequest, SharedBudget, request_error
 from vllm_autoprune.serving.api.request_state import load_request_state
@@ -21,7 +21,8 @@ class ImageChoice:
     """What one image gets: tokens kept of those it has, what chooses them, the inputs it reads.
 
     ``state`` is the encoded state of the request, empty for the server's own. ``identity`` is what
-    determines the kept tokens beside image, K and instruction.
+    determines the kept tokens beside image, K and instruction. ``core`` of the kept tokens are the
+    same for every question, as ``core_identity`` chooses them.
     """
 
     kept: int
@@ -30,6 +31,8 @@ class ImageChoice:
     needs: frozenset[Need] = frozenset()
     state: bytes = b""
     identity: str = ""
+    core: int = 0
+    core_identity: str = ""
 
     @property
     def keeps_all(self) -> bool:
@@ -74,8 +77,13 @@ def resolve_choices(
         needs = policy.needs if request.keep != "random" else frozenset()
         _require_inputs(served, needs, policy)
         encoded = b"" if request.state is None else encode_state(state)
-        identity = served.selection_identity(state)
-        choices.append(ImageChoice(kept, size, request.keep, needs, encoded, identity))
+        choice = ImageChoice(
+            kept, size, request.keep, needs, encoded, served.selection_identity(state)
+        )
+        if state.core is not None and request.keep != "random":
+            core = policy.at(size, image.tiles).core
+            choice = replace(choice, core=core, core_identity=state.core.digest)
+        choices.append(choice)
     return tuple(choices)
 
 

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING
 
 from vllm.multimodal.parse import ImageEmbeddingItems
 
+from vllm_autoprune.serving.api.image_split import Slot, SplitImage, SplitPrompt, split_images
 from vllm_autoprune.serving.api.instruction import extract_prompt_instruction
 from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
 from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
 from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
 from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
 from vllm_autoprune.serving.shared.plan import (
     LANGUAGE_IDS,
     NO_KEY,
+    Ids,
     ItemPlan,
     make_cache_identity,
+    make_core_identity,
 )
 from vllm_autoprune.serving.shared.served_state import ServedState
 
@@ -34,13 +38,18 @@ if TYPE_CHECKING:
 
     HashInputs = Callable[[ProcessorInputs], MultiModalHashes]
 
+_LOOKBACK = 4096
+"""Token ids before the first image in which its question is looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
     """Plans of a request's images and the cache identities of all its items.
 
-    ``choices`` are what the plans were made from, and ``label`` the name that metrics count them
-    under; there are none where vLLM profiles. ``salt`` is the request's ``cache_salt``.
+    A split image has two plans; ``sources`` is the image of each plan, and ``prompt`` the token ids
+    with a placeholder for each, both None where no image is split. ``choices`` are what the plans
+    were made from, and ``label`` the name that metrics count them under; there are none where vLLM
+    profiles. ``salt`` is the request's ``cache_salt``.
     """
 
     items: tuple[ItemPlan, ...]
@@ -48,6 +57,8 @@ class RequestPlan:
     choices: tuple[ImageChoice, ...] = ()
     label: str = ""
     salt: str = ""
+    sources: tuple[int, ...] | None = None
+    prompt: list[int] | None = None
 
 
 class RequestPlanner:
@@ -114,21 +125,48 @@ class RequestPlanner:
         choices = resolve_choices(self._served, request, extents)
         texts = self._instructions(inputs, request.instructions, choices)
         ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
-        plans = tuple(
-            ItemPlan(c.kept, NO_KEY, *pair, c.keep, state=c.state, tokens=extent.tokens)
-            for pair, c, extent in zip(ids, choices, extents, strict=True)
-        )
+        split = self._split(inputs, choices, texts)
+        slots = tuple(map(Slot, range(len(images)))) if split is None else split.slots
+        plans = tuple(_plan_slot(slot, choices[slot.image], ids[slot.image]) for slot in slots)
         identities = [
             # Where everything is kept the image is what it is in stock vLLM, caches included.
-            image
-            if c.keeps_all
-            else make_cache_identity(
-                content, c.identity, c.kept, c.keep, pair if c.reads_instruction else None
-            )
-            for image, (content, _), pair, c in zip(images, contents, ids, choices, strict=True)
+            images[slot.image]
+            if choices[slot.image].keeps_all
+            else _identify_slot(slot, contents[slot.image][0], choices[slot.image], ids[slot.image])
+            for slot in slots
         ]
         label = state_label(self._served, request)
-        return RequestPlan(plans, {**hashes, "image": identities}, choices, label, salt)
+        plan = RequestPlan(plans, {**hashes, "image": identities}, choices, label, salt)
+        if split is None:
+            return plan
+        return replace(plan, sources=tuple(slot.image for slot in slots), prompt=split.ids)
+
+    def _split(
+        self, inputs: ProcessorInputs, choices: Sequence[ImageChoice], texts: Sequence[str]
+    ) -> SplitPrompt | None:
+        """The prompt with cores and deltas, or None where a split would share nothing.
+
+        Nothing is shared without a prefix cache, and nothing is gained where the question stands
+        before the image, for it is part of the prefix then.
+        """
+        block = kv_block_size(self._info.ctx.model_config)
+        may_split = [choice.core > 0 and choice.reads_instruction for choice in choices]
+        if block is None or self._placeholders.unsplittable or not any(may_split):
+            return None
+        if set(inputs.mm_data_items) != {"image"}:
+            return None
+        token = self._placeholders.token(self._info)
+        before = self._text_before_image(inputs.prompt, token)
+        images = [
+            SplitImage(choice.kept, choice.core if may and text not in before else 0, text)
+            for choice, may, text in zip(choices, may_split, texts, strict=True)
+        ]
+        return split_images(inputs.prompt, token, images, block)
+
+    def _text_before_image(self, prompt: Sequence[int], token: int) -> str:
+        first = prompt.index(token) if token in prompt else 0
+        text: str = self._info.get_tokenizer().decode(prompt[max(0, first - _LOOKBACK) : first])
+        return text
 
     def _identify_contents(
         self, inputs: ProcessorInputs, images: Sequence[str], salt: str
@@ -177,6 +215,26 @@ class RequestPlanner:
             self._suffix,
         )
         return [text] * len(choices)
+
+
+def _plan_slot(slot: Slot, choice: ImageChoice, ids: tuple[Ids, Ids]) -> ItemPlan:
+    """The plan of one item; the key is added when the image is processed."""
+    size = choice.tokens
+    if slot.part == "core":
+        # Chosen alike whatever else is kept, so the plan tells nothing else.
+        return ItemPlan(
+            slot.core, NO_KEY, state=choice.state, tokens=size, part="core", core=slot.core
+        )
+    budget = choice.kept - slot.core
+    plan = ItemPlan(budget, NO_KEY, *ids, choice.keep, state=choice.state, tokens=size)
+    return replace(plan, part=slot.part, core=slot.core)
+
+
+def _identify_slot(slot: Slot, content: str, choice: ImageChoice, ids: tuple[Ids, Ids]) -> str:
+    if slot.part == "core":
+        return make_core_identity(content, choice.core_identity, slot.core)
+    read = ids if choice.reads_instruction else None
+    return make_cache_identity(content, choice.identity, choice.kept, choice.keep, read, slot.core)
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:

@@ -103,6 +103,7 @@ def tensors_of(
     return {
         key: item
         for modality, keys in hashes.items()
+        if modality in items  # of dummy inputs a modality may have none
         for key, item in zip(keys, items[modality], strict=True)
         if item is not None
     }

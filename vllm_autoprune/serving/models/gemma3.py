@@ -53,11 +53,14 @@ class Gemma3Vision(TiledVision):
         return rows
 
 
+_UNSPLITTABLE = "lets the tokens of an image see those that follow them"
+
+
 class AutopruneGemma3ForConditionalGeneration(PrunedModel, Gemma3ForConditionalGeneration):
     """``Gemma3ForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
     _processor_factory = make_pruned_factories(
         Gemma3ForConditionalGeneration._processor_factory,
-        Placeholders(predict_extent, largest_extent, image_token),
+        Placeholders(predict_extent, largest_extent, image_token, _UNSPLITTABLE),
     )
     autoprune_vision = Gemma3Vision

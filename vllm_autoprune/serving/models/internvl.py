@@ -53,11 +53,14 @@ class InternVLVision(TiledVision):
         return rows
 
 
+_UNSPLITTABLE = "writes the tokens that begin and end an image around every item"
+
+
 class AutopruneInternS1ForConditionalGeneration(PrunedModel, InternS1ForConditionalGeneration):
     """``InternVLForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
     _processor_factory = make_pruned_factories(
         InternS1ForConditionalGeneration._processor_factory,
-        Placeholders(predict_extent, largest_extent, image_token),
+        Placeholders(predict_extent, largest_extent, image_token, _UNSPLITTABLE),
     )
     autoprune_vision = InternVLVision

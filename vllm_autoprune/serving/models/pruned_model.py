@@ -104,12 +104,17 @@ class PrunedModel(_Stock):
         if profile:
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
-        reserved = vision.cache.reserve(vision.sample_weight.device) if profile else None
+        device = vision.sample_weight.device
+        reserved = vision.cache.reserve(device, vision.cores.limit) if profile else None
         keys = [plan.key for plan in plans]
         shown = [image.inputs for image in images]
         features, parts = vision.features(keys, shown, profile), vision.model_parts()
         context = SelectionContext(
-            self.autoprune_state, parts, self.autoprune_reporter, self.autoprune_first_check
+            self.autoprune_state,
+            parts,
+            self.autoprune_reporter,
+            self.autoprune_first_check,
+            vision.cores,
         )
         with nullcontext() if profile else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
@@ -135,7 +140,7 @@ class PrunedModel(_Stock):
 def _clear_features(model: nn.Module) -> None:
     vision = model.autoprune if isinstance(model, PrunedModel) else None
     if vision is not None:
-        vision.cache.clear()
+        vision.clear()
 
 
 def _unpruned(vision: Vision, item: MultiModalKwargsItem | None) -> int:

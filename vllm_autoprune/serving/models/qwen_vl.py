@@ -20,12 +20,14 @@ from vllm_autoprune.serving.compat import request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
 from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.plan import FIELD
 from vllm_autoprune.serving.shared.served_state import ServedState, served_state
 from vllm_autoprune.serving.worker.attention_hook import AttentionHook
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.serving.worker.mrope import (
     CHANNELS,
     compute_input_positions,
+    match_cores,
     place_image_tokens,
     position_channels,
 )
@@ -205,14 +207,17 @@ class PrunedQwen(PrunedModel, _Stock):
         stock = super().get_mrope_input_positions
         if self.autoprune is None:
             return stock(input_tokens, mm_features)
-        unpruned = {}
+        unpruned, plans = {}, {}
         for i, feature in enumerate(mm_features):
             if feature.modality == "image":
                 assert feature.data is not None
                 grid = feature.data["image_grid_thw"].data
                 assert isinstance(grid, Tensor)
                 unpruned[i] = int(grid.prod()) // self.config.vision_config.spatial_merge_size**2
-        return compute_input_positions(stock, input_tokens, mm_features, unpruned)
+                if FIELD in feature.data:
+                    (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
+        cores = match_cores(plans)
+        return compute_input_positions(stock, input_tokens, mm_features, unpruned, cores)
 
     def recompute_mrope_positions(
         self,

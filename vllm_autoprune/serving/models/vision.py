@@ -14,6 +14,7 @@ from vllm_autoprune.serving.compat import embed_without_lora
 from vllm_autoprune.serving.shared.plan import NO_KEY, Key
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
+from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures, TowerFeatures
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 
@@ -67,7 +68,8 @@ class Vision(ABC):
     """
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
-        self.cache = FeatureCache(served.cache_bytes)
+        self.cores = CoreCache(served.cache_bytes // 8 if served.splits else 0)
+        self.cache = FeatureCache(served.cache_bytes - self.cores.limit)
         self.runs = 0
         self.served = served
         self.needs = served.needs
@@ -126,8 +128,13 @@ class Vision(ABC):
 
         Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
         """
-        self.cache.clear()
+        self.clear()
         self.relevance()
+
+    def clear(self) -> None:
+        """Drop what is kept of images, as when weights are replaced."""
+        self.cache.clear()
+        self.cores.clear()
 
     def features(
         self, keys: Sequence[Key], images: Sequence[ImageInputs], profile: bool = False

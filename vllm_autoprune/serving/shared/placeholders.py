@@ -26,11 +26,13 @@ class Placeholders:
 
     ``extent`` predicts the extent of an image from its size and a request's processor arguments;
     ``most`` gives that of the largest image; ``token`` is the id of the placeholder token.
+    ``unsplittable`` says why an image cannot be two items of a prompt, empty where it can.
     """
 
     extent: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], Extent]
     most: Callable[[BaseProcessingInfo], Extent]
     token: Callable[[BaseProcessingInfo], int]
+    unsplittable: str = ""
 
 
 def shorten_placeholders(content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:

@@ -22,8 +22,8 @@ two are controls, so that a running server can be compared with them on its own 
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
 
 Part = Literal["whole", "core", "delta"]
-"""What of an image one item of the prompt holds: all its kept tokens, those kept for every question,
-or the others. An image that is split stands in the prompt as two items."""
+"""Kept tokens of an image that one item of the prompt holds: all, those kept for every question, or
+the others. An image that is split stands in the prompt as two items."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -89,6 +89,11 @@ class ItemPlan:
     def group(self) -> tuple[object, ...]:
         """Grouping key: images with the same group are selected by one policy."""
         return self.budget, self.keep, self.state, self.part, self.core
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token of the image is kept, which is then what it is in stock vLLM."""
+        return self.part == "whole" and self.budget >= self.tokens
 
     @property
     def image_budget(self) -> int:

@@ -62,17 +62,16 @@ class PlanRules:
     def check_choice(self, plan: ItemPlan) -> None:
         """Raise if requests may not set the plan's chooser or state."""
         served = self.served
-        if plan.part != "whole":
-            self._check_part(plan)
         if plan.keep != "state" and not served.rules.allows("budget"):
             raise plan_error(f"has keep = {plan.keep!r}, and requests may set nothing ({FLAG})")
+        if plan.state and (problem := _state_problem(served, plan.state)):
+            raise plan_error(f"carries a state that {problem}")
+        if plan.part != "whole":
+            self._check_part(plan)
         if not plan.state:
             return
-        if problem := _state_problem(served, plan.state):
-            raise plan_error(f"carries a state that {problem}")
         if missing := served.policy_for_plan(plan).needs - served.needs:
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
-
 
     def _check_part(self, plan: ItemPlan) -> None:
         """Raise for a part of an image where the state has no core."""

@@ -54,15 +54,32 @@ class ServedState:
             budget = self.budget
         return make_policy(self.state, budget, keep)
 
+    def state_for_plan(self, plan: ItemPlan) -> PruningState:
+        """The state in a plan, or the server's own."""
+        return decode_state(plan.state) if plan.state else self.state
+
     def policy_for_plan(self, plan: ItemPlan) -> PruningPolicy:
-        """Policy of a plan: of the state in the plan, or of the server's own."""
-        state = decode_state(plan.state) if plan.state else self.state
-        return make_policy(state, plan.budget, plan.keep)
+        """Policy of a plan: of the state in the plan, or of the server's own.
+
+        For a core it is the one that keeps the core alone, for a delta that of both parts. Raises
+        BudgetError.
+        """
+        state = self.state_for_plan(plan)
+        if plan.part == "whole":
+            return make_policy(state, plan.budget, plan.keep)
+        if plan.part == "core":
+            return core_policy(state, plan.core)
+        return make_policy(state, plan.image_budget, plan.keep, plan.core)
 
     def selection_identity(self, state: PruningState) -> str:
         """Identity of the selection: everything it depends on except image, K and instruction."""
         tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
         return state.digest + tower
+
+    @property
+    def splits(self) -> bool:
+        """Whether any request may have an image's tokens split into core and delta."""
+        return self.state.core is not None or self.rules.allows("shipped-states")
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -110,9 +127,11 @@ def _revive(
 
 
 @lru_cache(maxsize=512)
-def make_policy(state: PruningState, budget: int | None, keep: Chooser = "state") -> PruningPolicy:
+def make_policy(
+    state: PruningState, budget: int | None, keep: Chooser = "state", core: int | None = None
+) -> PruningPolicy:
     """Policy of a state at a budget; without exchange if the plan keeps the reference."""
-    return materialize(state if keep == "state" else state.without_exchange(), budget)
+    return materialize(state if keep == "state" else state.without_exchange(), budget, core)
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:

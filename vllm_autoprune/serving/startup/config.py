@@ -11,6 +11,7 @@ from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateErr
 from vllm_autoprune.serving.compat import attach, require_vllm, uses_rust_frontend
 from vllm_autoprune.serving.models import BACKBONES, Backbone
 from vllm_autoprune.serving.shared.description import format_summary
+from vllm_autoprune.serving.shared.kv_blocks import attach_kv_blocks
 from vllm_autoprune.serving.shared.metrics_setup import attach_metrics_setup
 from vllm_autoprune.serving.shared.request_rules import parse_rules
 from vllm_autoprune.serving.shared.served_state import (
@@ -67,6 +68,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     attach(vllm_config.model_config, ACTIVATION, Activation(served.architecture))
     attach(vllm_config.model_config, ATTRIBUTE, served)
     attach_metrics_setup(vllm_config)
+    attach_kv_blocks(vllm_config)
     logger.info("%s", format_summary(served))
 
 

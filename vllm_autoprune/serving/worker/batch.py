@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.serving.shared.plan import Ids, ItemPlan
+from vllm_autoprune.ops.dpp_torch import Conditioned
+from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan
 from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.relevance import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.executor.refine import keep_evenly
+from vllm_autoprune.tpdsl.base_policy import Given
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy, delta_policy
+from vllm_autoprune.tpdsl.executor.refine import give_core, keep_evenly
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
 from vllm_autoprune.tpdsl.tiles import split_over_tiles
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,15 @@ class ModelParts:
 class SelectionContext:
     """State, model parts and reporter for the selection of one batch.
 
-    ``first_check`` is the safety check on a state's first real images; None skips it.
+    ``first_check`` is the safety check on a state's first real images; None skips it. ``cores``
+    keeps what further questions about an image need.
     """
 
     served: ServedState
     parts: ModelParts
     reporter: FallbackReporter
     first_check: FirstImageCheck | None = None
+    cores: CoreCache = field(default_factory=lambda: CoreCache(0))
 
 
 def prune_images(
@@ -78,11 +85,11 @@ def prune_images(
 def _groups(
     served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> Iterator[list[int]]:
-    """Positions of the images that are selected together."""
+    """Positions of the images that are selected together, cores before deltas."""
     groups: dict[object, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
         groups.setdefault((plan.group, _shape(image)), []).append(i)
-    for members in groups.values():
+    for members in sorted(groups.values(), key=lambda group: plans[group[0]].part != "core"):
         plan = plans[members[0]]
         selects = plan.budget < images[members[0]].candidates and plan.keep != "random"
         if selects and "language" in served.policy_for_plan(plan).needs:
@@ -102,22 +109,17 @@ def _select_rows(
     """Select ``(B, K, D + E)`` rows of images of one budget, below N, and one shape."""
     plan = plans[0]
     policy = None if plan.keep == "random" else context.served.policy_for_plan(plan)
-    split = split_over_regions(plan.budget, images[0].regions)
     rows, positions = [], []
-    for at, budget in enumerate(split):
-        if budget == 0:
+    for at, share in enumerate(_share_over_regions(plan, policy, images[0].regions)):
+        if share.rows == 0:
             continue
         regions = [image.regions[at] for image in images]
         if policy is None:
-            refined = select_at_random(
-                budget, _projected_only(regions), [plan.key for plan in plans]
-            )
+            keys = [plan.key for plan in plans]
+            refined = select_at_random(share.rows, _projected_only(regions), keys)
         else:
-            quota = split_over_regions(policy.quota, images[0].regions)[at]
-            own = policy
-            if len(split) > 1:
-                own = replace(policy, budget=budget, quota=quota, r_min=min(policy.r_min, budget))
-            refined = _refine_regions(context, own, plans, regions)
+            own = share.policy(policy)
+            refined = _refine_regions(context, own, plans, regions, at)
         rows.append(_append_extra_channels(refined, regions))
         positions.append(_row_positions(refined, regions))
     joined = torch.cat(rows, dim=1)
@@ -126,6 +128,44 @@ def _select_rows(
         return joined
     order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
     return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one region has of an image's K tokens: the core and the quota among them.
+
+    rows are those that the item keeps of it, as :attr:`ItemPlan.part` says.
+    """
+
+    budget: int
+    core: int
+    quota: int
+    rows: int
+
+    def policy(self, whole: PruningPolicy) -> PruningPolicy:
+        """The policy of the image, for this region."""
+        r_min = min(whole.r_min, self.budget)
+        return replace(
+            whole, budget=self.budget, quota=self.quota, r_min=r_min, varies=False, core=self.core
+        )
+
+
+def _share_over_regions(
+    plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[Region]
+) -> list[_Share]:
+    """The share of every region; a core is split like the K that it is part of."""
+    budget = plan.image_budget
+    core, quota = (0, 0) if policy is None else (policy.core, policy.quota)
+    shares = []
+    for tokens, kept, exchanged in zip(
+        split_over_regions(budget, regions),
+        split_over_regions(core, regions),
+        split_over_regions(quota, regions),
+        strict=True,
+    ):
+        rows = tokens - kept if plan.part == "delta" else tokens
+        shares.append(_Share(tokens, kept, min(exchanged, tokens - kept), rows))
+    return shares
 
 
 def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
@@ -159,18 +199,80 @@ def _refine_regions(
     policy: PruningPolicy,
     plans: Sequence[ItemPlan],
     regions: Sequence[Region],
+    at: int,
 ) -> RefinedTokens:
-    """One selection from the same region of every image."""
+    """One selection from the same region, number ``at``, of every image."""
+    part = plans[0].part
     try:
         tokens = _tokens(policy, plans, regions, context.parts)
-    except Exception as error:  # the engine must survive any failure of a policy
+        if context.first_check is not None and not plans[0].profile:
+            policy = context.first_check.replace_unsafe(policy, tokens)
+        given = None
+        if part == "delta" and policy.core:
+            given = _given_cores(context, policy, plans, tokens, at)
+    except Exception as error:  # as in select_with_fallback(): the engine has to live
         context.reporter.report_error(error)
-        refined = keep_evenly(policy.budget, _projected_only(regions))
+        budget = policy.budget - policy.core if part == "delta" else policy.budget
+        refined = keep_evenly(budget, _projected_only(regions))
         context.reporter.report(refined.fallback, "error")
         return refined
-    if context.first_check is not None and not plans[0].profile:
-        policy = context.first_check.replace_unsafe(policy, tokens)
-    return select_with_fallback(policy, tokens, context.reporter)
+    if given is not None:
+        return select_with_fallback(delta_policy(policy), tokens, context.reporter, given)
+    refined = select_with_fallback(policy, tokens, context.reporter)
+    if part == "core":
+        _remember_cores(context, _core_keys(context, plans, at, policy.budget), refined.indices)
+    return refined
+
+
+def _given_cores(
+    context: SelectionContext,
+    policy: PruningPolicy,
+    plans: Sequence[ItemPlan],
+    tokens: VisualTokens,
+    at: int,
+) -> Given:
+    """The cores of these images' regions, as they were chosen when their own items were computed.
+
+    Those that were not, or too long ago, are chosen anew: the same tokens, since they follow from
+    the image alone.
+    """
+    keys = _core_keys(context, plans, at, policy.core)
+    known = [context.cores.indices(key) for key in keys]
+    if any(one is None for one in known):
+        alone = core_policy(policy.state, policy.core)
+        chosen = select_with_fallback(alone, tokens, context.reporter).indices
+        known = [chosen[i] if one is None else one for i, one in enumerate(known)]
+        _remember_cores(context, keys, torch.stack(_present(known)))
+    given = give_core(policy, tokens, torch.stack(_present(known)))
+    condition = policy.base.condition
+    if condition is None:
+        return given
+    conditioned = [context.cores.conditioned(key) for key in keys]
+    if any(one is None for one in conditioned):
+        fresh = condition(tokens, given.indices)
+        for i, key in enumerate(keys):
+            if conditioned[i] is None:
+                conditioned[i] = own = fresh.select(i, len(plans))
+                context.cores.put_conditioned(key, own)
+    return replace(given, conditioned=Conditioned.join(_present(conditioned)))
+
+
+def _remember_cores(context: SelectionContext, keys: Sequence[Hashable], indices: Tensor) -> None:
+    for key, own in zip(keys, indices, strict=True):
+        context.cores.put_indices(key, own)
+
+
+def _core_keys(
+    context: SelectionContext, plans: Sequence[ItemPlan], at: int, count: int
+) -> list[Hashable]:
+    """Keys of the cores of one region: which image, what chooses, how many tokens."""
+    core = context.served.state_for_plan(plans[0]).core
+    assert core is not None
+    return [None if p.key == NO_KEY else (p.key, core.digest, at, count) for p in plans]
+
+
+def _present(parts: Sequence[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]
 
 
 def _tokens(

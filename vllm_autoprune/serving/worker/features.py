@@ -186,12 +186,13 @@ class FeatureCache:
         self._entries.clear()
         self.used_bytes = 0
 
-    def reserve(self, device: torch.device) -> Tensor | None:
+    def reserve(self, device: torch.device, more: int = 0) -> Tensor | None:
         """Allocate a buffer of the bound's size, for the time that vLLM profiles device memory.
 
-        vLLM gives all memory that profiling left free to the KV cache, so what this cache will
-        hold later has to be seen then. The CPU's KV cache has a fixed size: nothing to reserve.
+        ``more`` bytes are for other caches. vLLM gives all memory that profiling left free to the
+        KV cache, so what they will hold later has to be seen then. The CPU's KV cache has a fixed
+        size: nothing to reserve.
         """
-        if device.type == "cpu" or self.limit == 0:
+        if device.type == "cpu" or self.limit + more == 0:
             return None
-        return torch.empty(self.limit, dtype=torch.uint8, device=device)
+        return torch.empty(self.limit + more, dtype=torch.uint8, device=device)

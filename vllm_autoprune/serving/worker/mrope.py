@@ -8,11 +8,13 @@ selection.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from vllm_autoprune.serving.shared.plan import ItemPlan, Key
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -40,44 +42,37 @@ def position_offsets(carried: Tensor) -> Tensor:
     return torch.stack([torch.zeros_like(rows), rows, columns])
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One image in a prompt: K placeholders from ``start`` on, where N would be."""
-
-    start: int
-    kept: int
-    unpruned: int
-
-
 def compute_input_positions(
     stock: Stock,
     ids: Sequence[int],
     features: Sequence[MultiModalFeatureSpec],
     unpruned: Mapping[int, int],
+    cores: Mapping[int, int],
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
-    ``unpruned`` is N of every image, by its index in ``features``. The model's own code places
-    the whole images; then placeholders that are not there are left out. Image tokens of which
-    some are missing all stand at the image's first position until :func:`place_image_tokens`
-    knows the kept ones.
+    ``unpruned`` is N of every image, by its index in ``features``; ``cores`` gives the index of the
+    core that a delta belongs to. The model's own code places the whole images; then placeholders
+    that are not there are left out. Image tokens of which some are missing, and those of a delta,
+    all stand at their image's first position until :func:`place_image_tokens` knows the kept ones.
     """
-    runs = {
-        i: _Run(f.mm_position.offset, f.mm_position.length, unpruned[i])
-        for i, f in enumerate(features)
-        if i in unpruned
-    }
     whole: list[int] = []
     source: list[int] = []
-    moved = list(features)
+    starts: dict[int, int] = {}
+    moved = []
     done = 0
     for i in sorted(range(len(features)), key=lambda i: features[i].mm_position.offset):
         place = features[i].mm_position
         source += range(len(whole), len(whole) + place.offset - done)
         whole += ids[done : place.offset]
-        length = runs[i].unpruned if i in runs else place.length
-        moved[i] = replace(
-            features[i], mm_position=replace(place, offset=len(whole), length=length)
+        done = place.offset + place.length
+        if i in cores:
+            source += [starts[cores[i]]] * place.length
+            continue
+        starts[i] = len(whole)
+        length = unpruned.get(i, place.length)
+        moved.append(
+            replace(features[i], mm_position=replace(place, offset=len(whole), length=length))
         )
         if length == place.length:
             source += range(len(whole), len(whole) + length)
@@ -85,11 +80,25 @@ def compute_input_positions(
         else:
             source += [len(whole)] * place.length
             whole += [ids[place.offset]] * length
-        done = place.offset + place.length
     source += range(len(whole), len(whole) + len(ids) - done)
     whole += ids[done:]
     positions, delta = stock(whole, moved)
     return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(whole) - len(ids)
+
+
+def match_cores(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
+    """The item of the core, for each item that is a delta; ``plans`` by item, in prompt order.
+
+    Deltas come in the order of their cores, and no core of another image has the same key.
+    """
+    waiting: dict[Key, list[int]] = {}
+    cores = {}
+    for i, plan in sorted(plans.items()):
+        if plan.part == "core":
+            waiting.setdefault(plan.key, []).append(i)
+        elif plan.part == "delta" and waiting.get(plan.key):
+            cores[i] = waiting[plan.key].pop(0)
+    return cores
 
 
 def place_image_tokens(

@@ -10,9 +10,12 @@ import torch
 from vllm_autoprune.serving.shared.plan import Key
 from vllm_autoprune.serving.worker.fallbacks import FallbackReason, FallbackReporter
 from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.base_policy import Given
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy, delta_policy
 from vllm_autoprune.tpdsl.executor.refine import (
     assemble_rows,
+    give_core,
+    join_parts,
     keep_all,
     keep_evenly,
     keep_indices,
@@ -25,32 +28,53 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 @torch.no_grad()
 def select_with_fallback(
-    policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
+    policy: PruningPolicy,
+    tokens: VisualTokens,
+    reporter: FallbackReporter,
+    given: Given | None = None,
 ) -> RefinedTokens:
     """Run :func:`vllm_autoprune.refine`; after an exception fall back instead of raising.
 
-    Order: the policy, its base policy's selection, evenly spaced tokens, which read no input.
-    Without derivatives, because vLLM warms up on a CPU outside of its inference mode.
+    Order: the policy, its base policy's selection, evenly spaced tokens, which read no input. With
+    ``given`` tokens, the selection is the delta beside them. Without derivatives, because vLLM
+    warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
+    if policy.core and policy.budget < tokens.count:
+        return _select_parts(policy, tokens, reporter)
     reason: FallbackReason = "scores"
     try:
         if policy.budget >= tokens.count:
             refined = keep_all(tokens)
         else:
-            refined = assemble_rows(
-                policy, tokens, _broadcast_selection(select_tokens(policy, tokens))
-            )
+            chosen = _broadcast_selection(select_tokens(policy, tokens, given))
+            refined = assemble_rows(policy, tokens, chosen)
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
         reason = "error"
         try:
-            refined = keep_reference(policy, tokens)
+            refined = keep_reference(policy, tokens, given)
         except Exception as second:
             reporter.report_error(second)
-            refined = keep_evenly(policy.budget, tokens)
+            refined = keep_evenly(policy.budget, tokens, given)
     reporter.report(refined.fallback, reason)
     return refined
+
+
+def _select_parts(
+    policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
+) -> RefinedTokens:
+    """Core and delta of images that are one item of their prompts each."""
+    core = select_with_fallback(core_policy(policy.state, policy.core), tokens, reporter)
+    if policy.core == policy.budget:
+        return core
+    try:
+        given = give_core(policy, tokens, core.indices)
+    except Exception as error:  # the engine must survive any failure of a policy
+        reporter.report_error(error)
+        return keep_evenly(policy.budget, tokens)
+    delta = select_with_fallback(delta_policy(policy), tokens, reporter, given)
+    return join_parts(core, delta)
 
 
 def select_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> RefinedTokens:

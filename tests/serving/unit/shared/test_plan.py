@@ -46,7 +46,7 @@ def test_decode_inverts_encode(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
     words = (len(plan.state) + 7) // 8
-    assert row.shape == (10 + words + len(plan.instruction) + len(plan.language),)
+    assert row.shape == (12 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
     assert unpruned_tokens(row) == plan.tokens
 
@@ -76,9 +76,13 @@ def test_malformed_plans_are_refused_with_a_reason() -> None:
         (forged(7, 10**6), "part of"),
         (forged(8, 257), "part of 257"),
         (forged(7, 3), "numbers"),
-        (forged(9, -1), "N = -1"),
-        (forged(10, -1), "more than its state"),
-        (forged(12, -3), "negative"),
+        (forged(9, 3), "part = 3"),
+        (forged(9, 1), "K_c = 0"),
+        (forged(9, 2), "K_c = 0"),
+        (forged(10, 4), "K_c = 4"),
+        (forged(11, -1), "N = -1"),
+        (forged(12, -1), "more than its state"),
+        (forged(14, -3), "negative"),
         (torch.cat([sound, sound]), "numbers"),
     ):
         with pytest.raises(RequestError, match=message):
@@ -103,6 +107,8 @@ def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> 
         ItemPlan(8, (1, 2), (3,), keep="reference", state=b"a state"),
         ItemPlan(8, (1, 2), (3,)),
         ItemPlan(8, (1, 2), (3,), state=b"another"),
+        ItemPlan(8, (1, 2), (3,), state=b"a state", part="delta", core=4),
+        ItemPlan(8, (1, 2), (3,), state=b"a state", part="core", core=8),
     ):
         assert other.group != plan.group
 
