@@ -19,6 +19,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     bases,
     bounds,
     caches,
+    detail_budgets,
     exact,
     hostile,
     kept_features,

@@ -1,12 +1,14 @@
-"""Extraction of the instruction: the text of the user turn that holds an image.
+"""Extraction of an image's instruction and detail from the request.
 
-It comes from OpenAI-style messages, or from a prompt where there are none.
+The instruction is the text of the user turn that holds the image. It comes from OpenAI-style
+messages, or from a prompt where there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from vllm_autoprune.serving.shared.detail_budgets import LEVELS, Detail
 from vllm_autoprune.serving.shared.plan import RELEVANCE_IDS
 
 _LAST_IDS = 4 * RELEVANCE_IDS
@@ -22,14 +24,36 @@ def extract_instructions(messages: Sequence[object]) -> list[str]:
     conversation. Other turns and the chat template do not belong to it.
     """
     instructions: list[str] = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, Sequence) or isinstance(content, str):
-            continue
+    for content in _contents(messages):
         texts = [text for part in content if (text := _text(part)) is not None]
         images = sum(_is_image(part) for part in content)
         instructions += ["\n".join(texts).strip()] * images
     return instructions
+
+
+def extract_details(messages: Sequence[object]) -> list[Detail | None]:
+    """Extract the detail of each image, in the same order; None for ``auto``, or none given.
+
+    Later turns never change it, so an image keeps the budget that it was sent with.
+    """
+    return [_detail(part) for content in _contents(messages) for part in content if _is_image(part)]
+
+
+def _contents(messages: Sequence[object]) -> Iterator[Sequence[object]]:
+    """The content of every message that may hold images."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            yield content
+
+
+def _detail(part: object) -> Detail | None:
+    """The level within ``image_url``, or beside it, where the Responses API has it."""
+    if not isinstance(part, Mapping):
+        return None
+    image = part.get("image_url")
+    detail = image.get("detail") if isinstance(image, Mapping) else part.get("detail")
+    return next((level for level in LEVELS if level == detail), None)
 
 
 def _text(part: object) -> str | None:

@@ -62,14 +62,16 @@ def resolve_choices(
     if request.state is not None:
         state = load_request_state(request.state, served.rules.cost)
     choices = []
-    for budget, image in zip(_budgets(request, sizes), images, strict=True):
+    budgets, details = _budgets(request, sizes), _detail_budgets(served.rules, request, len(sizes))
+    for budget, by_detail, image in zip(budgets, details, images, strict=True):
         size = image.tokens
         if request.state is None and budget is None:
-            policy = served.policy(None, request.keep)
+            policy = served.policy(by_detail, request.keep)
         else:
-            policy = make_policy(state, budget, request.keep)
+            policy = make_policy(state, by_detail if budget is None else budget, request.keep)
             field = "state" if budget is None else "budget"
-            _require_in_range(served.rules, policy.at(size, image.tiles).budget, field, "K")
+            if budget is not None or by_detail is None:
+                _require_in_range(served.rules, policy.at(size, image.tiles).budget, field, "K")
         kept = policy.tokens_kept(size, image.tiles)
         if kept >= size:
             choices.append(ImageChoice(size, size, request.keep))
@@ -132,6 +134,20 @@ def _budgets(request: PruningRequest, sizes: Sequence[int]) -> Sequence[int | No
             raise request_error("budget", what, "give one an image, in their order")
         return budget
     return [budget] * len(sizes)
+
+
+def _detail_budgets(
+    rules: RequestRules, request: PruningRequest, count: int
+) -> Sequence[int | None]:
+    """The operator's budget for the detail of each image; None for the state's own.
+
+    Start-up has checked these budgets against the range of the rules.
+    """
+    details = request.details
+    if details is None or len(details) != count:
+        # No messages, or messages of a form in which the images were not found.
+        return [None] * count
+    return [rules.detail.budget(detail) for detail in details]
 
 
 def _require_inputs(served: ServedState, needs: frozenset[Need], policy: PruningPolicy) -> None:

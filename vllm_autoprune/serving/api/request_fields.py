@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.serving.shared.detail_budgets import Detail
 from vllm_autoprune.serving.shared.plan import Chooser
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 
@@ -74,8 +75,8 @@ class PruningRequest(BaseModel):
     ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``state``:
     the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
     ``keep``: the state, or for measuring ``"reference"`` (its base policy alone) or ``"random"``.
-    ``instructions`` has one text an image; the renderer fills it from the chat messages, a
-    request without messages may fill it itself.
+    ``instructions`` has one text an image, ``details`` one level an image; the renderer fills
+    them from the chat messages, a request without messages may fill them itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -85,6 +86,7 @@ class PruningRequest(BaseModel):
     enabled: bool = True
     keep: Chooser = "state"
     instructions: list[str] | None = None
+    details: list[Detail | None] | None = None
 
 
 _FIX = {
@@ -93,6 +95,7 @@ _FIX = {
     "enabled": "give true or false",
     "keep": 'give "state", "reference" or "random"',
     "instructions": "give a list of texts, one an image",
+    "details": 'give a list of "low", "high" or null, one an image',
 }
 
 _OLD_STATE_FIELD = "policy"

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from vllm_autoprune import __version__
+from vllm_autoprune.serving.shared.detail_budgets import FLAG as DETAIL_FLAG
 from vllm_autoprune.serving.shared.request_rules import FLAG, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import TextTower
@@ -29,6 +30,9 @@ def format_summary(served: ServedState) -> str:
     if policy.reads_instruction:
         parts.append(f"relevance by {describe_relevance(served.tower)}")
     parts.append(f"requests may set {describe_permission(served.rules)}")
+    if levels := served.rules.detail.as_dict():
+        budgets = " and ".join(f"{level} keeps {budget}" for level, budget in levels.items())
+        parts.append(f"image_url.detail {budgets} tokens of an image, by {DETAIL_FLAG}")
     return "; ".join(parts) + "."
 
 
@@ -78,5 +82,6 @@ def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
         if policy.reads_instruction
         else None,
         "requests": describe_permission(served.rules),
+        "detail": {**served.rules.detail.as_dict()} or None,
         "evidence": evidence,
     }

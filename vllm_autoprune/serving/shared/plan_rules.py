@@ -44,7 +44,8 @@ class PlanRules:
 
     def check_budget(self, plan: ItemPlan) -> None:
         """Raise if the plan keeps more tokens than the server's state and rules allow."""
-        rules, most = self.served.rules, self.served.budget
+        rules = self.served.rules
+        most = max(self.served.budget, rules.detail.largest)
         if rules.allows("budget"):
             most = max(most, rules.maximum)
         if plan.image_budget > most:

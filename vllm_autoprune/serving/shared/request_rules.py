@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
+from vllm_autoprune.serving.shared.detail_budgets import NO_DETAIL_BUDGETS, DetailBudgets
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 
@@ -34,7 +35,8 @@ class RequestRules:
     ``explicit`` where the operator gave the flag: vLLM's own check of ``mm_processor_kwargs`` then
     lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
     bounds the predicted milliseconds of a request's state
-    (:mod:`vllm_autoprune.tpdsl.executor.state_cost`).
+    (:mod:`vllm_autoprune.tpdsl.executor.state_cost`). ``detail`` has the budgets that any request
+    may choose by ``image_url.detail``, at every level.
     """
 
     level: Level = "budget"
@@ -42,6 +44,7 @@ class RequestRules:
     maximum: int = MAX_BUDGET
     explicit: bool = False
     cost: float = DEFAULT_COST
+    detail: DetailBudgets = NO_DETAIL_BUDGETS
 
     def allows(self, level: Level) -> bool:
         """Whether requests may set what a level adds."""

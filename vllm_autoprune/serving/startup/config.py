@@ -29,6 +29,7 @@ from vllm_autoprune.serving.startup.settings import (
     SETTINGS,
     read_budget,
     read_cache_bytes,
+    read_detail_budgets,
     read_request_cost,
     read_state,
     read_tower,
@@ -93,7 +94,9 @@ def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
     tower = read_tower(settings.get("text_tower"), problems)
     cache_bytes = read_cache_bytes(settings.get("feature_cache_gb"), problems)
     rules = parse_rules(settings.get("requests"), problems)
-    rules = replace(rules, cost=read_request_cost(settings.get("request_cost"), problems))
+    detail = read_detail_budgets(settings.get("detail"), state, rules, problems)
+    cost = read_request_cost(settings.get("request_cost"), problems)
+    rules = replace(rules, cost=cost, detail=detail)
     architecture, backbone = _find_backbone(vllm_config, problems)
     if state is not None and budget is not None and not problems:
         state = _check_safety(state, budget, problems)

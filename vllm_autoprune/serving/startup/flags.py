@@ -51,6 +51,12 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
         "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
     ),
     (
+        "detail",
+        "low=K,high=K",
+        "Visual tokens kept of an image whose `image_url.detail` in a request is `low` or `high`, "
+        "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
+    ),
+    (
         "request-cost",
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "

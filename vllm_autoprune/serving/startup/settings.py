@@ -9,13 +9,25 @@ import json
 from collections.abc import Mapping
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, StateError
+from vllm_autoprune.serving.shared.detail_budgets import FLAG as DETAIL_FLAG
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets, parse_detail_budgets
+from vllm_autoprune.serving.shared.request_rules import FLAG as REQUESTS_FLAG
+from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, FLAG
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-SETTINGS = ("state", "budget", "text_tower", "feature_cache_gb", "requests", "request_cost")
+SETTINGS = (
+    "state",
+    "budget",
+    "text_tower",
+    "feature_cache_gb",
+    "requests",
+    "detail",
+    "request_cost",
+)
 DEFAULT_CACHE_GB = 0.25
 MAX_COST = 1e6
 
@@ -71,6 +83,26 @@ def read_budget(value: object, state: PruningState | None, problems: list[Proble
             for p in error.problems
         ]
         return None
+
+
+def read_detail_budgets(
+    value: object, state: PruningState | None, rules: RequestRules, problems: list[Problem]
+) -> DetailBudgets:
+    """Budgets for ``image_url.detail``, each possible with the state and allowed by the rules."""
+    budgets = parse_detail_budgets(value, problems)
+    for level, budget in budgets.as_dict().items():
+        if budget > rules.maximum:
+            what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {rules.maximum} at most"
+            problems.append(Problem(DETAIL_FLAG, what, "lower the budget, or raise the range"))
+            continue
+        try:
+            if state is not None:
+                materialize(state, budget)
+        except BudgetError as error:
+            problems += [
+                Problem(f"{DETAIL_FLAG} {level}#{p.where}", p.what, p.fix) for p in error.problems
+            ]
+    return budgets
 
 
 def read_request_cost(value: object, problems: list[Problem]) -> float:

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from vllm_autoprune.serving.api.instruction import extract_instructions, extract_prompt_instruction
+from vllm_autoprune.serving.api.instruction import (
+    extract_details,
+    extract_instructions,
+    extract_prompt_instruction,
+)
 
 URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 IMAGES: list[dict[str, Any]] = [
@@ -102,6 +106,69 @@ def test_a_conversation_without_images_has_none() -> None:
     assert extract_instructions([{"role": "user", "content": "hi"}, user(text("hi"))]) == []
     assert extract_instructions([]) == []
     assert extract_instructions(["not a message", None]) == []
+
+
+def image(detail: object = "none given", **more: object) -> dict[str, Any]:
+    level = {} if detail == "none given" else {"detail": detail}
+    return {"type": "image_url", "image_url": {"url": "http://x/y.png", **level}, **more}
+
+
+@pytest.mark.parametrize("detail", ["low", "high"])
+def test_every_way_to_give_a_detail(detail: str) -> None:
+    for part in (
+        image(detail),
+        image(detail, uuid="a"),
+        {"type": "image_url", "image_url": {"detail": detail}, "uuid": "a"},
+        {"type": "image_url", "image_url": None, "uuid": "a", "detail": detail},
+        {"type": "input_image", "image_url": "http://x/y.png", "detail": detail},
+        {"type": "image_pil", "image_pil": object(), "detail": detail},
+    ):
+        assert extract_details([user(part, text("what?"))]) == [detail]
+
+
+@pytest.mark.parametrize("detail", ["none given", "auto", "original", "LOW", "", None, 1, {}, []])
+def test_other_details_mean_the_budget_of_the_server(detail: object) -> None:
+    assert extract_details([user(image(detail))]) == [None]
+
+
+@pytest.mark.parametrize("part", IMAGES)
+def test_every_image_has_a_detail(part: dict[str, Any]) -> None:
+    talk = [user(text("what?"), part, image("low")), {"role": "assistant", "content": "It is red."}]
+    assert extract_details(talk) == [None, "low"]
+    assert len(extract_instructions(talk)) == 2
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [user(text("And now?"))],
+        [user(image("high"), text("And here?"))],
+        [user(image(), text("And here?")), user(image("low"))],
+    ],
+    ids=["text", "image", "images"],
+)
+def test_appended_turns_keep_what_earlier_images_have(turns: list[dict[str, Any]]) -> None:
+    talk = [user(image("low"), image("high"), image(), text("Which?"))]
+    longer = [*talk, {"role": "assistant", "content": "The first."}, *turns]
+    assert extract_details(longer)[:3] == extract_details(talk) == ["low", "high", None]
+    assert extract_instructions(longer)[:3] == extract_instructions(talk) == ["Which?"] * 3
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("detail", ["low", "high"])
+def test_vllm_hands_on_the_detail_of_chat_completions_and_responses(detail: str) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+    talk = [user(image(detail), text("what?")), {"role": "assistant", "content": "red"}]
+    chat = ChatCompletionRequest.model_validate({"messages": [*talk, user(image("auto"))]})
+    assert extract_details(chat.messages) == [detail, None]
+    sent = {"type": "input_image", "image_url": "http://x/y.png"}
+    said = [user({"type": "input_text", "text": "what?"}, {**sent, "detail": detail}), user(sent)]
+    responses = ResponsesRequest.model_validate({"input": said})
+    messages = construct_input_messages(request_input=responses.input)
+    assert extract_details(messages) == [detail, None]
 
 
 IMAGE = 9

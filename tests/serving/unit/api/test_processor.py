@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,9 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.plan import FIELD, NO_KEY, ItemPlan
+from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
 
 pytestmark = pytest.mark.compat
@@ -48,13 +50,13 @@ class Processed:
 class Sender:
     """A tiny Qwen2.5-VL's processor, with vLLM's cache before an engine or without one."""
 
-    def __init__(self, folder: Any, budget: int) -> None:
+    def __init__(self, folder: Any, budget: int, rules: RequestRules = DEFAULT_RULES) -> None:
         from vllm.config import ModelConfig
         from vllm.multimodal.processing import InputProcessingContext
         from vllm.tokenizers import get_tokenizer
 
         config = ModelConfig(model=str(folder), max_model_len=1024, dtype="float32")
-        attach(config, ATTRIBUTE, served(budget=budget))
+        attach(config, ATTRIBUTE, replace(served(budget=budget), rules=rules))
         module, _, name = BACKBONES[QWEN].model.partition(":")
         factories = vars(import_module(module))[name]._processor_factory
         context = InputProcessingContext(config, get_tokenizer(str(folder)))
@@ -173,6 +175,19 @@ def test_a_name_alone_that_nobody_sent_is_refused(sender: Sender) -> None:
     for uuid, salt in (("y", ""), ("x", "a tenant")):
         with pytest.raises(ValueError, match="data is not provided"):
             sender.send([None], [uuid], salt)
+
+
+def test_a_budget_by_detail_is_fixed_when_an_image_is_sent(folder: Any) -> None:
+    """What a later turn appends changes neither length nor identity of the images before."""
+    rules = RequestRules("none", detail=DetailBudgets(low=4, high=16))
+    sender = Sender(folder, budget=8, rules=rules)
+    first = sender.send([LARGE], details=["low"])
+    for detail, length in (("low", 4), ("high", 16), (None, 8)):
+        longer = sender.send([LARGE, OTHER], details=["low", detail])
+        assert longer.lengths == [4, length]
+        assert longer.identities[0] == first.identities[0]
+    levels = [sender.send([LARGE], details=[detail]).identities for detail in ("low", "high", None)]
+    assert len({identity for (identity,) in levels}) == 3
 
 
 def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:

@@ -10,6 +10,7 @@ from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import BudgetError, RequestError, load_state
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices
 from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.placeholders import Extent
 from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
 from vllm_autoprune.serving.shared.served_state import NEEDS, ServedState
@@ -67,6 +68,57 @@ def test_a_budget_for_each_or_for_all() -> None:
 )
 def test_budgets_that_cannot_be(asked: object, said: str) -> None:
     assert said in refused(asked, N, N)
+
+
+DETAIL = DetailBudgets(low=4, high=32)
+
+
+def with_detail(
+    level: Any = "states", least: int = 1, most: int = 65536, detail: DetailBudgets = DETAIL
+) -> ServedState:
+    allowed = RequestRules(level, least, most, detail=detail)
+    return dataclasses.replace(served(), rules=allowed)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_detail_sets_the_budget_of_each_image_at_every_level(level: Any) -> None:
+    asked = {"details": ["low", None, "high", "high"]}
+    assert kept(asked, N, N, N, 20, on=with_detail(level)) == [4, 8, 32, 20]
+    low, high = chosen({"details": ["low", "high"]}, N, N, on=with_detail(level))
+    assert (low.state, low.keep, low.identity) == (b"", "state", served().state.digest)
+    assert high.identity == low.identity
+
+
+def test_detail_without_a_budget_of_the_operator_changes_nothing() -> None:
+    assert chosen({"details": ["low", "high"]}, N, N) == chosen(None, N, N)
+    one = with_detail(detail=DetailBudgets(low=4))
+    assert kept({"details": ["low", "high"]}, N, N, on=one) == [4, 8]
+
+
+def test_what_a_request_sets_itself_outranks_detail() -> None:
+    details = {"details": ["low", "high"]}
+    for budget, expected in ((16, [16, 16]), ([2, 3], [2, 3]), ({"shared": 9}, [5, 4])):
+        assert kept({**details, "budget": budget}, N, N, on=with_detail()) == expected
+    assert kept({**details, "enabled": False}, N, N, on=with_detail()) == [N, N]
+
+
+def test_a_state_of_a_request_has_the_budget_of_the_detail() -> None:
+    asked = {"state": "visionzip", "details": ["low", None]}
+    own = load_state("visionzip").budget.range()[1]
+    assert kept(asked, N, N, on=with_detail()) == [4, min(own, N)]
+
+
+def test_the_range_of_requests_does_not_bound_detail() -> None:
+    """The operator gave both; start-up has checked the budgets against the end of the range."""
+    bounded = with_detail(least=16, most=64)
+    assert kept({"details": ["low"]}, on=bounded) == [4]
+    assert kept({"details": ["low"], "state": "visionzip"}, on=bounded) == [4]
+    assert "K = 4" in refused({"details": ["low"], "budget": 4}, on=bounded)
+
+
+def test_as_many_details_as_images_or_none_count() -> None:
+    for details in ([], ["low"], ["low"] * 3):
+        assert kept({"details": details}, N, N, on=with_detail()) == [8, 8]
 
 
 def test_a_range_bounds_every_way_to_ask() -> None:

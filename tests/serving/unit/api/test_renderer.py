@@ -4,35 +4,43 @@ from typing import Any
 
 import pytest
 
-from vllm_autoprune.serving.api.renderer import _INSTRUCTIONS, _add_salt, _pass_instructions
+from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _add_salt, _pass_fields
 from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt
 
 pytestmark = pytest.mark.compat
 
 
+FIELDS = {"instructions": ["what?"], "details": ["low"]}
+
+
 def handed(asked: object, **others: object) -> Any:
-    prompt: Any = {"prompt_token_ids": [1], _INSTRUCTIONS: ["what?"]}
+    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS}
     if asked != "nothing":
         prompt["mm_processor_kwargs"] = {"autoprune": asked, **others}
-    return _pass_instructions(prompt)
+    return _pass_fields(prompt)
 
 
-def test_the_instructions_reach_the_processor_and_the_note_is_gone() -> None:
+def test_fields_of_the_messages_reach_the_processor_and_leave_the_prompt() -> None:
     prompt = handed("nothing")
     assert prompt == {
         "prompt_token_ids": [1],
-        "mm_processor_kwargs": {"autoprune": {"instructions": ["what?"]}},
+        "mm_processor_kwargs": {"autoprune": FIELDS},
     }
 
 
 def test_what_the_request_asked_stays() -> None:
     kwargs = handed({"budget": 16}, num_crops=4)["mm_processor_kwargs"]
-    assert kwargs == {"autoprune": {"budget": 16, "instructions": ["what?"]}, "num_crops": 4}
+    assert kwargs == {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4}
 
 
-def test_a_null_entry_asks_for_nothing_and_keeps_the_instruction() -> None:
+def test_fields_that_a_client_writes_are_replaced_by_those_of_its_messages() -> None:
+    kwargs = handed({"instructions": ["forged"], "details": ["high"]})["mm_processor_kwargs"]
+    assert kwargs == {"autoprune": FIELDS}
+
+
+def test_a_null_entry_asks_for_nothing_and_keeps_the_fields_of_the_messages() -> None:
     kwargs = handed(None)["mm_processor_kwargs"]
-    assert kwargs == {"autoprune": {"instructions": ["what?"]}}
+    assert kwargs == {"autoprune": FIELDS}
 
 
 @pytest.mark.parametrize("asked", [[16], 16, "16", False], ids=repr)
@@ -42,14 +50,14 @@ def test_a_malformed_entry_is_left_for_the_processor_to_refuse(asked: object) ->
 
 def test_the_caller_s_own_dictionaries_are_not_changed() -> None:
     kwargs = {"autoprune": {"budget": 16}}
-    prompt: Any = {"prompt_token_ids": [1], _INSTRUCTIONS: ["a"], "mm_processor_kwargs": kwargs}
-    _pass_instructions(prompt)
+    prompt: Any = {"prompt_token_ids": [1], _MESSAGE_FIELDS: FIELDS, "mm_processor_kwargs": kwargs}
+    _pass_fields(prompt)
     assert kwargs == {"autoprune": {"budget": 16}}
 
 
-def test_a_prompt_without_a_note_is_passed_on() -> None:
+def test_a_prompt_without_messages_is_passed_on() -> None:
     prompt: Any = {"prompt_token_ids": [1]}
-    assert _pass_instructions(prompt) is prompt
+    assert _pass_fields(prompt) is prompt
     assert prompt == {"prompt_token_ids": [1]}
 
 

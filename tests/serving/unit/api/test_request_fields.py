@@ -25,6 +25,11 @@ def test_everything_asked_is_read() -> None:
         assert (found.budget, found.keep, found.instructions) == (16, keep, ["what?", ""])
 
 
+def test_details_have_one_level_or_none_for_each_image() -> None:
+    assert parse_request({"details": ["low", "high", None]}).details == ["low", "high", None]
+    assert parse_request({}).details is None
+
+
 @pytest.mark.parametrize(
     ("asked", "read"), [(16, 16), ([16, 8], (16, 8)), ({"shared": 24}, SharedBudget(shared=24))]
 )
@@ -65,6 +70,9 @@ def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
         ({"keep": None}, "keep"),
         ({"instructions": "what?"}, "instructions"),
         ({"instructions": [1]}, "instructions/0"),
+        ({"details": "low"}, "details"),
+        ({"details": ["low", 64]}, "details/1"),
+        ({"details": ["auto"]}, "details/0"),
         ([16], None),
         (16, None),
         ("16", None),

@@ -9,6 +9,7 @@ import pytest
 from tests.serving.unit.samples import served
 from vllm_autoprune import load_state
 from vllm_autoprune.serving.shared.description import describe_as_json, format_summary
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import TextTower
@@ -39,6 +40,19 @@ def test_summary_is_one_line_with_reasons() -> None:
 def test_each_reason(changes: dict[str, object], reason: str) -> None:
     changed = dataclasses.replace(served(), **changes)  # type: ignore[arg-type]
     assert reason in format_summary(changed)
+
+
+def test_budgets_of_details_are_described_if_there_are_any() -> None:
+    assert "image_url.detail" not in format_summary(served())
+    assert describe_as_json(served())["detail"] is None
+    rules = RequestRules(detail=DetailBudgets(low=64, high=256))
+    both = dataclasses.replace(served(), rules=rules)
+    expected = "image_url.detail low keeps 64 and high keeps 256 tokens of an image, by"
+    assert f"{expected} --autoprune-detail" in format_summary(both)
+    assert describe_as_json(both)["detail"] == {"low": 64, "high": 256}
+    one = dataclasses.replace(served(), rules=RequestRules(detail=DetailBudgets(high=256)))
+    assert "image_url.detail high keeps 256 tokens" in format_summary(one)
+    assert describe_as_json(one)["detail"] == {"high": 256}
 
 
 def test_summary_has_relevance_only_if_it_is_read() -> None:

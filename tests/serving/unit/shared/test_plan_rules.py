@@ -10,6 +10,7 @@ from tests.serving.unit.batches import blind, images, parts
 from tests.serving.unit.samples import served
 from tests.tpdsl.samples import state
 from vllm_autoprune import RequestError, load_state
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.plan import ItemPlan
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
 from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
@@ -72,6 +73,14 @@ def test_a_forged_plan_is_refused(item_plan: ItemPlan, level: Any, message: str)
         lacking = dataclasses.replace(by.served, unavailable=(("language", "not here"),))
         by = PlanRules(lacking, WORDS)
     assert message in refused(item_plan, by)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_plans_may_keep_the_largest_budget_of_a_detail(level: Any) -> None:
+    by = rules(level, 10, detail=DetailBudgets(low=4, high=10))
+    for budget in (4, 8, 10):
+        by.check(plan(budget=budget), budget)
+    assert "K = 11" in refused(plan(budget=11), by)
 
 
 def test_a_plan_has_as_many_rows_as_the_prompt_has_room_for() -> None:

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from tests.serving.unit.samples import served
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import TextTower
@@ -31,7 +32,7 @@ def test_needs_are_those_of_every_budget_a_request_may_ask_for() -> None:
 def test_a_served_state_survives_pickling_and_copying(how: str) -> None:
     tower = TextTower("some/clip", 1, "because", 77, 768, 1024)
     sent = served({"/base_policy": {"name": "divprune"}}, 16, tower, cache_bytes=5)
-    rules = RequestRules("states", 8, 64, explicit=True)
+    rules = RequestRules("states", 8, 64, explicit=True, detail=DetailBudgets(8, 64))
     sent = dataclasses.replace(sent, rules=rules, unavailable=(("language", "because"),))
     received = pickle.loads(pickle.dumps(sent)) if how == "pickle" else copy.deepcopy(sent)
     assert isinstance(received, ServedState)

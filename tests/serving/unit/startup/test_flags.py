@@ -60,7 +60,7 @@ def test_flags_are_stored_unparsed_in_additional_config(
     config = parsed(
         *("--autoprune-state", "autoprune", "--autoprune-budget", "64"),
         *("--autoprune-text-tower", "some/clip", "--autoprune-feature-cache-gb", "0.5"),
-        *("--autoprune-requests", "budget:16-64"),
+        *("--autoprune-requests", "budget:16-64", "--autoprune-detail", "low=16,high=64"),
     )
     assert config == ours(
         state="autoprune",
@@ -68,6 +68,7 @@ def test_flags_are_stored_unparsed_in_additional_config(
         text_tower="some/clip",
         feature_cache_gb="0.5",
         requests="budget:16-64",
+        detail="low=16,high=64",
     )
 
 
@@ -121,6 +122,11 @@ def test_dotted_keys_are_merged_too(parsed: Callable[..., Config], words: tuple[
     assert parsed(*words) == {SETTINGS_KEY: {"budget": 16}}
 
 
+def test_dotted_keys_of_one_setting(parsed: Callable[..., Config]) -> None:
+    words = ("--additional-config.autoprune.detail.low", "16")
+    assert parsed(*words) == {SETTINGS_KEY: {"detail": {"low": 16}}}
+
+
 def test_parses_are_independent(parsed: Callable[..., Config]) -> None:
     parsed(*FLAGS)
     parsed(*OWN, *FLAGS)
@@ -159,6 +165,7 @@ def test_the_flags_are_a_group_of_their_own_added_once(parser: Any) -> None:
         ["--autoprune-text-tower"],
         ["--autoprune-feature-cache-gb"],
         ["--autoprune-requests"],
+        ["--autoprune-detail"],
         ["--autoprune-request-cost"],
     ]
     assert all(action.help for action in group._group_actions)

@@ -10,11 +10,13 @@ import pytest
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import LLAVA, describe, places, refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped, state
+from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.text_tower import SIGN_KEY
 from vllm_autoprune.serving.startup.config import resolve_settings
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
+SELECTOR = shipped()["constraints"]["selector"]
 MISSING = "atom-that-is-not"
 TOWER = "--autoprune-text-tower"
 
@@ -211,6 +213,7 @@ def test_all_problems_are_reported_together(
         "budget": "x",
         "text_tower": str(tmp_path),
         "feature_cache_gb": "x",
+        "detail": "low=x",
         "buget": 1,
     }
     assert set(places(settings, vllm_config(architecture="Other"))) == {
@@ -218,6 +221,7 @@ def test_all_problems_are_reported_together(
         "--autoprune-budget",
         f"{TOWER} {tmp_path}",
         "--autoprune-feature-cache-gb",
+        "--autoprune-detail",
         "additional_config/autoprune/buget",
         "VLLM_USE_RUST_FRONTEND",
         "model",
@@ -231,3 +235,28 @@ def test_cost_limit_of_request_states() -> None:
     for wrong in ("much", 0, -1, "nan", "inf", 1e9):
         settings = {"state": "autoprune", "request_cost": wrong}
         assert places(settings) == ["--autoprune-request-cost"]
+
+
+def test_budgets_of_details() -> None:
+    assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.detail == DetailBudgets()
+    for given in ("low=16,high=64", {"low": 16, "high": "64"}):
+        for requests in (None, "none", "budget:32-64", "states"):
+            settings = {"state": "autoprune", "requests": requests, "detail": given}
+            assert resolve_settings(settings, vllm_config()).rules.detail == DetailBudgets(16, 64)
+
+
+def test_budgets_of_details_respect_the_end_of_the_range() -> None:
+    settings = {"state": "autoprune", "requests": "budget:1-64", "detail": "low=65,high=256"}
+    low, high = refusal(settings)
+    assert {low.where, high.where} == {"--autoprune-detail"}
+    assert "low = 65, and --autoprune-requests allows 64 at most" in low.what
+    assert "high = 256" in high.what
+
+
+def test_budgets_of_details_are_possible_with_the_state() -> None:
+    fixed = edited(shipped(), {"/constraints/selector": {**SELECTOR, "q_e": 2, "r_min": 32}})
+    assert resolve_settings({"state": fixed, "detail": "low=32"}, vllm_config())
+    (problem,) = refusal({"state": fixed, "detail": "low=16,high=64"})
+    assert problem.where.startswith("--autoprune-detail low#")
+    (problem,) = refusal({"state": "autoprune", "detail": "high=99999"})
+    assert "high = 99999" in problem.what
