@@ -61,6 +61,11 @@ def describe_permission(rules: RequestRules) -> str:
     return f"{text}, at a predicted {rules.cost:g} ms a selection or less"
 
 
+def _describe_detail(rules: RequestRules) -> JsonValue:
+    """K of every level of ``image_url.detail`` that has one; None where there is none."""
+    return {str(level): budget for level, budget in rules.detail.as_dict().items()} or None
+
+
 def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
     """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence."""
     policy, state = served.policy(), served.state
@@ -82,6 +87,6 @@ def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
         if policy.reads_instruction
         else None,
         "requests": describe_permission(served.rules),
-        "detail": {**served.rules.detail.as_dict()} or None,
+        "detail": _describe_detail(served.rules),
         "evidence": evidence,
     }
