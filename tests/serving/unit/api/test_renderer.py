@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _add_salt, _pass_fields
+from tests.serving.unit.samples import served
+from vllm_autoprune.serving.api.renderer import (
+    _MESSAGE_FIELDS,
+    AutopruneHfRenderer,
+    _add_salt,
+    _pass_fields,
+)
 from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt
+from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
 
 pytestmark = pytest.mark.compat
 
@@ -18,6 +27,21 @@ def handed(asked: object, **others: object) -> Any:
     if asked != "nothing":
         prompt["mm_processor_kwargs"] = {"autoprune": asked, **others}
     return _pass_fields(prompt)
+
+
+def test_a_prompt_with_images_stores_the_fields_of_its_messages() -> None:
+    renderer: Any = SimpleNamespace(model_config=SimpleNamespace())
+    parts = [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}, "what?"]
+    messages: Any = [{"role": "user", "content": parts}]
+
+    def stored(prompt: Any) -> Any:
+        return AutopruneHfRenderer._store_fields(renderer, messages, prompt)
+
+    images = {"multi_modal_data": {"image": ["x"]}}
+    assert stored({**images}) == images
+    attach(renderer.model_config, ATTRIBUTE, served())
+    assert stored({**images}) == {**images, _MESSAGE_FIELDS: FIELDS}
+    assert stored({"prompt": "what?"}) == {"prompt": "what?"}
 
 
 def test_fields_of_the_messages_reach_the_processor_and_leave_the_prompt() -> None:
