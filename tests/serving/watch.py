@@ -43,8 +43,9 @@ def watch(tower: nn.Module | None = None) -> Watch:
         policy: PruningPolicy,
         plans: Sequence[ItemPlan],
         regions: Sequence[Region],
+        at: int,
     ) -> RefinedTokens:
-        tokens = refine(context, policy, plans, regions)
+        tokens = refine(context, policy, plans, regions, at)
         for plan, kept, rows in zip(plans, tokens.indices.tolist(), tokens.features, strict=True):
             seen.kept[plan] = kept
             seen.rows[plan] = rows

@@ -40,8 +40,9 @@ HOOKS: tuple[Hook, ...] = (
         (
             "VllmConfig.try_verify_and_update_config",
             "MultiModalConfig.is_multimodal_pruning_enabled",
+            "CacheConfig.block_size",
         ),
-        "plugin: the settings; compat: positions of kept tokens",
+        "plugin: the settings; compat: positions of kept tokens; kv_blocks: their size",
     ),
     Hook(
         "vllm.model_executor.models",

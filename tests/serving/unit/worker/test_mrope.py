@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_autoprune.serving.shared.plan import ItemPlan, Part
 from vllm_autoprune.serving.worker.mrope import (
     compute_input_positions,
+    match_cores,
     place_image_tokens,
     position_channels,
     position_offsets,
@@ -78,7 +80,7 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
     full, full_delta = stock(full_ids, full_features)
     ids, features = _prompt(shapes, 3)
     unpruned = {i: h * w for i, (h, w) in enumerate(shapes)}
-    positions, delta = compute_input_positions(stock, ids, features, unpruned)
+    positions, delta = compute_input_positions(stock, ids, features, unpruned, {})
     assert delta + len(ids) == full_delta + len(full_ids), "decoding goes on at the same position"
 
     kept, channels = [], []
@@ -113,10 +115,58 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(
 
 def test_unpruned_images_use_the_stock_positions() -> None:
     ids, features = _prompt([(4, 3), (2, 5)], None)
-    positions, delta = compute_input_positions(stock, ids, features, {0: 12, 1: 10})
+    positions, delta = compute_input_positions(stock, ids, features, {0: 12, 1: 10}, {})
     expected, expected_delta = stock(ids, features)
     assert torch.equal(positions, expected)
     assert delta == expected_delta
+
+
+def test_both_parts_of_an_image_have_the_positions_of_its_grid() -> None:
+    """Cores of two images, then their deltas: each token stands where it stood unpruned."""
+    shapes = [(4, 3), (2, 5)]
+    full_ids, full_features = _prompt(shapes, None)
+    full, full_delta = stock(full_ids, full_features)
+    first, second = (feature.mm_position.offset for feature in full_features)
+    kept = [torch.tensor(rows) for rows in ([0, 4, 11], [1, 5, 9], [2, 7], [0, 3])]
+    ids, features = [TEXT] * 3, []
+    survivors = [0, 1, 2]
+    for part, (rows, (height, width)) in enumerate(zip(kept, shapes * 2, strict=True)):
+        features.append(Feature(Place(len(ids), len(rows)), height, width))
+        ids += [IMAGE] * len(rows)
+        survivors += ((first, second)[part % 2] + rows).tolist()
+        if part == 0:
+            ids += [TEXT] * 2
+            survivors += [second - 2, second - 1]
+    ids += [TEXT] * 2
+    survivors += [len(full_ids) - 2, len(full_ids) - 1]
+
+    unpruned = dict(enumerate([12, 10, 12, 10]))
+    positions, delta = compute_input_positions(stock, ids, features, unpruned, {2: 0, 3: 1})
+    assert delta + len(ids) == full_delta + len(full_ids)
+    channels = [
+        position_channels(height, width, torch.device("cpu"))[rows]
+        for rows, (height, width) in zip(kept, shapes * 2, strict=True)
+    ]
+    # The first question computes all, the next one finds the cores in the prefix cache.
+    for start, now in ((0, channels), (features[2].mm_position.offset, channels[2:])):
+        positions = place_image_tokens(torch.tensor(ids), positions, now, IMAGE, start)
+    assert torch.equal(positions, full[:, survivors])
+
+
+def test_deltas_belong_to_the_cores_of_their_image_in_order() -> None:
+    def part(name: Part, key: int) -> ItemPlan:
+        return ItemPlan(2, (key, key), part=name, core=2)
+
+    plans = {
+        0: part("core", 1),
+        1: part("core", 2),
+        2: part("core", 1),
+        3: ItemPlan(4, (3, 3)),
+        4: part("delta", 1),
+        5: part("delta", 2),
+        6: part("delta", 1),
+    }
+    assert match_cores(plans) == {4: 0, 5: 1, 6: 2}
 
 
 def test_positions_survive_bfloat16() -> None:
