@@ -11,6 +11,9 @@ from vllm_autoprune.selftest.report import Completion, Report
 SMALL_BUDGET = 5
 """K of the pruned completions."""
 
+SPLIT_BUDGET = 40
+"""K of the completions under a state with a core: more than a block, less than N."""
+
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
 
@@ -138,6 +141,37 @@ def positions_are_a_gather(report: Report) -> str:
     return ""
 
 
+def questions_share_the_core(report: Report) -> str:
+    """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks."""
+    rows = [row for part in report.split_kept for row in part]
+    if len(report.split_kept) != 1 + report.splittable or len(set(rows)) != SPLIT_BUDGET:
+        return f"parts {report.split_kept}"
+    first, second = report.split["first"], report.split["second"]
+    if first.cached or (second.cached >= BLOCK) != report.splittable:
+        return f"{first.cached} and {second.cached} tokens were reused"
+    return ""
+
+
+def parts_give_the_same_completions(report: Report) -> str:
+    """Parts of an image give the same completions with empty caches, in small steps, preempted."""
+    for name, one in report.split.items():
+        if wrong := describe_difference(one, report.split[name.split()[-1]]):
+            return f"{name}: {wrong}"
+    return ""
+
+
+def parts_stand_on_one_grid(report: Report) -> str:
+    """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
+    stock, first = report.stock["large"], report.split["first"]
+    if len(stock.positions) == 1:
+        return ""
+    rows = [row for part in report.split_kept for row in part]
+    indices = remaining_indices(stock.prompt, first.prompt, [rows])
+    indices += range(len(stock.prompt), len(stock.positions[0]))
+    same = first.positions == [[row[i] for i in indices] for row in stock.positions]
+    return "" if same else f"{first.positions}"
+
+
 def videos_are_untouched(report: Report) -> str:
     """Completions about videos equal stock vLLM's."""
     return "" if report.video_pruned == report.video_stock else "another answer about a video"
@@ -158,6 +192,9 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         images_are_seen_once,
         nothing_fell_back,
         positions_are_a_gather,
+        questions_share_the_core,
+        parts_give_the_same_completions,
+        parts_stand_on_one_grid,
         videos_are_untouched,
     )
 }
@@ -166,8 +203,9 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
 
 def runners_agree(first: Report, second: Report) -> str:
     """Two model runners keep the same rows and give the same completions and positions."""
-    if first.kept != second.kept:
-        return f"{first.runner} kept {first.kept}, {second.runner} {second.kept}"
+    if (first.kept, first.split_kept) != (second.kept, second.split_kept):
+        kept = [(report.runner, report.kept, report.split_kept) for report in (first, second)]
+        return f"kept tokens differ: {kept}"
     for setting, completions in _settings(first).items():
         if wrong := _first_change(completions, _settings(second)[setting], _RUNNER_TOLERANCE):
             return f"{setting}, {wrong}"
@@ -186,6 +224,7 @@ def _settings(report: Report) -> dict[str, dict[str, Completion]]:
         "renamed",
         "chunked",
         "preempted",
+        "split",
     )
     fields = dict(report)
     return {name: fields[name] for name in names}

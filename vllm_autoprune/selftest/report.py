@@ -34,7 +34,10 @@ class Report(BaseModel):
     one; ``chunked`` with prefill chunks of a few tokens; ``preempted`` by the scheduler.
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
     row among an image's unpruned rows, or -1 if it equals none of them. ``vision_runs`` counts runs
-    of the vision tower beyond one for each image.
+    of the vision tower beyond one for each image. ``split`` has two questions about one image under
+    a state with a core, together, alone, and with chunked and preempted prefill; ``split_kept`` the
+    kept rows of each part in the first, and ``splittable`` whether images of this backbone can be
+    two items of a prompt.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,6 +55,9 @@ class Report(BaseModel):
     predicted: dict[str, list[int]]
     kept: dict[str, list[list[int]]]
     vision_runs: int
+    split: dict[str, Completion]
+    split_kept: list[list[int]]
+    splittable: bool
     fallbacks: int
     errors: dict[str, int]
     video_stock: Completion | None = None

@@ -14,9 +14,10 @@ import numpy
 from PIL import Image
 
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.checks import BLOCK, SMALL_BUDGET
+from vllm_autoprune.selftest.checks import BLOCK, SMALL_BUDGET, SPLIT_BUDGET
 from vllm_autoprune.selftest.engine_observer import EngineObserver
 from vllm_autoprune.selftest.report import Completion, Report
+from vllm_autoprune.tpdsl.states.load import load_state
 
 Engine = Any
 """``vllm.LLM``."""
@@ -52,6 +53,9 @@ QUESTIONS_WITH_BUDGETS: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequenc
     "second": (*QUESTIONS["wide"], (SMALL_BUDGET,)),
 }
 """Requests whose images all have the same `uuid`; each image has a budget."""
+_SECOND = ("which dog is on the left", QUESTIONS["large"][1])
+"""Another question about the same image."""
+
 _PADDING = " and the sky is blue on the right" * 6
 """Added to every question, so that image and text fill a block of the prefix cache."""
 
@@ -110,7 +114,33 @@ def _serve_settings(folder: Path) -> Report:
             name: _ask(llm, observer, name, preempted=True) for name in ("high", "two")
         }
     _stop_engine(llm)
-    return Report(**results)
+    return Report(**results, **_serve_split(folder))
+
+
+def _serve_split(folder: Path) -> dict[str, Any]:
+    """Completions under a state with a core: one image, two questions."""
+    state = {**load_state("autoprune").model_dump(mode="json"), "core": {"share": 0.7}}
+    settings = {"state": state, "budget": SPLIT_BUDGET}
+    llm, observer = _start_engine(folder, settings)
+    placeholders = _processor(llm)._placeholders
+    split = {}
+    with observer.recording_rows():
+        split["first"] = _ask(llm, observer, "large")
+    kept = list(observer.kept_rows)
+    split["second"] = _complete(llm, observer, *_SECOND, None)
+    _empty_caches(llm)
+    split["alone second"] = _complete(llm, observer, *_SECOND, None)
+    split["again first"] = _ask(llm, observer, "large")
+    _stop_engine(llm)
+
+    llm, observer = _start_engine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
+    split["chunked first"] = _ask(llm, observer, "large")
+    split["chunked second"] = _complete(llm, observer, *_SECOND, None)
+    llm.reset_prefix_cache()
+    with _preempting(llm):
+        split["preempted second"] = _complete(llm, observer, *_SECOND, None, preempted=True)
+    _stop_engine(llm)
+    return {"split": split, "split_kept": kept, "splittable": not placeholders.unsplittable}
 
 
 def _start_engine(
@@ -154,7 +184,7 @@ def _preempting(llm: Engine) -> Iterator[None]:
 
 
 _STEPS_BETWEEN_PREEMPTIONS = 11
-"""A prompt takes 8 or 9 steps and decoding 3 more, so that the first request is preempted while it
+"""A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
 is decoded and the second while it is prefilled."""
 
 
