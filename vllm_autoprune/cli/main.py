@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from vllm_autoprune import AutopruneError, __version__
 from vllm_autoprune.cli.commands import (
     Command,
+    advise,
     cost,
     doctor,
     eval,
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "select": select.COMMAND,
     "explain": explain.COMMAND,
     "cost": cost.COMMAND,
+    "advise": advise.COMMAND,
     "search": search.COMMAND,
     "eval": eval.COMMAND,
     "doctor": doctor.DOCTOR,

@@ -1,0 +1,125 @@
+"""advise: the table and the JSON, from flags, from a server's metrics and from a probe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.fake_server import fake_server
+from tests.advice.test_probe import VISUAL, N, PrunedServer, running
+from tests.advice.test_server_metrics import PAGE
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.tpdsl.states.load import load_state
+
+Captured = pytest.CaptureFixture[str]
+
+FULL_DEPTH = [
+    *("advise", "--questions", "16", "--tokens", "2928", "--budget", "320", "--core", "256"),
+    *("--template", "3", "--prompt", "18", "--block-size", "32", "--tower-ms", "12424"),
+    *("--selection-ms", "70", "--layers", "32", "--layer-ms", "2949=6570.9", "341=805.5"),
+]
+
+
+def as_record(call: list[str], capsys: Captured) -> dict[str, Any]:
+    assert main([*call, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert isinstance(record, dict)
+    return record
+
+
+def test_the_table(capsys: Captured) -> None:
+    assert main(FULL_DEPTH) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line[:1].isalpha() and "  " in line}
+    assert "0.67x  up to 9.5 questions" in rows["question-reading"]
+    assert "up to 54.2 questions" in rows["split"]
+    assert "at any number of questions" in rows["question-free"]
+    assert any(line.startswith("Pruning helps here") for line in lines)
+    (stock,) = [line for line in lines if line.startswith("stock, first")]
+    assert stock.split()[2:] == ["0%", "6%", "0%", "1%", "93%", "1%"]
+    assert any("Prefill is linear" in line for line in lines)
+
+
+def test_the_record(capsys: Captured) -> None:
+    record = as_record(FULL_DEPTH, capsys)
+    ways = record["ways"]
+    assert list(ways) == ["stock", "question-reading", "split", "question-free", "resized"]
+    assert ways["stock"]["cheaper_than_stock"] is None
+    assert ways["question-free"]["cheaper_than_stock"] == {"from": 1.0, "to": None}
+    assert ways["split"]["another_of_first"] == pytest.approx(0.20, abs=0.005)
+    assert record["verdict"]["helps"] is True and record["assumptions"]
+
+
+def test_pruning_that_does_not_help(capsys: Captured) -> None:
+    call = "advise --questions 1 --tokens 144 --tower-ms 12 --prefill-ms-per-token 0.001"
+    assert main(call.split()) == 0
+    assert "Pruning will not help you here." in capsys.readouterr().out
+
+
+def test_one_layer_time_and_no_prefix_cache(capsys: Captured) -> None:
+    call = "advise --questions 2 --tokens 100 --tower-ms 1 --layers 4 --layer-ms 200=10"
+    record = as_record([*call.split(), "--no-prefix-caching", "--request-ms", "3"], capsys)
+    assert record["seconds"]["prefill"] == pytest.approx(4 * 0.010 / 200)
+    assert record["seconds"]["request"] == pytest.approx(0.003)
+    assert record["traffic"]["block"] == 0
+
+
+def test_budget_and_core_of_a_state(tmp_path: Path, capsys: Captured) -> None:
+    state = load_state("autoprune").model_dump(mode="json", by_alias=True)
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({**state, "core": {"share": 0.5}}))
+    call = "advise --questions 2 --tokens 576 --tower-ms 1 --prefill-ms-per-token 1 --state"
+    record = as_record([*call.split(), str(path)], capsys)
+    budget = record["traffic"]["budget"]
+    assert 0 < budget < 576 and record["traffic"]["core"] == budget // 2
+    record = as_record([*call.split(), str(path), "--budget", "64", "--core", "8"], capsys)
+    assert (record["traffic"]["budget"], record["traffic"]["core"]) == (64, 8)
+
+
+def test_the_metrics_of_a_server(capsys: Captured) -> None:
+    with fake_server(pages={"/metrics": PAGE}) as server:
+        record = as_record(["advise", "--server", server.url, "--tower-ms", "2000"], capsys)
+    assert record["traffic"]["questions"] == 4
+    assert record["traffic"]["tokens"] == 640
+    assert record["seconds"]["prefill"] == pytest.approx(0.010)
+    assert record["seconds"]["selection"] == pytest.approx(0.125)
+
+
+def test_metrics_alone_do_not_tell_tower_from_prefill(capsys: Captured) -> None:
+    with fake_server(pages={"/metrics": PAGE}) as server:
+        assert main(["advise", "--server", server.url]) == 1
+    error = capsys.readouterr().err
+    assert "--tower-ms" in error and "--prefill-ms-per-token" in error and "--probe" in error
+
+
+def test_a_probe(capsys: Captured) -> None:
+    with running(PrunedServer()) as server:
+        call = ["advise", "--server", server.url, "--questions", "3", "--probe", "64x48"]
+        record = as_record(call, capsys)
+    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (N, VISUAL)
+    assert any("Measured with images of 64 x 48" in note for note in record["notes"])
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("", "4 problem(s)"),
+        ("--probe 10x10", "--probe: needs --server"),
+        ("--layer-ms 10=1", "--layer-ms: needs --layers"),
+        ("--server http://127.0.0.1:1", "does not answer"),
+        ("--server nonsense", "does not answer"),
+    ],
+)
+def test_what_cannot_be_answered(call: str, text: str, capsys: Captured) -> None:
+    assert main(["advise", *call.split()]) == 1
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--probe 10", "--probe 0x5", "--layer-ms 10", "--layer-ms 0=1"])
+def test_values_that_cannot_be_read(flag: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["advise", *flag.split()])
+    assert caught.value.code == 2

@@ -1,0 +1,1 @@
+"""Which pruning pays for which traffic: a cost model, and what a running server measures for it."""
