@@ -31,10 +31,10 @@ SELECTION = 0.070
 STOCK_FIRST, PRUNED_FIRST, PRUNED_ANOTHER, STOCK_ANOTHER = 222.98, 38.27, 0.59, 0.02
 
 
-def recorded(core: int, questions: float = 1.0) -> dict[Way, Estimate]:
+def recorded(core: int) -> dict[Way, Estimate]:
     text = TEXT_BEFORE + TEXT_BEHIND
     prefill, request = fit_layers(32, [(N + text, LAYER_FULL), (K + text, LAYER_PRUNED)])
-    traffic = Traffic(questions, N, K, core, TEXT_BEFORE, TEXT_BEHIND, answer=16, block=32)
+    traffic = Traffic(16, N, K, core, TEXT_BEFORE, TEXT_BEHIND, answer=16, block=32)
     timings = Timings(
         tower=NOT_LAYERS - SELECTION, prefill=prefill, selection=SELECTION, request=request
     )
@@ -48,20 +48,20 @@ def one_part(first: float, another: float, way: Way = "split") -> Estimate:
 
 
 def test_first_questions_are_as_measured() -> None:
-    ways = recorded(256)
+    ways = recorded(253)
     assert ways["stock"].first.ttft == pytest.approx(STOCK_FIRST, rel=0.01)
     assert ways["question-reading"].first.ttft == pytest.approx(PRUNED_FIRST, rel=0.01)
 
 
 def test_another_question_is_as_measured() -> None:
     """From layer times of first questions alone, within the measured 95 % intervals."""
-    ways = recorded(256)
+    ways = recorded(253)
     assert 0.015 <= ways["stock"].ratio <= 0.025  # 0.02 (0.02 to 0.02)
     assert 0.51 <= ways["question-reading"].ratio <= 0.69  # 0.59 (0.51 to 0.69)
 
 
 def test_break_even_is_about_eleven_questions() -> None:
-    estimate = recorded(256)
+    estimate = recorded(253)
     predicted = estimate["question-reading"].advantage(estimate["stock"])
     assert predicted.upper == pytest.approx(11, abs=2)
     stock = one_part(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST, "stock")
@@ -71,7 +71,7 @@ def test_break_even_is_about_eleven_questions() -> None:
 
 def test_a_split_is_as_projected() -> None:
     """Projections: another question 0.18 to 0.21 of the first, break-even at 55 to 83 questions."""
-    estimate = recorded(256)
+    estimate = recorded(253)
     assert 0.18 <= estimate["split"].ratio <= 0.21
     assert estimate["split"].advantage(estimate["stock"]).upper == pytest.approx(55, abs=3)
     stock = one_part(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST, "stock")

@@ -16,7 +16,7 @@ from vllm_autoprune.advice.server_client import ServerClient, Timing
 from vllm_autoprune.errors import ConfigError
 
 SIZE = (64, 48)
-TEMPLATE, VISUAL, N = 4, 32, 288
+TEMPLATE, NEWLINE, VISUAL, N = 4, 1, 32, 288
 TOKEN, REQUEST, TOWER, DECODE_IMAGE, PROCESSOR = 0.0004, 0.02, 0.3, 0.03, 0.04
 
 
@@ -35,7 +35,7 @@ class PrunedServer:
         content = body["messages"][0]["content"]
         urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
         (text,) = (part["text"] for part in content if part["type"] == "text")
-        tokens = TEMPLATE + len(text.split()) + VISUAL * len(urls)
+        tokens = TEMPLATE + len(text.split()) + (VISUAL + NEWLINE) * len(urls)
         engine, outside = REQUEST + TOKEN * tokens, 0.0
         for url in urls:
             new = url not in self.images
@@ -63,6 +63,7 @@ class PrunedServer:
             f"vllm:request_prefill_time_seconds_count {self.requests}\n"
             f"autoprune_images_total {self.with_image}\n"
             f'autoprune_visual_tokens_total{{stage="before"}} {self.with_image * N}\n'
+            f'autoprune_visual_tokens_total{{stage="after"}} {self.with_image * VISUAL}\n'
             f"autoprune_selection_seconds_sum {self.selections}\n"
             f"autoprune_selection_seconds_count {self.with_image}\n"
         )
@@ -126,7 +127,7 @@ def test_rounds_without_metrics() -> None:
 def test_without_metrics_the_front_end_counts_as_tower() -> None:
     with running(PrunedServer(), metrics=False) as record, ServerClient(record.url) as client:
         known = probe_server(client, SIZE, rounds=2)
-    assert (known.tokens, known.budget, known.decode_image) == (VISUAL, None, None)
+    assert (known.tokens, known.budget, known.decode_image) == (VISUAL + NEWLINE, None, None)
     assert known.tower == pytest.approx(TOWER + DECODE_IMAGE + PROCESSOR, abs=0.1)
     assert any("no /metrics" in note for note in known.notes)
 

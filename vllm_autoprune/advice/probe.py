@@ -27,7 +27,7 @@ from vllm_autoprune.advice.observation import Observation
 from vllm_autoprune.advice.server_client import ServerClient, Timing, server_error
 from vllm_autoprune.advice.server_metrics import Exposition
 
-ROUNDS = 3
+ROUNDS = 5
 _QUESTION_WORDS = 16
 _LONG_WORDS = 600
 _WORDS = (
@@ -70,9 +70,12 @@ def probe_server(
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")
         results.append(_ask_round(client, size, source))
-    known = summarize(results, _selection_seconds(warm, client.read_metrics()), client.url)
-    tokens = _unpruned_tokens(warm, client.read_metrics()) or known.budget
-    kept = known.budget if known.budget != tokens else None
+    after = client.read_metrics()
+    known = summarize(results, _selection_seconds(warm, after), client.url)
+    counted = [_mean_tokens(warm, after, stage) for stage in ("before", "after")]
+    tokens, kept = counted if counted[0] else (known.budget, None)
+    if tokens == kept:
+        kept = None  # a server without a state
     measured = (
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
         f"question {1000 * median(one.first.ttft for one in results):.1f} ms, another question "
@@ -90,7 +93,10 @@ def probe_server(
 
 
 def summarize(rounds: Sequence[Round], selection: float | None, url: str) -> Observation:
-    """Values of the model from the rounds; ``budget`` is what an image takes on this server."""
+    """Values of the model from the rounds; ``budget`` is what an image adds to a prompt.
+
+    That may be a few tokens of the chat template more than the image itself takes.
+    """
     short, long, first = (
         median(one.ttft for one in column)
         for column in (
@@ -187,10 +193,10 @@ def _selection_seconds(before: Exposition | None, after: Exposition | None) -> f
     return (_increase(before, after, f"{name}_sum") or 0.0) / count if count else None
 
 
-def _unpruned_tokens(before: Exposition | None, after: Exposition | None) -> int | None:
-    """Visual tokens that an image had before pruning, of a server with the plugin."""
+def _mean_tokens(before: Exposition | None, after: Exposition | None, stage: str) -> int | None:
+    """Visual tokens of an image before or after pruning, by a server with the plugin."""
     images = _increase(before, after, "autoprune_images_total")
-    tokens = _increase(before, after, "autoprune_visual_tokens_total", 'stage="before"')
+    tokens = _increase(before, after, "autoprune_visual_tokens_total", f'stage="{stage}"')
     return round(tokens / images) if images and tokens else None
 
 

@@ -106,7 +106,10 @@ def read_times(metrics: Exposition, known: Observation) -> Observation:
     per_token = tower = None
     if known.prefill is None and known.tower is not None and misses is not None and computed:
         per_token = max(rest - misses * known.tower, 0.0) / computed
-        notes.append("Prefill per token: mean prefill time less tower and selection.")
+        notes.append(
+            "Prefill per token: mean prefill time less tower and selection; what a request takes "
+            "however long its prompt is counts as prefill."
+        )
     elif known.prefill is not None and known.tower is None and misses and computed is not None:
         tower = max(rest - known.prefill * computed, 0.0) / misses
         notes.append("Tower: mean prefill time less selection and computed tokens.")

@@ -71,7 +71,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--probe",
         type=_parse_size,
         metavar="WIDTHxHEIGHT",
-        help="measure times with 16 requests of its own, 8 of them with images of that size",
+        help="measure times with 24 requests of its own, 12 of them with images of that size",
     )
     server.add_argument("--model", metavar="NAME", help="the model's name on the server")
 
