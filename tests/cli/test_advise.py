@@ -111,6 +111,7 @@ def test_a_probe(capsys: Captured) -> None:
         ("--layer-ms 10=1", "--layer-ms: needs --layers"),
         ("--server http://127.0.0.1:1", "does not answer"),
         ("--server nonsense", "does not answer"),
+        ("--server http://[", "does not answer"),
     ],
 )
 def test_what_cannot_be_answered(call: str, text: str, capsys: Captured) -> None:

@@ -133,7 +133,7 @@ class ServerClient:
     def _reporting(self) -> Iterator[None]:
         try:
             yield
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             what = f"does not answer ({type(error).__name__})"
             raise server_error(self.url, what, "start the server, or correct its address") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
