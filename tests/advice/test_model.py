@@ -16,10 +16,12 @@ from vllm_autoprune.advice.model import (
     Timings,
     Traffic,
     Way,
+    aligned_core,
     estimate_ways,
     fit_layers,
 )
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.serving.api.image_split import SplitImage, align_core
 
 # docs/figures.md, "Full depth of LLaVA-NeXT-7B, composed": seconds of a layer on the prompts of
 # both arms, and of all but the layers. The prompts have 3 text tokens before the image and 18
@@ -43,25 +45,25 @@ def recorded(core: int) -> dict[Way, Estimate]:
 
 def one_part(first: float, another: float, way: Way = "split") -> Estimate:
     """An estimate of two given times to first token."""
-    parts = [Parts(0.0, 0.0, 0.0, seconds, 0.0, 0.0) for seconds in (first, another)]
-    return Estimate(way, *parts, decoding=0.0)
+    only_request = [Parts(0.0, 0.0, 0.0, seconds, 0.0, 0.0) for seconds in (first, another)]
+    return Estimate(way, only_request[0], only_request[1], decoding=0.0)
 
 
 def test_first_questions_are_as_measured() -> None:
-    ways = recorded(253)
+    ways = recorded(256)
     assert ways["stock"].first.ttft == pytest.approx(STOCK_FIRST, rel=0.01)
     assert ways["question-reading"].first.ttft == pytest.approx(PRUNED_FIRST, rel=0.01)
 
 
 def test_another_question_is_as_measured() -> None:
     """From layer times of first questions alone, within the measured 95 % intervals."""
-    ways = recorded(253)
+    ways = recorded(256)
     assert 0.015 <= ways["stock"].ratio <= 0.025  # 0.02 (0.02 to 0.02)
     assert 0.51 <= ways["question-reading"].ratio <= 0.69  # 0.59 (0.51 to 0.69)
 
 
 def test_break_even_is_about_eleven_questions() -> None:
-    estimate = recorded(253)
+    estimate = recorded(256)
     predicted = estimate["question-reading"].advantage(estimate["stock"])
     assert predicted.upper == pytest.approx(11, abs=2)
     stock = one_part(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST, "stock")
@@ -71,7 +73,7 @@ def test_break_even_is_about_eleven_questions() -> None:
 
 def test_a_split_is_as_projected() -> None:
     """Projections: another question 0.18 to 0.21 of the first, break-even at 55 to 83 questions."""
-    estimate = recorded(253)
+    estimate = recorded(256)
     assert 0.18 <= estimate["split"].ratio <= 0.21
     assert estimate["split"].advantage(estimate["stock"]).upper == pytest.approx(55, abs=3)
     stock = one_part(STOCK_FIRST, STOCK_ANOTHER * STOCK_FIRST, "stock")
@@ -123,11 +125,24 @@ def test_a_template_of_whole_blocks_is_known_to_first_questions() -> None:
     assert estimate.another.text_prefill == 8 + 20
 
 
-def test_a_core_that_misses_the_edge_of_a_block_shares_less() -> None:
-    split = estimate_ways(replace(TRAFFIC, core=47), TIMINGS)["split"]
-    assert split.another.image_prefill == 64 - (32 - 16)
-    short = estimate_ways(replace(TRAFFIC, core=15), TIMINGS)["split"]
-    assert short.another.image_prefill == 64
+@pytest.mark.parametrize("template", [0, 3, 16, 40])
+@pytest.mark.parametrize("core", [1, 15, 33, 47, 63])
+def test_a_core_is_aligned_as_it_is_served(template: int, core: int) -> None:
+    traffic = replace(TRAFFIC, template=template, core=core)
+    served = align_core(template, SplitImage(traffic.budget, core, 0), traffic.block)
+    assert aligned_core(traffic) == served
+    split = estimate_ways(traffic, TIMINGS)["split"]
+    assert split.another.image_prefill == traffic.budget - served
+
+
+def test_a_core_without_an_edge_of_a_block_is_no_split() -> None:
+    ways = estimate_ways(replace(TRAFFIC, budget=12, core=8, template=0), TIMINGS)
+    assert ways["split"].first == ways["question-reading"].first
+    assert ways["split"].another == ways["question-reading"].another
+
+
+def test_a_core_of_all_tokens_is_not_moved() -> None:
+    assert aligned_core(replace(TRAFFIC, core=64, template=3)) == 64
 
 
 def test_without_a_prefix_cache_nothing_is_shared() -> None:

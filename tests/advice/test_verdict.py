@@ -77,9 +77,14 @@ def test_the_tower_that_remains_is_named() -> None:
     assert any("is vision tower, which no budget shortens" in line for line in result.lines)
 
 
-def test_a_core_that_misses_the_edge_of_a_block_is_named() -> None:
+def test_a_core_is_moved_to_the_edge_of_a_block() -> None:
     text = "\n".join(verdict(replace(TRAFFIC, template=3)).lines)
-    assert "ends 3 tokens behind" in text and "A core of 253 or 269" in text
-    text = "\n".join(verdict(replace(TRAFFIC, core=10)).lines)
-    assert "less than one KV block of 16" in text
-    assert not any("KV block" in line for line in verdict().lines)
+    assert "served with 253 tokens instead of 256" in text
+    assert not any("core is served" in line for line in verdict().lines)
+
+
+def test_an_image_that_is_not_split() -> None:
+    text = "\n".join(verdict(replace(TRAFFIC, budget=10, core=8)).lines)
+    assert "are not split, because no KV block ends within them" in text
+    text = "\n".join(verdict(replace(TRAFFIC, block=0)).lines)
+    assert "are not split, because there is no prefix cache" in text

@@ -17,7 +17,7 @@ from vllm_autoprune.tpdsl.states.load import load_state
 Captured = pytest.CaptureFixture[str]
 
 FULL_DEPTH = [
-    *("advise", "--questions", "16", "--tokens", "2928", "--budget", "320", "--core", "253"),
+    *("advise", "--questions", "16", "--tokens", "2928", "--budget", "320", "--core", "256"),
     *("--template", "3", "--prompt", "18", "--block-size", "32", "--tower-ms", "12424"),
     *("--selection-ms", "70", "--layers", "32", "--layer-ms", "2949=6570.9", "341=805.5"),
 ]

@@ -16,7 +16,8 @@ A row is one way to serve; "decoding" (of the image) and "processor" make up the
     question-free     K       K       the same and a selection           decoding
     resized           K       K       decoding, processor, K/N of tower  decoding
 
-The first question shares the template alone. :data:`ASSUMPTIONS` lists what else is assumed.
+The first question shares the template alone; K_c is that of :func:`aligned_core`.
+:data:`ASSUMPTIONS` lists what else is assumed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Way = Literal["stock", "question-reading", "split", "question-free", "resized"]
 WAYS: tuple[Way, ...] = ("stock", "question-reading", "split", "question-free", "resized")
 
 ASSUMPTIONS = (
+    "One image a prompt, and its question behind it.",
     "Seconds of one request on an otherwise idle server. The sum over an image's questions is how "
     "long the server is busy with them; batching makes all of it shorter, not in equal parts.",
     "Prefill is linear in the tokens that are computed: a fixed time per request, and p for each "
@@ -176,6 +178,19 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
     }
 
 
+def aligned_core(traffic: Traffic) -> int:
+    """K_c as it is served: the core ends on the edge of a KV block that is nearest, inside K.
+
+    0 where there is no such edge, or no prefix cache: the image is then not split. As
+    ``serving.api.image_split.align_core``.
+    """
+    if traffic.core in (0, traffic.budget) or not traffic.block:
+        return traffic.core if traffic.block else 0
+    first = traffic.block - traffic.template % traffic.block
+    edges = range(first, traffic.budget, traffic.block)
+    return min(edges, key=lambda core: abs(core - traffic.core), default=0)
+
+
 def fit_layers(layers: int, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Seconds per token and per request, all layers, from one layer's seconds at some lengths.
 
@@ -189,7 +204,8 @@ def fit_layers(layers: int, points: Sequence[tuple[int, float]]) -> tuple[float,
 
 
 def _first(way: Way, traffic: Traffic, timings: Timings) -> Parts:
-    selections = {"question-reading": 1, "split": 2, "question-free": 1}.get(way, 0)
+    split = 2 if aligned_core(traffic) else 1
+    selections = {"question-reading": 1, "split": split, "question-free": 1}.get(way, 0)
     resized = way == "resized"
     image, text = _computed(traffic, _visual(way, traffic), 0)
     return Parts(
@@ -205,7 +221,7 @@ def _first(way: Way, traffic: Traffic, timings: Timings) -> Parts:
 def _another(way: Way, traffic: Traffic, timings: Timings) -> Parts:
     reads = way in ("question-reading", "split")
     visual = _visual(way, traffic)
-    shared = {"question-reading": 0, "split": traffic.core}.get(way, visual)
+    shared = {"question-reading": 0, "split": aligned_core(traffic)}.get(way, visual)
     image, text = _computed(traffic, visual, shared)
     return Parts(
         front_end=timings.decode_image + (timings.processor if reads else 0.0),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_autoprune.advice.model import Advantage, Estimate, Traffic, Way
+from vllm_autoprune.advice.model import Advantage, Estimate, Traffic, Way, aligned_core
 
 WORTHWHILE = 1.05
 """Least gain in total time that is called help; below it, estimate and measurement are too near."""
@@ -61,7 +61,7 @@ def judge(traffic: Traffic, estimates: Mapping[Way, Estimate]) -> Verdict:
             f"{1 / gains['resized']:.2f} of stock's time, because it shortens the tower too: "
             "compare its accuracy with that of pruning."
         )
-    lines += _warn_of_block_edge(traffic)
+    lines += _describe_core(traffic)
     return Verdict(gains[best] >= WORTHWHILE, gains[best], tuple(lines))
 
 
@@ -146,23 +146,16 @@ def _name_bottleneck(estimate: Estimate) -> list[str]:
     ]
 
 
-def _warn_of_block_edge(traffic: Traffic) -> list[str]:
-    if not traffic.block or not traffic.core:
+def _describe_core(traffic: Traffic) -> list[str]:
+    core = aligned_core(traffic)
+    if core == traffic.core:
         return []
-    prefix = traffic.template + traffic.core
-    lost = prefix % traffic.block
-    if prefix < traffic.block:
-        return [
-            f"Template and core are {prefix} tokens, less than one KV block of {traffic.block}: "
-            "a split shares nothing."
-        ]
-    if not lost:
-        return []
-    lower, higher = traffic.core - lost, traffic.core - lost + traffic.block
-    others = f"{lower} or {higher}" if higher <= traffic.budget else f"{lower}"
+    if not core:
+        reason = "no KV block ends within them" if traffic.block else "there is no prefix cache"
+        return [f"The K tokens of an image are not split, because {reason}."]
     return [
-        f"The core ends {lost} tokens behind an edge of a KV block; they are prefilled for every "
-        f"question. A core of {others} ends on one."
+        f"The core is served with {core} tokens instead of {traffic.core}, so that it ends on the "
+        "edge of a KV block."
     ]
 
 
