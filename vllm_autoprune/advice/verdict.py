@@ -17,7 +17,7 @@ _REMEDIES: Mapping[str, str] = {
     "front end": "have clients send smaller images, or raise --api-server-count",
     "vision tower": "make images smaller (max_pixels of the image processor), or encode them in "
     "larger batches",
-    "selection": "choose a state that selects faster (`vllm-autoprune show` prints its cost)",
+    "selection": "choose a state that selects faster (docs/states.md, What a state costs)",
     "request": "serve more requests at once: a step costs this much however few tokens it has",
     "prefill of text": "shorten the text, or put what all requests have in common before the image",
     "prefill of the image": "keep fewer tokens: a smaller --budget",
