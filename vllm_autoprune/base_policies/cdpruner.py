@@ -59,7 +59,7 @@ def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, given: 
         eligible=tokens.by_tile(~given.closed),
         conditioned=conditioned,
     )
-    return join_tiles(picks, tokens, shares)
+    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
 
 
 @base_policy(

@@ -39,7 +39,7 @@ def _continue(params: DivPruneParams, tokens: VisualTokens, budget: int, given: 
     shares = split_over_tiles(budget, tokens.grid.tiles)
     kept, closed = tokens.by_tile(kept), tokens.by_tile(given.closed)
     picks = _spread_from(tokens.by_tile(tokens.features), kept, closed, shares[0])
-    return join_tiles(picks, tokens, shares)
+    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
 
 
 @base_policy(DivPruneParams, given=_continue)

@@ -69,24 +69,28 @@ def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) ->
     valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
     """
     batch, tokens, _ = similarity.shape
+    count = given.shape[1]
     residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
-    factors = similarity.new_zeros(batch, given.shape[1], tokens)
+    factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
     first = torch.arange(batch, device=given.device)
-    for step in range(given.shape[1]):
+    for step in range(count):
         pick = given[:, step]
-        known = factors[:, :step]
-        own = known.gather(2, pick[:, None, None].expand(-1, step, 1))
-        row = similarity[first, pick] - (known * own).sum(dim=1)
+        row = similarity[first, pick]
+        known = factors[:, :, : -(-step // ALIGNED) * ALIGNED]
+        # One image at a time: a sum over a batch may be rounded in another way.
+        for image, own, new in zip(known, known[first, pick], row, strict=True):
+            torch.addmv(new, image, own, alpha=-1, out=new)
         pivot = residual.gather(1, pick[:, None])
         adds = pivot > DEPENDENT
         if valid is not None:
             adds &= valid[:, step : step + 1]
         row = torch.where(adds, row * pivot.clamp_min(DEPENDENT).rsqrt(), 0.0)
-        factors[:, step] = row
+        factors[:, :, step] = row
         residual = residual - row * row
     ones = torch.ones_like(given) if valid is None else valid.to(given.dtype)
     taken = torch.zeros_like(residual, dtype=given.dtype).scatter_add_(1, given, ones)
-    return Conditioned(factors, residual.masked_fill(taken > 0, -1.0))
+    residual = residual.masked_fill(taken > 0, -1.0)
+    return Conditioned(factors[:, :, :count].transpose(1, 2), residual)
 
 
 def greedy_map_torch(

@@ -89,6 +89,10 @@ class Given:
     most: int
     conditioned: Conditioned | None = None
 
+    def next_tile(self, tokens: VisualTokens) -> int:
+        """The tile after that of the last given token, where they are spread over all tiles."""
+        return self.indices.shape[1] % tokens.grid.tiles
+
 
 Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 """(params, tokens, K) -> exactly K rows per image; needs K < N."""
@@ -135,17 +139,25 @@ class BasePolicy:
         """
         if self.continuation is not None:
             picks: Tensor = self.continuation(params, tokens, budget, given)
-            return picks
-        picks = self._picks(params, tokens, budget + given.most)
-        # Tokens that were not picked come after those that were, and the closed ones last.
-        places = positions_in_order(picks, ~given.closed) + given.closed.to(torch.int64)
-        return places.argsort(dim=1, stable=True)[:, :budget]
+        else:
+            picks = self._picks(params, tokens, budget + given.most)
+        return _first_open(picks, given.closed, budget)
 
-    def _picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
-        """Picks ``(B, P)`` of K rows; every token where K is all of them."""
-        if budget < tokens.count:
-            return self.function(params, tokens, budget).picks
-        return torch.arange(tokens.count, device=tokens.features.device).expand(tokens.batch, -1)
+    def select_picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
+        """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
+        closed = torch.zeros(
+            tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
+        )
+        return _first_open(self._picks(params, tokens, budget), closed, budget)
+
+    def _picks(self, params: BasePolicyParams, tokens: VisualTokens, count: int) -> Tensor:
+        """At least ``count`` picks, or one less if that is all tokens."""
+        most = tokens.count - 1
+        selected = self.function(params, tokens, min(count, most))
+        extra = 0 if selected.extra is None else selected.extra.shape[1]
+        if extra:
+            selected = self.function(params, tokens, min(count + extra, most))
+        return selected.picks
 
     def native(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int | None = None
@@ -160,6 +172,12 @@ class BasePolicy:
             return self.published(params, tokens, budget)
         picks = self.select(params, tokens, require_budget(self.name, budget)).picks
         return PublishedSelection(tuple(picks))
+
+
+def _first_open(picks: Tensor, closed: Tensor, count: int) -> Tensor:
+    """The first picks ``(B, count)`` that are not closed; then other tokens, closed ones last."""
+    places = positions_in_order(picks, ~closed) + closed.to(torch.int64)
+    return places.argsort(dim=1, stable=True)[:, :count]
 
 
 def require_budget(name: str, budget: int | None) -> int:

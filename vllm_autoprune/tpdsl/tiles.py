@@ -17,18 +17,21 @@ def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
     return tuple(share + (tile < rest) for tile in range(tiles))
 
 
-def join_tiles(picks: Tensor, tokens: VisualTokens, shares: Sequence[int]) -> Tensor:
+def join_tiles(
+    picks: Tensor, tokens: VisualTokens, shares: Sequence[int], first: int = 0
+) -> Tensor:
     """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
 
     For nested selections, whose first k picks do not depend on how many follow: a tile with a
     smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that earlier
-    picks still mean higher confidence.
+    picks still mean higher confidence. The larger shares are those of the tiles from ``first`` on.
     """
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
         return picks
     offset = torch.arange(tiles, device=picks.device)[:, None] * size
-    by_rank = (picks.reshape(tokens.batch, tiles, -1) + offset).transpose(1, 2)
+    by_tile = picks.reshape(tokens.batch, tiles, -1) + offset
+    by_rank = by_tile.roll(-first, dims=1).transpose(1, 2)
     flat = by_rank.reshape(tokens.batch, -1)
     return flat[:, : sum(shares)]
 

@@ -21,6 +21,7 @@ from vllm_autoprune.ops.rowwise import mask_from_indices, rank_descending
 from vllm_autoprune.tpdsl.atoms.kernels import Kernel, conditional_kernel, run_kernel
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -111,7 +112,8 @@ class SelectorInputs:
 
     tokens in the state's token view; picks ``(B, P)`` in pick order; pool ``(B, N)`` bool, disjoint
     from the picks; g ``(B, N)`` token quality; quota is q_e at this K. Kernel and labels are
-    computed when a selector first reads them.
+    computed when a selector first reads them. Given tokens are kept beside the picks, and neither
+    they nor other closed tokens may enter.
     """
 
     tokens: VisualTokens
@@ -121,6 +123,7 @@ class SelectorInputs:
     quota: int
     kernel_call: AtomCall
     partition_call: PartitionCall
+    given: Given | None = None
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -144,6 +147,27 @@ class SelectorInputs:
         quality = self.g.nan_to_num(nan=torch.finfo(self.g.dtype).max)
         lowest = rank_descending(quality.masked_fill(~self.reference, torch.inf)).flip(1)
         return lowest[:, : self.quota]
+
+    @cached_property
+    def staying(self) -> Tensor:
+        """Mask ``(B, N)`` of the tokens that no exchange removes."""
+        picks = self.reference.scatter(1, self.outgoing, False)
+        if self.given is None:
+            return picks
+        return picks | mask_from_indices(self.given.indices, picks.shape[1])
+
+    def select_anchored(self, select: Callable[[Tensor, int, Tensor], Tensor]) -> Tensor:
+        """Kept tokens ``(B, N)`` of ``select(anchors, count, eligible)``, a greedy selection.
+
+        Anchors are the given tokens and the first P - q picks.
+        """
+        first, count = self.picks[:, : self.picks.shape[1] - self.quota], self.picks.shape[1]
+        eligible, tokens = self.pool | self.reference, self.g.shape[1]
+        if self.given is None:
+            return mask_from_indices(select(first, count, eligible), tokens)
+        anchors = torch.cat([self.given.indices, first], dim=1)
+        given = self.given.indices.shape[1]
+        return mask_from_indices(select(anchors, given + count, eligible)[:, given:], tokens)
 
 
 def _exchange_pairs(
@@ -185,7 +209,10 @@ def reference_strict_preservation_selector(
 @atom("selection_constraints", SelectorCall, origin="listed")
 def quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
     """Keep the K tokens of highest quality, regardless of the reference selection."""
-    best = rank_descending(revision.g)[:, : revision.picks.shape[1]]
+    g = revision.g
+    if revision.given is not None:
+        g = g.masked_fill(revision.given.closed, -torch.inf)
+    best = rank_descending(g)[:, : revision.picks.shape[1]]
     return mask_from_indices(best, revision.g.shape[1])
 
 
@@ -202,8 +229,7 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
     """
     cosine, kept, pool = revision.tokens.cosine, revision.reference, revision.pool
     outgoing, count = revision.outgoing, revision.g.shape[1]
-    staying = kept.scatter(1, outgoing, False)
-    entered = cosine.masked_fill(~staying[:, :, None], -torch.inf).amax(dim=1)
+    entered = cosine.masked_fill(~revision.staying[:, :, None], -torch.inf).amax(dim=1)
     leaving_rows = cosine.gather(1, outgoing[:, :, None].expand(-1, -1, count))
     active = torch.ones_like(kept[:, :1])
     for step in range(outgoing.shape[1]):
@@ -252,15 +278,11 @@ def maximal_marginal_relevance_pool_selector(
 
 def _anchored_dpp(revision: SelectorInputs, kernel: Kernel) -> Tensor:
     """Greedy MAP over pool and reference, conditioned on the first P - q picks as anchors."""
-    picks, count = revision.picks, revision.g.shape[1]
-    order = greedy_map(
-        kernel.similarity,
-        kernel.quality,
-        picks.shape[1],
-        anchors=picks[:, : picks.shape[1] - revision.quota],
-        eligible=revision.pool | revision.reference,
+    return revision.select_anchored(
+        lambda anchors, count, eligible: greedy_map(
+            kernel.similarity, kernel.quality, count, anchors=anchors, eligible=eligible
+        )
     )
-    return mask_from_indices(order, count)
 
 
 @atom("selection_constraints", BoundedSelector)
@@ -282,17 +304,17 @@ def runtime_reference_anchor_pool_dpp_selector(
 @atom("selection_constraints", CappedSelector)
 def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
-    picks = revision.picks
-    order = capped_greedy_map(
-        revision.kernel.similarity,
-        revision.kernel.quality,
-        picks.shape[1],
-        anchors=picks[:, : picks.shape[1] - revision.quota],
-        eligible=revision.pool | revision.reference,
-        cells=revision.labels,
-        cap=call.cell_cap,
+    return revision.select_anchored(
+        lambda anchors, count, eligible: capped_greedy_map(
+            revision.kernel.similarity,
+            revision.kernel.quality,
+            count,
+            anchors=anchors,
+            eligible=eligible,
+            cells=revision.labels,
+            cap=call.cell_cap,
+        )
     )
-    return mask_from_indices(order, revision.g.shape[1])
 
 
 Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]

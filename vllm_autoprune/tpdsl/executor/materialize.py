@@ -37,6 +37,11 @@ class PruningPolicy:
     cover: float = 1.0
 
     @property
+    def is_core(self) -> bool:
+        """Whether this policy keeps the core of another one."""
+        return self.cover < 1
+
+    @property
     def base(self) -> BasePolicy:
         """Base policy whose selection is refined."""
         return BASE_POLICIES[self.state.base_policy.name]

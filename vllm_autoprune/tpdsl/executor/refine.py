@@ -25,9 +25,10 @@ from vllm_autoprune.tpdsl.atoms.constraints import SelectorInputs, run_selector
 from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_signal
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import PriorInputs, apply_view, is_idle, run_prior
 from vllm_autoprune.tpdsl.base_policy import Given, ReferenceSelection
+from vllm_autoprune.tpdsl.executor.finite import inputs_finite, relevance_finite
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy, delta_policy
 from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -60,19 +61,19 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     """
     assert policy.state.core is not None
     tiles, per_tile = tokens.grid.tiles, tokens.grid.per_tile
-    most = int(policy.state.core.cover * per_tile)
+    covered = int(policy.state.core.cover * per_tile)
     delta = policy.budget - policy.core
-    if most + -(-delta // tiles) > per_tile or most * tiles + delta > tokens.count:
-        most = 0
-    closed = most_similar(tokens, core, most / per_tile)
-    return Given(core, closed, most * tiles + core.shape[1])
+    # A tile closes `covered` tokens, or its core tokens if those are more.
+    most = covered * (tiles - 1) + max(covered, policy.core)
+    if covered + -(-delta // tiles) > per_tile or most + delta > tokens.count:
+        covered, most = 0, policy.core
+    return Given(core, most_similar(tokens, core, covered), most)
 
 
 def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
-    """Core and delta as one result: the core's rows first, rows without a token last."""
-    own = core.indices.shape[1]
+    """Core and delta as one result, the core's rows first."""
     return RefinedTokens(
-        features=torch.cat([core.features[:, :own], delta.features, core.features[:, own:]], dim=1),
+        features=torch.cat([core.features, delta.features], dim=1),
         indices=torch.cat([core.indices, delta.indices], dim=1),
         reference=torch.cat([core.reference, delta.reference], dim=1),
         exchanged=core.exchanged + delta.exchanged,
@@ -91,20 +92,12 @@ def select_tokens(
     """
     if "instruction" in policy.needs:
         tokens.require_instruction()
-    params, readable = policy.state.base_policy.params, _readable(policy, tokens)
-    if given is None:
-        selected = policy.base.select(params, tokens, policy.budget)
-    else:
-        selected = ReferenceSelection(
-            policy.base.select_given(params, tokens, policy.budget, given)
-        )
-        # Closed tokens are picked only where too few others are left.
-        readable &= ~given.closed.gather(1, selected.picks).any(dim=1)
-    reference = _trusted(selected, readable, tokens, given)
+    readable = inputs_finite(policy, tokens)
+    reference = _trusted(_reference(policy, tokens, given), readable, tokens, given)
     picks = reference.picks
     kept, scored, g = (
         mask_from_indices(picks, tokens.count),
-        _instruction_finite(policy, tokens),
+        relevance_finite(policy, tokens),
         None,
     )
     if policy.reads_quality:
@@ -121,18 +114,32 @@ def select_tokens(
     chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
     if given is not None:
         return replace(chosen, mergeable=~given.closed, given=given.indices)
-    if policy.cover < 1:
-        return replace(chosen, mergeable=most_similar(tokens, chosen.indices, policy.cover))
+    if policy.is_core:
+        count = int(policy.cover * tokens.grid.per_tile)
+        return replace(chosen, mergeable=most_similar(tokens, chosen.indices, count))
     return chosen
 
 
-def most_similar(tokens: VisualTokens, kept: Tensor, cover: float) -> Tensor:
+def _reference(
+    policy: PruningPolicy, tokens: VisualTokens, given: Given | None
+) -> ReferenceSelection:
+    """The base policy's selection. Core and delta are single tokens: their policies merge none."""
+    params = policy.state.base_policy.params
+    if given is not None:
+        picks = policy.base.select_given(params, tokens, policy.budget, given)
+    elif policy.is_core:
+        picks = policy.base.select_picks(params, tokens, policy.budget)
+    else:
+        return policy.base.select(params, tokens, policy.budget)
+    return ReferenceSelection(picks)
+
+
+def most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
     """Mask ``(B, N)`` of the kept tokens and those most similar to them.
 
-    They are ``cover`` of the tokens of each tile, and at least those kept there.
+    They are ``count`` tokens of each tile, and at least those kept there.
     """
     member = mask_from_indices(kept, tokens.count)
-    count = int(cover * tokens.grid.per_tile)
     if count == 0:
         return member
     inside = tokens.by_tile(member)
@@ -166,11 +173,7 @@ def keep_reference(
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return keep_all(tokens)
-    params = policy.state.base_policy.params
-    if given is not None:
-        picks = policy.base.select_given(params, tokens, policy.budget, given)
-        return keep_indices(tokens, picks, fallback=1)
-    return _keep(tokens, policy.base.select(params, tokens, policy.budget), fallback=1)
+    return _keep(tokens, _reference(policy, tokens, given), fallback=1)
 
 
 def keep_evenly(budget: int, tokens: VisualTokens, given: Given | None = None) -> RefinedTokens:
@@ -241,31 +244,6 @@ def _trusted(
     return replace(trusted, merged=merged)
 
 
-def _readable(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
-    """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
-    # A norm is finite only if all components are, and the norms are computed anyway.
-    readable = tokens.norm.isfinite().flatten(1).all(dim=1)
-    inputs: list[Tensor] = []
-    needs = policy.base.needs
-    if "instruction" in needs and tokens.instruction is not None:
-        if tokens.instruction.patches is not tokens.features:
-            inputs.append(tokens.instruction.patches)
-        used = tokens.instruction.segments[:, :, None]
-        inputs.append(torch.where(used, tokens.instruction.text, 0.0))
-    if "cls_attention" in needs and tokens.cls_attention is not None:
-        inputs.append(tokens.cls_attention[:, :, None])
-    if "tower" in needs and tokens.tower is not None:
-        inputs += [tokens.tower.patches, tokens.tower.keys]
-    if "next_layer" in needs and tokens.tower is not None:
-        following = tokens.require_next_layer()
-        inputs += [following.attention[:, :, None], following.keys]
-    if "language" in needs and tokens.language is not None:
-        inputs.append(tokens.language.embeddings())
-    for part in inputs:
-        readable &= part.norm(dim=-1).isfinite().all(dim=1)
-    return readable
-
-
 def _quality(
     policy: PruningPolicy, tokens: VisualTokens, view: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -292,7 +270,6 @@ def _exchange(
         pool = build_pool(constraints.pool, view, g, picks)
     else:
         pool = build_pool(constraints.pool, view, g, _joined(given, picks)) & ~given.closed
-        g = g.masked_fill(given.closed & ~mask_from_indices(picks, g.shape[1]), -torch.inf)
     revision = SelectorInputs(
         tokens=view,
         picks=picks,
@@ -301,13 +278,6 @@ def _exchange(
         quota=min(policy.quota, picks.shape[1]),
         kernel_call=scoring.kernel,
         partition_call=constraints.partition,
+        given=given,
     )
     return run_selector(constraints.selector, revision)
-
-
-def _instruction_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
-    """Whether relevance, as read by scores and reassembly, is finite, ``(B,)`` bool."""
-    instruction = tokens.instruction
-    if "instruction" not in policy.needs or instruction is None:
-        return torch.ones(tokens.batch, dtype=torch.bool, device=tokens.features.device)
-    return instruction_relevance(instruction).isfinite().all(dim=1)
