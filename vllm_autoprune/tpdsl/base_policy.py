@@ -78,14 +78,16 @@ class PublishedSelection:
 class Given:
     """Tokens that are kept already: indices ``(B, A)``, unique in each row.
 
-    closed ``(B, N)`` bool marks tokens that may not be picked: the given ones, and those that their
-    rows stand for. conditioned is the tile-wise cosine conditioned on the given tokens, where it is
+    closed ``(B, N)`` bool marks tokens that may not be picked, at least the given ones; covered
+    ``(B, N)`` bool the given ones and those that their rows stand for, which are not merged again.
+    conditioned is the tile-wise cosine conditioned on the given tokens, where it is
     known: it depends on the image alone and serves every question. most is the largest number of
     closed tokens of any image.
     """
 
     indices: Tensor
     closed: Tensor
+    covered: Tensor
     most: int
     conditioned: Conditioned | None = None
 

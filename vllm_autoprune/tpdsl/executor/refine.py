@@ -57,17 +57,19 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
 def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
     """The core at ``(B, A)`` as given tokens of the other part of the policy.
 
-    What the core stands for is closed, unless a tile would be left with too few tokens.
+    What the core stands for is closed, unless that leaves too few tokens. The core must not depend
+    on K, so its rows then hold a part of tokens that the delta keeps.
     """
     assert policy.state.core is not None
     tiles, per_tile = tokens.grid.tiles, tokens.grid.per_tile
-    covered = int(policy.state.core.cover * per_tile)
+    count = int(policy.state.core.cover * per_tile)
+    covered = most_similar(tokens, core, count)
     delta = policy.budget - policy.core
-    # A tile closes `covered` tokens, or its core tokens if those are more.
-    most = covered * (tiles - 1) + max(covered, policy.core)
-    if covered + -(-delta // tiles) > per_tile or most + delta > tokens.count:
-        covered, most = 0, policy.core
-    return Given(core, most_similar(tokens, core, covered), most)
+    # A tile covers `count` tokens, or its core tokens if those are more.
+    most = count * (tiles - 1) + max(count, policy.core)
+    if count + -(-delta // tiles) > per_tile or most + delta > tokens.count:
+        return Given(core, mask_from_indices(core, tokens.count), covered, policy.core)
+    return Given(core, covered, covered, most)
 
 
 def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
@@ -113,7 +115,7 @@ def select_tokens(
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
     chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
     if given is not None:
-        return replace(chosen, mergeable=~given.closed, given=given.indices)
+        return replace(chosen, mergeable=~given.covered, given=given.indices)
     if policy.is_core:
         count = int(policy.cover * tokens.grid.per_tile)
         return replace(chosen, mergeable=most_similar(tokens, chosen.indices, count))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from types import UnionType
+from typing import get_args
 
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
@@ -73,6 +75,9 @@ def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) ->
     what = f"unknown {field} {format_value(name)}"
     if not isinstance(name, str):
         return Problem(where, what, "name it in a string", "unknown_name")
+    if field == "name" and name in BASE_POLICIES:
+        what = f"base policy {name!r} reads the question"
+        return Problem(where, what, f"use one of: {', '.join(allowed)}", "unknown_name")
     fix = suggest_name(name, allowed)
     if field == "atom" and name in ATOMS.names():
         fix = f"that is one of {ATOMS[name].group}, this field takes another group; {fix}"
@@ -98,19 +103,22 @@ def _extra(location: Sequence[int | str], data: JsonValue, where: str) -> Proble
 def _fields(where: str, data: JsonValue) -> Sequence[str]:
     """Fields of the object at a JSON pointer, if it is not an atom."""
     model: type[BaseModel] = PruningState
+    value = data
     for step in where.split("/")[1:]:
+        value = _item(value, step)
         field = model.model_fields.get(step)
         inner: object = field.annotation if field else None
+        if isinstance(inner, UnionType):  # a field that may be null
+            inner = get_args(inner)[0]
         if inner is BasePolicyCall:
-            inner = _chosen_policy(data)
+            inner = _chosen_policy(value)
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return ()
         model = inner
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def _chosen_policy(data: JsonValue) -> type[BasePolicyCall]:
-    call = data.get("base_policy") if isinstance(data, dict) else None
+def _chosen_policy(call: JsonValue) -> type[BasePolicyCall]:
     name = call.get("name") if isinstance(call, dict) else None
     known = isinstance(name, str) and name in BASE_POLICIES
     return BASE_POLICIES[str(name)].call if known else BasePolicyCall

@@ -105,7 +105,7 @@ class Core(_Part):
     """
 
     share: float = Field(
-        gt=0.0, le=1.0, description="part of K that is core; 1: the state reads no question"
+        ge=0.01, le=1.0, description="part of K that is core; 1: the state reads no question"
     )
     policy: QuestionFreePolicy = Field(
         default_factory=lambda: BASE_POLICIES["divprune"].call.model_validate({"name": "divprune"}),

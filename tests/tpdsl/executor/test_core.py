@@ -1,0 +1,417 @@
+"""States with a core: tokens of K that are kept for every question, and the delta given them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tpdsl.every import whole_images
+from tests.tpdsl.refining import GRIDS, VARIANTS, same
+from tests.tpdsl.samples import (
+    edited,
+    fixed,
+    images,
+    plain,
+    refused_with,
+    shipped,
+    state,
+    take,
+    token_selection,
+)
+from vllm_autoprune import (
+    BudgetError,
+    Grid,
+    PruningPolicy,
+    PruningState,
+    RefinedTokens,
+    VisualTokens,
+    load_state,
+    materialize,
+    refine,
+    safety_check,
+)
+from vllm_autoprune.base_policies.cdpruner import condition_tiles
+from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, min_max_normalise
+from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, Given
+from vllm_autoprune.tpdsl.executor.materialize import core_policy, delta_policy
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.executor.refine import give_core, keep_reference, select_tokens
+from vllm_autoprune.tpdsl.tokens import NextLayer
+
+QUESTION_FREE = [
+    name for name, policy in BASE_POLICIES.items() if policy.needs.isdisjoint(INSTRUCTION_NEEDS)
+]
+CORES: dict[str, dict[str, object]] = {
+    "divprune": {"share": 0.5},
+    "global": {
+        "share": 0.5,
+        "policy": {"name": "divprune", "params": {"tile_scope": "global"}},
+    },
+    "merging": {"share": 0.5, "policy": {"name": "visionzip"}},
+    "extra rows": {"share": 0.5, "policy": {"name": "prumerge_plus"}},
+    "cover": {"share": 0.5, "cover": 0.5, "strength": 0.25},
+    "almost all": {"share": 0.9, "cover": 0.9, "strength": 0.5},
+}
+UNCHANGED: dict[str, object] = {"/constraints/selector/q_e": 0}
+BLEND: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+
+
+def with_core(core: dict[str, object], changes: dict[str, object] | None = None) -> PruningState:
+    return state({**(changes or {}), "/core": core})
+
+
+def asked_otherwise(tokens: VisualTokens) -> VisualTokens:
+    """The same images with the opposite question."""
+    instruction = tokens.require_instruction()
+    opposite = dataclasses.replace(instruction, text=-instruction.text)
+    return dataclasses.replace(tokens, instruction=opposite)
+
+
+def assert_split(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
+    """K unique tokens, core first, no fallback, and a core that no question changes."""
+    actual = refine(policy, tokens)
+    assert actual.features.shape[1] == actual.indices.shape[1] == policy.budget
+    assert actual.fallback.tolist() == [0] * tokens.batch
+    assert all(row.unique().numel() == policy.budget for row in actual.indices)
+    if policy.core == 0:
+        return actual
+    own = slice(policy.core)
+    unasked = dataclasses.replace(tokens, instruction=None, language=None)
+    for other in (refine(core_policy(policy), unasked), refine(policy, asked_otherwise(tokens))):
+        assert torch.equal(actual.indices[:, own], other.indices[:, own])
+        assert torch.equal(actual.features[:, own], other.features[:, own])
+    return actual
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(2, 35),
+    data=st.data(),
+    grid=st.sampled_from(GRIDS),
+    share=st.sampled_from([0.2, 0.5, 0.9]),
+    cover=st.sampled_from([0.0, 0.3, 0.9]),
+)
+def test_guarantees_of_every_split(
+    variant: str,
+    seed: int,
+    budget: int,
+    data: st.DataObject,
+    grid: Grid,
+    share: float,
+    cover: float,
+) -> None:
+    core = {"share": share, "cover": cover, "strength": 0.5}
+    core_size = data.draw(st.integers(1, budget))
+    policy = materialize(with_core(core, VARIANTS[variant]), budget, core_size)
+    assert_split(policy, images(seed, grid=grid))
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("base", BASE_POLICIES)
+def test_every_core_of_every_base_policy(base: str, core: str) -> None:
+    split = with_core(CORES[core], {**BLEND, "/base_policy": {"name": base}})
+    for budget in (1, 5, 12):
+        policy = materialize(split, budget)
+        record = safety_check(policy)
+        assert record.valid, (budget, record.failures())
+        for tokens in synthetic_probes(budget):
+            assert_split(policy, tokens)
+
+
+@pytest.mark.parametrize("base", ["cdpruner", "divprune", "trim"])
+@pytest.mark.parametrize("tiles", [2, 3, 5])
+def test_every_size_of_core_next_to_all_tokens_of_all_tiles(base: str, tiles: int) -> None:
+    tokens = whole_images(4, grid=Grid(2, 2, tiles=tiles))
+    split = with_core({"share": 0.5}, {"/base_policy": {"name": base}})
+    for core in range(1, tokens.count):
+        assert_split(materialize(split, tokens.count - 1, core), tokens)
+
+
+@pytest.mark.parametrize("base", ["cdpruner", "divprune"])
+def test_core_and_delta_together_are_spread_over_tiles_as_k_is(base: str) -> None:
+    tokens = images(4, grid=Grid(4, 4, tiles=3))
+    split = with_core({"share": 0.5}, {"/base_policy": {"name": base}, **UNCHANGED})
+    for core in range(1, 11):
+        kept = refine(materialize(split, 11, core), tokens).indices
+        for row in kept // 16:
+            assert row.bincount(minlength=3).tolist() == [4, 4, 3]
+
+
+def test_the_core_depends_on_its_size_and_not_on_k() -> None:
+    tokens = images(5)
+    split = with_core({"share": 0.5, "cover": 0.5, "strength": 0.5}, BLEND)
+    small, large = (refine(materialize(split, budget, 6), tokens) for budget in (8, 20))
+    assert torch.equal(small.indices[:, :6], large.indices[:, :6])
+    assert torch.equal(small.features[:, :6], large.features[:, :6])
+
+
+@pytest.mark.parametrize("core", ["divprune", "cover"])
+def test_results_do_not_depend_on_the_batch(core: str) -> None:
+    for grid in GRIDS:
+        tokens = images(5, batch=4, grid=grid)
+        policy = materialize(with_core(CORES[core], BLEND), 9)
+        together = refine(policy, tokens)
+        for i in range(4):
+            assert same(together, refine(policy, take(tokens, [i])), ([i], [0]))
+
+
+def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
+    tokens = images(6, batch=3)
+    policy = materialize(with_core({"share": 0.5}, UNCHANGED), 12)
+    actual = refine(policy, tokens)
+    instruction = tokens.require_instruction()
+    relevance = min_max_normalise(-instruction_relevance(instruction), offset=1e-6)
+    core = actual.indices[:, :6]
+    expected = greedy_map(tokens.cosine, relevance, 12, anchors=core)[:, 6:]
+    assert actual.reference[:, 6:].tolist() == expected.tolist()
+    assert actual.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
+
+
+def test_a_delta_from_factors_kept_with_the_image_is_the_same() -> None:
+    tokens = images(6, batch=3, grid=Grid(3, 4, tiles=3))
+    policy = materialize(with_core({"share": 0.5}), 12)
+    plain = give_core(policy, tokens, refine(core_policy(policy), tokens).indices)
+    known = dataclasses.replace(plain, conditioned=condition_tiles(tokens, plain.indices))
+    fresh, kept = (select_tokens(delta_policy(policy), tokens, part) for part in (plain, known))
+    assert torch.equal(fresh.indices, kept.indices)
+
+
+def test_the_delta_of_divprune_continues_its_own_core() -> None:
+    tokens = images(6, batch=3)
+    split = with_core({"share": 0.5}, {"/base_policy": {"name": "divprune"}, **UNCHANGED})
+    alone = state({"/base_policy": {"name": "divprune"}, **UNCHANGED})
+    kept = refine(materialize(split, 12), tokens).indices.sort(dim=1).values
+    assert torch.equal(kept, refine(materialize(alone, 12), tokens).indices)
+
+
+@pytest.mark.parametrize("base", ["trim", "dart"])
+def test_a_policy_that_does_not_continue_keeps_its_own_first_picks(base: str) -> None:
+    (tokens, *_) = synthetic_probes(12)
+    changes = {"/base_policy": {"name": base}, **UNCHANGED}
+    policy = materialize(with_core({"share": 0.5}, changes), 12)
+    actual = refine(policy, tokens)
+    picks = policy.base.select(policy.state.base_policy.params, tokens, 12).picks
+    for row, own in zip(picks.tolist(), actual.indices.tolist(), strict=True):
+        expected = [token for token in row if token not in own[:6]][:6]
+        assert sorted(own[6:]) == sorted(expected)
+
+
+def traceable(seed: int, grid: Grid) -> VisualTokens:
+    """Images whose rows tell how much of every token is in them: column 16 + i is token i's."""
+    tokens = images(seed, grid=grid)
+    marks = torch.eye(tokens.count).expand(tokens.batch, -1, -1)
+    return dataclasses.replace(tokens, features=torch.cat([tokens.features, marks], dim=2))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    grid=st.sampled_from(GRIDS),
+    budget=st.integers(2, 30),
+    cover=st.sampled_from([0.0, 0.3, 0.8]),
+    core=st.sampled_from(["divprune", "visionzip", "prumerge_plus"]),
+)
+def test_no_token_is_merged_twice(
+    seed: int, grid: Grid, budget: int, cover: float, core: str
+) -> None:
+    changes = {**BLEND, "/base_policy": {"name": "visionzip"}}
+    call = {"share": 0.5, "cover": cover, "strength": 0.5, "policy": {"name": core}}
+    tokens = traceable(seed, grid)
+    probe = synthetic_probes(grid.tokens // 2)[0]
+    tower = probe.require_tower()
+    wide = {"patches": tokens.features, "keys": tokens.features[:, :, :8]}
+    following = NextLayer(torch.rand(2, grid.tokens), tokens.features)
+    tower = dataclasses.replace(
+        tower, **wide, project=lambda rows: rows, cls=None, next_layer=following
+    )
+    tokens = dataclasses.replace(tokens, tower=tower)
+    policy = materialize(with_core(call, changes), budget)
+    actual = refine(policy, tokens)
+    within = actual.features[:, :, 16:].abs() > 0
+    part = give_core(policy, tokens, actual.indices[:, : policy.core])
+    if torch.equal(part.closed, part.covered):
+        assert int(within.sum(dim=1).max()) <= 1
+        assert bool(within.gather(2, actual.indices[:, :, None]).all())
+    else:  # K leaves too few tokens outside the cover: the delta keeps some, and merges none
+        assert policy.budget + int(cover * tokens.count) > tokens.count
+        discarded = ~mask_from_indices(actual.indices, tokens.count)
+        assert int((within.sum(dim=1) * discarded).max()) <= 1
+
+
+def test_what_the_core_stands_for_is_neither_kept_nor_merged_by_the_delta() -> None:
+    tokens = traceable(7, Grid(6, 6))
+    policy = materialize(with_core({"share": 0.5, "cover": 0.5, "strength": 0.5}, BLEND), 8)
+    actual = refine(policy, tokens)
+    for rows, indices in zip(actual.features[:, :, 16:], actual.indices, strict=True):
+        by_core = (rows[:4] > 0).any(dim=0)
+        assert int(by_core.sum()) == 18
+        assert not bool(by_core[indices[4:]].any())
+        by_delta = (rows[4:] > 0).any(dim=0)
+        assert not bool((by_core & by_delta).any())
+
+
+@pytest.mark.parametrize(
+    "atom", ["mean_residual", "nearest_anchor", "anchor_weighted_residual", "weighted_average"]
+)
+def test_delta_rows_are_those_of_the_union_without_a_cover(atom: str) -> None:
+    tokens = images(8, batch=3)
+    blend: dict[str, object] = {"/reassembly": {"atom": atom, "strength": 0.5}}
+    policy = materialize(with_core({"share": 0.5}, blend), 12)
+    actual = refine(policy, tokens)
+    union = actual.indices.sort(dim=1).values
+    whole, _ = run_reassembly(policy.state.reassembly, tokens, token_selection(union))
+    for image in range(3):
+        place = {token: row for row, token in enumerate(union[image].tolist())}
+        rows = [place[token] for token in actual.indices[image, 6:].tolist()]
+        assert torch.allclose(actual.features[image, 6:], whole[image, rows], atol=1e-5)
+        core = actual.indices[image, :6]
+        assert torch.equal(actual.features[image, :6], tokens.features[image, core])
+
+
+def test_a_core_of_all_tokens_is_the_question_free_policy() -> None:
+    tokens = dataclasses.replace(images(9, batch=3), instruction=None)
+    policy = materialize(with_core({"share": 1.0}), 12)
+    assert not policy.reads_instruction and policy.needs == frozenset()
+    alone = state({"/base_policy": {"name": "divprune"}, **UNCHANGED})
+    actual, expected = refine(policy, tokens), refine(materialize(alone, 12), tokens)
+    assert torch.equal(actual.indices, expected.indices)
+    assert torch.equal(actual.features, expected.features)
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        {"atom": "quality_topk_selector"},
+        {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4},
+        {"atom": "constrained_pool_dpp_selector", "q_e": 4},
+        {"atom": "maximal_marginal_relevance_pool_selector", "q_e": 4},
+        {"atom": "reference_strict_margin_exchange_selector", "q_e": 4, "margin": 0.0},
+    ],
+)
+@pytest.mark.parametrize("cover", [0.0, 0.5])
+def test_no_selector_takes_a_token_of_the_core(selector: dict[str, object], cover: float) -> None:
+    kernel = {"atom": "runtime_conditional_similarity_kernel"}
+    changes = {"/constraints/selector": selector, "/scoring/kernel": kernel}
+    policy = materialize(with_core({"share": 0.5, "cover": cover}, changes), 12)
+    assert int(assert_split(policy, images(10, batch=3)).exchanged.max()) > 0
+
+
+def test_an_exchange_takes_no_copy_of_a_core_token() -> None:
+    """Token 3 copies token 0 of the core and has the highest quality, but is too similar to it."""
+    features = torch.eye(4)[[0, 1, 2, 0]]
+    tokens = dataclasses.replace(
+        plain(features[None], Grid(2, 2)), cls_attention=torch.tensor([[0.5, 0.1, 0.2, 0.9]])
+    )
+    selector = {"atom": "reference_strict_margin_exchange_selector", "q_e": 1, "margin": 0.0}
+    changes: dict[str, object] = {
+        "/base_policy": {"name": "divprune"},
+        "/scoring/signals": [{"atom": "attention_proxy_saliency"}],
+        "/constraints/selector": selector,
+        "/constraints/pool": [{"atom": "quality_pool_builder", "pool_ratio": 2.0}],
+    }
+    policy = materialize(state(changes), 1)
+    closed = torch.tensor([[True, False, False, False]])
+    core = Given(torch.tensor([[0]]), closed, closed, 1)
+    assert select_tokens(policy, tokens, core).indices.tolist() != [[3]]
+
+
+class TestFallback:
+    def test_an_image_that_cannot_be_read_keeps_evenly_spaced_tokens_in_both_parts(self) -> None:
+        tokens = images(11)
+        policy = materialize(with_core(CORES["cover"], BLEND), 8)
+        clean = refine(policy, tokens)
+        tokens = images(11)
+        tokens.features[0, 3] = torch.nan
+        actual = refine(policy, tokens)
+        assert actual.fallback.tolist() == [2, 0]
+        assert actual.indices[0].unique().numel() == 8
+        assert bool(actual.features.isfinite().all())
+        assert same(actual, clean, ([1], [1]))
+
+    def test_a_question_that_cannot_be_read_leaves_the_core_as_it_is(self) -> None:
+        tokens = images(11)
+        policy = materialize(with_core(CORES["cover"], BLEND), 8)
+        clean = refine(policy, tokens)
+        tokens.require_instruction().text[0] = torch.nan
+        actual = refine(policy, tokens)
+        assert actual.fallback.tolist() == [2, 0]
+        assert torch.equal(actual.features[:, :4], clean.features[:, :4])
+        assert actual.indices[0].unique().numel() == 8
+
+    @pytest.mark.parametrize("core", CORES)
+    def test_the_reference_of_a_core_is_single_tokens_too(self, core: str) -> None:
+        (tokens, *_) = synthetic_probes(12)
+        policy = core_policy(materialize(with_core(CORES[core]), 12))
+        actual = keep_reference(policy, tokens)
+        assert actual.extra == 0 and actual.indices.shape[1] == policy.budget
+        rows = gather_rows(tokens.features, actual.indices)
+        assert torch.equal(actual.features, rows)
+
+
+class TestState:
+    def test_a_core_survives_json_and_pickling(self) -> None:
+        split = with_core(CORES["cover"])
+        again = pickle.loads(pickle.dumps(split))
+        assert again == split == load_state(split.dumps())
+        assert again.digest == split.digest != state().digest
+        assert '"core"' not in state().dumps()
+
+    def test_null_is_no_core(self) -> None:
+        assert state({"/core": None}).digest == state().digest
+
+    def test_states_with_another_share_have_the_same_core(self) -> None:
+        one, other, third = (
+            with_core(core).core for core in ({"share": 0.5}, {"share": 0.75}, CORES["cover"])
+        )
+        assert one is not None and other is not None and third is not None
+        assert one.digest == other.digest != third.digest
+
+    @pytest.mark.parametrize("base", sorted(set(BASE_POLICIES) - set(QUESTION_FREE)))
+    def test_a_core_policy_that_reads_the_question_is_refused(self, base: str) -> None:
+        ((where, what),) = refused_with({"/core": {"share": 0.5, "policy": {"name": base}}})
+        assert where == "/core/policy/name" and base in what
+        assert "reads the question" in what
+        assert not accepts({"share": 0.5, "policy": {"name": base}})
+
+    @pytest.mark.parametrize(
+        "core",
+        [{}, {"share": 0}, {"share": 1.1}, {"share": 0.5, "cover": 1}, {"share": 0.5, "size": 8}],
+    )
+    def test_schema_and_loader_refuse_the_same(self, core: dict[str, object]) -> None:
+        assert refused_with({"/core": core})[0][0].startswith("/core")
+        assert not accepts(core)
+
+    def test_a_misspelt_field_of_a_core_is_corrected(self) -> None:
+        assert fixed({"/core": {"share": 0.5, "strenght": 0.5}}) == "did you mean 'strength'?"
+        policy = {"name": "divprune", "params": {"tile_scop": "global"}}
+        assert fixed({"/core": {"share": 0.5, "policy": policy}}) == "did you mean 'tile_scope'?"
+
+    @pytest.mark.parametrize("core", CORES)
+    def test_the_schema_accepts_what_loads(self, core: str) -> None:
+        assert accepts(CORES[core])
+
+    @pytest.mark.parametrize(
+        ("share", "budget", "core"), [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)]
+    )
+    def test_core_tokens_of_a_budget(self, share: float, budget: int, core: int) -> None:
+        assert materialize(with_core({"share": share}), budget).core == core
+
+    def test_a_core_of_more_than_k_tokens_is_refused(self) -> None:
+        with pytest.raises(BudgetError, match="9 core tokens of K = 8"):
+            materialize(with_core({"share": 0.5}), 8, 9)
+
+
+def accepts(core: dict[str, object]) -> bool:
+    schema = PruningState.model_json_schema()
+    return bool(
+        jsonschema.Draft202012Validator(schema).is_valid(edited(shipped(), {"/core": core}))
+    )
