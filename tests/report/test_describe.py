@@ -68,3 +68,20 @@ def test_a_budget_that_follows_the_image() -> None:
     assert description.budget == (8, 64)
     assert "Keeps 8 to 64, by its size" in description.words[0]
     assert describe(state({"/budget": ratio}), 20).budget == (20, 20)
+
+
+def test_a_core_is_described_with_the_number_of_its_tokens() -> None:
+    split = state({"/core": {"share": 0.75, "cover": 0.25}})
+    description = describe(split, 64)
+    assert description.core is not None
+    assert (description.core.tokens, description.core.policy.atom) == (48, "divprune")
+    words = " ".join(description.words)
+    assert "48 of them are the core, chosen by divprune without the question" in words
+    assert "questions on one image share the KV cache of its core" in words
+    assert describe(state()).core is None
+    assert "core" not in " ".join(describe(state()).words)
+
+
+def test_a_state_that_is_all_core_is_described_as_one_that_reads_no_question() -> None:
+    words = " ".join(describe(state({"/core": {"share": 1.0}}), 64).words)
+    assert "all chosen by divprune" in words and "does not read the instruction" in words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -15,6 +16,7 @@ from vllm_autoprune import Grid
 from vllm_autoprune.report.page import render_page
 from vllm_autoprune.report.panels import Explanation, Panel
 from vllm_autoprune.report.picture import (
+    CORE,
     ENTERED,
     LEFT,
     RAMP,
@@ -188,3 +190,25 @@ def test_the_picture_in_the_page_is_the_image() -> None:
     assert match is not None
     with Image.open(io.BytesIO(base64.b64decode(match[1]))) as image:
         assert image.size == (120, 80) and image.getpixel((0, 0)) == (200, 40, 40)
+
+
+class TestCore:
+    """Tokens of the core have a colour of their own, which the legend explains."""
+
+    def split(self) -> Explanation:
+        trace = dataclasses.replace(TRACE, left=(), entered=(), core=(7,))
+        panels = (Panel("reference selection", "3 tokens", lit=trace.kept, core=trace.core),)
+        return dataclasses.replace(explanation(trace=trace), panels=panels)
+
+    def test_picture(self) -> None:
+        colours = draw_sheet(self.split()).getcolors(1 << 20)
+        assert colours is not None and CORE in {colour for _, colour in colours}
+        plain = draw_sheet(explanation()).getcolors(1 << 20)
+        assert plain is not None and CORE not in {colour for _, colour in plain}
+
+    def test_page(self) -> None:
+        page = render_page(self.split())
+        assert page.count('<rect class="core"') == 1 and page.count('<rect class="kept"') == 2
+        assert "core, kept for every question" in page
+        assert "kept for every question, pick 1 of the reference" in page
+        assert "for every question" not in render_page(explanation())

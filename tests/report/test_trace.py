@@ -110,3 +110,22 @@ def test_tiles_stand_side_by_side(token: int, place: tuple[int, int]) -> None:
 
 def _blank() -> Image.Image:
     return Image.new("RGB", (60, 60), "grey")
+
+
+def test_a_trace_names_the_core_and_its_panels_mark_it() -> None:
+    tokens = images(seed=3)
+    policy = materialize(state({"/core": {"share": 0.5}}), 12)
+    refined = refine(policy, tokens)
+    for number, image in enumerate(trace_images(policy, tokens, refined)):
+        assert list(image.core) == refined.indices[number, :6].tolist()
+        assert set(image.core) < set(image.kept)
+        told = explain(policy, Image.new("RGB", (12, 12)), "?", image)
+        assert [bool(panel.core) for panel in told.panels[:3]] == [False, True, True]
+        assert "6 of them are the core" in told.summary
+    assert {image.core for image in trace_batch(tokens)} == {()}
+
+
+def test_an_image_of_k_tokens_has_no_core() -> None:
+    tokens = images(seed=3, grid=Grid(3, 4))
+    (image, _) = trace_batch(tokens, {"/core": {"share": 0.5}})
+    assert image.core == () and len(image.kept) == 12

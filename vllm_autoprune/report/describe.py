@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.executor.transfer import state_document
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
@@ -56,6 +57,17 @@ class SignalPart:
 
 
 @dataclass(frozen=True, slots=True)
+class CorePart:
+    """The core at one budget: its policy, and the largest number of its tokens."""
+
+    tokens: int
+    policy: Part
+    share: float
+    cover: float
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """Fields of a state at one budget; ``budget`` is the smallest and largest K of an image.
 
@@ -69,6 +81,7 @@ class Description:
     base_policy: Part
     source: Part
     priors: tuple[Part, ...]
+    core: CorePart | None
     q_e: int
     r_min: int
     signals: tuple[SignalPart, ...]
@@ -94,13 +107,10 @@ def describe(state: PruningState, budget: int | None = None) -> Description:
         digest=state.digest,
         budget=_range(policy),
         budget_atom=_part(state.budget),
-        base_policy=Part(
-            policy.base.name,
-            state.base_policy.params.model_dump(mode="json"),
-            policy.base.doc,
-        ),
+        base_policy=_base_part(state.base_policy),
         source=_part(state.source.tokens),
         priors=tuple(_part(call) for call in state.source.priors),
+        core=_core(policy),
         q_e=policy.quota,
         r_min=policy.r_min,
         signals=tuple(
@@ -126,6 +136,17 @@ def describe(state: PruningState, budget: int | None = None) -> Description:
     )
 
 
+def _base_part(call: BasePolicyCall) -> Part:
+    return Part(call.name, call.params.model_dump(mode="json"), BASE_POLICIES[call.name].doc)
+
+
+def _core(policy: PruningPolicy) -> CorePart | None:
+    core = policy.state.core
+    if core is None:
+        return None
+    return CorePart(policy.core, _base_part(core.policy), core.share, core.cover, core.strength)
+
+
 def _part(call: AtomCall) -> Part:
     return Part(call.atom, _parameters(call), ATOMS.of(call).doc)
 
@@ -139,11 +160,24 @@ def _range(policy: PruningPolicy) -> tuple[int, int]:
     return policy.state.budget.range() if policy.varies else (policy.budget, policy.budget)
 
 
+_SHARES_ALL = "It does not read the instruction, so all questions on one image share its KV cache."
+
+
 def _words(policy: PruningPolicy) -> tuple[str, ...]:
     state, (least, most) = policy.state, _range(policy)
     k = f"{most}" if least == most else f"{least} to {most}, by its size,"
     base = policy.base.name
     sentences = [f"Keeps {k} visual tokens of every image, starting from those that {base} picks."]
+    if state.core is not None and policy.core:
+        of = state.core.policy.name
+        if policy.core == policy.budget:
+            return (f"Keeps {k} visual tokens of every image, all chosen by {of}.", _SHARES_ALL)
+        share = f"{policy.core}" if least == most else f"{state.core.share:.0%}"
+        sentences = [
+            f"Keeps {k} visual tokens of every image.",
+            f"{share} of them are the core, chosen by {of} without the question; the others, the "
+            f"delta, start from those that {base} picks given the core.",
+        ]
     if policy.refines:
         pools = ", then ".join(call.atom for call in state.constraints.pool)
         count = sum(call.weight > 0 for call in state.scoring.signals)
@@ -157,15 +191,18 @@ def _words(policy: PruningPolicy) -> tuple[str, ...]:
         )
     else:
         sentences.append("Nothing is exchanged: the base policy alone chooses.")
-    if policy.reads_instruction:
+    if policy.reads_instruction and policy.core:
+        sentences.append(
+            "Only the delta reads the instruction: questions on one image share the KV cache of "
+            "its core."
+        )
+    elif policy.reads_instruction:
         sentences.append(
             "It reads the instruction, so two questions on one image may keep different tokens and "
             "share no KV cache."
         )
     else:
-        sentences.append(
-            "It does not read the instruction, so all questions on one image share its KV cache."
-        )
+        sentences.append(_SHARES_ALL)
     if not policy.falls_back:
         sentences.append(
             "If it fails at run time, it does not fall back to the base policy's selection."

@@ -14,6 +14,7 @@ from PIL import Image
 
 from vllm_autoprune.report.panels import Explanation, Panel, atom_title, cell
 from vllm_autoprune.report.picture import (
+    CORE,
     ENTERED,
     INK,
     LEFT,
@@ -58,6 +59,11 @@ def render_page(explanation: Explanation) -> str:
 def _legend(panels: Sequence[Panel]) -> str:
     """Legend of the marks and colours that the panels use."""
     entries = ['<span><i class="kept"></i>kept</span>']
+    if any(panel.core for panel in panels):
+        entries = [
+            '<span><i class="core"></i>core, kept for every question</span>',
+            '<span><i class="kept"></i>delta</span>',
+        ]
     if any(panel.left or panel.entered for panel in panels):
         entries.append('<span><i class="left">&minus;</i>swapped out</span>')
         entries.append('<span><i class="entered">+</i>swapped in</span>')
@@ -91,23 +97,33 @@ def _marks(panel: Panel, grid: Grid) -> Iterator[str]:
     yield f'<path class="dim" d="{path}"/>'
     for token in (*panel.lit, *panel.left):
         row, column = cell(token, grid)
-        kind = "left" if token in panel.left else "entered" if token in panel.entered else "kept"
+        kind = _kind(token, panel)
         yield f'<rect class="{kind}" x="{column + 0.05}" y="{row + 0.05}" width=".9" height=".9"/>'
-        if kind != "kept":
+        if kind in ("left", "entered"):
             x, y = column + 0.5, row + 0.5
             upright = f"M{x} {y - 0.22}v.44" if kind == "entered" else ""
             yield f'<path class="{kind}" d="M{x - 0.22:g} {y}h.44{upright}"/>'
 
 
+def _kind(token: int, panel: Panel) -> str:
+    if token in panel.left:
+        return "left"
+    if token in panel.entered:
+        return "entered"
+    return "core" if token in panel.core else "kept"
+
+
 def _tokens(trace: Trace) -> dict[str, object]:
     """Data of each token for the script."""
     rank = {token: number for number, token in enumerate(trace.reference, start=1)}
-    kept, left = set(trace.kept), set(trace.left)
+    kept, left, core = set(trace.kept), set(trace.left), set(trace.core)
     status = []
     for token in range(trace.grid.tokens):
         word = "swapped out" if token in left else "not kept"
         if token in kept:
             word = "kept" if token in rank else "swapped in"
+        if token in core:
+            word = "kept for every question"
         status.append(f"{word}, pick {rank[token]} of the reference" if token in rank else word)
     columns: dict[str, list[float]] = {}
     if trace.quality is not None:
@@ -127,6 +143,7 @@ def _style(explanation: Explanation) -> str:
     ratio = f"{grid.width * grid.tiles}/{grid.height}"
     ramp = ",".join(css_colour(colour) for colour in RAMP)
     stayed, left, entered = css_colour(STAYED), css_colour(LEFT), css_colour(ENTERED)
+    core = css_colour(CORE)
     width = 22 * grid.tiles
     return f"""
 :root{{color-scheme:light;font:16px/1.5 system-ui,sans-serif;color:{css_colour(INK)}}}
@@ -138,6 +155,7 @@ h1{{font-size:1.6rem;margin:0}} p{{margin:.3rem 0;color:#626976}}
 background:{css_colour(INK)};border:3px solid;box-sizing:border-box;
 font:bold 1rem/.9rem monospace;text-align:center}}
 .legend .kept{{border-color:{stayed};outline:2px solid {css_colour(INK)}}}
+.legend .core{{border-color:{core}}}
 .legend .left{{color:{left}}} .legend .entered{{color:{entered}}}
 .legend .ramp{{width:9rem;border:0;background:linear-gradient(90deg,{ramp})}}
 output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:#f3f4f6;border-radius:.4rem;
@@ -153,6 +171,7 @@ background-image:url({_inline(explanation.picture.convert("RGB"))})}}
 .grey{{background-color:#fff;background-blend-mode:luminosity}}
 svg *{{fill:none;stroke-width:.07}}
 svg .dim{{fill:#14161c;fill-opacity:.74}} svg .kept{{stroke:{stayed}}}
+svg .core{{stroke:{core}}}
 svg .left{{stroke:{left};stroke-width:.12}} svg .entered{{stroke:{entered};stroke-width:.12}}
 svg .here{{stroke:#ff2bd6;stroke-width:.14}}
 """

@@ -16,7 +16,8 @@ class Panel:
     """One copy of the picture.
 
     ``heat`` has one value 0..1 for each token, or is None. ``lit`` are the tokens that are not
-    dimmed, None means all. ``left`` and ``entered`` are marked as exchanged.
+    dimmed, None means all. ``left`` and ``entered`` are marked as exchanged, ``core`` as kept for
+    every question.
     """
 
     title: str
@@ -25,6 +26,7 @@ class Panel:
     lit: tuple[int, ...] | None = None
     left: tuple[int, ...] = ()
     entered: tuple[int, ...] = ()
+    core: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Explanation:
         summary = f"{self.state} ({self.digest[:12]}) keeps {kept} of {total} visual tokens"
         if self.trace.fallback != "none":
             return f"{summary}; its scores were not finite, {self.trace.fallback} selection instead"
-        return f"{summary}; {len(self.trace.entered)} exchanged"
+        core = f"; {len(self.trace.core)} of them are the core" if self.trace.core else ""
+        return f"{summary}{core}; {len(self.trace.entered)} exchanged"
 
 
 def explain(
@@ -58,11 +61,17 @@ def explain(
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
     panels = [
         Panel("image", f"{trace.grid.tokens} tokens, as the model sees it"),
-        Panel("reference selection", f"{base}: {count} tokens{extra}", lit=trace.reference),
+        Panel(
+            "reference selection",
+            f"{base}: {count} tokens{extra}",
+            lit=trace.reference,
+            core=trace.core,
+        ),
     ]
     if trace.quality is not None:
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
-        panels.append(Panel("after exchange", swaps, None, trace.kept, trace.left, trace.entered))
+        exchange = (trace.kept, trace.left, trace.entered, trace.core)
+        panels.append(Panel("after exchange", swaps, None, *exchange))
         panels.append(Panel("quality g", "all signals fused", tuple(trace.quality)))
         panels += [
             Panel(atom_title(s.atom), f"weight {s.weight:g}", s.values) for s in trace.signals

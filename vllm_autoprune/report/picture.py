@@ -19,6 +19,7 @@ QUIET: Colour = (98, 105, 118)
 STAYED: Colour = (255, 255, 255)
 LEFT: Colour = (230, 97, 0)
 ENTERED: Colour = (26, 208, 170)
+CORE: Colour = (86, 180, 233)
 
 RAMP: tuple[Colour, ...] = (
     (10, 8, 38),
@@ -137,8 +138,11 @@ def _draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image
             colour = LEFT
         elif token in panel.entered:
             colour = ENTERED
-        _draw_frame(pen, box, colour, line if colour == STAYED else 2 * line + 1)
-        if colour != STAYED:
+        elif token in panel.core:
+            colour = CORE
+        exchanged = colour in (LEFT, ENTERED)
+        _draw_frame(pen, box, colour, 2 * line + 1 if exchanged else line)
+        if exchanged:
             _draw_sign(pen, box, colour, plus=token in panel.entered)
     return dimmed
 
@@ -184,6 +188,8 @@ def _draw_legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Seque
     font, side = _font(_NOTE), _NOTE + 6
     exchanged = any(panel.left or panel.entered for panel in panels)
     marks = [(STAYED, "kept", "")]
+    if any(panel.core for panel in panels):
+        marks = [(CORE, "core, kept for every question", ""), (STAYED, "delta", "")]
     if exchanged:
         marks += [(LEFT, "swapped out", "-"), (ENTERED, "swapped in", "+")]
     for colour, words, sign in marks:

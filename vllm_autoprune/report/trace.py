@@ -30,8 +30,8 @@ class Trace:
 
     ``reference`` is in order of selection, ``kept`` ascending; ``left`` and ``entered`` are the
     exchanged tokens, ascending; ``extra`` counts merged rows of the base policy, which are not
-    single tokens; ``quality`` is g, None if the state does not score; ``fallback`` is one of
-    ``tpdsl.outcome.FALLBACKS``.
+    single tokens; ``core`` are the tokens of the core, ascending; ``quality`` is g, None if the
+    state does not score; ``fallback`` is one of ``tpdsl.outcome.FALLBACKS``.
     """
 
     grid: Grid
@@ -43,6 +43,7 @@ class Trace:
     signals: tuple[SignalTrace, ...]
     quality: tuple[float, ...] | None
     fallback: str
+    core: tuple[int, ...] = ()
 
 
 @torch.no_grad()
@@ -58,6 +59,7 @@ def trace_images(
         for call in calls
         if call.weight > 0
     ]
+    core = policy.core if policy.budget < tokens.count else 0
     traces = []
     for image in range(tokens.batch):
         reference = _integers(refined.reference[image])
@@ -73,6 +75,7 @@ def trace_images(
                 signals=tuple(SignalTrace(a, w, _floats(v[image])) for a, w, v in signals),
                 quality=None if refined.quality is None else _floats(refined.quality[image]),
                 fallback=FALLBACKS[int(refined.fallback[image])],
+                core=_integers(refined.indices[image, :core]),
             )
         )
     return tuple(traces)

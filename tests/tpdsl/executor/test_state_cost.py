@@ -120,3 +120,17 @@ def test_predicted_ranking_equals_the_measured_one() -> None:
     assert all(2 * a <= b for a, b in pairwise(predicted)), predicted
     times = [measured(one, shape) for one in ranked]
     assert times == sorted(times), (predicted, times)
+
+
+def test_a_core_costs_its_policy_and_its_cover() -> None:
+    def cost(**core: object) -> float:
+        return state_cost(state({"/core": {"share": 0.5, **core}}))
+
+    assert state_cost(state()) < cost() < cost(cover=0.5) < cost(cover=0.5, strength=0.25)
+    places = {part.where for part in atom_costs(state({"/core": {"share": 0.5, "cover": 0.5}}))}
+    assert {"/core/policy", "/core/cover", "/base_policy"} <= places
+
+
+def test_a_state_that_is_all_core_costs_the_core_alone() -> None:
+    (only,) = atom_costs(state({"/core": {"share": 1.0}}))
+    assert only.where == "/core/policy"

@@ -233,3 +233,10 @@ def test_similarity_scope_is_recorded_for_tiled_backbones() -> None:
     report = {field.where: field.meaning for field in transfer(state(), 64, LLAVA_NEXT_7B).resolved}
     assert report["/source/tokens/tile_scope"].endswith("within each tile")
     assert "/source/tokens/tile_scope" not in {f.where for f in transfer(state(), 64).resolved}
+
+
+def test_the_share_of_a_core_is_resolved_to_tokens() -> None:
+    split = state({"/core": {"share": 0.75}})
+    (field,) = (f for f in transfer(split, 64).resolved if f.where == "/core/share")
+    assert (field.value, field.meaning) == (0.75, "48 core tokens, 16 by the question")
+    assert not [f for f in transfer(state(), 64).resolved if f.where.startswith("/core")]

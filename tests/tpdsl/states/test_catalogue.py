@@ -8,14 +8,16 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.states.catalogue import (
+    CORE_POLICIES,
     PLACES,
     list_parameters,
     render_page,
     render_proposer_text,
 )
+from vllm_autoprune.tpdsl.states.state import Core
 
 BY_CALL = [(name, p) for name in ATOMS.names() for p in list_parameters(ATOMS[name].call)]
 
@@ -77,3 +79,16 @@ def accepts(call: type[AtomCall], name: str, value: object) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def test_page_and_prompt_describe_the_core_as_an_extension() -> None:
+    page, prompt = render_page(), render_proposer_text()
+    for name, field in Core.model_fields.items():
+        assert f"| `{name}` |" in page.partition("## core")[2]
+        assert f"- {name} = " in prompt.partition("core (/core), an extension")[2]
+        assert str(field.description) in page and str(field.description) in prompt
+    assert "## core\n\nExtension" in page
+    readers = {name for name, policy in BASE_POLICIES.items() if policy.needs & INSTRUCTION_NEEDS}
+    assert set(CORE_POLICIES) == set(BASE_POLICIES) - readers
+    assert "/core" not in render_proposer_text(("scoring", "constraints", "reassembly"))
+    assert "/core" in render_proposer_text(("scoring", "core"))

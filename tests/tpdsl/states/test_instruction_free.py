@@ -57,3 +57,21 @@ def test_a_part_without_a_substitute_is_refused_by_name() -> None:
     with pytest.raises(StateError) as caught:
         instruction_free(gated)
     assert [p.where for p in caught.value.problems] == ["/reassembly"]
+
+
+def test_a_core_is_dropped_with_the_reason() -> None:
+    split = state({"/core": {"share": 0.5}})
+    variant = instruction_free(split)
+    assert variant.state.core is None
+    assert variant.state.digest == instruction_free(state()).state.digest
+    (change,) = (change for change in variant.changes if change.where == "/core")
+    assert "share all KV blocks" in change.why
+
+
+def test_a_state_that_is_all_core_keeps_it() -> None:
+    split = state({"/core": {"share": 1.0, "cover": 0.5, "strength": 0.25}})
+    variant = instruction_free(split).state
+    assert variant.core == split.core
+    tokens = images(3)
+    actual, expected = (refine(materialize(one, 8), tokens) for one in (variant, split))
+    assert torch.equal(actual.features, expected.features)

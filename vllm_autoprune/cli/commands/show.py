@@ -61,6 +61,7 @@ def _description_rows(description: Description) -> list[list[str]]:
             description.budget_atom.atom,
             _format_budget(description),
         ],
+        *_core_rows(description),
         ["source", description.source.atom, _format_parameters(description.source.parameters)],
         *(["prior", part.atom, _format_parameters(part.parameters)] for part in description.priors),
         ["kernel", description.kernel.atom, _format_parameters(description.kernel.parameters)],
@@ -84,6 +85,15 @@ def _description_rows(description: Description) -> list[list[str]]:
         ["safety", ", ".join(part.atom for part in description.safety), ""],
         ["reads", ", ".join(("features", *description.reads)), ""],
     ]
+
+
+def _core_rows(description: Description) -> list[list[str]]:
+    core = description.core
+    if core is None:
+        return []
+    numbers = {"share": core.share, "cover": core.cover, "strength": core.strength}
+    parameters = _format_parameters({**numbers, **core.policy.parameters})
+    return [["core", core.policy.atom, f"K_c = {core.tokens}, {parameters}"]]
 
 
 def _format_budget(description: Description) -> str:

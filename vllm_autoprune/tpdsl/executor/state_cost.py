@@ -12,7 +12,7 @@ which a request without pruning costs as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from vllm_autoprune.tpdsl.atoms.scoring import ROUNDS, ClusterCentroid, Contrast
 from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import AtomCall
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.states.state import Core, PruningState
 
 FLAG = "--autoprune-request-cost"
 
@@ -232,13 +232,17 @@ def _reassembly(call: AtomCall, shape: Shape) -> Work:
 
 def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
     """Predicted cost of each atom of a state for one image, in the order of the state."""
+    core = 0 if state.core is None else state.core.tokens(shape.budget)
+    if state.core is not None and core == shape.budget:
+        return _core_costs(state.core, core, shape, alone=True)
     quota = _quota(state, shape)
     base, scores = state.base_policy.name, quota > 0 or orders_by_quality(state.reassembly)
     own = _base_policy(base, shape)
     if base in ("visionzip", "prumerge_plus", "trim"):
         own += Work(10, 7 * shape.tokens * shape.width)  # every row is written anew
     costs = [_priced("/base_policy", base, own)]
-    if scores or base == "cdpruner":
+    cosines = scores or base == "cdpruner"
+    if cosines:
         costs.append(_priced("", "cosines between all tokens", _cosines(shape)))
     if scores:
         for i, signal in enumerate(state.scoring.signals):
@@ -258,6 +262,27 @@ def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
         costs.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
     reassembly = _reassembly(state.reassembly, shape)
     costs.append(_priced("/reassembly", state.reassembly.atom, reassembly))
+    if state.core is not None and core:
+        costs += _core_costs(state.core, core, shape, alone=not cosines)
+    return costs
+
+
+def _core_costs(core: Core, count: int, shape: Shape, *, alone: bool) -> list[AtomCost]:
+    """Cost of the core; ``alone``: no other part of the state computes the cosines.
+
+    The steps that condition the delta on the core are among the K steps of the base policy.
+    """
+    own = replace(shape, budget=count)
+    name = core.policy.name
+    costs = [_priced("/core/policy", name, _base_policy(name, own) + Work(10, 4 * shape.tokens))]
+    if core.cover == 0:
+        return costs
+    cover = Work(24, shape.tokens * count + 60 * shape.tokens)
+    if core.strength > 0:
+        cover += Work(40, 14 * shape.tokens * count, shape.tokens * count * shape.width)
+    costs.append(_priced("/core/cover", "cover of the core", cover))
+    if alone:
+        costs.append(_priced("", "cosines between all tokens", _cosines(shape)))
     return costs
 
 

@@ -192,6 +192,9 @@ def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[Re
             f"at most {policy.quota} exchanges, at least {policy.r_min} reference tokens stay",
         ),
     ]
+    if state.core is not None:
+        means = f"{policy.core} core tokens, {policy.budget - policy.core} by the question"
+        fields.append(Resolved("/core/share", state.core.share, means))
     view = state.source.tokens
     if backbone and backbone.tiles > 1 and isinstance(view, ProjectedView | EmbeddedView):
         scope = "within each tile" if view.tile_scope == "per_tile" else "across all tiles"

@@ -22,8 +22,9 @@ from vllm_autoprune.tpdsl.atoms.reassembly import (
     PRINTED,
 )
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Atom, AtomCall, Group
+from vllm_autoprune.tpdsl.states.state import Core
 
 _JSON: TypeAdapter[object] = TypeAdapter(object)
 
@@ -35,6 +36,12 @@ _AXES = {
     "output": OUTPUTS,
     "ordering": ORDERINGS,
 }
+
+
+CORE_POLICIES = tuple(
+    name for name, policy in BASE_POLICIES.items() if policy.needs.isdisjoint(INSTRUCTION_NEEDS)
+)
+"""Base policies that may choose the core: those that do not read the question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,33 @@ def render_page() -> str:
         lines += ["", f"## {group}", ""]
         lines += _axes() if group == "reassembly" else []
         lines += _table(ATOMS.names(group))
+    lines += [
+        "",
+        "## core",
+        "",
+        "Extension, at `/core`: part of the K tokens is chosen without the question, so that all",
+        "questions about an image share its KV blocks",
+        "([Core and delta](states.md#core-and-delta)).",
+        "",
+        "| field | values | default | effect |",
+        "|---|---|---|---|",
+        *(f"| `{p.name}` | {p.values} | {p.default} | {p.description} |" for p in core_fields()),
+    ]
     return "\n".join(lines) + "\n"
+
+
+def core_fields() -> list[Parameter]:
+    """Fields of a state's core, the extension that splits K."""
+    fields = []
+    for name, field in Core.model_fields.items():
+        schema = cast(dict[str, JsonValue], Core.model_json_schema()["properties"][name])
+        default = "required"
+        if not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            default = _JSON.dump_json(value, exclude_defaults=True).decode()
+        values = ", ".join(CORE_POLICIES) if name == "policy" else _values(schema)
+        fields.append(Parameter(name, values, default, str(field.description)))
+    return fields
 
 
 def _axes() -> list[str]:
@@ -181,6 +214,16 @@ def render_proposer_text(components: Collection[str] = ()) -> str:
         many = ", a list" if place.many else ""
         lines += ["", f"{place.group} ({place.pointer}{many}):"]
         lines += _reassembly_axes() if place.group == "reassembly" else _atom_lines(place)
+    if not components or "core" in components:
+        lines += [
+            "",
+            "core (/core), an extension, optional: part of the tokens is chosen without the",
+        ]
+        lines += [
+            "question, and shared by all questions about an image; the rest of the policy then"
+        ]
+        lines += ["chooses the others given it:"]
+        lines += [f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in core_fields()]
     return "\n".join(lines) + "\n"
 
 

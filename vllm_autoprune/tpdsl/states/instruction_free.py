@@ -39,12 +39,17 @@ def instruction_free(state: PruningState, name: str | None = None) -> Instructio
     """Variant with the same budget, pool, quota and reassembly that reads no instruction.
 
     Signals that read the instruction are dropped; the others keep their weights, since only the
-    ratios matter. Raises :class:`StateError` if a part without a substitute reads it.
+    ratios matter. A core is dropped: questions then share all KV blocks without it, and the rest of
+    the state chooses better among K tokens than among K - K_c; a state that is all core is kept.
+    Raises :class:`StateError` if a part without a substitute reads it.
     """
     before: dict[str, JsonValue] = state.model_dump(mode="json")
     after: dict[str, JsonValue] = state.model_dump(mode="json")
     policy = state.base_policy.name
     why = {"/name": "distinguishes the variant from the original"}
+    if state.core is not None and state.core.share < 1:
+        del after["core"]
+        why["/core"] = "without the instruction, questions share all KV blocks anyway"
     if BASE_POLICIES[policy].needs & INSTRUCTION_NEEDS:
         other, why["/base_policy"] = NEAREST[policy]
         after["base_policy"] = {"name": other, "params": {}}
