@@ -58,6 +58,11 @@ class Settings(FrozenModel):
     quota: int | None = Field(
         default=None, ge=0, le=640, description="ablation: q_e of every candidate"
     )
+    core: bool = Field(
+        default=False,
+        exclude_if=lambda core: not core,
+        description="whether candidates may split K into a core and a delta",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
     equal_evaluations: bool = Field(
         default=False, description="go on past T rounds until T x m full evaluations are spent"

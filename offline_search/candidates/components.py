@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly
 from vllm_autoprune.tpdsl.registry import AtomCall
-from vllm_autoprune.tpdsl.states.state import Constraints, PruningState, Scoring
+from vllm_autoprune.tpdsl.states.state import Constraints, Core, PruningState, Scoring
 
 JsonObject = dict[str, JsonValue]
 
 COMPONENTS = ("scoring", "constraints", "reassembly")
 """Fields of a state that are searched; base policy, budget and safety checks are settings."""
+
+CORE = "core"
+"""The optional component, searched where the settings say so."""
+
+
+def searched_components(core: bool) -> tuple[str, ...]:
+    """Names of the searched components, with or without the core."""
+    return (*COMPONENTS, CORE) if core else COMPONENTS
 
 
 class Components(BaseModel):
@@ -22,12 +30,16 @@ class Components(BaseModel):
     scoring: Scoring
     constraints: Constraints
     reassembly: Reassembly
+    core: Core | None = Field(default=None, exclude_if=lambda core: core is None)
 
     @classmethod
     def from_state(cls, state: PruningState) -> Components:
         """The components of a state."""
         return cls(
-            scoring=state.scoring, constraints=state.constraints, reassembly=state.reassembly
+            scoring=state.scoring,
+            constraints=state.constraints,
+            reassembly=state.reassembly,
+            core=state.core,
         )
 
     def to_json(self) -> JsonObject:
@@ -45,7 +57,8 @@ class Components(BaseModel):
 
 def compact_json(state: PruningState) -> JsonObject:
     """The components of a state as a prompt shows them, without defaults that add little."""
-    body: JsonObject = state.model_dump(mode="json", include=set(COMPONENTS), exclude_defaults=True)
+    included = {*COMPONENTS, CORE}
+    body: JsonObject = state.model_dump(mode="json", include=included, exclude_defaults=True)
     constraints = state.constraints
     compact: JsonObject = {
         "pool": [call.model_dump(mode="json", exclude_defaults=True) for call in constraints.pool],
@@ -73,8 +86,12 @@ def atom_calls(state: PruningState) -> list[AtomCall]:
 
 
 def structure(state: PruningState) -> tuple[str, ...]:
-    """Names of all atoms in order: two states of one structure differ in numbers only."""
-    return tuple(call.atom for call in atom_calls(state))
+    """Names of all atoms in order, and of the core's policy.
+
+    Two states of one structure differ in numbers only.
+    """
+    core = () if state.core is None else (f"core={state.core.policy.name}",)
+    return (*(call.atom for call in atom_calls(state)), *core)
 
 
 def feature_names(state: PruningState) -> frozenset[str]:

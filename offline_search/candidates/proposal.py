@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import COMPONENTS, JsonObject
+from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.states.json_text import parse_json
@@ -43,7 +43,8 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
 
     Raises :class:`StateError` with every problem.
     """
-    parts = {name: components[name] for name in COMPONENTS if name in components}
+    searched = searched_components(settings.core)
+    parts = {name: components[name] for name in searched if name in components}
     if settings.without or settings.quota is not None:
         parts = ablate(parts, settings)
     document: JsonObject = {
@@ -112,7 +113,7 @@ def _parse_object(text: str) -> JsonObject:
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
-    return {name: part for name, part in data.items() if name in COMPONENTS}
+    return {name: part for name, part in data.items() if name in searched_components(core=True)}
 
 
 def _unreadable(what: str, kind: str) -> StateError:

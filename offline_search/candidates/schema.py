@@ -7,7 +7,7 @@ from functools import cache
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import COMPONENTS, JsonObject
+from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_SIGNALS = 6
@@ -20,11 +20,14 @@ _UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "$schema
 
 
 @cache
-def proposal_schema(budget: int) -> JsonObject:
-    """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts."""
+def proposal_schema(budget: int, core: bool = False) -> JsonObject:
+    """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts.
+
+    With ``core``, a proposal may have one.
+    """
     full: JsonObject = PruningState.model_json_schema()
     properties, known = _object_at(full, "properties"), definitions(full)
-    parts: JsonObject = {name: properties[name] for name in COMPONENTS}
+    parts: JsonObject = {name: properties[name] for name in searched_components(core)}
     schema: JsonObject = {
         "type": "object",
         "properties": {name: _restrict(part, budget) for name, part in parts.items()},

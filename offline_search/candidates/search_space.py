@@ -13,10 +13,11 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import Components, JsonObject
+from offline_search.candidates.components import CORE, Components, JsonObject
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
+from vllm_autoprune.tpdsl.states.state import Core, PruningState
 
 # Not searched: guards against division by zero, and a bound that follows from q_e.
 _FIXED_PARAMETERS = ("eps", "r_min", "iters")
@@ -71,8 +72,11 @@ class NumericParameter:
         return self.path[-1] == "q_e"
 
 
-def sample_proposal(source: ChoiceSource, budget: int) -> JsonObject:
-    """A complete proposal: every atom and parameter chosen, q_e among powers of two."""
+def sample_proposal(source: ChoiceSource, budget: int, core: bool = False) -> JsonObject:
+    """A complete proposal: every atom and parameter chosen, q_e among powers of two.
+
+    With ``core``, it may have one; all other choices are made before, as without.
+    """
     signals = [
         _sample_call(source, name, budget)
         for name in ATOMS.names("scoring")
@@ -80,7 +84,7 @@ def sample_proposal(source: ChoiceSource, budget: int) -> JsonObject:
     ]
     pools = _flat_pools()
     chosen = [name for name in pools if source.option(f"with {name}", ("no", "yes")) == "yes"]
-    return {
+    proposal: JsonObject = {
         "scoring": {
             "signals": [*signals] or [_sample_call(source, ATOMS.names("scoring")[0], budget)],
             "kernel": _sample_group(source, "similarity_kernel", budget),
@@ -92,6 +96,16 @@ def sample_proposal(source: ChoiceSource, budget: int) -> JsonObject:
         },
         "reassembly": _sample_group(source, "reassembly", budget),
     }
+    if core and source.option("with core", ("no", "yes")) == "yes":
+        proposal[CORE] = _sample_core(source)
+    return proposal
+
+
+def _sample_core(source: ChoiceSource) -> JsonObject:
+    core: JsonObject = {"policy": {"name": source.option("core.policy", CORE_POLICIES)}}
+    for name, (low, high, integer) in _core_bounds().items():
+        core[name] = source.number(f"core.{name}", low, high, integer)
+    return core
 
 
 def _sample_group(source: ChoiceSource, group: Group, budget: int) -> JsonObject:
@@ -117,7 +131,7 @@ def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
     return call
 
 
-def choices_of_state(state: PruningState, budget: int) -> dict[str, Choice]:
+def choices_of_state(state: PruningState, budget: int, core: bool = False) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
 
     Nested pools, partitions and repeated signals have no choice and are ignored.
@@ -141,7 +155,16 @@ def choices_of_state(state: PruningState, budget: int) -> dict[str, Choice]:
     for group, call in groups.items():
         choices[group] = call.atom
         choices |= _choices_of_call(call, budget)
-    return choices
+    return choices | _choices_of_core(state.core) if core else choices
+
+
+def _choices_of_core(core: Core | None) -> dict[str, Choice]:
+    """The inverse of :func:`_sample_core`."""
+    if core is None:
+        return {"with core": "no"}
+    numbers = core.model_dump(include=set(_core_bounds()))
+    numbers = {f"core.{name}": number for name, number in numbers.items()}
+    return {"with core": "yes", "core.policy": core.policy.name, **numbers}
 
 
 def _choices_of_call(call: AtomCall, budget: int) -> dict[str, Choice]:
@@ -224,9 +247,10 @@ def _map_numbers(
         return value
     atom = value.get("atom")
     schemas = _parameter_schemas(atom) if isinstance(atom, str) else {}
+    core = _core_bounds() if path == (CORE,) else {}
     mapped: JsonObject = {}
     for name, item in value.items():
-        bounds = _bounds(schemas[name]) if name in schemas else None
+        bounds = _bounds(schemas[name]) if name in schemas else core.get(name)
         if bounds is None:
             mapped[name] = _map_numbers(item, (*path, name), change)
         elif name in _FIXED_PARAMETERS or not isinstance(item, int | float):
@@ -248,6 +272,14 @@ def _is_partition(atom: str) -> bool:
 
 def _takes_pools(atom: str) -> bool:
     return any(schema.get("type") == "array" for schema in _parameter_schemas(atom).values())
+
+
+@cache
+def _core_bounds() -> dict[str, tuple[float, float, bool]]:
+    """Bounds of the numbers of a core."""
+    schemas = Core.model_json_schema()["properties"]
+    bounds = {name: _bounds(schema) for name, schema in schemas.items()}
+    return {name: limits for name, limits in bounds.items() if limits is not None}
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from offline_search.candidates.components import COMPONENTS, compact_json
+from offline_search.candidates.components import compact_json, searched_components
 from offline_search.candidates.menu import Menu
 from offline_search.evaluation.history import History, Trial
 from offline_search.settings import Settings
@@ -42,10 +42,11 @@ all tokens by fused signals, gathers candidates in a pool, and lets a selector e
 q_e of the {budget} picks for better candidates. Higher scores are better; a small q_e is safe, \
 diverse signals help. Use only these atoms:
 
-{render_proposer_text(COMPONENTS).strip()}
+{render_proposer_text(searched_components(settings.core)).strip()}
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
-"constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...}}"""
+"constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
+{', "core": {"share": ..., ...} or null' if settings.core else ""}}}"""
 
 
 def _system_prompt(settings: Settings) -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import COMPONENTS, JsonObject
+from offline_search.candidates.components import JsonObject, searched_components
 from offline_search.ledger.records import (
     Cost,
     EvaluationRecord,
@@ -149,7 +149,8 @@ def _changes(parent: ProposalRecord | None, child: ProposalRecord) -> tuple[Chan
 def _components(proposal: ProposalRecord | None) -> JsonObject | None:
     if proposal is None or proposal.state is None:
         return None
-    return {name: proposal.state[name] for name in COMPONENTS}
+    searched = searched_components(core=True)
+    return {name: proposal.state[name] for name in searched if name in proposal.state}
 
 
 def _rank(rows: Iterable[CandidateRow]) -> list[CandidateRow]:

@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from random import Random
 
-from offline_search.candidates.components import Components, JsonObject, structure
+from offline_search.candidates.components import CORE, Components, JsonObject, structure
 from offline_search.candidates.proposal import Draft, assemble_state
 from offline_search.candidates.search_space import (
     RandomSource,
@@ -110,7 +110,7 @@ class AutoPrunePlus:
 
         Small changes to a state are left out: TPE would take its many variants for the best region.
         """
-        budget = self._settings.source_budget
+        budget, core = self._settings.source_budget, self._settings.core
         measured = [
             (trial.require_state(), trial.result.objective)
             for trial in current.history.trials
@@ -120,8 +120,8 @@ class AutoPrunePlus:
         startup = len(measured) + _RANDOM_STRUCTURES - suggested
         study = TpeStudy(current.rng.randrange(2**31), startup)
         for state, objective in measured:
-            suggestion = study.replay(choices_of_state(state, budget))
-            sample_proposal(suggestion, budget)
+            suggestion = study.replay(choices_of_state(state, budget, core))
+            sample_proposal(suggestion, budget, core)
             study.report(suggestion, objective)
         return study
 
@@ -155,9 +155,11 @@ class AutoPrunePlus:
         if others and rng.random() < 0.5:
             donor = Components.from_state(rng.choice(others))
         else:
-            proposal = sample_proposal(RandomSource(rng), self._settings.source_budget)
+            source, settings = RandomSource(rng), self._settings
+            proposal = sample_proposal(source, settings.source_budget, settings.core)
             donor = Components.model_validate(proposal)
-        grafted = rng.choice(_GRAFTS)(Components.from_state(state), donor, rng)
+        grafts = (*_GRAFTS, _take_core) if self._settings.core else _GRAFTS
+        grafted = rng.choice(grafts)(Components.from_state(state), donor, rng)
         return self._derive("graft", grafted.to_json(), parent)
 
     def _derive(self, origin: str, components: JsonObject, parent: Trial) -> Draft:
@@ -227,6 +229,10 @@ def _drop_signal(state: Components, donor: Components, rng: Random) -> Component
     if len(signals) > 1:
         signals.pop(rng.randrange(len(signals)))
     return state.with_scoring(signals=tuple(signals))
+
+
+def _take_core(state: Components, donor: Components, _: Random) -> Components:
+    return state.model_copy(update={CORE: donor.core})
 
 
 _GRAFTS: tuple[Callable[[Components, Components, Random], Components], ...] = (

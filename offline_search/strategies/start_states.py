@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offline_search.candidates.components import Components, JsonObject
+from offline_search.candidates.components import CORE, Components, JsonObject
 from offline_search.candidates.proposal import assemble_state
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.states.state import Core, PruningState
 
 WARM_START_QUOTAS = (2, 4, 1)
 """q_e of warm starts, the paper's value first; q_e = 0 is the base policy, which is a baseline."""
+
+WARM_START_SHARES = (0.5, 0.75)
+"""Shares of the core of warm starts, in a search of cores."""
 
 
 def base_state(settings: Settings) -> PruningState:
@@ -44,17 +47,26 @@ def minimal_state(settings: Settings) -> PruningState:
 def warm_start_states(settings: Settings) -> Sequence[PruningState]:
     """The paper's structure at several quotas up to K, and with its first signal alone.
 
-    q_e = K is included because with a weak base policy a full exchange may be best.
+    q_e = K is included because with a weak base policy a full exchange may be best. A search of
+    cores starts with two of them as well, after the paper's own state.
     """
     source = Components.from_state(paper_state(settings))
     budget = settings.source_budget
     quotas = dict.fromkeys(min(quota, budget) for quota in (*WARM_START_QUOTAS, budget))
     first = source.scoring.signals[0].model_copy(update={"weight": 1.0})
     alone = source.with_scoring(signals=(first,))
-    return [
+    states = [
         *(_with_quota(source, quota, settings) for quota in quotas),
         assemble_state(alone.to_json(), settings),
     ]
+    cores = (
+        [Core.model_validate({"share": share}) for share in WARM_START_SHARES]
+        if settings.core
+        else []
+    )
+    split = [source.model_copy(update={CORE: core}) for core in cores]
+    states[1:1] = [assemble_state(components.to_json(), settings) for components in split]
+    return states
 
 
 def _with_quota(components: Components, quota: int, settings: Settings) -> PruningState:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offline_search.dataset import Dataset
-from offline_search.ledger.records import ReplyRecord
+from offline_search.ledger.records import ProposalRecord, ReplyRecord
 from offline_search.replay import replay
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
@@ -98,3 +98,16 @@ async def test_a_changed_recording_does_not_replay(
     (tmp_path / "l").write_text(text)
     with pytest.raises(SearchError):
         await replay(tmp_path / "l", tmp_path / "replayed", data)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_search_of_cores_replays(
+    strategy: str, settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    settings = settings.model_copy(update={"strategy": strategy, "core": True, "rounds": 4})
+    chosen = await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
+    again, before, after = await replay(tmp_path / "l", tmp_path / "replayed", data)
+    assert before == after and again.digest == chosen.digest
+    proposals = records_of_kind(tmp_path / "l", ProposalRecord)
+    cores = [p for p in proposals if p.state is not None and p.state.get("core")]
+    assert bool(cores) == (strategy in ("autoprune+", "random", "tpe"))

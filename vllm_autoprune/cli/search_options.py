@@ -55,6 +55,11 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         help="ablation: components removed from every candidate",
     )
     group.add_argument("--quota", type=int, metavar="Q", help="ablation: q_e of every candidate")
+    group.add_argument(
+        "--core",
+        action="store_true",
+        help="candidates may split K into a core without the question and a delta",
+    )
 
 
 def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
@@ -158,6 +163,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             seed=options.seed,
             without=tuple(options.without),
             quota=options.quota,
+            core=options.core,
             proposer=proposer_name if strategy.uses_proposer else "",
             menu=_menu_width(options, strategy.uses_proposer),
             temperature=options.temperature,

@@ -11,6 +11,7 @@ from offline_search.candidates.components import compact_json, feature_names
 from offline_search.candidates.proposal import ablate, assemble_state, parse_proposal
 from offline_search.candidates.schema import proposal_schema
 from offline_search.candidates.search_space import RandomSource, sample_proposal
+from offline_search.proposers.prompt import describe_language
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import (
     base_state,
@@ -127,3 +128,26 @@ def test_without_ablation_nothing_changes(settings: Settings) -> None:
     assert settings.without == () and settings.quota is None
     digests = {state.digest for state in (minimal_state(settings), *warm_start_states(settings))}
     assert len(digests) == 1 + len(warm_start_states(settings))
+
+
+def test_a_search_of_cores_tells_and_accepts_them(settings: Settings) -> None:
+    split = settings.model_copy(update={"core": True})
+    body: dict[str, Any] = json.loads(json.dumps(compact_json(paper_state(settings))))
+    with_core = {**body, "core": {"share": 0.5, "policy": {"name": "visionzip"}}}
+    checked = jsonschema.Draft202012Validator(proposal_schema(BUDGET, core=True))
+    assert checked.is_valid(body) and checked.is_valid(with_core)
+    assert checked.is_valid({**body, "core": None})
+    assert not checked.is_valid({**body, "core": {"share": 0.5, "policy": {"name": "cdpruner"}}})
+    assert not jsonschema.Draft202012Validator(proposal_schema(BUDGET)).is_valid(with_core)
+
+    state = parse_proposal(json.dumps(with_core), split, "llm", ()).state
+    assert state is not None and state.core is not None and state.core.share == 0.5
+    assert assemble_state(compact_json(state), split).core == state.core
+    assert "core (/core)" in describe_language(split) and '"core": {' in describe_language(split)
+    assert '"core"' not in describe_language(settings)
+
+
+def test_settings_without_cores_are_written_as_before(settings: Settings) -> None:
+    assert "core" not in settings.model_dump(mode="json")
+    split = settings.model_copy(update={"core": True})
+    assert Settings.model_validate_json(split.model_dump_json()) == split

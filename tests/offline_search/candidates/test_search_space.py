@@ -20,6 +20,7 @@ from offline_search.strategies.start_states import base_state, paper_state, warm
 from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
 from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
 
 
 class LowestSource:
@@ -135,3 +136,54 @@ def test_warm_starts_are_safe_and_use_the_settings() -> None:
     assert len({state.digest for state in warm_start_states(settings)}) == len(
         warm_start_states(settings)
     )
+
+
+class TestCore:
+    """A search of cores: the same choices as without, and at the end those of the core."""
+
+    @pytest.fixture
+    def split(self, settings: Settings) -> Settings:
+        return settings.model_copy(update={"core": True})
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_other_choices_are_those_of_a_search_without(self, seed: int) -> None:
+        without = sample_proposal(RandomSource(Random(seed)), BUDGET)
+        split = sample_proposal(RandomSource(Random(seed)), BUDGET, core=True)
+        assert {name: part for name, part in split.items() if name != "core"} == without
+        assert "core" not in without
+
+    @pytest.mark.parametrize("source", [LowestSource(), HighestSource()])
+    def test_bounds_are_valid(self, source: LowestSource, split: Settings) -> None:
+        assert assemble_state(sample_proposal(source, BUDGET, core=True), split).scoring.signals
+
+    def test_every_core_policy_is_sampled(self, split: Settings) -> None:
+        drawn: set[str] = set()
+        for seed in range(60):
+            proposal = sample_proposal(RandomSource(Random(seed)), BUDGET, core=True)
+            state = assemble_state(proposal, split)
+            drawn.add("none" if state.core is None else state.core.policy.name)
+            near = FixedSource(choices_of_state(state, BUDGET, core=True))
+            again = assemble_state(sample_proposal(near, BUDGET, core=True), split)
+            assert again.digest == state.digest
+        assert drawn == {"none", *CORE_POLICIES}
+
+    def test_the_numbers_of_a_core_are_tuned(self, split: Settings) -> None:
+        state = warm_start_states(split)[1]
+        assert state.core is not None and state.core.share == 0.5
+        names = {parameter.name for parameter in numeric_parameters(state)}
+        assert {"core/share", "core/cover", "core/strength"} <= names
+        lowest = assemble_state(resample_numbers(state, LowestSource(), BUDGET), split)
+        assert lowest.core is not None and lowest.core.share == 0.01
+        assert structure(lowest) == structure(state)
+        assert "core=divprune" in feature_names(state)
+
+    def test_a_search_without_cores_drops_a_proposed_one(self, settings: Settings) -> None:
+        proposal = sample_proposal(RandomSource(Random(0)), BUDGET)
+        proposal["core"] = {"share": 0.5}
+        assert assemble_state(proposal, settings).core is None
+        assert all(state.core is None for state in warm_start_states(settings))
+
+    def test_warm_starts_are_safe(self, split: Settings) -> None:
+        states = warm_start_states(split)
+        assert [state.core.share for state in states if state.core] == [0.5, 0.75]
+        assert all(safety_check(materialize(state, BUDGET)).valid for state in states)

@@ -109,7 +109,7 @@ def test_guarantees_of_every_split(
     share: float,
     cover: float,
 ) -> None:
-    core = {"share": share, "cover": cover, "strength": 0.5}
+    core: dict[str, object] = {"share": share, "cover": cover, "strength": 0.5}
     core_size = data.draw(st.integers(1, budget))
     policy = materialize(with_core(core, VARIANTS[variant]), budget, core_size)
     assert_split(policy, images(seed, grid=grid))
@@ -369,7 +369,8 @@ class TestState:
 
     def test_states_with_another_share_have_the_same_core(self) -> None:
         one, other, third = (
-            with_core(core).core for core in ({"share": 0.5}, {"share": 0.75}, CORES["cover"])
+            with_core({"share": share, "cover": cover}).core
+            for share, cover in ((0.5, 0.0), (0.75, 0.0), (0.5, 0.5))
         )
         assert one is not None and other is not None and third is not None
         assert one.digest == other.digest != third.digest
