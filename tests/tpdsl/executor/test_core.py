@@ -323,6 +323,17 @@ def test_an_exchange_takes_no_copy_of_a_core_token() -> None:
     assert select_tokens(policy, tokens, core).indices.tolist() != [[3]]
 
 
+@pytest.mark.parametrize("base", ["prumerge_plus", "visionzip"])
+def test_priors_see_the_whole_budget(base: str) -> None:
+    """At K = 5 of 5 tiles the published code keeps a token of each, at K - K_c = 2 it fails."""
+    changes: dict[str, object] = {
+        "/base_policy": {"name": base},
+        "/source": {"priors": [{"atom": "native_teacher_mask_prior"}]},
+    }
+    record = safety_check(materialize(with_core({"share": 0.7}, changes), 5))
+    assert record.valid, record.failures()
+
+
 class TestFallback:
     def test_an_image_that_cannot_be_read_keeps_evenly_spaced_tokens_in_both_parts(self) -> None:
         tokens = images(11)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.tpdsl.executor.test_core import CORES, with_core
 from tests.tpdsl.refining import VARIANTS, policy_of
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_reference
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.states.load import shipped_states
@@ -72,3 +74,18 @@ def test_shapes_do_not_depend_on_values(variant: str) -> None:
     with FakeTensorMode():
         tokens = shapes_alone("cpu", Grid(4, 4, tiles=3), torch.float16)
         assert refine(policy_of(variant), tokens).features.shape == (3, 8, 32)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("base", BASE_POLICIES)
+def test_core_and_delta_do_not_synchronise(base: str, core: str) -> None:
+    tokens = shapes_alone("meta", Grid(4, 4, tiles=3), torch.bfloat16)
+    selector = {"atom": "constrained_pool_dpp_selector", "q_e": 2}
+    changes: dict[str, object] = {
+        "/base_policy": {"name": base},
+        "/constraints/selector": selector,
+        "/reassembly": {"atom": "mean_residual", "strength": 0.5},
+    }
+    actual = refine(materialize(with_core(CORES[core], changes), 8), tokens)
+    assert actual.features.shape == (3, 8, 32) and actual.indices.shape == (3, 8)
+    assert actual.features.is_meta and actual.indices.is_meta and actual.fallback.is_meta

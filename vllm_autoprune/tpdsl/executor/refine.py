@@ -104,7 +104,7 @@ def select_tokens(
     )
     if policy.reads_quality:
         view = apply_view(policy.state.source.tokens, tokens)
-        g = _quality(policy, tokens, view, picks if given is None else _joined(given, picks))
+        g = _quality(policy, tokens, view, picks, given)
         scored = scored & g.isfinite().all(dim=1)
         if view.features is not tokens.features:
             scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
@@ -247,16 +247,22 @@ def _trusted(
 
 
 def _quality(
-    policy: PruningPolicy, tokens: VisualTokens, view: VisualTokens, picks: Tensor
+    policy: PruningPolicy,
+    tokens: VisualTokens,
+    view: VisualTokens,
+    picks: Tensor,
+    given: Given | None,
 ) -> Tensor:
     """Token quality g ``(B, N)``; constant if no signal has a positive weight."""
-    state = policy.state
+    state, budget = policy.state, policy.budget
+    if given is not None:
+        picks, budget = _joined(given, picks), budget + given.indices.shape[1]
     calls = [call for call in state.scoring.signals if call.weight > 0]
     g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
     if calls:
         signals = [run_signal(call, view, picks) for call in calls]
         g = run_fusion(state.scoring.fusion, signals, [call.weight for call in calls], picks)
-    inputs = PriorInputs(tokens, state.base_policy, policy.budget, picks)
+    inputs = PriorInputs(tokens, state.base_policy, budget, picks)
     for prior in state.source.priors:
         if not is_idle(prior):
             g = g * run_prior(prior, inputs)
