@@ -35,7 +35,6 @@ from vllm_autoprune import (
     refine,
     safety_check,
 )
-from vllm_autoprune.base_policies.cdpruner import condition_tiles
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, min_max_normalise
 from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
@@ -85,7 +84,10 @@ def assert_split(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
         return actual
     own = slice(policy.core)
     unasked = dataclasses.replace(tokens, instruction=None, language=None)
-    for other in (refine(core_policy(policy), unasked), refine(policy, asked_otherwise(tokens))):
+    for other in (
+        refine(core_policy(policy.state, policy.core), unasked),
+        refine(policy, asked_otherwise(tokens)),
+    ):
         assert torch.equal(actual.indices[:, own], other.indices[:, own])
         assert torch.equal(actual.features[:, own], other.features[:, own])
     return actual
@@ -179,8 +181,12 @@ def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
 def test_a_delta_from_factors_kept_with_the_image_is_the_same() -> None:
     tokens = images(6, batch=3, grid=Grid(3, 4, tiles=3))
     policy = materialize(with_core({"share": 0.5}), 12)
-    plain = give_core(policy, tokens, refine(core_policy(policy), tokens).indices)
-    known = dataclasses.replace(plain, conditioned=condition_tiles(tokens, plain.indices))
+    plain = give_core(
+        policy, tokens, refine(core_policy(policy.state, policy.core), tokens).indices
+    )
+    condition = policy.base.condition
+    assert condition is not None
+    known = dataclasses.replace(plain, conditioned=condition(tokens, plain.indices))
     fresh, kept = (select_tokens(delta_policy(policy), tokens, part) for part in (plain, known))
     assert torch.equal(fresh.indices, kept.indices)
 
@@ -360,7 +366,7 @@ class TestFallback:
     @pytest.mark.parametrize("core", CORES)
     def test_the_reference_of_a_core_is_single_tokens_too(self, core: str) -> None:
         (tokens, *_) = synthetic_probes(12)
-        policy = core_policy(materialize(with_core(CORES[core]), 12))
+        policy = core_policy(with_core(CORES[core]), 6)
         actual = keep_reference(policy, tokens)
         assert actual.extra == 0 and actual.indices.shape[1] == policy.budget
         rows = gather_rows(tokens.features, actual.indices)
