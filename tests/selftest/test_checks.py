@@ -7,10 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_autoprune.selftest.checks import CHECKS, SMALL_BUDGET, remaining_indices, runners_agree
+from vllm_autoprune.selftest.checks import (
+    CHECKS,
+    SMALL_BUDGET,
+    SPLIT_QUESTION,
+    remaining_indices,
+    runners_agree,
+)
 from vllm_autoprune.selftest.report import Completion, Report
 
 IMAGE, N = 9, 12
+PARTS = [[0, 1, 2, 4, 6, 8, 9, 10, 11], [3, 5]]
+"""Kept rows of a core and of the delta behind it."""
+
 KEPT = [1, 2, 5, 7, 11]
 
 
@@ -35,20 +44,27 @@ def good() -> Report:
     left = [0, 1, *(2 + row for row in KEPT), *range(2 + N, len(full[0]))]
     stock = completion(N, full)
     pruned = completion(SMALL_BUDGET, [[axis[i] for i in left] for axis in full])
+    core_and_delta = [row for part in PARTS for row in part]
+    left = [0, 1, *(2 + row for row in core_and_delta), *range(2 + N, len(full[0]))]
+    first = completion(len(core_and_delta), [[axis[i] for i in left] for axis in full])
+    second = first.model_copy(update={"ids": [7, 8], "cached": 32})
     return Report(
         runner="v1",
-        stock={"q": stock},
-        whole={"q": stock},
-        pruned={"q": pruned},
-        again={"q": pruned.model_copy(update={"cached": 32})},
-        alone={"q": pruned},
-        unnamed={"q": pruned},
-        renamed={"q": pruned},
-        chunked={"q": pruned},
-        preempted={"q": pruned},
-        predicted={"q": [N]},
-        kept={"q": [KEPT]},
+        stock={SPLIT_QUESTION: stock},
+        whole={SPLIT_QUESTION: stock},
+        pruned={SPLIT_QUESTION: pruned},
+        again={SPLIT_QUESTION: pruned.model_copy(update={"cached": 32})},
+        alone={SPLIT_QUESTION: pruned},
+        unnamed={SPLIT_QUESTION: pruned},
+        renamed={SPLIT_QUESTION: pruned},
+        chunked={SPLIT_QUESTION: pruned},
+        preempted={SPLIT_QUESTION: pruned},
+        predicted={SPLIT_QUESTION: [N]},
+        kept={SPLIT_QUESTION: [KEPT]},
         vision_runs=0,
+        split={"first": first, "second": second, "alone second": second},
+        split_kept=PARTS,
+        splittable=True,
         fallbacks=0,
         errors={},
         video_stock=stock,
@@ -63,7 +79,15 @@ def test_a_correct_report_passes_every_check() -> None:
 def _with_completion(field: str, **changes: object) -> Callable[[Report], Report]:
     def change(report: Report) -> Report:
         (one,) = dict(report)[field].values()
-        return report.model_copy(update={field: {"q": one.model_copy(update=changes)}})
+        return report.model_copy(update={field: {SPLIT_QUESTION: one.model_copy(update=changes)}})
+
+    return change
+
+
+def _with_split(name: str, **changes: object) -> Callable[[Report], Report]:
+    def change(report: Report) -> Report:
+        changed = report.split[name].model_copy(update=changes)
+        return report.model_copy(update={"split": {**report.split, name: changed}})
 
     return change
 
@@ -81,15 +105,15 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _with_completion("whole", cached=32),
     ],
     "prompts_shrink_as_predicted": [
-        _set(predicted={"q": [N + 1]}),
+        _set(predicted={SPLIT_QUESTION: [N + 1]}),
         _with_completion("pruned", prompt=[1, *[IMAGE] * SMALL_BUDGET, *range(20, 60)]),
     ],
     "kept_rows_are_the_model_s_own": [
-        _set(kept={"q": [[1, 2, 5, 7, -1]]}),
-        _set(kept={"q": [[2, 1, 5, 7, 11]]}),
-        _set(kept={"q": [[1, 2, 5, 7, 12]]}),
-        _set(kept={"q": [[1, 2, 5, 7]]}),
-        _set(kept={"q": []}),
+        _set(kept={SPLIT_QUESTION: [[1, 2, 5, 7, -1]]}),
+        _set(kept={SPLIT_QUESTION: [[2, 1, 5, 7, 11]]}),
+        _set(kept={SPLIT_QUESTION: [[1, 2, 5, 7, 12]]}),
+        _set(kept={SPLIT_QUESTION: [[1, 2, 5, 7]]}),
+        _set(kept={SPLIT_QUESTION: []}),
     ],
     "small_steps_keep_the_same": [
         _with_completion("chunked", ids=[3, 5]),
@@ -104,6 +128,21 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _with_completion("again", logprob=-4.0),
         _with_completion("pruned", cached=32),
     ],
+    "questions_share_the_core": [
+        _set(split_kept=[[0, 1, 2, 4, 6, 8, 9, 10, 11, 3, 5]]),
+        _set(split_kept=[*PARTS[:1], [0, 5]]),
+        _set(splittable=False),
+        _with_split("second", cached=0),
+        _with_split("first", cached=32),
+    ],
+    "parts_give_the_same_completions": [
+        _with_split("alone second", logprob=-4.0),
+        _with_split("alone second", ids=[3, 4]),
+    ],
+    "parts_stand_on_one_grid": [
+        _set(split_kept=[PARTS[0][::-1], PARTS[1]]),
+        _with_split("first", positions=full_positions()),
+    ],
     "questions_stand_alone": [
         _with_completion("alone", logprob=-3.1),
         _with_completion("alone", prompt=[1]),
@@ -116,7 +155,7 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
     "nothing_fell_back": [_set(fallbacks=1), _set(errors={"RuntimeError": 1})],
     "positions_are_a_gather": [
         _with_completion("pruned", positions=[list(range(48))] * 3),
-        _set(kept={"q": [[0, 2, 5, 7, 11]]}),
+        _set(kept={SPLIT_QUESTION: [[0, 2, 5, 7, 11]]}),
     ],
     "videos_are_untouched": [_set(video_pruned=None)],
 }
@@ -125,7 +164,7 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
 def test_nan_survives_json() -> None:
     broken = _with_completion("stock", logprob=math.nan)(good())
     read = Report.model_validate_json(broken.model_dump_json())
-    assert math.isnan(read.stock["q"].logprob)
+    assert math.isnan(read.stock[SPLIT_QUESTION].logprob)
     assert (
         CHECKS["answers_are_numbers"](read) == "stock, q: stock vLLM's own log-probability is nan"
     )
@@ -145,7 +184,7 @@ def test_runners_that_differ_are_reported() -> None:
     other = good().model_copy(update={"runner": "v2"})
     assert runners_agree(good(), other) == ""
     for change in (
-        _set(kept={"q": [[0, 2, 5, 7, 11]]}),
+        _set(kept={SPLIT_QUESTION: [[0, 2, 5, 7, 11]]}),
         *(_with_completion(way, ids=[3, 5]) for way in ("stock", "pruned", "again", "alone")),
         *(_with_completion(way, positions=[[0]]) for way in ("chunked", "preempted")),
         *(_with_completion("pruned", logprob=number) for number in (-3.4, math.nan)),
@@ -155,7 +194,7 @@ def test_runners_that_differ_are_reported() -> None:
 
 @pytest.mark.parametrize(("off", "agree"), [(0.15, True), (0.25, False)])
 def test_runners_may_differ_by_rounding(off: float, agree: bool) -> None:
-    moved = _with_completion("pruned", logprob=good().pruned["q"].logprob - off)(good())
+    moved = _with_completion("pruned", logprob=good().pruned[SPLIT_QUESTION].logprob - off)(good())
     assert (runners_agree(good(), moved) == "") is agree
 
 

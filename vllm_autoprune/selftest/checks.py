@@ -11,8 +11,11 @@ from vllm_autoprune.selftest.report import Completion, Report
 SMALL_BUDGET = 5
 """K of the pruned completions."""
 
+SPLIT_QUESTION = "large"
+"""Name of the question that is asked under a state with a core."""
+
 SPLIT_BUDGET = 40
-"""K of the completions under a state with a core: more than a block, less than N."""
+"""K of the completions under a state with a core, more than a block; less where N is."""
 
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
@@ -144,7 +147,8 @@ def positions_are_a_gather(report: Report) -> str:
 def questions_share_the_core(report: Report) -> str:
     """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks."""
     rows = [row for part in report.split_kept for row in part]
-    if len(report.split_kept) != 1 + report.splittable or len(set(rows)) != SPLIT_BUDGET:
+    budget = min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
+    if len(report.split_kept) != 1 + report.splittable or len(set(rows)) != budget:
         return f"parts {report.split_kept}"
     first, second = report.split["first"], report.split["second"]
     if first.cached or (second.cached >= BLOCK) != report.splittable:
@@ -162,7 +166,7 @@ def parts_give_the_same_completions(report: Report) -> str:
 
 def parts_stand_on_one_grid(report: Report) -> str:
     """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
-    stock, first = report.stock["large"], report.split["first"]
+    stock, first = report.stock[SPLIT_QUESTION], report.split["first"]
     if len(stock.positions) == 1:
         return ""
     rows = [row for part in report.split_kept for row in part]

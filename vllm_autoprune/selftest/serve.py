@@ -14,7 +14,12 @@ import numpy
 from PIL import Image
 
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.checks import BLOCK, SMALL_BUDGET, SPLIT_BUDGET
+from vllm_autoprune.selftest.checks import (
+    BLOCK,
+    SMALL_BUDGET,
+    SPLIT_BUDGET,
+    SPLIT_QUESTION,
+)
 from vllm_autoprune.selftest.engine_observer import EngineObserver
 from vllm_autoprune.selftest.report import Completion, Report
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -53,7 +58,7 @@ QUESTIONS_WITH_BUDGETS: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequenc
     "second": (*QUESTIONS["wide"], (SMALL_BUDGET,)),
 }
 """Requests whose images all have the same `uuid`; each image has a budget."""
-_SECOND = ("which dog is on the left", QUESTIONS["large"][1])
+_SECOND = ("which dog is on the left", QUESTIONS[SPLIT_QUESTION][1])
 """Another question about the same image."""
 
 _PADDING = " and the sky is blue on the right" * 6
@@ -114,27 +119,28 @@ def _serve_settings(folder: Path) -> Report:
             name: _ask(llm, observer, name, preempted=True) for name in ("high", "two")
         }
     _stop_engine(llm)
-    return Report(**results, **_serve_split(folder))
+    (size,) = results["predicted"][SPLIT_QUESTION]
+    return Report(**results, **_serve_split(folder, min(SPLIT_BUDGET, size - 1)))
 
 
-def _serve_split(folder: Path) -> dict[str, Any]:
+def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
     """Completions under a state with a core: one image, two questions."""
     state = {**load_state("autoprune").model_dump(mode="json"), "core": {"share": 0.7}}
-    settings = {"state": state, "budget": SPLIT_BUDGET}
+    settings = {"state": state, "budget": budget}
     llm, observer = _start_engine(folder, settings)
     placeholders = _processor(llm)._placeholders
     split = {}
     with observer.recording_rows():
-        split["first"] = _ask(llm, observer, "large")
+        split["first"] = _ask(llm, observer, SPLIT_QUESTION)
     kept = list(observer.kept_rows)
     split["second"] = _complete(llm, observer, *_SECOND, None)
     _empty_caches(llm)
     split["alone second"] = _complete(llm, observer, *_SECOND, None)
-    split["again first"] = _ask(llm, observer, "large")
+    split["again first"] = _ask(llm, observer, SPLIT_QUESTION)
     _stop_engine(llm)
 
     llm, observer = _start_engine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
-    split["chunked first"] = _ask(llm, observer, "large")
+    split["chunked first"] = _ask(llm, observer, SPLIT_QUESTION)
     split["chunked second"] = _complete(llm, observer, *_SECOND, None)
     llm.reset_prefix_cache()
     with _preempting(llm):
