@@ -166,7 +166,8 @@ def test_nan_survives_json() -> None:
     read = Report.model_validate_json(broken.model_dump_json())
     assert math.isnan(read.stock[SPLIT_QUESTION].logprob)
     assert (
-        CHECKS["answers_are_numbers"](read) == "stock, q: stock vLLM's own log-probability is nan"
+        CHECKS["answers_are_numbers"](read)
+        == "stock, large: stock vLLM's own log-probability is nan"
     )
 
 

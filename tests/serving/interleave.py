@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,28 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BUDGETS = (4, 8, 16, 31, 64, 144)
-POLICIES = (None, "visionzip", "fastv", "prumerge_plus", "dart", "divprune", "off", "random")
+POLICIES = (
+    None,
+    "visionzip",
+    "fastv",
+    "prumerge_plus",
+    "dart",
+    "divprune",
+    "off",
+    "random",
+    "cdpruner with a core",
+    "autoprune with a core",
+)
+CORES: Mapping[str, Mapping[str, object]] = {
+    "cdpruner with a core": {"share": 0.75},
+    "autoprune with a core": {
+        "share": 0.5,
+        "policy": {"name": "visionzip"},
+        "cover": 0.4,
+        "strength": 0.2,
+    },
+}
+"""Cores of states that requests bring, by their name in a request's key."""
 
 
 def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
@@ -50,6 +72,7 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
         for key, answer in zip(keys, together, strict=True)
         if answer != alone[key]
     ]
+    parts = Counter(plan.part for plan in kept)
     kept_apart = [str(plan) for plan, rows in kept.items() if seen.kept.get(plan, rows) != rows]
     return {
         "requests": count,
@@ -58,6 +81,7 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
         "apart": apart,
         "kept_apart": kept_apart,
         "at_once": at_once,
+        "parts": dict(parts),
     }
 
 
@@ -65,12 +89,16 @@ def _prompt(
     questions: Sequence[Any], which: int, budget: int, policy: str | None
 ) -> dict[str, object]:
     from tests.serving.engine import prompt
+    from vllm_autoprune.tpdsl.states.load import load_state
 
     entry: dict[str, object] = {"budget": budget}
     if policy == "off":
         entry = {"enabled": False}
     elif policy == "random":
         entry["keep"] = "random"
+    elif policy in CORES:
+        document = load_state(policy.partition(" ")[0]).model_dump(mode="json")
+        entry["state"] = {**document, "core": CORES[policy]}
     elif policy is not None:
         entry["state"] = policy
     return {**prompt(questions[which]), "mm_processor_kwargs": {"autoprune": entry}}

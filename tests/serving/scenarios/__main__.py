@@ -28,6 +28,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     ranks,
     rendering,
     request_states,
+    split,
 )
 
 SELFTEST = "selftest:"

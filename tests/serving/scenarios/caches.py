@@ -58,8 +58,8 @@ def interleaved() -> Report:
 def instruction_left_out() -> Report:
     """Negative control: :func:`interleaved` without the instruction in the cache identity."""
 
-    def without(identity: str, digest: str, budget: int, keep: Any, ids: Any) -> str:
-        return make_cache_identity(identity, digest, budget, keep, None)
+    def without(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
+        return make_cache_identity(image, served, budget, keep, None, core)
 
     llm = start({**STATE, "budget": 4})
     questions = examples(6)

@@ -25,6 +25,10 @@ _IMAGES = Counter(
 _TOKENS = Counter(
     "autoprune_visual_tokens", "Their visual tokens: as the model has them, and kept.", ["stage"]
 )
+_CORE_TOKENS = Counter(
+    "autoprune_core_tokens",
+    "Kept visual tokens served as the core of their image, which questions about it share.",
+)
 _KV_BYTES = Counter(
     "autoprune_kv_bytes_saved",
     "Bytes of KV cache that visual tokens would have taken and did not, where nothing is shared.",
@@ -38,6 +42,7 @@ def count_request(state: str, choices: Iterable[ImageChoice], kv_bytes: int) -> 
         _IMAGES.labels(choice.keep).inc()
         _TOKENS.labels("before").inc(choice.tokens)
         _TOKENS.labels("after").inc(choice.kept)
+        _CORE_TOKENS.inc(choice.core)
         _KV_BYTES.inc((choice.tokens - choice.kept) * kv_bytes)
 
 

@@ -22,7 +22,8 @@ class ImageChoice:
 
     ``state`` is the encoded state of the request, empty for the server's own. ``identity`` is what
     determines the kept tokens beside image, K and instruction. ``core`` of the kept tokens are the
-    same for every question, as ``core_identity`` chooses them.
+    same for every question, as ``core_identity`` chooses them; in a plan, those that stand in the
+    prompt as an item of their own.
     """
 
     kept: int

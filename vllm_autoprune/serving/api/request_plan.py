@@ -6,6 +6,7 @@ content: by the digest of the source here, by that of the processed pixels in th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
     HashInputs = Callable[[ProcessorInputs], MultiModalHashes]
+
+logger = logging.getLogger("vllm.autoprune")
 
 _LOOKBACK = 4096
 """Token ids before the first image in which its question is looked for."""
@@ -79,6 +82,12 @@ class RequestPlanner:
         self._placeholders = placeholders
         self._hash_inputs = hash_inputs
         self._named = NamedImages()
+        if served.state.core is not None and placeholders.unsplittable:
+            logger.warning(
+                "Questions about one image do not share the core of state %r: this model %s.",
+                served.state.name,
+                placeholders.unsplittable,
+            )
 
     @cached_property
     def _tokenizer(self) -> InstructionTokenizer:
@@ -136,7 +145,9 @@ class RequestPlanner:
             for slot in slots
         ]
         label = state_label(self._served, request)
-        plan = RequestPlan(plans, {**hashes, "image": identities}, choices, label, salt)
+        cores = {slot.image: slot.core for slot in slots}
+        served = tuple(replace(choice, core=cores[i]) for i, choice in enumerate(choices))
+        plan = RequestPlan(plans, {**hashes, "image": identities}, served, label, salt)
         if split is None:
             return plan
         return replace(plan, sources=tuple(slot.image for slot in slots), prompt=split.ids)

@@ -11,6 +11,7 @@ from vllm_autoprune.serving.shared.detail_budgets import FLAG as DETAIL_FLAG
 from vllm_autoprune.serving.shared.request_rules import FLAG, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.shared.text_tower import TextTower
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 
 
 def format_summary(served: ServedState) -> str:
@@ -27,6 +28,10 @@ def format_summary(served: ServedState) -> str:
         f"{why}: base policy {policy.base.name}, at most {policy.quota} exchanged, at least "
         f"{policy.r_min} of its own"
     ]
+    if (core := policy.state.core) is not None:
+        parts.append(
+            f"{policy.core} of them are the same for every question, by {core.policy.name}"
+        )
     if policy.reads_instruction:
         parts.append(f"relevance by {describe_relevance(served.tower)}")
     parts.append(f"requests may set {describe_permission(served.rules)}")
@@ -61,6 +66,14 @@ def describe_permission(rules: RequestRules) -> str:
     return f"{text}, at a predicted {rules.cost:g} ms a selection or less"
 
 
+def _describe_core(policy: PruningPolicy) -> JsonValue:
+    """K_c before it is moved to the edge of a KV block, and what chooses the core."""
+    core = policy.state.core
+    if core is None:
+        return None
+    return {"k_c": policy.core, "share": core.share, "policy": core.policy.name}
+
+
 def _describe_detail(rules: RequestRules) -> JsonValue:
     """K of every level of ``image_url.detail`` that has one; None where there is none."""
     return {str(level): budget for level, budget in rules.detail.as_dict().items()} or None
@@ -82,6 +95,7 @@ def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
             "q_e": policy.quota,
             "r_min": policy.r_min,
         },
+        "core": _describe_core(policy),
         "reads": [*sorted(policy.needs)],
         "relevance": describe_relevance(served.tower, private=True)
         if policy.reads_instruction
