@@ -96,7 +96,7 @@ def _prompt(
         entry = {"enabled": False}
     elif policy == "random":
         entry["keep"] = "random"
-    elif policy in CORES:
+    elif policy is not None and policy in CORES:
         document = load_state(policy.partition(" ")[0]).model_dump(mode="json")
         entry["state"] = {**document, "core": CORES[policy]}
     elif policy is not None:
