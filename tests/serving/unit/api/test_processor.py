@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, Cache
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
+from vllm_autoprune.serving.shared.kv_blocks import ATTRIBUTE as KV_CACHE
 from vllm_autoprune.serving.shared.plan import FIELD, NO_KEY, ItemPlan
 from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
@@ -50,13 +52,20 @@ class Processed:
 class Sender:
     """A tiny Qwen2.5-VL's processor, with vLLM's cache before an engine or without one."""
 
-    def __init__(self, folder: Any, budget: int, rules: RequestRules = DEFAULT_RULES) -> None:
+    def __init__(
+        self,
+        folder: Any,
+        budget: int,
+        rules: RequestRules = DEFAULT_RULES,
+        **changes: object,
+    ) -> None:
         from vllm.config import ModelConfig
         from vllm.multimodal.processing import InputProcessingContext
         from vllm.tokenizers import get_tokenizer
 
         config = ModelConfig(model=str(folder), max_model_len=1024, dtype="float32")
-        attach(config, ATTRIBUTE, replace(served(budget=budget), rules=rules))
+        edits = {f"/{field}": value for field, value in changes.items()}
+        attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
         module, _, name = BACKBONES[QWEN].model.partition(":")
         factories = vars(import_module(module))[name]._processor_factory
         context = InputProcessingContext(config, get_tokenizer(str(folder)))
@@ -68,6 +77,12 @@ class Sender:
         from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 
         self.cache = LruKeyReplicatedSenderCache(self._config)
+        return self
+
+    def with_blocks(self, size: int) -> Sender:
+        from vllm.config import CacheConfig
+
+        attach(self._config, KV_CACHE, CacheConfig(block_size=size))
         return self
 
     def send(
@@ -224,3 +239,58 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
     ]
     first, renamed, salted, other = [plan.key[0] for plan in draws if plan is not None]
     assert first == renamed == salted != other
+
+
+def split_sender(folder: Any, blocks: int | None = 16) -> Sender:
+    """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
+    sender = Sender(folder, 24, core={"share": 0.5}).with_cache()
+    return sender if blocks is None else sender.with_blocks(blocks)
+
+
+def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
+    sender = split_sender(folder)
+    first = sender.send([LARGE], instructions=["what is it"])
+    assert first.lengths == [15, 9]
+    core, delta = first.plans
+    assert core is not None and delta is not None
+    assert (core.part, core.core, core.instruction) == ("core", 15, ())
+    assert (delta.part, delta.core) == ("delta", 15)
+    assert delta.instruction
+    assert core.key == delta.key != NO_KEY
+    second = sender.send([LARGE], instructions=["how many"])
+    assert second.identities[0] == first.identities[0]
+    assert second.identities[1] != first.identities[1]
+    assert second.plans[0] is None, "the engine has the core"
+    assert sender.send([LARGE], salt="a").identities[0] != first.identities[0]
+
+
+def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
+    one = split_sender(folder).send([LARGE])
+    other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
+    shared = other.with_blocks(16).send([LARGE])
+    assert shared.lengths == [15, 13]
+    assert shared.identities[0] == one.identities[0]
+    assert shared.identities[1] != one.identities[1]
+    strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
+    assert strength.with_blocks(16).send([LARGE]).identities[0] != one.identities[0]
+
+
+def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: Any) -> None:
+    sender = split_sender(folder)
+    processed = []
+    stock = type(sender._processor).__mro__[2]._apply_hf_processor_main
+
+    def noted(self: Any, items: Any, kwargs: Any) -> Any:
+        processed.append(len(items["image"]))
+        return stock(self, items, kwargs)
+
+    with patch.object(type(sender._processor).__mro__[2], "_apply_hf_processor_main", noted):
+        keys = sender.send([LARGE, OTHER]).keys
+    assert processed == [2]
+    assert keys[0] == keys[2] != keys[1] == keys[3]
+
+
+def test_images_stay_whole_without_a_prefix_cache(folder: Any) -> None:
+    sent = split_sender(folder, blocks=None).send([LARGE])
+    assert sent.lengths == [24]
+    assert [plan is not None and plan.part for plan in sent.plans] == ["whole"]
