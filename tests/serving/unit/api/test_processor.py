@@ -278,13 +278,14 @@ def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) 
 def test_parts_of_an_image_are_processed_once_and_carry_the_same_pixels(folder: Any) -> None:
     sender = split_sender(folder)
     processed = []
-    stock = type(sender._processor).__mro__[2]._apply_hf_processor_main
+    kind: Any = type(sender._processor).__mro__[2]  # vLLM's own class, below the mixin
+    stock = kind._apply_hf_processor_main
 
     def noted(self: Any, items: Any, kwargs: Any) -> Any:
         processed.append(len(items["image"]))
         return stock(self, items, kwargs)
 
-    with patch.object(type(sender._processor).__mro__[2], "_apply_hf_processor_main", noted):
+    with patch.object(kind, "_apply_hf_processor_main", noted):
         keys = sender.send([LARGE, OTHER]).keys
     assert processed == [2]
     assert keys[0] == keys[2] != keys[1] == keys[3]
