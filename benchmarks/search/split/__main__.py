@@ -1,0 +1,173 @@
+"""``python -m benchmarks.search.split``: search states with a core, and compare on the test split.
+
+States are chosen on validation questions; the winners are then measured once on test questions.
+Every answer is recorded, so that an interrupted run continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+
+from benchmarks.common.progress import log_progress
+from benchmarks.minillava.split import CHECKPOINT
+from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
+from benchmarks.search.split.candidates import FAMILIES, Family, neighbours
+from benchmarks.search.split.comparison import Entrant, Row, compare, tables, winners
+from benchmarks.search.split.halving import PARENTS, Measurement, halve, search_family
+from offline_search.dataset import Example, Split
+from offline_search.evaluation.answers import accuracy
+from offline_search.evaluation.evaluator import Evaluator, RecordedEvaluator
+from offline_search.ledger import Ledger
+from offline_search.ledger.records import SettingsRecord
+from offline_search.settings import Settings
+from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.errors import AutopruneError
+
+REFERENCES = ("minillava", "cdpruner", "divprune")
+ALL_BUDGETS = "split, one state for all K"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 for a table, 1 if it cannot be made."""
+    options = build_parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        with Ledger(options.out / "ledger.jsonl") as ledger:
+            report = asyncio.run(run(options, ledger, _evaluator(options)))
+    except AutopruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(report.as_json(), indent=1))
+    else:
+        print(report.markdown(), end="")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.search.split",
+        description="Search for states with a shared core, against the best ones without.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/search/split"), metavar="FOLDER")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32], metavar="K")
+    parser.add_argument(
+        "--scenes", type=int, nargs="+", default=[32, 128, 400], metavar="N",
+        help="validation scenes of each stage of halving, ascending",
+    )  # fmt: skip
+    parser.add_argument("--each", type=int, default=4, help="questions about a scene")
+    parser.add_argument("--test-scenes", type=int, default=400, metavar="N")
+    parser.add_argument("--keep", type=int, default=4, help="a stage keeps one state of this many")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of neighbours of the best")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    return parser
+
+
+def _evaluator(options: argparse.Namespace) -> MiniLlavaEvaluator:
+    scenes: dict[Split, int] = {
+        "search": 1,
+        "validation": options.scenes[-1],
+        "test": options.test_scenes,
+    }
+    return MiniLlavaEvaluator(options.checkpoint, scenes, each=options.each)
+
+
+async def run(options: argparse.Namespace, ledger: Ledger, evaluator: Evaluator) -> Report:
+    """Search every family at every K on validation questions, then measure on test questions."""
+    # Refuses a ledger of other questions or of another checkpoint.
+    ledger.put(SettingsRecord(settings=Settings(evaluator=evaluator.name)))
+    recorded = RecordedEvaluator(ledger, evaluator)
+    stops = count_questions(evaluator.dataset.examples("validation"), options.scenes)
+    validation = Measurement(recorded, "validation", stops)
+    best: dict[tuple[int, Family], list[PruningState]] = {}
+    for budget in options.budgets:
+        for family in FAMILIES:
+            best[budget, family] = await search_family(
+                family, budget, validation, options.rounds, options.keep, log_progress
+            )
+    together = await _search_all_budgets(options, best, validation)
+    log_progress("test questions")
+    examples = evaluator.dataset.examples("test")
+    test = Measurement(recorded, "test", [len(examples)])
+    rows = []
+    for budget in options.budgets:
+        states = {f"best {family}": best[budget, family][0] for family in FAMILIES}
+        states[ALL_BUDGETS] = together
+        states |= {name: load_state(name) for name in REFERENCES}
+        entrants = [
+            Entrant(label, state, {budget: await test.answers(state, budget, 0)})
+            for label, state in states.items()
+        ]
+        rows += compare(entrants, budget, [example.image for example in examples])
+    full = accuracy(await test.answers(None, 0, 0))
+    return Report(evaluator.name, stops[-1], len(examples), 100 * full, rows)
+
+
+async def _search_all_budgets(
+    options: argparse.Namespace,
+    best: Mapping[tuple[int, Family], Sequence[PruningState]],
+    measurement: Measurement,
+) -> PruningState:
+    """The split state with the best mean over all K, from the best of each K."""
+    budgets, least = options.budgets, min(options.budgets)
+    states = [one for budget in budgets for one in best[budget, "split"]]
+    log_progress(f"K = {', '.join(map(str, budgets))} together: {len(states)} states")
+    ranked = await halve(states, budgets, measurement, options.keep)
+    near = [other for one in ranked[:1] for other in neighbours(one, "split", least)]
+    log_progress(f"neighbours: {len(near)} states")
+    return (await halve([*ranked[:PARENTS], *near], budgets, measurement, options.keep))[0]
+
+
+def count_questions(examples: Sequence[Example], scenes: Sequence[int]) -> list[int]:
+    """The number of questions about the first so many scenes, for each number of scenes."""
+    counts = [len(list(group)) for _, group in groupby(examples, key=lambda one: one.image)]
+    return [sum(counts[:number]) for number in scenes]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of all K, and what they were measured on."""
+
+    evaluator: str
+    validation: int
+    test: int
+    full: float
+    rows: Sequence[Row]
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Everything, with the states."""
+        return {
+            "evaluator": self.evaluator,
+            "validation questions": self.validation,
+            "test questions": self.test,
+            "full tokens": self.full,
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+    def markdown(self) -> str:
+        """The tables."""
+        lines = [
+            f"{self.evaluator}; chosen on {self.validation} validation questions, measured on "
+            f"{self.test} test questions. All tokens: {self.full:.1f} % right."
+        ]
+        references = ("best unsplit", "best question-free", "minillava")
+        for table in (*tables(self.rows, references), winners(self.rows)):
+            lines += ["", table.caption, "", table.markdown()]
+        return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
