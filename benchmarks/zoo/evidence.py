@@ -109,7 +109,9 @@ def _describe(family: str, policy: PruningPolicy) -> str:
     if family == "source":
         return f"the paper's state: {policy.base.name}, at most {policy.quota} exchanges"
     if family == "search result":
-        return f"found by a search on this model, upon {policy.base.name}"
+        core = policy.state.core
+        shared = "" if core is None else f", {core.share:.0%} of K the same for every question"
+        return f"found by a search on this model, upon {policy.base.name}{shared}"
     return policy.state.provenance.notes.rstrip(".")
 
 

@@ -20,7 +20,7 @@ from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
 
 SOURCE = "autoprune"
 
-SEARCH_RESULTS = ("minillava",)
+SEARCH_RESULTS = ("minillava", "minillava-split")
 """States that a search produced; like the source, they are read from ``policies/``."""
 
 BUDGETS: Mapping[str, Sequence[int]] = {
@@ -60,6 +60,7 @@ def build_states(source: PruningState, search_results: Sequence[PruningState]) -
         *(Entry("base policy", _base_policy(source, name)) for name in BASE_POLICIES),
         *(Entry("ablation", state) for state in _ablations(source)),
         *(Entry("instruction-free", state) for state in _instruction_free(source)),
+        Entry("shared core", _shared_core(source)),
     ]
 
 
@@ -131,6 +132,22 @@ def _instruction_free(source: PruningState) -> Iterator[PruningState]:
     Base policies need no such variants: divprune is the one of cdpruner, and so on.
     """
     yield instruction_free(source, "instruction-free").state
+
+
+def _shared_core(source: PruningState) -> PruningState:
+    """CDPruner of which half of K is the same for every question, for traffic that repeats images.
+
+    Nothing is merged, and nothing in it was tuned on a model.
+    """
+    alone = _base_policy(source, "cdpruner")
+    return _edited(
+        alone,
+        "shared-core",
+        {"core": {"share": 0.5, "policy": {"name": "divprune", "params": {}}}},
+        "Half of K by divprune, the same for every question about an image; the other half by "
+        "cdpruner given these.",
+        "The authors of the two methods; the split is ours.",
+    )
 
 
 def _unused_scoring(source: PruningState) -> JsonObject:

@@ -79,7 +79,8 @@ def _search_cases(budget: int) -> Iterator[Case]:
     for name in SEARCH_RESULTS:
         state = load_state(name)
         policy = state.base_policy.name
-        label = f"{policy} + what a search found"
+        core = "" if state.core is None else ", with a core"
+        label = f"{policy} + what a search found{core}"
         yield prune_case(f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}")
 
 

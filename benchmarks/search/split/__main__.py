@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -21,9 +22,15 @@ from pydantic import JsonValue
 from benchmarks.common.progress import log_progress
 from benchmarks.minillava.split import CHECKPOINT
 from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
-from benchmarks.search.split.candidates import FAMILIES, Family, neighbours
-from benchmarks.search.split.comparison import Entrant, Row, compare, tables, winners
-from benchmarks.search.split.halving import PARENTS, Measurement, halve, search_family
+from benchmarks.search.split.candidates import (
+    FAMILIES,
+    Family,
+    neighbours,
+    shares_half,
+    start_states,
+)
+from benchmarks.search.split.comparison import Entrant, Row, compare, tables, verdicts, winners
+from benchmarks.search.split.halving import Effort, Measurement, climb, judge_at, judge_worst
 from offline_search.dataset import Example, Split
 from offline_search.evaluation.answers import accuracy
 from offline_search.evaluation.evaluator import Evaluator, RecordedEvaluator
@@ -33,7 +40,7 @@ from offline_search.settings import Settings
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.errors import AutopruneError
 
-REFERENCES = ("minillava", "cdpruner", "divprune")
+REFERENCES = ("minillava", "cdpruner", "shared-core", "divprune")
 ALL_BUDGETS = "split, one state for all K"
 
 
@@ -64,12 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32], metavar="K")
     parser.add_argument(
-        "--scenes", type=int, nargs="+", default=[32, 128, 400], metavar="N",
+        "--scenes", type=int, nargs="+", default=[24, 96, 320], metavar="N",
         help="validation scenes of each stage of halving, ascending",
     )  # fmt: skip
     parser.add_argument("--each", type=int, default=4, help="questions about a scene")
     parser.add_argument("--test-scenes", type=int, default=400, metavar="N")
-    parser.add_argument("--keep", type=int, default=4, help="a stage keeps one state of this many")
+    parser.add_argument("--keep", type=int, default=5, help="a stage keeps one state of this many")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of neighbours of the best")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
@@ -92,13 +99,16 @@ async def run(options: argparse.Namespace, ledger: Ledger, evaluator: Evaluator)
     recorded = RecordedEvaluator(ledger, evaluator)
     stops = count_questions(evaluator.dataset.examples("validation"), options.scenes)
     validation = Measurement(recorded, "validation", stops)
+    effort = Effort(len(stops), options.keep, options.rounds)
     best: dict[tuple[int, Family], list[PruningState]] = {}
     for budget in options.budgets:
         for family in FAMILIES:
-            best[budget, family] = await search_family(
-                family, budget, validation, options.rounds, options.keep, log_progress
-            )
-    together = await _search_all_budgets(options, best, validation)
+            near = partial(neighbours, family=family, budget=budget)
+            judge = judge_at(validation, budget)
+            log = partial(_log, f"K = {budget}, {family}")
+            states = start_states(family, budget)
+            best[budget, family] = await climb(states, near, judge, effort, log)
+    together = await _search_all_budgets(best, validation, effort)
     log_progress("test questions")
     examples = evaluator.dataset.examples("test")
     test = Measurement(recorded, "test", [len(examples)])
@@ -117,18 +127,26 @@ async def run(options: argparse.Namespace, ledger: Ledger, evaluator: Evaluator)
 
 
 async def _search_all_budgets(
-    options: argparse.Namespace,
     best: Mapping[tuple[int, Family], Sequence[PruningState]],
     measurement: Measurement,
+    effort: Effort,
 ) -> PruningState:
-    """The split state with the best mean over all K, from the best of each K."""
-    budgets, least = options.budgets, min(options.budgets)
-    states = [one for budget in budgets for one in best[budget, "split"]]
-    log_progress(f"K = {', '.join(map(str, budgets))} together: {len(states)} states")
-    ranked = await halve(states, budgets, measurement, options.keep)
-    near = [other for one in ranked[:1] for other in neighbours(one, "split", least)]
-    log_progress(f"neighbours: {len(near)} states")
-    return (await halve([*ranked[:PARENTS], *near], budgets, measurement, options.keep))[0]
+    """The state with at least half of K as core that gains most, at its worst K, on the best
+    states without a core."""
+    references = {budget: states[0] for (budget, kind), states in best.items() if kind == "unsplit"}
+    least = min(references)
+
+    def near(state: PruningState) -> list[PruningState]:
+        return list(filter(shares_half, neighbours(state, "split", least)))
+
+    known = [one for (_, kind), states in best.items() if kind == "split" for one in states]
+    states = list(filter(shares_half, [*known, *start_states("split", least)]))
+    judge = judge_worst(measurement, references)
+    return (await climb(states, near, judge, effort, partial(_log, ALL_BUDGETS)))[0]
+
+
+def _log(search: str, line: str) -> None:
+    log_progress(f"{search}: {line}")
 
 
 def count_questions(examples: Sequence[Example], scenes: Sequence[int]) -> list[int]:
@@ -164,7 +182,7 @@ class Report:
             f"{self.test} test questions. All tokens: {self.full:.1f} % right."
         ]
         references = ("best unsplit", "best question-free", "minillava")
-        for table in (*tables(self.rows, references), winners(self.rows)):
+        for table in (*tables(self.rows, references), verdicts(self.rows), winners(self.rows)):
             lines += ["", table.caption, "", table.markdown()]
         return "\n".join(lines) + "\n"
 

@@ -126,6 +126,11 @@ def _changed_core(state: PruningState) -> Iterator[JsonObject]:
     yield from ({**core, "policy": _call(policy)} for policy in QUESTION_FREE)
 
 
+def shares_half(state: PruningState) -> bool:
+    """Whether at least half of K is core, so that most of what can be shared is."""
+    return state.core is not None and state.core.share >= 0.5
+
+
 def _within(value: float, least: float, most: float) -> float:
     return round(min(max(value, least), most), 4)
 
@@ -161,7 +166,8 @@ def describe(state: PruningState) -> str:
     call = state.reassembly.model_dump(mode="json")
     if call.get("strength"):
         cell = RECIPES[state.reassembly.atom].cell
-        parts.append(f"{cell} {call['strength']:g}")
+        radius = f" radius {call['radius']}" if "radius" in call else ""
+        parts.append(f"{cell} {call['strength']:g}{radius}")
     if state.core is not None:
         core = state.core
         parts.append(f"core {core.share:g} by {core.policy.name}")

@@ -12,7 +12,7 @@ from benchmarks.common.report import Table
 from benchmarks.search.split.candidates import describe, family_of
 from offline_search.evaluation.answers import Answers
 from vllm_autoprune import PruningState, materialize
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate, verdict_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,20 @@ def tables(rows: Sequence[Row], references: Sequence[str]) -> Iterator[Table]:
         ]
         align = "llr" + "r" * (len(columns) - 3)
         yield Table(f"K = {budget}", columns, cells, align)
+
+
+def verdicts(rows: Sequence[Row]) -> Table:
+    """By K, whether the best state with a core is worse than the others by more than chance."""
+    cells = []
+    for row in rows:
+        if row.label == "best split":
+            for other in ("best unsplit", "best question-free"):
+                gap = row.differences[other]
+                cells.append(
+                    [str(row.budget), other, _interval(gap, "+"), verdict_of(gap.high >= 0)]
+                )
+    columns = ("K", "best split less", "points (95 %)", "not worse than the interval allows")
+    return Table("Promise: the best split is as good", columns, cells, "rlrl")
 
 
 def winners(rows: Sequence[Row]) -> Table:

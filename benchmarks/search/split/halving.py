@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.search.split.candidates import Family, neighbours, start_states
 from offline_search.dataset import Split
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob, RecordedEvaluator
@@ -17,18 +16,17 @@ PARENTS = 3
 
 Log = Callable[[str], None]
 
+Near = Callable[[PruningState], Sequence[PruningState]]
+"""state -> states that differ from it in one choice."""
+
 
 @dataclass(frozen=True)
-class Score:
-    """Accuracy at all budgets, then mean log-probability of the reference answers, for ties."""
+class Effort:
+    """Stages of halving, of which each keeps one state of ``keep``; rounds of neighbours."""
 
-    accuracy: float
-    logprob: float
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """Sort key: a larger one is better."""
-        return self.accuracy, self.logprob
+    stages: int
+    keep: int
+    rounds: int
 
 
 class Measurement:
@@ -39,11 +37,6 @@ class Measurement:
         self._evaluator, self._split = evaluator, split
         self._ranges = list(pairwise((0, *stops)))
 
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return len(self._ranges)
-
     async def answers(self, state: PruningState | None, budget: int, stage: int) -> Answers:
         """The answers to all questions of the stages up to this one, counted from 0."""
         answers = Answers((), ())
@@ -52,37 +45,62 @@ class Measurement:
             answers += await self._evaluator.evaluate(job)
         return answers
 
-    async def score(self, state: PruningState, budgets: Sequence[int], stage: int) -> Score:
-        """The score of a state, mean over budgets."""
-        answers = Answers((), ())
-        for budget in budgets:
-            answers += await self.answers(state, budget, stage)
-        count = len(answers)
-        return Score(sum(answers.right) / count, sum(answers.logprob) / count)
+    async def accuracy(self, state: PruningState, budget: int, stage: int) -> float:
+        """The share of right answers."""
+        answers = await self.answers(state, budget, stage)
+        return sum(answers.right) / len(answers)
 
 
-async def halve(
-    states: Iterable[PruningState], budgets: Sequence[int], measurement: Measurement, keep: int
-) -> list[PruningState]:
-    """The best states of the last stage, best first; each stage keeps one of ``keep``."""
+Score = tuple[float, float]
+"""Sort key of a state: a larger one is better; the second decides between equal first ones."""
+
+Judge = Callable[[PruningState, int], Awaitable[Score]]
+"""(state, stage) -> score."""
+
+
+def judge_at(measurement: Measurement, budget: int) -> Judge:
+    """Accuracy at K; the log-probability of the reference answers decides ties."""
+
+    async def judge(state: PruningState, stage: int) -> Score:
+        answers = await measurement.answers(state, budget, stage)
+        return sum(answers.right) / len(answers), sum(answers.logprob) / len(answers)
+
+    return judge
+
+
+def judge_worst(measurement: Measurement, references: Mapping[int, PruningState]) -> Judge:
+    """The smallest gain in accuracy over a reference state by K; the mean gain decides ties."""
+
+    async def judge(state: PruningState, stage: int) -> Score:
+        gains = [
+            await measurement.accuracy(state, budget, stage)
+            - await measurement.accuracy(reference, budget, stage)
+            for budget, reference in references.items()
+        ]
+        return min(gains), sum(gains) / len(gains)
+
+    return judge
+
+
+async def halve(states: Iterable[PruningState], judge: Judge, effort: Effort) -> list[PruningState]:
+    """The best states of the last stage, best first."""
     ranked = list({state.digest: state for state in states}.values())
-    for stage in range(measurement.stages):
-        scores = {one.digest: await measurement.score(one, budgets, stage) for one in ranked}
-        ranked.sort(key=lambda one: scores[one.digest].order, reverse=True)
-        if stage < measurement.stages - 1:
-            ranked = ranked[: max(PARENTS, -(-len(ranked) // keep))]
+    for stage in range(effort.stages):
+        scores = {one.digest: await judge(one, stage) for one in ranked}
+        ranked.sort(key=lambda one: scores[one.digest], reverse=True)
+        if stage < effort.stages - 1:
+            ranked = ranked[: max(PARENTS, -(-len(ranked) // effort.keep))]
     return ranked
 
 
-async def search_family(
-    family: Family, budget: int, measurement: Measurement, rounds: int, keep: int, log: Log
+async def climb(
+    states: Sequence[PruningState], near: Near, judge: Judge, effort: Effort, log: Log
 ) -> list[PruningState]:
-    """The best states of a family at K: a coarse grid, then the neighbours of the best."""
-    states = start_states(family, budget)
-    log(f"K = {budget}, {family}: {len(states)} states")
-    best = await halve(states, [budget], measurement, keep)
-    for number in range(rounds):
-        near = [other for one in best[:PARENTS] for other in neighbours(one, family, budget)]
-        log(f"K = {budget}, {family}, neighbours {number + 1}: {len(near)} states")
-        best = await halve([*best[:PARENTS], *near], [budget], measurement, keep)
+    """The best of some states, then of their neighbours, round by round."""
+    log(f"{len(states)} states")
+    best = await halve(states, judge, effort)
+    for number in range(effort.rounds):
+        others = [other for one in best[:PARENTS] for other in near(one)]
+        log(f"{len(others)} neighbours, round {number + 1}")
+        best = await halve([*best[:PARENTS], *others], judge, effort)
     return best

@@ -5,6 +5,7 @@ import pytest
 from benchmarks.zoo.states import BUDGETS, QUOTAS, SEARCH_RESULTS, SOURCE, Entry, build_states
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.executor.materialize import core_policy
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
 SHIPPED = shipped_states()
@@ -64,3 +65,10 @@ def test_the_instruction_free_state_reads_no_instruction() -> None:
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_a_shipped_state_names_its_origin(name: str) -> None:
     assert load_state(name).provenance.found_by
+
+
+@pytest.mark.parametrize("name", ["minillava-split", "shared-core"])
+def test_half_of_a_shared_core_reads_no_question(name: str) -> None:
+    policy = materialize(load_state(name), 16)
+    assert policy.core == 8 and policy.reads_instruction
+    assert core_policy(policy.state, 8).needs.isdisjoint({"instruction", "language"})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,21 @@ from benchmarks.search.split.__main__ import (
     run,
 )
 from benchmarks.search.split.candidates import start_states
-from benchmarks.search.split.halving import PARENTS, Measurement, halve
+from benchmarks.search.split.halving import (
+    PARENTS,
+    Effort,
+    Measurement,
+    halve,
+    judge_at,
+    judge_worst,
+)
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import RecordedEvaluator
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import SettingsRecord
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import SyntheticEvaluator, dataset, score_state
+from vllm_autoprune import load_state
 from vllm_autoprune.errors import SearchError
 
 
@@ -59,6 +68,8 @@ async def test_a_search_resumes_and_compares_its_winners(data: Dataset, tmp_path
     assert gap.value == pytest.approx(split.accuracy.value - unsplit.accuracy.value, abs=0.02)
     assert gap.low <= gap.value <= gap.high
     text = report.markdown()
+    verdict = "holds" if gap.high >= 0 else "does not hold"
+    assert re.search(rf"\| 8 \| best unsplit \| [^|]+ \| {verdict} \|", text)
     assert f"| best split | split | {split.core} |" in text and "K = 16" in text
 
 
@@ -78,10 +89,22 @@ async def test_halving_asks_few_questions_of_most_states(data: Dataset, tmp_path
     states = start_states("unsplit", 8)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         measurement = Measurement(RecordedEvaluator(ledger, evaluator), "validation", stops)
-        ranked = await halve(states, [8], measurement, keep=8)
+        ranked = await halve(states, judge_at(measurement, 8), Effort(2, keep=8, rounds=0))
     asked = sum(job.stop - job.start for job in evaluator.jobs)
     finalists = -(-len(states) // 8)
     assert asked == len(states) * 6 + finalists * 18
     assert PARENTS <= len(ranked) == finalists
     scores = sorted(map(score_state, states), reverse=True)
     assert score_state(ranked[0]) >= scores[len(states) // 3]
+
+
+async def test_the_worst_budget_judges_a_state_for_all(data: Dataset, tmp_path: Path) -> None:
+    evaluator = SyntheticEvaluator(data)
+    one, other = load_state("autoprune"), load_state("minillava")
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        measurement = Measurement(RecordedEvaluator(ledger, evaluator), "validation", [24])
+        judge = judge_worst(measurement, {8: other, 16: one})
+        worst, mean = await judge(one, 0)
+        gain = await measurement.accuracy(one, 8, 0) - await measurement.accuracy(other, 8, 0)
+    assert gain != 0
+    assert worst == min(gain, 0.0) and mean == gain / 2
