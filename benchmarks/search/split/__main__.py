@@ -114,12 +114,12 @@ async def run(options: argparse.Namespace, ledger: Ledger, evaluator: Evaluator)
     test = Measurement(recorded, "test", [len(examples)])
     rows = []
     for budget in options.budgets:
-        states = {f"best {family}": best[budget, family][0] for family in FAMILIES}
-        states[ALL_BUDGETS] = together
-        states |= {name: load_state(name) for name in REFERENCES}
+        measured = {f"best {family}": best[budget, family][0] for family in FAMILIES}
+        measured[ALL_BUDGETS] = together
+        measured |= {name: load_state(name) for name in REFERENCES}
         entrants = [
             Entrant(label, state, {budget: await test.answers(state, budget, 0)})
-            for label, state in states.items()
+            for label, state in measured.items()
         ]
         rows += compare(entrants, budget, [example.image for example in examples])
     full = accuracy(await test.answers(None, 0, 0))
@@ -131,8 +131,10 @@ async def _search_all_budgets(
     measurement: Measurement,
     effort: Effort,
 ) -> PruningState:
-    """The state with at least half of K as core that gains most, at its worst K, on the best
-    states without a core."""
+    """One state for all K, with at least half of K as core.
+
+    It gains most, at its worst K, on the best state without a core.
+    """
     references = {budget: states[0] for (budget, kind), states in best.items() if kind == "unsplit"}
     least = min(references)
 
