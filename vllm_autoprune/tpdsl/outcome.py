@@ -25,7 +25,7 @@ class TokenSelection:
     indices ``(B, P)`` ascending; reference is the base policy's selection; fallback ``(B,)`` uint8,
     see :data:`FALLBACKS`; quality ``(B, N)`` is g, or None if the policy reads no scores;
     mergeable ``(B, N)`` bool marks the tokens that reassembly may merge into kept ones, None: all
-    that are not kept; given ``(B, A)`` are tokens kept already, whose share of them is left out.
+    that are not kept.
     """
 
     indices: Tensor
@@ -33,7 +33,6 @@ class TokenSelection:
     fallback: Tensor
     quality: Tensor | None = None
     mergeable: Tensor | None = None
-    given: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

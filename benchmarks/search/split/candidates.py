@@ -75,7 +75,7 @@ def _split() -> Iterator[PruningState]:
         cores, ("minillava", "cdpruner", "autoprune")
     ):
         core: JsonObject = {"share": share, "policy": _call(policy)}
-        core |= {"cover": cover, "strength": strength, "delta_merges": "all"}
+        core |= {"cover": cover, "strength": strength}
         yield _state({**_document(name), "core": core})
 
 
@@ -122,7 +122,6 @@ def _changed_core(state: PruningState) -> Iterator[JsonObject]:
         yield {**core, "cover": _within(state.core.cover + step, 0.0, 0.9)}
         yield {**core, "strength": _within(state.core.strength + 0.8 * step, 0.0, 0.5)}
     yield {**core, "cover": 0.0, "strength": 0.0}
-    yield from ({**core, "delta_merges": which} for which in ("nearest", "all"))
     yield from ({**core, "policy": _call(policy)} for policy in QUESTION_FREE)
 
 
@@ -173,5 +172,4 @@ def describe(state: PruningState) -> str:
         parts.append(f"core {core.share:g} by {core.policy.name}")
         if core.cover:
             parts.append(f"cover {core.cover:g}, strength {core.strength:g}")
-        parts.append(f"delta merges {core.delta_merges}")
     return ", ".join(parts)

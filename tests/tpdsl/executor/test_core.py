@@ -21,7 +21,6 @@ from tests.tpdsl.samples import (
     shipped,
     state,
     take,
-    token_selection,
 )
 from vllm_autoprune import (
     BudgetError,
@@ -37,7 +36,6 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, min_max_normalise
-from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, Given
 from vllm_autoprune.tpdsl.executor.materialize import core_policy, delta_policy
@@ -262,24 +260,6 @@ def test_what_the_core_stands_for_is_neither_kept_nor_merged_by_the_delta() -> N
         assert not bool(by_core[indices[4:]].any())
         by_delta = (rows[4:] > 0).any(dim=0)
         assert not bool((by_core & by_delta).any())
-
-
-@pytest.mark.parametrize(
-    "atom", ["mean_residual", "nearest_anchor", "anchor_weighted_residual", "weighted_average"]
-)
-def test_delta_rows_are_those_of_the_union_without_a_cover(atom: str) -> None:
-    tokens = images(8, batch=3)
-    blend: dict[str, object] = {"/reassembly": {"atom": atom, "strength": 0.5}}
-    policy = materialize(with_core({"share": 0.5}, blend), 12)
-    actual = refine(policy, tokens)
-    union = actual.indices.sort(dim=1).values
-    whole, _ = run_reassembly(policy.state.reassembly, tokens, token_selection(union))
-    for image in range(3):
-        place = {token: row for row, token in enumerate(union[image].tolist())}
-        rows = [place[token] for token in actual.indices[image, 6:].tolist()]
-        assert torch.allclose(actual.features[image, 6:], whole[image, rows], atol=1e-5)
-        core = actual.indices[image, :6]
-        assert torch.equal(actual.features[image, :6], tokens.features[image, core])
 
 
 def test_a_core_of_all_tokens_is_the_question_free_policy() -> None:

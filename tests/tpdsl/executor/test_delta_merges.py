@@ -9,17 +9,17 @@ from vllm_autoprune.tpdsl.executor.refine import most_similar
 CORE = {"share": 0.5, "cover": 0.25, "strength": 0.5}
 
 
-def refined(delta_merges: str) -> RefinedTokens:
+def refined() -> RefinedTokens:
     changes = {
         "/constraints/selector/q_e": 0,
         "/reassembly": {"atom": "mean_residual", "strength": 0.5},
-        "/core": {**CORE, "delta_merges": delta_merges},
+        "/core": CORE,
     }
     return refine(materialize(state(changes), 8), images(3))
 
 
 def test_the_delta_merges_every_token_that_the_core_does_not_stand_for() -> None:
-    tokens, kept = images(3), refined("all")
+    tokens, kept = images(3), refined()
     own, delta = kept.indices[:, :4], kept.indices[:, 4:]
     covered = most_similar(tokens, own, int(CORE["cover"] * tokens.grid.per_tile))
     for image in range(tokens.batch):
@@ -33,13 +33,3 @@ def test_the_delta_merges_every_token_that_the_core_does_not_stand_for() -> None
             if len(group):
                 expected = (expected + group.mean(dim=0)) / 2
             torch.testing.assert_close(kept.features[image, 4 + row].float(), expected)
-
-
-def test_the_core_does_not_depend_on_what_the_delta_merges() -> None:
-    nearest, every = refined("nearest"), refined("all")
-    assert torch.equal(nearest.indices, every.indices)
-    assert torch.equal(nearest.features[:, :4], every.features[:, :4])
-    assert not torch.equal(nearest.features[:, 4:], every.features[:, 4:])
-    cores = [state({"/core": {**CORE, "delta_merges": name}}).core for name in ("nearest", "all")]
-    assert cores[0] is not None and cores[1] is not None
-    assert cores[0].digest == cores[1].digest

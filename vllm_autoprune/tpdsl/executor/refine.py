@@ -115,9 +115,7 @@ def select_tokens(
     code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
     chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
     if given is not None:
-        core = policy.state.core
-        competing = core is None or core.delta_merges == "nearest"
-        return replace(chosen, mergeable=~given.covered, given=given.indices if competing else None)
+        return replace(chosen, mergeable=~given.covered)
     if policy.is_core:
         count = int(policy.cover * tokens.grid.per_tile)
         return replace(chosen, mergeable=most_similar(tokens, chosen.indices, count))

@@ -124,16 +124,11 @@ class Core(_Part):
         le=0.5,
         description="weight, in a core row, of the mean of the tokens that it stands for",
     )
-    delta_merges: Literal["nearest", "all"] = Field(
-        "nearest",
-        description="tokens outside cover that the delta merges into its rows: those nearest to "
-        "one of them rather than to a core row, or all",
-    )
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of what chooses the core and makes its rows: states with another share agree."""
-        body = self.model_dump(mode="json", exclude={"share", "delta_merges"})
+        body = self.model_dump(mode="json", exclude={"share"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
     def tokens(self, budget: int) -> int:

@@ -138,15 +138,11 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSel
     if _idle(call):
         return anchors
     kept = mask_from_indices(indices, tokens.count)[:, :, None]
-    anchored = indices if chosen.given is None else torch.cat([indices, chosen.given], dim=1)
-    similarity = tokens.cosine.gather(2, anchored[:, None, :].expand(-1, tokens.count, -1))
-    share = recipe.assign.function(call, similarity, anchored, tokens.grid)
+    similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
+    share = recipe.assign.function(call, similarity, indices, tokens.grid)
     assert isinstance(share, Tensor)
     largest = torch.zeros_like(share, dtype=torch.bool)
     largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
-    own_columns = indices.shape[1]
-    share, largest = share[:, :, :own_columns], largest[:, :, :own_columns]
-    similarity = similarity[:, :, :own_columns]
     weight, own = _weight_pair(recipe.aggregate.function(call, tokens, similarity, indices))
     if chosen.mergeable is not None:
         kept = kept | ~chosen.mergeable[:, :, None]
