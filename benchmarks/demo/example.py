@@ -20,7 +20,7 @@ from benchmarks.demo import picture
 from benchmarks.demo.configurations import FULL, NAMES, Configuration
 from benchmarks.demo.measure import Measured, Questions, Settings
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.split import Example, png, scores
+from benchmarks.minillava.split import Example, grade_answers, png
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
 from vllm_autoprune.serving.shared.plan import make_feature_key
@@ -165,7 +165,7 @@ def draw_example(settings: Settings, questions: Questions, measured: Measured) -
 
 
 def _is_right(example: Example, answer: str) -> bool:
-    return scores([example], [answer]).accuracy == 1.0
+    return grade_answers([example], [answer]).accuracy == 1.0
 
 
 def _shorten(path: Path) -> str:

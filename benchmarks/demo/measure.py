@@ -21,7 +21,7 @@ from benchmarks.demo.failure import build_start_error
 from benchmarks.demo.interrupt import InterruptHandler
 from benchmarks.demo.kv_cache import count_visual_tokens, read_kv_layout
 from benchmarks.demo.results import Results, build_control, build_row
-from benchmarks.minillava.split import Example, held_out
+from benchmarks.minillava.split import Example, draw_examples
 from benchmarks.server import ServerDied, serve
 
 COMMON_FLAGS = (
@@ -79,8 +79,8 @@ class Questions:
 
 def draw_questions(scenes: int, rounds: int) -> Questions:
     """Questions on scenes of the test split, and one on each of ``rounds`` other scenes."""
-    examples = tuple(held_out("test", scenes))
-    first = {e.image_id: e for e in reversed(held_out("validation", rounds))}
+    examples = tuple(draw_examples("test", scenes))
+    first = {e.image_id: e for e in reversed(draw_examples("validation", rounds))}
     return Questions(
         examples,
         tuple(build_query(e, _ASKED) for e in examples),

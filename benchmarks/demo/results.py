@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.demo.ask import Answer, Timing
 from benchmarks.demo.configurations import FULL, Configuration, Keep
 from benchmarks.demo.kv_cache import KvLayout
-from benchmarks.minillava.split import Example, scores
+from benchmarks.minillava.split import Example, grade_answers
 from vllm_autoprune.statistics import Spread, spread
 
 _Z = 1.96
@@ -100,7 +100,7 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
     Wilson's takes questions as independent, and is correct near 0 and 1. The other one takes scenes
     as independent, because questions on one image are correlated.
     """
-    p, n = scores(examples, answers).accuracy, len(examples)
+    p, n = grade_answers(examples, answers).accuracy, len(examples)
     wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
     members: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
@@ -108,7 +108,7 @@ def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
     if len(members) < 2:
         return wilson
     by_scene = [
-        scores([examples[i] for i in own], [answers[i] for i in own]).accuracy
+        grade_answers([examples[i] for i in own], [answers[i] for i in own]).accuracy
         for own in members.values()
     ]
     clustered = _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene))
@@ -124,7 +124,7 @@ def build_row(
 ) -> Row:
     """Scores, cost and times of one configuration."""
     texts = [answer.text for answer in answers]
-    scored = scores(examples, texts)
+    scored = grade_answers(examples, texts)
     tokens = statistics.fmean(answer.prompt_tokens for answer in answers)
     return Row(
         configuration=configuration,

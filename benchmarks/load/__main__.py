@@ -49,7 +49,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _prepare(chosen: argparse.Namespace) -> int:
-    from benchmarks.load.prepared import prepare
+    from benchmarks.load.prepared_requests import prepare
 
     workload = prepare(arguments.parse_workload(chosen), Path(chosen.out))
     size = f"{len(workload.measured)} requests, {len(workload.bodies):,} bytes"

@@ -29,7 +29,7 @@ from benchmarks.load.messages import (
     Start,
 )
 from benchmarks.load.options import Options
-from benchmarks.load.prepared import Prepared, load_prepared
+from benchmarks.load.prepared_requests import Prepared, load_prepared
 from benchmarks.load.result import RECORDS, Result, client_environment, format_result
 from benchmarks.load.summary import summarize
 from benchmarks.load.verdict import judge_run

@@ -22,7 +22,12 @@ from statistics import median
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.load.options import Options
-from benchmarks.load.prepared import Prepared, build_request_content, load_prepared, prepare
+from benchmarks.load.prepared_requests import (
+    Prepared,
+    build_request_content,
+    load_prepared,
+    prepare,
+)
 from benchmarks.load.priority import raise_priority
 from benchmarks.load.run import run
 from benchmarks.load.schedule import Load, Slo

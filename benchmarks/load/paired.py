@@ -14,7 +14,7 @@ from benchmarks.common.request_record import read_journal
 from benchmarks.load.arms import Arm, interleave, serve_arm
 from benchmarks.load.options import Options
 from benchmarks.load.points import Point, Run
-from benchmarks.load.prepared import prepare
+from benchmarks.load.prepared_requests import prepare
 from benchmarks.load.result import RECORDS, read_result
 from benchmarks.load.run import run
 from benchmarks.load.schedule import Load, Slo

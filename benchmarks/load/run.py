@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import BenchmarkError
 from benchmarks.common.metrics import fetch
 from benchmarks.load.options import Options, to_arguments
-from benchmarks.load.prepared import load_prepared
+from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.priority import raise_priority
 from benchmarks.load.result import RESULT, Result, read_result
 from benchmarks.server import free_port

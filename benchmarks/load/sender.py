@@ -23,7 +23,7 @@ from benchmarks.common.client import Client
 from benchmarks.common.request_record import Phase, Record
 from benchmarks.load.messages import DONE, READY, RECORD, START, ClientFacts, Done, Ready, Start
 from benchmarks.load.options import Options
-from benchmarks.load.prepared import Line, Prepared, load_prepared
+from benchmarks.load.prepared_requests import Line, Prepared, load_prepared
 
 T = TypeVar("T")
 Clock = Callable[[], float]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 from PIL import Image
 
-from benchmarks.minillava.split import CHECKPOINT, Example, Split, held_out, scores
+from benchmarks.minillava.split import CHECKPOINT, Example, Split, draw_examples, grade_answers
 from benchmarks.minillava.vocabulary import prompt
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def main() -> None:
     # A file, because the engine's processes write their log lines to standard output as well.
     parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     arguments = parser.parse_args()
-    examples = held_out(arguments.split, arguments.scenes)
+    examples = draw_examples(arguments.split, arguments.scenes)
     outputs = answer_questions(open_engine(arguments.checkpoint), examples)
     answers = [output.outputs[0].text for output in outputs]
-    arguments.json.write_text(json.dumps(asdict(scores(examples, answers)), indent=1) + "\n")
+    arguments.json.write_text(json.dumps(asdict(grade_answers(examples, answers)), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from benchmarks.minillava.selections import (
     keep_all,
     selections,
 )
-from benchmarks.minillava.split import CHECKPOINT, Example, aggregate, held_out
+from benchmarks.minillava.split import CHECKPOINT, Example, aggregate, draw_examples
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 
 BUDGETS = (64, 32, 16, 8)
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the whole report")
     arguments = parser.parse_args()
     reader = Reader(arguments.checkpoint)
-    examples = held_out(arguments.split, arguments.scenes)
+    examples = draw_examples(arguments.split, arguments.scenes)
     cases = [Case(FULL, keep_all, reader.grid.tokens)]
     cases += [Case(name, keep, k) for k in arguments.budgets for name, keep in selections().items()]
     results, hits = evaluate(reader, examples, cases)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.minillava.split import Example, Split, held_out, png
+from benchmarks.minillava.split import Example, Split, draw_examples, png
 from benchmarks.minillava.wordings import CATEGORIES
 
 TASK = "minillava"
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--split", choices=get_args(Split), default="test")
     parser.add_argument("--scenes", type=int, default=200)
     arguments = parser.parse_args()
-    examples = held_out(arguments.split, arguments.scenes)
+    examples = draw_examples(arguments.split, arguments.scenes)
     write_task(arguments.folder, arguments.split, examples)
     print(f"{len(examples)} questions; lmms-eval --include_path {arguments.folder} --tasks {TASK}")
 

@@ -83,7 +83,7 @@ def _draw_questions(
     return list(unique.values())
 
 
-def held_out(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> list[Example]:
+def draw_examples(split: Split, scenes: int = 200, canvas: Canvas | None = None) -> list[Example]:
     """Draw about eighteen questions about each scene; fewer scenes give a prefix of more.
 
     In the test split, one fourth of the scenes has an arrangement, and another fourth has wordings,
@@ -143,7 +143,7 @@ def _mean(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def scores(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
+def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Scores:
     """Score one answer per example; kinds and categories without questions are left out."""
     if len(examples) != len(answers):
         raise ValueError(f"{len(examples)} examples but {len(answers)} answers")

@@ -76,7 +76,12 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
         help="use the replies recorded in these ledgers as proposer",
     )  # fmt: skip
     compare.add_argument(
-        "--at-once", type=int, default=1, metavar="N", help="searches that run concurrently"
+        "--at-once",
+        type=int,
+        default=1,
+        dest="concurrency",
+        metavar="N",
+        help="searches that run concurrently",
     )
     compare.add_argument(
         "--menu", type=int, metavar="N",
@@ -149,14 +154,14 @@ def _run_comparison(options: argparse.Namespace) -> None:
                 settings,
                 evaluator,
                 proposer,
-                options.at_once,
+                options.concurrency,
             )
         finally:
             if proposer is not None:
                 await proposer.close()
 
     def endpoint(url: str, seeded: bool) -> EndpointProposer:
-        requests = options.per_round * options.at_once
+        requests = options.per_round * options.concurrency
         return EndpointProposer(
             EndpointSettings(url, settings.proposer, max_in_flight=requests, seeded=seeded)
         )

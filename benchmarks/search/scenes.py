@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.minillava.split import Example as SceneQuestion
-from benchmarks.minillava.split import held_out, png
+from benchmarks.minillava.split import draw_examples, png
 from offline_search.dataset import SPLITS, Example, Split, write_split
 
 
@@ -24,7 +24,7 @@ def select_questions(
     Scores of questions about one scene are correlated, so few questions about many scenes give a
     more precise estimate than many about few.
     """
-    questions = held_out(split, scenes)
+    questions = draw_examples(split, scenes)
     if each is None:
         return questions
     by_scene = groupby(questions, key=lambda question: question.image_id)

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.minillava.engine import answer_questions, open_engine
-from benchmarks.minillava.split import CHECKPOINT, CLIP, Example, held_out, scores, weights_digest
+from benchmarks.minillava.split import (
+    CHECKPOINT,
+    CLIP,
+    Example,
+    draw_examples,
+    grade_answers,
+    weights_digest,
+)
 from benchmarks.zoo.evidence import (
     Evidence,
     Row,
@@ -42,7 +49,7 @@ def measure_state(
         for budget in budgets:
             outputs = answer_questions(engine, examples, budget)
             lengths = [len(output.prompt_token_ids or ()) for output in outputs]
-            score = scores(examples, [output.outputs[0].text for output in outputs])
+            score = grade_answers(examples, [output.outputs[0].text for output in outputs])
             rows.append(
                 Row(
                     budget=budget,
@@ -112,7 +119,7 @@ def build(folder: Path) -> None:
 def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) -> None:
     """Measure one state after another; each file is written at once, so no result is lost."""
     os.environ.update(ENGINE)
-    examples = held_out("test", scenes)
+    examples = draw_examples("test", scenes)
     model = f"mini-LLaVA {weights_digest(CHECKPOINT)}"
     measured: dict[str, Evidence] = {}
     paths = sorted(folder.glob("*.json"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.minillava.split import CLIP, LLAVA, held_out, png
+from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoints import open_vision
@@ -19,7 +19,7 @@ from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.tpdsl.states.state import known_base_policies
 
-EXAMPLE = held_out("test", 1)[0]
+EXAMPLE = draw_examples("test", 1)[0]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.minillava.split import CLIP, LLAVA, held_out, png
+from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
 from vllm_autoprune.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
@@ -19,12 +19,12 @@ MODEL = ["--checkpoint", str(LLAVA), "--text-tower", str(CLIP)]
 @pytest.fixture
 def scene(tmp_path: Path) -> Path:
     path = tmp_path / "scene.png"
-    path.write_bytes(png(held_out("test", 1)[0].image))
+    path.write_bytes(png(draw_examples("test", 1)[0].image))
     return path
 
 
 def test_a_picture_and_a_page(scene: Path, tmp_path: Path, capsys: Captured) -> None:
-    question = held_out("test", 1)[0].question
+    question = draw_examples("test", 1)[0].question
     picture, page = tmp_path / "out.png", tmp_path / "out.html"
     call = ["explain", str(scene), question, *MODEL, "--budget", "8"]
     assert main([*call, "-o", str(picture), "-o", str(page), "--json"]) == 0

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.minillava import vocabulary
-from benchmarks.minillava.split import Example, held_out
+from benchmarks.minillava.split import Example, draw_examples
 from tests.serving.paths import CLIP, LLAVA
 from tests.tpdsl.samples import edited, shipped
 
@@ -48,7 +48,7 @@ class Answer:
 def examples(scenes: int = 4) -> list[Example]:
     """Questions of the held-out split with short free-form answers."""
     kinds = ("digit", "colour", "shape", "text", "relation")
-    return [e for e in held_out("test", scenes) if e.kind in kinds]
+    return [e for e in draw_examples("test", scenes) if e.kind in kinds]
 
 
 def picture(image: Tensor) -> Image.Image:

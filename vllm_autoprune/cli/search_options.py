@@ -81,7 +81,12 @@ def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
         "--server-model", metavar="NAME", help="model to evaluate, if a server has several"
     )
     group.add_argument(
-        "--at-once", type=int, default=128, help="concurrent requests per server (default 128)"
+        "--at-once",
+        type=int,
+        default=128,
+        dest="concurrency",
+        metavar="N",
+        help="concurrent requests per server (default 128)",
     )
     group.add_argument(
         "--checkpoint",
@@ -210,7 +215,7 @@ def build_evaluator(options: argparse.Namespace, dataset: Dataset) -> ServedEval
         options.server_url,
         dataset,
         model=options.server_model,
-        max_in_flight=options.at_once,
+        max_in_flight=options.concurrency,
         probes=probes,
     )
 

@@ -221,9 +221,9 @@ def _predict_tokens(llm: Engine) -> dict[str, list[int]]:
     from vllm.multimodal.parse import ImageSize
 
     processor = _processor(llm)
-    extent = processor._placeholders.extent
+    count = processor._placeholders.count
     return {
-        name: [extent(processor.info, ImageSize(*image.size), {}).tokens for image in images]
+        name: [count(processor.info, ImageSize(*image.size), {}).tokens for image in images]
         for name, (_, images) in QUESTIONS.items()
     }
 

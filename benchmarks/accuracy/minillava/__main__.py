@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings(
             url=options.server_url,
             served_name=options.served_name,
-            at_once=options.at_once or defaults.at_once,
+            max_in_flight=options.concurrency or defaults.max_in_flight,
             log=options.out / "server.log",
         )
         model = find_model(options.model)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.minillava.split import CHECKPOINT, held_out, png_url, weights_digest
+from benchmarks.minillava.split import CHECKPOINT, draw_examples, png_url, weights_digest
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.client import PreparedQuestion
 from vllm_autoprune.evaluation.records import MME, Question
@@ -67,7 +67,7 @@ def find_model(name: str) -> MiniLlava:
 def prepare_questions(scenes: int) -> Sequence[PreparedQuestion]:
     """The questions about the first scenes of the test split, scene by scene."""
     questions, images = [], dict[int, str]()
-    for number, example in enumerate(held_out("test", scenes)):
+    for number, example in enumerate(draw_examples("test", scenes)):
         if example.image_id not in images:
             images[example.image_id] = png_url(example.image)
         paired = example.pair is not None

@@ -44,14 +44,14 @@ class Settings:
 
     url: str | None = None
     served_name: str | None = None
-    at_once: int = MAX_IN_FLIGHT
+    max_in_flight: int = MAX_IN_FLIGHT
     log: Path | None = None
     wait: float = 1.0
     """Seconds before a failed request is sent again."""
 
     def at(self, url: str) -> served.Settings:
         """The same settings for the server at ``url``."""
-        return served.Settings(url, self.served_name, self.at_once, self.wait)
+        return served.Settings(url, self.served_name, self.max_in_flight, self.wait)
 
 
 class MiniLlavaSuite:

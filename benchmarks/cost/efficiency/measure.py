@@ -12,10 +12,10 @@ from benchmarks.common.metrics import MetricsWatcher, stage_seconds
 from benchmarks.common.request_record import Record
 from benchmarks.cost.efficiency.models import Model
 from benchmarks.load.arms import Arm
-from benchmarks.load.prepared import Line, Prepared, build_request_body, prepare
+from benchmarks.load.prepared_requests import Line, Prepared, build_request_body, prepare
 from benchmarks.load.workload import Workload
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
-from benchmarks.minillava.split import held_out, png_url, scores
+from benchmarks.minillava.split import draw_examples, grade_answers, png_url
 from benchmarks.server import Server, ServerDied, serve
 
 SERVED = "served"
@@ -117,7 +117,7 @@ def _build_second_question(requests: Prepared, line: Line) -> bytes:
 
 def measure_score(client: Client, scenes: int) -> tuple[float, float]:
     """Accuracy and accuracy+ over mini-LLaVA's held-out questions."""
-    examples = held_out("test", scenes)
+    examples = draw_examples("test", scenes)
     bodies = [
         build_body(
             SERVED,
@@ -130,7 +130,7 @@ def measure_score(client: Client, scenes: int) -> tuple[float, float]:
         records = list(pool.map(client.send, bodies))
     # An answer without text is a wrong answer, not a failed request.
     _check_answers([record for record in records if record.error != EMPTY])
-    result = scores(examples, [record.text for record in records])
+    result = grade_answers(examples, [record.text for record in records])
     return 100 * result.accuracy, 100 * result.accuracy_plus
 
 

@@ -13,7 +13,13 @@ from benchmarks.cost.overhead.settings import Settings
 from benchmarks.minillava.split import CLIP, LLAVA
 
 LAYERS = 16
-MEASUREMENTS = ("ttft", "inert", "memory", "second-question")
+MEASUREMENTS = {
+    "ttft": "ttft",
+    "inert": "no_state_overhead",
+    "memory": "memory",
+    "second-question": "second_question",
+}
+"""Module of each measurement."""
 TITLE = "What pruning itself costs"
 
 
@@ -42,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
     sections: list[Section] = []
     for name in MEASUREMENTS if options.what == "all" else (options.what,):
         # Imported here, because these modules import vLLM.
-        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+        module = importlib.import_module(f"{__name__}.{MEASUREMENTS[name]}")
         sections.append(module.measure(settings))
-        write_section(sections[-1], options.out, MEASUREMENTS, TITLE)
+        write_section(sections[-1], options.out, tuple(MEASUREMENTS), TITLE)
     if options.json:
         print(json.dumps([dataclasses.asdict(section) for section in sections], indent=1))
     else:

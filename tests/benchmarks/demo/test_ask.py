@@ -17,7 +17,7 @@ from benchmarks.demo.configurations import FULL, Configuration
 from benchmarks.demo.failure import describe_failure
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example
-from tests.benchmarks.demo.replies import question_of
+from tests.benchmarks.demo.sample_replies import question_of
 
 K8 = Configuration("state", 8)
 SEVEN = Reply(("7",), first=0.0, usage={"prompt_tokens": 28})

@@ -15,7 +15,7 @@ from benchmarks.demo.configurations import FULL, PRUNED, Configuration, everythi
 from benchmarks.demo.example import SHOWN, Explainer, draw_example
 from benchmarks.demo.measure import Measured, Settings, draw_questions
 from benchmarks.minillava.reader import Reader
-from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, held_out, png
+from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, draw_examples, png
 from vllm_autoprune import load_state
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
@@ -23,7 +23,7 @@ from vllm_autoprune.serving.shared.served_state import ATTRIBUTE, ServedState
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POSITIVE = 0x7FFF_FFFF_FFFF_FFFF
-EXAMPLES = [e for e in held_out("test", 2) if e.kind in ("digit", "colour")]
+EXAMPLES = [e for e in draw_examples("test", 2) if e.kind in ("digit", "colour")]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from benchmarks.demo.measure import Measured, Questions, draw_questions, send_qu
 from benchmarks.demo.results import Results, build_control, build_row, half_width
 from benchmarks.demo.show import COLUMNS, markdown, terminal
 from benchmarks.minillava.wordings import KINDS
-from tests.benchmarks.demo.replies import image_of, prompt_tokens, pruning, question_of
+from tests.benchmarks.demo.sample_replies import image_of, prompt_tokens, pruning, question_of
 
 LAYOUT = KvLayout(layers=4, kv_heads=6, head_dim=32, dtype_bytes=2)
 KEPT = everything_kept(144)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common import BenchmarkError
 from benchmarks.load import arguments, options
 from benchmarks.load.__main__ import build_parser, main
-from benchmarks.load.prepared import load_prepared
+from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.server import free_port
 from vllm_autoprune import load_state

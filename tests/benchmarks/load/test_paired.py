@@ -14,7 +14,7 @@ from benchmarks.load import paired
 from benchmarks.load.arms import Arm
 from benchmarks.load.options import Options
 from benchmarks.load.paired import Plan, measure, read_paired
-from benchmarks.load.prepared import load_prepared
+from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.schedule import Slo
 from benchmarks.load.sweep import STEPS, choose_rates

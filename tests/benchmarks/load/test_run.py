@@ -17,7 +17,7 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.common.request_record import read_journal
 from benchmarks.load.options import Options
-from benchmarks.load.prepared import prepare
+from benchmarks.load.prepared_requests import prepare
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.run import check_server, run
 from benchmarks.load.schedule import Load, Slo

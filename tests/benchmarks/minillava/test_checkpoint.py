@@ -11,7 +11,7 @@ from benchmarks.minillava.evaluate import FULL, Case, evaluate
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.selections import ORACLE, RANDOM, keep_all, selections
-from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, held_out
+from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, draw_examples
 from benchmarks.minillava.vocabulary import prompt
 
 PATCHES = 144
@@ -61,7 +61,7 @@ def test_the_text_tower_states_its_sign_and_pools_on_the_end_token() -> None:
 
 def test_processor_and_chat_template_make_the_prompt_that_training_used() -> None:
     processor = AutoProcessor.from_pretrained(LLAVA)
-    example = held_out("test", 1)[0]
+    example = draw_examples("test", 1)[0]
     content = [{"type": "image"}, {"type": "text", "text": example.question}]
     chat = [{"role": "user", "content": content}]
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
@@ -74,7 +74,7 @@ def test_processor_and_chat_template_make_the_prompt_that_training_used() -> Non
 
 
 def test_held_out_questions_are_answered_right_at_full_tokens() -> None:
-    examples = held_out("validation", 3)
+    examples = draw_examples("validation", 3)
 
     results, _ = evaluate(Reader(CHECKPOINT), examples, [Case(FULL, keep_all, PATCHES)])
 
@@ -87,7 +87,7 @@ def test_the_oracle_beats_policies_and_policies_beat_random() -> None:
     keep = selections()
     cases = [Case(name, keep[name], 8) for name in (ORACLE, "cdpruner", "fastv", RANDOM)]
 
-    results, _ = evaluate(Reader(CHECKPOINT), held_out("validation", 20), cases)
+    results, _ = evaluate(Reader(CHECKPOINT), draw_examples("validation", 20), cases)
 
     share = {name: sum(result.right) / len(result.right) for name, result in results.items()}
     assert share[f"{ORACLE} 8"] > share["cdpruner 8"] + 0.05

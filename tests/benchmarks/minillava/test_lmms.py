@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from benchmarks.minillava.lmms import TASK, write_task
-from benchmarks.minillava.split import Example, held_out, png, scores
+from benchmarks.minillava.split import Example, draw_examples, grade_answers, png
 
 
 class _Loader(yaml.SafeLoader):
@@ -23,7 +23,7 @@ _Loader.add_constructor("!function", lambda loader, node: loader.construct_scala
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    return held_out("test", 3)
+    return draw_examples("test", 3)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_task_scores_as_the_split_does(
     rows = [
         functions.process_results(line, [text]) for line, text in zip(lines, answers, strict=True)
     ]
-    expected = scores(examples, answers)
+    expected = grade_answers(examples, answers)
 
     accuracy = functions.aggregate_accuracy([row["minillava_accuracy"] for row in rows])
     plus = functions.aggregate_accuracy_plus([row["minillava_accuracy_plus"] for row in rows])

@@ -17,7 +17,7 @@ from benchmarks.minillava.selections import (
     keep_random,
     selections,
 )
-from benchmarks.minillava.split import Example, held_out
+from benchmarks.minillava.split import Example, draw_examples
 from benchmarks.minillava.vocabulary import prompt
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -30,7 +30,7 @@ def reader(checkpoint: Path) -> Reader:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    return held_out("validation", 2)[:24]
+    return draw_examples("validation", 2)[:24]
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from benchmarks.minillava.layout import Canvas
-from benchmarks.minillava.split import Example, held_out, is_right, png, scores
+from benchmarks.minillava.split import Example, draw_examples, grade_answers, is_right, png
 
 
 @pytest.fixture(scope="module")
 def split() -> list[Example]:
-    return held_out("test", 12)
+    return draw_examples("test", 12)
 
 
 def _example(kind: str, answer: str, pair: int | None = None) -> Example:
@@ -28,21 +28,21 @@ def test_the_splits_are_those_of_published_figures() -> None:
     parts = [
         (one.question, one.answer, one.kind, one.pair, one.evidence)
         for name in ("search", "validation", "test")
-        for one in held_out(name, 4)
+        for one in draw_examples(name, 4)
     ]
 
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:16] == "38a2c89ac0516a96"
 
 
 def test_a_smaller_split_is_a_prefix_of_a_larger_one(split: list[Example]) -> None:
-    smaller = held_out("test", 3)
+    smaller = draw_examples("test", 3)
 
     assert [one.question for one in smaller] == [one.question for one in split[: len(smaller)]]
     assert torch.equal(smaller[-1].image, split[len(smaller) - 1].image)
 
 
 def test_splits_show_different_scenes(split: list[Example]) -> None:
-    images = {name: held_out(name, 1)[0].image for name in ("search", "validation", "test")}
+    images = {name: draw_examples(name, 1)[0].image for name in ("search", "validation", "test")}
 
     assert not torch.equal(images["search"], images["test"])
     assert not torch.equal(images["search"], images["validation"])
@@ -52,7 +52,7 @@ def test_only_the_test_split_has_unseen_wordings_and_styles(split: list[Example]
     assert {one.image_id % 4 for one in split if one.unseen_style} == {1}
     assert {one.image_id % 4 for one in split if one.unseen_wording} == {3}
     for name in ("search", "validation"):
-        assert not any(one.unseen_style or one.unseen_wording for one in held_out(name, 4))
+        assert not any(one.unseen_style or one.unseen_wording for one in draw_examples(name, 4))
 
 
 def test_pairs_hold_one_yes_and_one_no_about_one_image(split: list[Example]) -> None:
@@ -68,14 +68,14 @@ def test_pairs_hold_one_yes_and_one_no_about_one_image(split: list[Example]) -> 
 
 
 def test_evidence_lies_within_the_image() -> None:
-    for one in held_out("search", 2, Canvas(8)):
+    for one in draw_examples("search", 2, Canvas(8)):
         assert one.image.shape == (3, 336, 336)
         assert all(0 <= patch < 576 for patch in one.evidence)
 
 
 def test_scene_counts_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="scenes must lie in"):
-        held_out("test", 0)
+        draw_examples("test", 0)
 
 
 def test_png_keeps_every_pixel(split: list[Example]) -> None:
@@ -111,7 +111,7 @@ def test_scores_are_by_kind_by_category_and_by_pair() -> None:
         _example("position", "no", 1),
         _example("quarter", "upper left"),
     ]
-    result = scores(examples, [" 7", " blue", " yes", " no", " yes", " yes", " upper left"])
+    result = grade_answers(examples, [" 7", " blue", " yes", " no", " yes", " yes", " upper left"])
 
     assert result.accuracy == pytest.approx(5 / 7)
     assert result.accuracy_plus == pytest.approx(1 / 2)
@@ -123,4 +123,4 @@ def test_scores_are_by_kind_by_category_and_by_pair() -> None:
 
 def test_scores_need_one_answer_per_example() -> None:
     with pytest.raises(ValueError, match="1 examples but 2 answers"):
-        scores([_example("digit", "7")], ["7", "7"])
+        grade_answers([_example("digit", "7")], ["7", "7"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.minillava.lmms import TASK, write_task
-from benchmarks.minillava.split import held_out
+from benchmarks.minillava.split import draw_examples
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.lmms.benchmarks import (
     BENCHMARKS,
@@ -55,7 +55,7 @@ def test_unknown_names_are_refused_with_the_options(names: str) -> None:
 
 
 def test_tasks_of_a_folder_come_after_the_paper_s(tmp_path: Path) -> None:
-    write_task(tmp_path, "test", held_out("test", 1))
+    write_task(tmp_path, "test", draw_examples("test", 1))
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "b.yaml").write_text("dataset_path: x\ntask: 'mine-2'\n")
     own = find_tasks(tmp_path)

@@ -21,7 +21,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every suite."""
     parser.add_argument("--resume", action="store_true", help="continue the evaluation in --out")
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and stop")
-    parser.add_argument("--at-once", type=int, help="concurrent requests; default: by the suite")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        dest="concurrency",
+        metavar="N",
+        help="concurrent requests; default: by the suite",
+    )
     parser.add_argument("--served-name", metavar="NAME", help="the model's name on its server")
 
 
@@ -121,8 +127,8 @@ def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
         values = " ".join(map(str, wrong))
         raise ConfigError("eval", [Problem(f"--budgets {values}", "are below 1", "give 1 or more")])
     settings = Settings(options.server_url, options.served_name)
-    if options.at_once:
-        settings = Settings(options.server_url, options.served_name, options.at_once)
+    if options.concurrency:
+        settings = Settings(options.server_url, options.served_name, options.concurrency)
     states = options.state or ["autoprune"]
     return FileSuite(path, states, options.budgets, settings, options.limit)
 
@@ -143,7 +149,7 @@ def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
     program = LmmsEval(
         options.lmms_eval,
         options.served_name,
-        options.at_once or 32,
+        options.concurrency or 32,
         options.limit,
         options.include_path,
     )

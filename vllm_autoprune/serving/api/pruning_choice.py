@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vllm_autoprune.serving.api.request_fields import PruningRequest, SharedBudget, request_error
 from vllm_autoprune.serving.api.request_state import load_request_state
-from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.plan import Chooser
 from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
@@ -47,7 +47,7 @@ class ImageChoice:
 
 
 def resolve_choices(
-    served: ServedState, request: PruningRequest, images: Sequence[Extent]
+    served: ServedState, request: PruningRequest, images: Sequence[TokenCount]
 ) -> tuple[ImageChoice, ...]:
     """Resolve the choice for each of a request's images, in order.
 

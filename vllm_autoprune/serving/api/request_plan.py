@@ -21,7 +21,7 @@ from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
 from vllm_autoprune.serving.api.request_fields import parse_request
 from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
-from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.shared.plan import (
     LANGUAGE_IDS,
     NO_KEY,
@@ -114,7 +114,7 @@ class RequestPlanner:
         longest = (0,) * LANGUAGE_IDS if "language" in policy.needs else ()
         plans = []
         for i in range(len(hashes.get("image", []))):
-            whole = self._extent(inputs, inputs.mm_data_items["image"].get_image_size(i))
+            whole = self._count_tokens(inputs, inputs.mm_data_items["image"].get_image_size(i))
             budget, size = policy.at(whole.tokens, whole.tiles).budget, whole.tokens
             plans.append(ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=size))
         return RequestPlan(tuple(plans), hashes)
@@ -130,8 +130,8 @@ class RequestPlanner:
         if not images or not prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
         contents = self._identify_contents(inputs, images, salt)
-        extents = [self._extent(inputs, size) for _, size in contents]
-        choices = resolve_choices(self._served, request, extents)
+        counts = [self._count_tokens(inputs, size) for _, size in contents]
+        choices = resolve_choices(self._served, request, counts)
         texts = self._instructions(inputs, request.instructions, choices)
         ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
         split = self._split(inputs, choices, texts)
@@ -204,11 +204,11 @@ class RequestPlanner:
                 self._named.remember(name, salt, contents[i])
         return contents
 
-    def _extent(self, inputs: ProcessorInputs, size: ImageSize | None) -> Extent:
-        """N and the tiles of an image, a pure function of its size and of the request."""
+    def _count_tokens(self, inputs: ProcessorInputs, size: ImageSize | None) -> TokenCount:
+        """Count an image's tokens and tiles: a pure function of its size and of the request."""
         if size is None:  # an unknown uuid, which vLLM's caches will not know either
-            return self._placeholders.most(self._info)
-        return self._placeholders.extent(self._info, size, inputs.hf_processor_mm_kwargs)
+            return self._placeholders.count_largest(self._info)
+        return self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
 
     def _instructions(
         self, inputs: ProcessorInputs, texts: Sequence[str] | None, choices: Sequence[ImageChoice]

@@ -12,7 +12,11 @@ from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
-from vllm_autoprune.serving.models.tiled import TiledVision, largest_extent, predict_extent
+from vllm_autoprune.serving.models.tiled import (
+    TiledVision,
+    count_image_tokens,
+    count_largest_image_tokens,
+)
 from vllm_autoprune.serving.shared.placeholders import Placeholders
 
 if TYPE_CHECKING:
@@ -61,6 +65,6 @@ class AutopruneInternS1ForConditionalGeneration(PrunedModel, InternS1ForConditio
 
     _processor_factory = make_pruned_factories(
         InternS1ForConditionalGeneration._processor_factory,
-        Placeholders(predict_extent, largest_extent, image_token, _UNSPLITTABLE),
+        Placeholders(count_image_tokens, count_largest_image_tokens, image_token, _UNSPLITTABLE),
     )
     autoprune_vision = InternVLVision

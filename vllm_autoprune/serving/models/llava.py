@@ -17,7 +17,7 @@ from vllm_autoprune.serving.models.vision import (
     split_by_image,
     stack_field,
 )
-from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
 
-def predict_extent(
+def count_image_tokens(
     info: BaseLlavaProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> Extent:
-    """Every image is one tile."""
-    return Extent(info.get_num_image_tokens(image_width=size.width, image_height=size.height))
+) -> TokenCount:
+    """Count the tokens of an image, which is one tile."""
+    return TokenCount(info.get_num_image_tokens(image_width=size.width, image_height=size.height))
 
 
-def largest_extent(info: BaseLlavaProcessingInfo) -> Extent:
-    """Extent of the largest image."""
-    return Extent(info.get_max_image_tokens())
+def count_largest_image_tokens(info: BaseLlavaProcessingInfo) -> TokenCount:
+    """Count the tokens of the largest image."""
+    return TokenCount(info.get_max_image_tokens())
 
 
 def image_token(info: BaseLlavaProcessingInfo) -> int:
@@ -44,7 +44,7 @@ def image_token(info: BaseLlavaProcessingInfo) -> int:
     return token
 
 
-PLACEHOLDERS = Placeholders(predict_extent, largest_extent, image_token)
+PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
 
 
 class LlavaVision(ClipVision):

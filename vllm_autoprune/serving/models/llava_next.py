@@ -17,7 +17,7 @@ from vllm_autoprune.serving.models.clip import ClipVision
 from vllm_autoprune.serving.models.llava import image_token
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage
-from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.worker.features import ImageFeatures
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
 
-def predict_extent(
+def count_image_tokens(
     info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> Extent:
-    """Base view, unpadded crops and their newlines; tiles are the base view and the crops."""
+) -> TokenCount:
+    """Count base view, unpadded crops and their newlines; tiles are the base view and the crops."""
     tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
     config = info.get_hf_config()
     rows, columns = get_anyres_image_grid_shape(
@@ -36,15 +36,15 @@ def predict_extent(
         grid_pinpoints=config.image_grid_pinpoints,
         patch_size=config.vision_config.image_size,
     )
-    return Extent(tokens, 1 + rows * columns)
+    return TokenCount(tokens, 1 + rows * columns)
 
 
-def largest_extent(info: LlavaNextProcessingInfo) -> Extent:
-    """Extent of the image size with most tokens."""
-    return predict_extent(info, info.get_image_size_with_most_features(), {})
+def count_largest_image_tokens(info: LlavaNextProcessingInfo) -> TokenCount:
+    """Count the tokens of the image size that has most of them."""
+    return count_image_tokens(info, info.get_image_size_with_most_features(), {})
 
 
-PLACEHOLDERS = Placeholders(predict_extent, largest_extent, image_token)
+PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
 
 
 class LlavaNextVision(ClipVision):

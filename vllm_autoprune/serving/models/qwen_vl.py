@@ -19,7 +19,7 @@ from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
-from vllm_autoprune.serving.shared.placeholders import Extent, Placeholders
+from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.shared.plan import FIELD
 from vllm_autoprune.serving.shared.served_state import ServedState, served_state
 from vllm_autoprune.serving.worker.attention_hook import AttentionHook
@@ -44,9 +44,9 @@ else:
     _Stock = object
 
 
-def predict_extent(
+def count_image_tokens(
     info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> Extent:
+) -> TokenCount:
     """Merged tokens of an image, resized as the processor resizes it."""
     processor = info.get_image_processor(**kwargs)
     tokens = info.get_num_image_tokens(
@@ -55,12 +55,12 @@ def predict_extent(
         image_processor=processor,
         mm_kwargs=kwargs,
     )
-    return Extent(tokens)
+    return TokenCount(tokens)
 
 
-def largest_extent(info: Qwen2VLProcessingInfo) -> Extent:
-    """Extent of the largest image that the processor accepts."""
-    return Extent(info.get_max_image_tokens())
+def count_largest_image_tokens(info: Qwen2VLProcessingInfo) -> TokenCount:
+    """Count the tokens of the largest image that the processor accepts."""
+    return TokenCount(info.get_max_image_tokens())
 
 
 def image_token(info: Qwen2VLProcessingInfo) -> int:
@@ -69,7 +69,7 @@ def image_token(info: Qwen2VLProcessingInfo) -> int:
     return token
 
 
-PLACEHOLDERS = Placeholders(predict_extent, largest_extent, image_token)
+PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
 
 
 _DEEPSTACK = Qwen3VLForConditionalGeneration

@@ -13,7 +13,7 @@ from torch.nn import functional
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
-from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.attention_hook import AttentionHook
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
@@ -27,18 +27,20 @@ if TYPE_CHECKING:
     TiledInfo: TypeAlias = Gemma3ProcessingInfo | InternS1ProcessingInfo
 
 
-def predict_extent(info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]) -> Extent:
-    """Extent of an image: the processor's number of equal tiles, including the whole image."""
+def count_image_tokens(
+    info: TiledInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
+    """Count tokens and tiles: all tiles have equally many, and the whole image is one of them."""
     processor = info.get_hf_processor(**kwargs)
     tokens = info.get_num_image_tokens(
         image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
     )
-    return Extent(tokens, tokens // processor.image_seq_length)
+    return TokenCount(tokens, tokens // processor.image_seq_length)
 
 
-def largest_extent(info: TiledInfo) -> Extent:
-    """Extent of the image size with most tokens."""
-    return predict_extent(info, info.get_image_size_with_most_features(), {})
+def count_largest_image_tokens(info: TiledInfo) -> TokenCount:
+    """Count the tokens of the image size that has most of them."""
+    return count_image_tokens(info, info.get_image_size_with_most_features(), {})
 
 
 class TiledVision(Vision):

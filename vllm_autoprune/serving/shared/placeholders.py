@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Size of an image in the prompt: N tokens, in T tiles of the vision tower."""
+class TokenCount:
+    """Visual tokens N of an image before pruning, and the tiles of the vision tower they form."""
 
     tokens: int
     tiles: int = 1
@@ -24,13 +24,13 @@ class Extent:
 class Placeholders:
     """Placeholder rules of one backbone.
 
-    ``extent`` predicts the extent of an image from its size and a request's processor arguments;
-    ``most`` gives that of the largest image; ``token`` is the id of the placeholder token.
+    ``count`` gives the token count of an image from its size and a request's processor arguments;
+    ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
     ``unsplittable`` says why an image cannot be two items of a prompt, empty where it can.
     """
 
-    extent: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], Extent]
-    most: Callable[[BaseProcessingInfo], Extent]
+    count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
+    count_largest: Callable[[BaseProcessingInfo], TokenCount]
     token: Callable[[BaseProcessingInfo], int]
     unsplittable: str = ""
 

@@ -32,7 +32,7 @@ MODEL = find_model("embedded")
 
 
 def connect(url: str, *families: Family, name: str | None = None) -> MiniLlavaSuite:
-    settings = Settings(url=url, served_name=name, at_once=4, wait=0.01)
+    settings = Settings(url=url, served_name=name, max_in_flight=4, wait=0.01)
     return build_suite(MODEL, [8], families or ("random",), SCENES, settings)
 
 
@@ -175,7 +175,7 @@ def test_a_started_server_that_ends_is_reported_with_its_status(
 
     monkeypatch.setattr(module, "serve", ended)
     with endpoint(dying) as server:
-        suite = build_suite(MODEL, [8], ["random"], SCENES, Settings(at_once=4, wait=0.01))
+        suite = build_suite(MODEL, [8], ["random"], SCENES, Settings(max_in_flight=4, wait=0.01))
         report = evaluate(suite, tmp_path, resume=False, progress=Progress(lambda line: None))
     assert "vllm serve ended with 7" in report.reasons[-1] and "--resume" in report.reasons[-1]
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common import BenchmarkError
 from benchmarks.common.report import MIB
 from benchmarks.cost.__main__ import build_parser
-from benchmarks.cost.overhead import inert, memory, second_question, ttft
+from benchmarks.cost.overhead import memory, no_state_overhead, second_question, ttft
 from benchmarks.cost.overhead.memory import BOUND, TOLERANCE, Memory
 from benchmarks.cost.overhead.ttft import Timing
 
@@ -68,18 +68,24 @@ def test_no_body_is_ever_sent_twice() -> None:
 
 
 def test_equal_servers_are_within_one_percent() -> None:
-    alike = {kind: {name: [[0.1]] * 9 for name in inert.SERVERS} for kind in inert.REQUESTS}
+    alike = {
+        kind: {name: [[0.1]] * 9 for name in no_state_overhead.SERVERS}
+        for kind in no_state_overhead.REQUESTS
+    }
 
-    section = inert.build_section(alike, alike, [{"text": 1.0, "image": 1.0}])
+    section = no_state_overhead.build_section(alike, alike, [{"text": 1.0, "image": 1.0}])
 
     assert {claim.verdict for claim in section.claims} == {"holds"}
 
 
 def test_two_percent_of_overhead_does_not_hold() -> None:
-    alike = {kind: {name: [[0.1]] * 9 for name in inert.SERVERS} for kind in inert.REQUESTS}
-    slower = {kind: {**alike[kind], "plugin": [[0.102]] * 9} for kind in inert.REQUESTS}
+    alike = {
+        kind: {name: [[0.1]] * 9 for name in no_state_overhead.SERVERS}
+        for kind in no_state_overhead.REQUESTS
+    }
+    slower = {kind: {**alike[kind], "plugin": [[0.102]] * 9} for kind in no_state_overhead.REQUESTS}
 
-    section = inert.build_section(slower, alike, [])
+    section = no_state_overhead.build_section(slower, alike, [])
 
     assert [c.verdict for c in section.claims] == ["does not hold"] * 2 + ["holds"] * 2
 

@@ -13,7 +13,7 @@ from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.pruning_choice import resolve_choices, state_label
 from vllm_autoprune.serving.api.request_fields import parse_request
-from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 
 TOKENS, BUDGET, TEXT, KV_BYTES = 144, 8, 20, 3072
@@ -73,7 +73,7 @@ class PlannedReplies:
         kwargs = body.get("mm_processor_kwargs")
         request = parse_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
         images = json.dumps(body["messages"]).count('"type": "image_url"')
-        choices = resolve_choices(self._state, request, [Extent(TOKENS)] * images)
+        choices = resolve_choices(self._state, request, [TokenCount(TOKENS)] * images)
         kept = sum(choice.kept for choice in choices)
         called = state_label(self._state, request)
         self.counts[f'autoprune_requests_total{{state="{called}"}}'] += 1

@@ -11,7 +11,7 @@ from vllm_autoprune import BudgetError, RequestError, load_state
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices
 from vllm_autoprune.serving.api.request_fields import parse_request
 from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.placeholders import Extent
+from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
 from vllm_autoprune.serving.shared.served_state import NEEDS, ServedState
 from vllm_autoprune.serving.shared.state_codec import decode_state, encode_state
@@ -24,7 +24,7 @@ def server(level: Any = "states", least: int = 1, most: int = 65536, **more: Any
 
 
 def chosen(asked: object, *sizes: int, on: ServedState | None = None) -> tuple[ImageChoice, ...]:
-    images = [Extent(size) for size in sizes or (N,)]
+    images = [TokenCount(size) for size in sizes or (N,)]
     return resolve_choices(on or server(), parse_request(asked), images)
 
 
@@ -161,7 +161,7 @@ def test_each_field_belongs_to_a_level(asked: object, least: Any) -> None:
 
 def test_a_budget_that_follows_the_tiles() -> None:
     tiled = edited(shipped(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
-    images = [Extent(N, tiles=3), Extent(N, tiles=1)]
+    images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
     request = parse_request({"state": tiled})
     assert [c.kept for c in resolve_choices(server(), request, images)] == [30, 10]
     with pytest.raises(RequestError, match="K = 30"):

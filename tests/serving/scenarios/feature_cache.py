@@ -33,7 +33,7 @@ NAMES = 40
 
 
 @scenario
-def kept_features() -> Report:
+def feature_cache() -> Report:
     """Tenants with one cache salt each, resets of vLLM's caches, and planted uuids.
 
     ``renamed`` has answers about two images of different size, at once and one after the other,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import BenchmarkError
-from benchmarks.load.prepared import BODIES, load_prepared, prepare
+from benchmarks.load.prepared_requests import BODIES, load_prepared, prepare
 from tests.benchmarks.load.samples import WORKLOAD
 
 

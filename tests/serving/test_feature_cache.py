@@ -11,25 +11,25 @@ pytestmark = pytest.mark.engine
 
 def test_features_are_not_shared_between_cache_salts(runner: Runner) -> None:
     """Sharing would leak through the time to first token (CVE-2025-46570)."""
-    runs = runner.run("kept_features")["tenants"]
+    runs = runner.run("feature_cache")["tenants"]
     assert runs == [["a", 1], ["a", 0], ["b", 1], ["", 1], ["a", 0]]
 
 
 def test_cache_resets_and_new_weights_clear_features(runner: Runner) -> None:
-    left = runner.run("kept_features")["resets"]
+    left = runner.run("feature_cache")["resets"]
     assert left == {"reset_mm_cache": 0, "reset_encoder_cache": 0, "reload_weights": 0}
 
 
 def test_planted_uuids_do_not_change_answers(runner: Runner) -> None:
     """Without its caches vLLM numbers images, and a client may send such uuids."""
-    before, *after = runner.run("kept_features")["planted"]
+    before, *after = runner.run("feature_cache")["planted"]
     for answer in after:
         assert answer["text"] == before["text"]
         assert answer["logprob"] == pytest.approx(before["logprob"], abs=2e-2)
 
 
 def test_two_images_with_one_uuid_are_answered_as_without_uuid(runner: Runner) -> None:
-    unnamed, named = runner.run("kept_features")["renamed"]
+    unnamed, named = runner.run("feature_cache")["renamed"]
     assert unnamed[1]["text"] != unnamed[2]["text"], "the images should lead to other answers"
     assert [answer["text"] for answer in named] == [answer["text"] for answer in unnamed]
     for answer, expected in zip(named, unnamed, strict=True):
