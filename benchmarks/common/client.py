@@ -34,7 +34,7 @@ Read = tuple[float, bytes]
 
 @dataclass(frozen=True)
 class Stream:
-    """What a streamed chat completion contained."""
+    """Content and timestamps of a streamed chat completion."""
 
     deltas: tuple[float, ...]
     text: str

@@ -107,12 +107,12 @@ class _Server(socketserver.ThreadingTCPServer):
         self._thread.start()
 
     def refuse(self) -> None:
-        """Accept no further connections."""
+        """Stop accepting connections."""
         self.shutdown()
         self.socket.close()
 
     def close(self) -> None:
-        """Accept no further connections, and cut the open ones."""
+        """Stop accepting connections, and close the open ones."""
         self.refuse()
         self._thread.join()
         self.stop.set()

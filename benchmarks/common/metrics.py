@@ -1,6 +1,6 @@
-"""A server's own figures: counters of ``/metrics`` over a run, peaks of its gauges, its version.
+"""Metrics that a server reports: increase of its counters and peaks of its gauges, its version.
 
-A figure that a server does not give is None, never 0.
+A metric that a server does not report is None, never 0.
 """
 
 from __future__ import annotations

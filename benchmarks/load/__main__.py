@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all valid; 1: something is not valid, or failed; 2: wrong arguments; 130: stopped."""
+    """Exit status 0: all valid; 1: invalid or failed; 2: wrong arguments; 130: interrupted."""
     chosen = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _stop)  # servers are ended as after Ctrl-C
     try:

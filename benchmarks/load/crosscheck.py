@@ -75,7 +75,7 @@ class Agreement:
         return max(self.tolerance * _median(self.theirs, figure), FLOOR)
 
     def agree(self, figure: str) -> bool:
-        """Whether the two medians are that close."""
+        """Whether the two medians differ by no more than the tolerance."""
         apart = abs(_median(self.ours, figure) - _median(self.theirs, figure))
         return apart <= self.bound(figure)
 
@@ -233,7 +233,7 @@ def _range(rounds: Sequence[Mapping[str, float]], figure: str) -> float:
 
 @contextlib.contextmanager
 def _serve(settings: CrossCheck) -> Iterator[tuple[str, str]]:
-    """The address and the model's name."""
+    """Start the server if none is given; yields its address and the name of its model."""
     if settings.url is not None:
         yield settings.url, settings.model
     elif settings.mock:

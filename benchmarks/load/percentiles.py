@@ -29,7 +29,7 @@ class Quantile(StrictModel):
     level: int
     estimate: Estimate
     enough: bool
-    """Whether it rests on enough requests."""
+    """Whether there are enough requests to estimate it."""
 
 
 class Distribution(StrictModel):

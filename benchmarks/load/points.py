@@ -62,7 +62,7 @@ class Point:
 
     @property
     def valid(self) -> bool:
-        """Whether every pass is."""
+        """Whether every pass is valid."""
         return all(run.result.verdict.valid for run in self.runs)
 
     @property

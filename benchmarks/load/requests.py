@@ -37,7 +37,7 @@ class PictureSpec(StrictModel):
 
 
 class Request(StrictModel):
-    """One request; equal pictures and questions give the same bytes."""
+    """One request; requests with equal pictures and question have identical bodies."""
 
     index: int
     pictures: tuple[PictureSpec, ...]
@@ -45,7 +45,7 @@ class Request(StrictModel):
 
 
 def draw_requests(workload: Workload) -> tuple[list[Request], list[Request]]:
-    """The measured requests, and those of the warm-up, which are on other images."""
+    """Draw the measured requests and the warm-up requests; the two share no image."""
     measured = [_draw_request(workload, index) for index in range(workload.requests)]
     first = workload.requests
     warm_up = [

@@ -69,7 +69,7 @@ def closed_loop(items: Iterator[T], now: Clock, send: Send[T], stop: Event) -> N
 
 
 class Lag:
-    """Measures how late an idle greenlet is woken: the error of every time stamp."""
+    """Measures how late an idle greenlet is woken, which bounds the error of each timestamp."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -82,7 +82,7 @@ class Lag:
             self.late.append(max(time.perf_counter() - before - TICK, 0.0))
 
     def stop(self) -> tuple[float, float]:
-        """Median and p99 of the lag, seconds."""
+        """End the measurement; return median and p99 of the lag, in seconds."""
         self._greenlet.kill()
         ordered = sorted(self.late) or [0.0]
         return ordered[len(ordered) // 2], ordered[int(0.99 * (len(ordered) - 1))]

@@ -159,7 +159,7 @@ def choices_of_state(state: PruningState, budget: int, core: bool = False) -> di
 
 
 def _choices_of_core(core: Core | None) -> dict[str, Choice]:
-    """The inverse of :func:`_sample_core`."""
+    """Recover the random choices from a core: the inverse of :func:`_sample_core`."""
     if core is None:
         return {"with core": "no"}
     numbers = core.model_dump(include=set(_core_bounds()))
@@ -168,7 +168,7 @@ def _choices_of_core(core: Core | None) -> dict[str, Choice]:
 
 
 def _choices_of_call(call: AtomCall, budget: int) -> dict[str, Choice]:
-    """The inverse of :func:`_sample_call`."""
+    """Recover the random choices from a call: the inverse of :func:`_sample_call`."""
     values = call.model_dump(mode="json")
     choices: dict[str, Choice] = {}
     for name, schema in _parameter_schemas(call.atom).items():

@@ -34,7 +34,7 @@ def test_beyond_the_break_even_only_a_question_free_state_pays() -> None:
     assert "question-reading: " in text and "and you have 60" in text
 
 
-def test_so_many_questions_that_the_prefix_cache_does_the_work() -> None:
+def test_many_questions_are_served_by_the_prefix_cache() -> None:
     result = verdict(replace(TRAFFIC, questions=5000))
     text = "\n".join(result.lines)
     assert not result.helps and result.lines[0] == "Pruning will not help you here."

@@ -138,7 +138,7 @@ def select(name: str, tokens: VisualTokens, budget: int, **params: object) -> Re
 def native(
     name: str, tokens: VisualTokens, budget: int | None = None, **params: object
 ) -> PublishedSelection:
-    """What the published code makes of it."""
+    """Output of the published code on these inputs."""
     policy = BASE_POLICIES[name]
     call = policy.call.model_validate({"name": name, "params": params})
     return policy.native(call.params, tokens, budget)

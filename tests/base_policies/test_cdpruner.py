@@ -17,7 +17,7 @@ AS_PUBLISHED = CDPrunerParams(theta=None)
 
 
 def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Tensor:
-    """The picks: CDPruner merges nothing."""
+    """Run CDPruner and return its picks, after a check that it merges nothing."""
     actual = under_test.cdpruner(params, tokens, budget)
     assert actual.merged is None and actual.extra is None
     return actual.picks

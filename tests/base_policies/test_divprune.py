@@ -15,7 +15,7 @@ GLOBAL = DivPruneParams(tile_scope="global")
 
 
 def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> Tensor:
-    """The picks: DivPrune merges nothing."""
+    """Run DivPrune and return its picks, after a check that it merges nothing."""
     actual = under_test.divprune(params, tokens, budget)
     assert actual.merged is None and actual.extra is None
     return actual.picks

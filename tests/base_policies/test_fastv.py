@@ -37,7 +37,7 @@ def test_the_last_token_is_the_last_that_is_no_padding() -> None:
     assert select("fastv", tokens, 3).picks.tolist() == [[2, 3, 1]]
 
 
-def test_text_and_what_is_before_the_image_are_never_picked() -> None:
+def test_text_tokens_before_or_after_the_image_are_never_picked() -> None:
     tokens = prefix(4, [True] * 3, attention=attention_of(HEADS))
     actual = select("fastv", tokens, 3)
     assert actual.merged is None and actual.extra is None

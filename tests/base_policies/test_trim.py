@@ -99,7 +99,7 @@ class TestPublished:
         assert actual.features[0][:3].argmax(dim=1).tolist() == [1, 3, 5]
         assert actual.features[0][3].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3, 0])
 
-    def test_as_many_as_stand_out(self) -> None:
+    def test_the_number_of_outliers_is_adaptive(self) -> None:
         dots = [0.1 * (i % 5) for i in range(30)]
         dots[4], dots[17] = -6.0, -7.0
         assert native("trim", image_of(dots)).indices[0].tolist() == [4, 17, -1]

@@ -58,7 +58,9 @@ def test_attention_and_keys_are_those_of_the_layer_that_the_model_reads(
     torch.testing.assert_close(tokens.tower.keys, by_head)
 
 
-def test_the_next_layer_is_the_one_behind(vision: LlavaVision, scene: Image.Image) -> None:
+def test_the_next_layer_follows_the_layer_that_is_read(
+    vision: LlavaVision, scene: Image.Image
+) -> None:
     tokens = vision.encode(scene, EXAMPLE.question).tokens
     assert tokens.tower is not None and tokens.tower.next_layer is not None
     assert tokens.tower.cls is not None

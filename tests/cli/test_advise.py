@@ -114,7 +114,7 @@ def test_a_probe(capsys: Captured) -> None:
         ("--server http://[", "does not answer"),
     ],
 )
-def test_what_cannot_be_answered(call: str, text: str, capsys: Captured) -> None:
+def test_unanswerable_questions(call: str, text: str, capsys: Captured) -> None:
     assert main(["advise", *call.split()]) == 1
     assert text in capsys.readouterr().err
 

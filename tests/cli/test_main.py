@@ -51,7 +51,7 @@ def test_schema_and_atoms_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "local_contrast_saliency" in capsys.readouterr().out
 
 
-def test_a_wrong_call_exits_with_2() -> None:
+def test_wrong_arguments_exit_with_2() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["valdate"])
     assert caught.value.code == 2

@@ -102,7 +102,7 @@ class TestJudge:
     def look(self, tmp_path: Path, text: str | bytes) -> Finding:
         return Judge(tmp_path).look(text, fully=True)
 
-    def test_a_sound_state(self, tmp_path: Path) -> None:
+    def test_a_valid_state(self, tmp_path: Path) -> None:
         actual = self.look(tmp_path, json.dumps(shipped()))
         assert actual.accepted and actual.valid and not actual.faults and not actual.broken
         assert "mean_residual" in actual.atoms

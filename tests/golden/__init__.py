@@ -1,5 +1,5 @@
-"""Golden cases: what the published code of other people's methods returned.
+"""Golden cases: recorded outputs of the published code of other methods.
 
-``data/<method>/case_XX.npz`` holds a recipe and what was expected of it. Inputs are not stored:
-:mod:`tests.golden.generator` makes them again, bit for bit, and their digests are checked.
+``data/<method>/case_XX.npz`` holds a recipe for the inputs and the recorded outputs. Inputs are not
+stored: :mod:`tests.golden.generator` generates them again, and their digests are checked.
 """

@@ -43,8 +43,8 @@ class Case:
         """An input, rounded to the case's dtype (to nearest, ties to even)."""
         return self.inputs[name].to(self.dtype) if cast else self.inputs[name]
 
-    def wanted(self, name: str) -> Tensor:
-        """An expected array; whole numbers as int64."""
+    def recorded(self, name: str) -> Tensor:
+        """A recorded output; whole numbers as int64."""
         actual = torch.from_numpy(np.array(self.expected[name]))
         return actual if actual.is_floating_point() else actual.long()
 

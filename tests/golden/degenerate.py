@@ -26,7 +26,7 @@ def same_until_rank(case: Case, tokens: VisualTokens, picks: Tensor) -> Iterator
     if not bool(quality.isfinite().all()):
         return
     features = tokens.by_tile(tokens.features).double()
-    wanted = case.wanted("order")
+    wanted = case.recorded("order")
     for tile, order in enumerate(picks):
         own = quality.reshape(len(picks), -1)[tile]
         sound = sum(bool(left > bound) for left in residuals(features[tile], own, order.tolist()))
@@ -41,7 +41,7 @@ def same_until_duplicates(case: Case, features: Tensor, picks: Tensor) -> Iterat
         return
     alike = (features[:, None, :] == features[None, :, :]).all(dim=2)
     kind = alike.to(torch.uint8).argmax(dim=1)  # the first token that equals it
-    wanted = case.wanted("order").flatten()
+    wanted = case.recorded("order").flatten()
     if kind[picks[:count]].tolist() != kind[wanted[:count]].tolist():
         yield f"the first {count} picks are others, even up to duplicates"
 

@@ -56,7 +56,7 @@ def prumerge(case: Case) -> VisualTokens:
 
 
 def trim(case: Case) -> VisualTokens:
-    """One image of B tiles: the count of outliers is over all of them."""
+    """One image of B tiles, over all of which the outliers are counted."""
     hidden = case.given("hidden")
     tiles, count, width = hidden.shape
     joined = hidden.reshape(1, tiles * count, width)
@@ -77,7 +77,7 @@ def dart(case: Case) -> VisualTokens:
 
 
 def fastv(case: Case) -> VisualTokens:
-    """One sequence of which the last row of attention is known; no other is read."""
+    """One sequence with the last row of its attention, the only row that FastV reads."""
     last = case.given("attn_last_row")
     return _image(case, last.mean(dim=0)[None, :, None], _last_row(case, last))
 

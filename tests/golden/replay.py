@@ -45,7 +45,7 @@ def cdpruner(case: Case) -> Problems:
     flat = _select("cdpruner", {}, tokens, count * tiles).picks
     # Picks come in turn from every tile.
     picks = flat.reshape(-1, tiles).T - torch.arange(tiles)[:, None] * tokens.grid.per_tile
-    yield from _compared(case, picks, case.wanted("order"), count)
+    yield from _compared(case, picks, case.recorded("order"), count)
     yield from same_until_rank(case, tokens, picks)
 
 
@@ -53,7 +53,7 @@ def divprune(case: Case) -> Problems:
     """Pick order."""
     tokens = RECORDS["divprune"](case)
     picks = _select("divprune", {}, tokens, case.recipe["K"]).picks
-    yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
+    yield from _compared(case, picks, case.recorded("order")[None], case.recipe["K"])
     yield from same_until_duplicates(case, tokens.features[0], picks[0])
 
 
@@ -68,11 +68,11 @@ def visionzip(case: Case) -> Problems:
         kept = indices[:dominant]
         yield from _sound(indices[1:], case.recipe["K"] - 1, case.recipe["N"])
         if demand(case) is not Demand.SOUND:
-            wanted = case.wanted("dominant_idx")[image].sort().values
+            wanted = case.recorded("dominant_idx")[image].sort().values
             yield from _equal("dominant", kept + 1, wanted)
         if not case.note:
             tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
-            yield from _close(features[image], case.wanted("features")[image], tolerance)
+            yield from _close(features[image], case.recorded("features")[image], tolerance)
 
 
 def prumerge(case: Case) -> Problems:
@@ -100,23 +100,23 @@ def trim(case: Case) -> Problems:
             yield f"{alone.picks.shape[1]} picks and {_rows(alone.extra)} rows for K = {budget}"
     for tile in range(tiles):
         kept = indices[tile, :-1] - tile * tokens.grid.per_tile
-        yield from _sound(kept, case.wanted("keep").shape[1], case.recipe["N"])
+        yield from _sound(kept, case.recorded("keep").shape[1], case.recipe["N"])
         if demand(case) is not Demand.SOUND:
-            yield from _equal("keep", kept, case.wanted("keep")[tile])
+            yield from _equal("keep", kept, case.recorded("keep")[tile])
         if not case.note:
-            yield from _close(rows[tile], case.wanted("features_fp16")[tile].float(), 2e-2)
+            yield from _close(rows[tile], case.recorded("features_fp16")[tile].float(), 2e-2)
         yield from _close(rows[tile, :-1], patches[tile, kept], 0.0)
         others = torch.ones(patches.shape[1], dtype=torch.bool).scatter(0, kept, False)
         yield from _close(rows[tile, -1:], patches[tile, others].float().mean(0)[None], 2e-2)
-    yield from _equal("n_out", torch.tensor(indices.shape[1]), case.wanted("n_out"))
+    yield from _equal("n_out", torch.tensor(indices.shape[1]), case.recorded("n_out"))
 
 
 def dart(case: Case) -> Problems:
     """Kept tokens in raster order, and the same number with that budget."""
     tokens = RECORDS["dart"](case)
     kept = _native("dart", {}, tokens, case.recipe["K"]).indices[0]
-    yield from _equal("n_out", torch.tensor(kept.numel()), case.wanted("n_out"))
-    yield from _compared(case, kept[None], case.wanted("keep")[None], kept.numel())
+    yield from _equal("n_out", torch.tensor(kept.numel()), case.recorded("n_out"))
+    yield from _compared(case, kept[None], case.recorded("keep")[None], kept.numel())
     for budget in {case.recipe["K"], kept.numel()}:
         yield from _sound(_select("dart", {}, tokens, budget).picks[0], budget, tokens.count)
 
@@ -125,18 +125,18 @@ def fastv(case: Case) -> Problems:
     """Pick order, and the surviving positions of the sequence."""
     tokens = RECORDS["fastv"](case)
     picks = _select("fastv", {}, tokens, case.recipe["K"]).picks
-    yield from _compared(case, picks, case.wanted("order")[None], case.recipe["K"])
+    yield from _compared(case, picks, case.recorded("order")[None], case.recipe["K"])
     if demand(case) is not Demand.SOUND:
         length = case.given("attn_last_row").shape[1]
         left = surviving_positions(picks, case.recipe["sys"], tokens.count, length)
-        yield from _equal("keep_seq", left[0], case.wanted("keep_seq"))
+        yield from _equal("keep_seq", left[0], case.recorded("keep_seq"))
 
 
 def pdrop(case: Case) -> Problems:
     """Kept tokens of one stage in raster order."""
     tokens = RECORDS["pdrop"](case)
     kept = _native("pyramiddrop", {}, tokens, case.recipe["K"]).indices[0]
-    yield from _compared(case, kept[None], case.wanted("keep")[None], case.recipe["K"])
+    yield from _compared(case, kept[None], case.recorded("keep")[None], case.recipe["K"])
 
 
 def sparsevlm(case: Case) -> Problems:
@@ -153,31 +153,31 @@ def sparsevlm(case: Case) -> Problems:
     if clusters.shape[0] != result:
         yield f"{clusters.shape[0]} clusters of {sources.numel()} tokens, which make {result}"
     if demand(case) is not Demand.SOUND:
-        yield from _equal("keep", kept, case.wanted("keep"))
+        yield from _equal("keep", kept, case.recorded("keep"))
     if not case.note:
         rating = find_raters(language, tokens.count)[0].nonzero()[:, 0]
-        yield from _equal("raters", rating, case.wanted("raters"))
-        yield from _close(score, case.wanted("rel")[None], 1e-3)
+        yield from _equal("raters", rating, case.recorded("raters"))
+        yield from _close(score, case.recorded("rel")[None], 1e-3)
         yield from _equal(
-            "merge_src", sources.sort().values, case.wanted("merge_src").sort().values
+            "merge_src", sources.sort().values, case.recorded("merge_src").sort().values
         )
-        yield from _equal("cluster_num", torch.tensor(result), case.wanted("cluster_num"))
-        yield from _close(clusters, case.wanted("merged"), 1e-3)
+        yield from _equal("cluster_num", torch.tensor(result), case.recorded("cluster_num"))
+        yield from _close(clusters, case.recorded("merged"), 1e-3)
 
 
 def next_order(case: Case) -> Problems:
     """Order in which LLaVA-NeXT's language model reads the tokens of five tiles."""
     size = case.recipe["N"]
     side = int(size**0.5)
-    kept = case.wanted("keep") + torch.arange(len(case.wanted("keep")))[:, None] * size
+    kept = case.recorded("keep") + torch.arange(len(case.recorded("keep")))[:, None] * size
     actual = llava_next_order(kept.reshape(1, -1), Grid(side, side, len(kept)))
-    yield from _equal("sequence", actual[0], case.wanted("sequence"))
+    yield from _equal("sequence", actual[0], case.recorded("sequence"))
 
 
 def clip_chunk(case: Case) -> Problems:
     """A long text as segments of CLIP's length, and where each of them is pooled."""
-    wanted = case.wanted("segments")
-    ids = tuple(case.wanted("token_ids").tolist())
+    wanted = case.recorded("segments")
+    ids = tuple(case.recorded("token_ids").tolist())
     padded, mask = torch.zeros_like(wanted), torch.zeros_like(wanted)
     actual = split_segments(ids, wanted.shape[1])
     if len(actual) != len(wanted):
@@ -187,8 +187,8 @@ def clip_chunk(case: Case) -> Problems:
         padded[row, : len(segment)] = torch.tensor(segment)
         mask[row, : len(segment)] = 1
     yield from _equal("segments", padded, wanted)
-    yield from _equal("mask", mask, case.wanted("mask"))
-    yield from _equal("pooled_pos", padded.argmax(dim=1), case.wanted("pooled_pos"))
+    yield from _equal("mask", mask, case.recorded("mask"))
+    yield from _equal("pooled_pos", padded.argmax(dim=1), case.recorded("pooled_pos"))
 
 
 METHODS: Mapping[str, Callable[[Case], Problems]] = {
@@ -212,12 +212,12 @@ def _prumerge(case: Case, params: dict[str, object], budget: int | None) -> Prob
     actual = _native("prumerge_plus", params, tokens, budget)
     indices, rows = actual.indices[0], _features(actual)[0]
     kept = indices[:-1]
-    yield from _sound(kept, case.wanted("idx").numel(), tokens.count)
+    yield from _sound(kept, case.recorded("idx").numel(), tokens.count)
     if demand(case) is Demand.ORDER:
-        yield from _equal("idx", kept, case.wanted("idx"))
-        yield from _close(rows, case.wanted("features"), 1e-3)
+        yield from _equal("idx", kept, case.recorded("idx"))
+        yield from _close(rows, case.recorded("features"), 1e-3)
     elif demand(case) is Demand.SET:
-        yield from _equal("idx", kept.sort().values, case.wanted("idx").sort().values)
+        yield from _equal("idx", kept.sort().values, case.recorded("idx").sort().values)
 
 
 def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:

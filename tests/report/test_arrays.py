@@ -70,7 +70,7 @@ def test_double_precision_is_read_as_single(tmp_path: Path) -> None:
     assert tokens.features.dtype == torch.float32
 
 
-def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_the_arrays_are_reported_together(tmp_path: Path) -> None:
     contents = arrays(
         features=np.ones((35, 8)),
         feature=np.ones(3),
@@ -90,7 +90,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["features", "patches", "text", "sign"])
-def test_what_the_policy_reads_must_be_there(tmp_path: Path, lacking: str) -> None:
+def test_inputs_that_the_policy_reads_are_required(tmp_path: Path, lacking: str) -> None:
     path = save(tmp_path, arrays(**{lacking: None}))
     assert problems(path)[lacking] == "required but missing"
 

@@ -22,10 +22,10 @@ SCENARIOS = (
     pytest.param("base_policies", marks=pytest.mark.exhaustive),
 )
 TIMED = frozenset({"exported"})
-"""What has times in it."""
+"""Scenarios whose reports contain times, which differ between runs."""
 
 CLOSE = 3e-2
-"""Sums of log-probabilities that count as the same: runners order the same sums differently."""
+"""Tolerance between sums of log-probabilities, which the runners add in different orders."""
 
 
 def apart(one: Any, other: Any, where: str = "") -> Iterator[str]:

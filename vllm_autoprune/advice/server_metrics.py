@@ -39,8 +39,8 @@ class Exposition:
 
     def label(self, name: str, label: str) -> str | None:
         """A label's value in the first sample of a metric."""
-        found = re.search(rf'^{re.escape(name)}\{{.*?\b{label}="([^"]*)"', self.text, re.MULTILINE)
-        return found.group(1) if found else None
+        match = re.search(rf'^{re.escape(name)}\{{.*?\b{label}="([^"]*)"', self.text, re.MULTILINE)
+        return match.group(1) if match else None
 
     def block_size(self) -> int | None:
         """Tokens of a KV block, 0 without a prefix cache."""

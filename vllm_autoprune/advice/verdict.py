@@ -27,7 +27,7 @@ _REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an operator is told."""
+    """The advice to an operator."""
 
     helps: bool
     gain: float

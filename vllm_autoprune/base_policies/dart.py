@@ -62,7 +62,7 @@ def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> Publ
     """
     each = require_budget("dart", budget) // (VISUAL_PIVOTS + TEXT_PIVOTS)
     start = tokens.require_language().start
-    length, states = _read(params, tokens)
+    length, states = _pivot_norms_and_states(params, tokens)
     visual, words = _pivots(params, tokens, length)
     kept = []
     for image in range(tokens.batch):
@@ -79,7 +79,7 @@ def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> Publ
 def dart(params: DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot."""
     start = tokens.require_language().start
-    length, states = _read(params, tokens)
+    length, states = _pivot_norms_and_states(params, tokens)
     visual, words = _pivots(params, tokens, length)
     visual = visual[:, :budget]
     turns = torch.cat([visual + start, words], dim=1)
@@ -91,7 +91,7 @@ def dart(params: DartParams, tokens: VisualTokens, budget: int) -> ReferenceSele
     return ReferenceSelection(_least_similar(states, visual, turns, shares, start, tokens.count))
 
 
-def _read(params: DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
+def _pivot_norms_and_states(params: DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
     """L1 norms ``(B, L)`` that rank pivots, and states ``(B, L, D)`` that are compared."""
     language = tokens.require_language()
     if params.space == "embeddings":

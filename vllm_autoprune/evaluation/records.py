@@ -62,7 +62,7 @@ class Case(FrozenModel):
 
     @property
     def key(self) -> str:
-        """By name."""
+        """Key in the journal, by the case's name."""
         return f"case/{self.name}"
 
 
@@ -78,7 +78,7 @@ class Question(FrozenModel):
 
     @property
     def key(self) -> str:
-        """By id."""
+        """Key in the journal, by the question's id."""
         return f"question/{self.id}"
 
 
@@ -96,7 +96,7 @@ class Answer(FrozenModel):
 
     @property
     def key(self) -> str:
-        """By case and question."""
+        """Key in the journal, by case and question."""
         return f"answer/{self.case}/{self.question}"
 
 
@@ -112,7 +112,7 @@ class Total(FrozenModel):
 
     @property
     def key(self) -> str:
-        """By case and benchmark."""
+        """Key in the journal, by case and benchmark."""
         return f"total/{self.case}/{self.benchmark}"
 
 

@@ -48,7 +48,7 @@ class Aggregates(FrozenModel):
 
 
 class Row(FrozenModel):
-    """One case that was measured completely."""
+    """Results of one case, every question of which has an answer."""
 
     case: Case
     benchmarks: dict[str, float]
@@ -62,7 +62,7 @@ class Row(FrozenModel):
 
 
 class Report(FrozenModel):
-    """An evaluation; it is valid if there are no ``reasons`` against it."""
+    """Report of an evaluation; ``reasons`` say why it is not valid, and are empty if it is."""
 
     setup: Setup
     questions: int

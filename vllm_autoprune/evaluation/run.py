@@ -60,7 +60,7 @@ class Suite(Protocol):
 
     @property
     def setup(self) -> Setup:
-        """What is measured."""
+        """Model, data and settings that the measurements belong to."""
 
     @property
     def cases(self) -> Sequence[Case]:

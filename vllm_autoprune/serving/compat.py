@@ -44,10 +44,10 @@ def vllm_version() -> Version:
 
 
 def require_vllm() -> None:
-    """Refuse a vLLM whose hooks nobody has looked at."""
-    found = vllm_version()
-    if not LOWEST <= found < BELOW:
-        what = f"version {found} is outside >={LOWEST},<{BELOW}"
+    """Refuse a vLLM version outside the range in which the hooks were checked."""
+    version = vllm_version()
+    if not LOWEST <= version < BELOW:
+        what = f"version {version} is outside >={LOWEST},<{BELOW}"
         raise ConfigError(
             "vLLM", [Problem("vllm", what, "install a version in the range, or another plugin")]
         )

@@ -43,7 +43,7 @@ def as_mutable_json(state: PruningState) -> Any:
 
 
 def menu_features(state: PruningState) -> tuple[object, ...]:
-    """What a menu changes: atoms and quota."""
+    """The parts of a state that a menu restricts: atoms and quota."""
     return (*structure(state), exchange_quota(state))
 
 

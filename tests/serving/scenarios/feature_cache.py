@@ -1,4 +1,4 @@
-"""Contents and lifetime of the feature cache, by tenant."""
+"""Scenario: which images the feature cache holds, for how long, and for which tenant."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def hostile() -> Report:
         report["raised"] = chat(llm, [[turn("raise?", other.image)]])[0].plain()
     report["errors"] = model.autoprune_reporter.meter.errors
     survived("raised")
-    report["unsafe"] = _unsafe_at_first_sight(llm, raising)
+    report["unsafe"] = _fails_first_image_check(llm, raising)
     survived("unsafe")
     report["exported"] = _exported(before)
     for name, entry in (
@@ -115,8 +115,8 @@ def _exported(before: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _unsafe_at_first_sight(llm: LLM, raising: Callable[..., object]) -> Report:
-    """A state that fails on the first real image it is asked about, and its base policy's answer.
+def _fails_first_image_check(llm: LLM, raising: Callable[..., object]) -> Report:
+    """Answers of a state that fails its check on the first real image, and of its base policy.
 
     ``broken`` and ``fixed`` are its answers while it fails and after the fault is removed.
     """

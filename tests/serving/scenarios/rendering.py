@@ -91,17 +91,17 @@ def rendering() -> Report:
     report["long"] = _long(renderer, example)
     report["side_by_side"] = asyncio.run(_side_by_side(renderer))
     # Both modify the tokenizer's settings, so they run one after the other.
-    report["odd"] = _odd(renderer, config)
+    report["odd"] = _send_damaged_prompts(renderer, config)
     renderer.shutdown()
     unpruned = _config(pruned=False)
     other = renderer_from_config(unpruned)
-    report["odd_stock"] = _odd(other, unpruned)
+    report["odd_stock"] = _send_damaged_prompts(other, unpruned)
     other.shutdown()
     return report
 
 
-def _odd(renderer: Any, config: VllmConfig) -> dict[str, str]:
-    """Outcome of requests without placeholders for their images: type of the error, or none."""
+def _send_damaged_prompts(renderer: Any, config: VllmConfig) -> dict[str, str]:
+    """Send prompts whose image placeholders are cut off or repeated: error type, or "served"."""
     from vllm import SamplingParams
     from vllm.renderers.params import ChatParams
     from vllm.v1.engine.input_processor import InputProcessor

@@ -40,7 +40,7 @@ def test_a_version_outside_of_it_is_refused_with_the_range(
     assert caught.value.problems[0].where == "vllm"
 
 
-def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {})
     with pytest.raises(ConfigError, match="not installed"):
         compat.require_vllm()
@@ -80,7 +80,7 @@ def test_a_method_is_wrapped_once_however_often_it_is_asked_for() -> None:
     assert kind.method.__doc__ == "Bound."
 
 
-def test_a_static_method_stays_static() -> None:
+def test_wrapping_keeps_a_static_method_static() -> None:
     kind = owner()
     for _ in range(3):
         compat.wrap(kind, "static", doubled)

@@ -55,7 +55,7 @@ def test_a_ratio_of_the_tokens_rounded_down(ratio: float, tokens: int, kept: int
 
 
 @means("per_tile_budget")
-def test_so_many_tokens_a_tile_up_to_a_ceiling() -> None:
+def test_budget_per_tile_is_limited_by_the_ceiling() -> None:
     budget = call("per_tile_budget", k=40, ceiling=100)
     assert [run_budget(budget, 576 * t, t) for t in (1, 2, 3, 5)] == [40, 80, 100, 100]
 

@@ -176,7 +176,7 @@ def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
     assert actual.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
 
 
-def test_a_delta_from_factors_kept_with_the_image_is_the_same() -> None:
+def test_a_delta_from_cached_factors_is_the_same() -> None:
     tokens = images(6, batch=3, grid=Grid(3, 4, tiles=3))
     policy = materialize(with_core({"share": 0.5}), 12)
     plain = give_core(
@@ -250,7 +250,7 @@ def test_no_token_is_merged_twice(
         assert int((within.sum(dim=1) * discarded).max()) <= 1
 
 
-def test_what_the_core_stands_for_is_neither_kept_nor_merged_by_the_delta() -> None:
+def test_the_delta_neither_keeps_nor_merges_tokens_of_the_cover() -> None:
     tokens = traceable(7, Grid(6, 6))
     policy = materialize(with_core({"share": 0.5, "cover": 0.5, "strength": 0.5}, BLEND), 8)
     actual = refine(policy, tokens)

@@ -114,7 +114,7 @@ class TestExchange:
         assert actual.exchanged.tolist() == [q_e]
         assert torch.equal(actual.features[0], torch.eye(8)[kept])
 
-    def test_signals_that_agree_with_the_base_policy_change_nothing(self) -> None:
+    def test_signals_in_agreement_with_the_base_policy_change_no_pick(self) -> None:
         policy = self.policy(3, instruction_guided_visual_relevance=1.0)
         actual = refine(policy, self.tokens())
         assert actual.indices.tolist() == [[0, 1, 2]] and actual.exchanged.tolist() == [0]
@@ -167,7 +167,7 @@ class TestInputs:
         assert_sound(policy, tokens, refine(policy, tokens))
 
 
-def test_kept_rows_carry_derivatives_and_the_choice_has_none() -> None:
+def test_kept_rows_have_gradients_and_the_selection_has_none() -> None:
     """As required to train through a pruned model."""
     tokens = images(3)
     tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
@@ -206,7 +206,7 @@ class TestLastResorts:
         assert torch.equal(actual.features, gather_rows(tokens.features, actual.indices))
         assert actual.fallback.tolist() == [1, 1] and actual.exchanged.tolist() == [0, 0]
 
-    def test_an_even_spread_reads_nothing(self) -> None:
+    def test_an_even_spread_needs_no_inputs(self) -> None:
         tokens = plain(torch.full((2, 36, 4), torch.nan))
         actual = keep_evenly(8, tokens)
         assert actual.indices.tolist() == [EVENLY, EVENLY]

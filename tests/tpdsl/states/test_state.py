@@ -62,7 +62,7 @@ def leaves(value: Any, pointer: str = "") -> Iterator[str]:
 
 
 def integers(schema: Any) -> Iterator[Json]:
-    """Every part of a schema that describes a whole number."""
+    """Yield every subschema of type integer."""
     if isinstance(schema, dict):
         if schema.get("type") == "integer":
             yield schema
@@ -150,7 +150,9 @@ class TestDigest:
             {"/safety/2": {"atom": "deterministic", "repeats": 2}},
         ],
     )
-    def test_what_changes_no_behaviour_changes_no_digest(self, changes: dict[str, object]) -> None:
+    def test_fields_without_effect_on_behaviour_do_not_change_the_digest(
+        self, changes: dict[str, object]
+    ) -> None:
         assert state(changes).digest == state().digest
 
     def test_a_whole_number_is_the_same_weight_as_its_float(self) -> None:
@@ -200,7 +202,7 @@ class TestDigest:
 
 class TestJsonSchema:
     @pytest.mark.parametrize("name", shipped_states())
-    def test_it_accepts_what_ships(self, name: str) -> None:
+    def test_the_check_accepts_all_shipped_states(self, name: str) -> None:
         jsonschema.Draft202012Validator.check_schema(SCHEMA)
         jsonschema.Draft202012Validator(SCHEMA).validate(shipped(name))
         jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(load_state(name).dumps()))

@@ -96,7 +96,7 @@ class PrunedModel(_Stock):
         return self.autoprune_rows(self.autoprune_plan_reader.read(rows), kwargs)
 
     def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
-        """``(K_i, D)`` rows of every image."""
+        """Encode the images and select their tokens: rows ``(K_i, D)`` for each image."""
         vision = self.autoprune
         assert vision is not None
         images = vision.images(_tensor_fields(inputs))

@@ -97,11 +97,11 @@ class ItemPlan:
 
     @property
     def image_budget(self) -> int:
-        """Tokens that are kept of the image by this item and those that it is chosen given."""
+        """K of the whole image: of a delta, its own tokens and those of its core."""
         return self.budget + self.core if self.part == "delta" else self.budget
 
     def encode(self) -> Tensor:
-        """As int64 ``(12 + bytes of the state / 8, rounded up, + number of ids,)``."""
+        """Encode as int64 ``(12 + bytes of the state / 8, rounded up, + number of ids,)``."""
         keep = CHOOSERS.index(self.keep)
         sizes = (len(self.state), len(self.instruction), len(self.language))
         part = (PARTS.index(self.part), self.core)

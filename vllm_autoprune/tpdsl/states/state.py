@@ -127,7 +127,7 @@ class Core(_Part):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what chooses the core and makes its rows: states with another share agree."""
+        """SHA-256 of what selects the core and makes its rows; its size is left out."""
         body = self.model_dump(mode="json", exclude={"share"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

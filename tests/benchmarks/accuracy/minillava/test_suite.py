@@ -1,4 +1,4 @@
-"""The mini-LLaVA suite against a fake server: requests, records, resuming and validity."""
+"""Tests of the mini-LLaVA suite on a fake server: requests, journal, resuming, valid reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The efficiency table of hand-written passes; token counts of shapes by their processors."""
+"""Tests of the efficiency table, from hand-written passes, and of token counts of image sizes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_every_kind_of_phrase_occurs(drawn: Drawn) -> None:
 
 
 def test_texts_are_the_same_in_every_process(drawn: Drawn) -> None:
-    """The committed checkpoint was trained on them; sets of names would give another order."""
+    """The committed checkpoint was trained on these texts, so no order may depend on a set."""
     rng = random.Random(5)
     texts = [
         (phrases, training_questions(rng, scene, CANVAS, 20), pointing_phrase(rng, scene))

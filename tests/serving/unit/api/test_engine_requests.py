@@ -30,13 +30,13 @@ CHOICES = (ImageChoice(8, 144, "state"), ImageChoice(16, 144, "state"))
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What was counted, in place of the process's own counters."""
-    found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(engine_requests, "count_request", lambda *said: found.append(said))
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(engine_requests, "count_request", lambda *said: calls.append(said))
     monkeypatch.setattr(
-        engine_requests, "count_refused_request", lambda: found.append(("refused",))
+        engine_requests, "count_refused_request", lambda: calls.append(("refused",))
     )
     monkeypatch.setattr(engine_requests, "_waiting", engine_requests._waiting.copy())
-    return found
+    return calls
 
 
 def feature(row: object, placeholders: int = 8, **how: Any) -> Any:
@@ -103,7 +103,7 @@ def prompt() -> dict[str, object]:
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
-def test_a_request_counts_when_it_is_handed_over(counted: list[Any]) -> None:
+def test_a_request_is_counted_when_it_is_passed_to_the_engine(counted: list[Any]) -> None:
     one = prompt()
     request = processed(one, [feature(PLAN.encode())])
     assert counted == []
@@ -148,7 +148,7 @@ def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("plan", "said"),
     [
         (feature(PLAN.encode(), 9), "9 placeholders"),
         (feature(PLAN.encode()[:3]), "3 numbers"),
@@ -158,19 +158,17 @@ def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None
         (feature(ItemPlan(8, (1, 2), profile=True).encode()), "profiling"),
     ],
 )
-def test_a_plan_that_was_not_made_here_is_checked(
-    counted: list[Any], found: Any, said: str
-) -> None:
+def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, said: str) -> None:
     from vllm.exceptions import VLLMValidationError
 
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     with pytest.raises(VLLMValidationError, match=said):  # answered by 400
-        processed(made_elsewhere, [found])
+        processed(made_elsewhere, [plan])
     assert counted == [("refused",)]
-    processed(made_elsewhere, [found], stock=True)
+    processed(made_elsewhere, [plan], stock=True)
 
 
-def test_a_sound_plan_and_what_has_none_are_let_through() -> None:
+def test_valid_plans_and_images_without_a_plan_are_accepted() -> None:
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     known = SimpleNamespace(data=None)
     other = SimpleNamespace(data={"pixel_values": torch.zeros(1)})

@@ -35,7 +35,7 @@ def info() -> Any:
     )
 
 
-def test_only_who_reads_is_told() -> None:
+def test_instructions_are_given_only_to_states_that_read_them() -> None:
     words = InstructionTokenizer(info(), None, IMAGE)
     assert words.tokenize("ab", ()) == ((), ())
     assert words.tokenize("ab", {"cls_attention", "tower", "next_layer"}) == ((), ())

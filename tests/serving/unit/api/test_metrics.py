@@ -11,7 +11,7 @@ from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 
 @pytest.fixture
 def grown() -> Callable[..., float]:
-    """By how much a counter grew since the test began."""
+    """Increase of a counter since the test began."""
     before = {s.name + str(s.labels): s.value for f in REGISTRY.collect() for s in f.samples}
 
     def by(name: str, **labels: str) -> float:

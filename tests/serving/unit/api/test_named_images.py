@@ -6,14 +6,14 @@ from vllm_autoprune.serving.api import named_images
 from vllm_autoprune.serving.api.named_images import NamedImages
 
 
-def test_a_name_means_what_was_last_sent_under_it() -> None:
+def test_a_uuid_means_the_content_last_sent_with_it() -> None:
     images = NamedImages()
     images.remember("cat", "", ("first", None))
     images.remember("cat", "", ("second", None))
     assert images.find("cat", "") == ("second", None)
 
 
-def test_names_of_one_salt_are_unknown_under_another() -> None:
+def test_uuids_of_one_salt_are_unknown_under_another() -> None:
     images = NamedImages()
     images.remember("cat", "a", ("a cat", None))
     assert images.find("cat", "a") == ("a cat", None)
@@ -22,7 +22,7 @@ def test_names_of_one_salt_are_unknown_under_another() -> None:
     assert len({content for content, _ in unknown}) == 3
 
 
-def test_the_least_recently_used_names_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_uuids_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_images, "MAX_NAMES", 2)
     images = NamedImages()
     for name in ("one", "two"):

@@ -144,7 +144,7 @@ def sender(folder: Any) -> Sender:
     return Sender(folder, budget=8).with_cache()
 
 
-def test_features_are_kept_by_content_whatever_an_image_is_called(without_cache: Sender) -> None:
+def test_features_are_cached_by_content_and_not_by_uuid(without_cache: Sender) -> None:
     unnamed = without_cache.send([LARGE, OTHER])
     one_name = without_cache.send([LARGE, OTHER], ["x", "x"])
     # What vLLM itself calls images where both of its caches are off; a client may send it too.
@@ -161,7 +161,7 @@ def test_pruned_images_are_identified_by_content(without_cache: Sender) -> None:
     assert all(int(identity, 16) and len(identity) == 64 for identity in unnamed.identities)
 
 
-def test_a_whole_image_is_called_what_stock_vllm_calls_it_and_not_kept(
+def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
     without_cache: Sender,
 ) -> None:
     sent = without_cache.send([SMALL, LARGE], ["x", "x"])
@@ -170,7 +170,7 @@ def test_a_whole_image_is_called_what_stock_vllm_calls_it_and_not_kept(
     assert sent.lengths == [4, 8]
 
 
-def test_one_name_for_two_sizes_in_two_requests(sender: Sender) -> None:
+def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> None:
     """Each has its own identity, its own plan and as many placeholders as without a name."""
     alone = [sender.send([image]) for image in (SMALL, LARGE, OTHER)]
     named = [sender.send([image], ["x"]) for image in (SMALL, LARGE, OTHER)]
@@ -178,14 +178,14 @@ def test_one_name_for_two_sizes_in_two_requests(sender: Sender) -> None:
     assert [sent.identities for sent in named[1:]] == [sent.identities for sent in alone[1:]]
 
 
-def test_a_name_alone_is_the_image_last_sent_under_it(sender: Sender) -> None:
+def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
     first = sender.send([LARGE], ["x"])
     assert sender.send([None], ["x"]) == Processed(first.identities, [None], first.lengths)
     second = sender.send([OTHER], ["x"])
     assert sender.send([None], ["x"]).identities == second.identities != first.identities
 
 
-def test_a_name_alone_that_nobody_sent_is_refused(sender: Sender) -> None:
+def test_an_unknown_uuid_without_an_image_is_refused(sender: Sender) -> None:
     sender.send([LARGE], ["x"])
     for uuid, salt in (("y", ""), ("x", "a tenant")):
         with pytest.raises(ValueError, match="data is not provided"):

@@ -38,7 +38,7 @@ def refused(asked: object, *sizes: int, on: ServedState | None = None) -> str:
     return str(caught.value)
 
 
-def test_nothing_asked_is_what_the_server_runs() -> None:
+def test_a_request_without_fields_runs_the_server_state() -> None:
     for level in LEVELS:
         one, small = chosen(None, N, 5, on=server(level))
         assert (one.kept, one.keep, one.state) == (8, "state", b"")
@@ -184,7 +184,7 @@ def test_a_policy_brings_its_state_its_budget_and_its_identity() -> None:
     assert (other.kept, other.state) == (7, encode_state(state))
 
 
-def test_what_a_choice_reads_is_what_its_policy_reads() -> None:
+def test_needs_of_a_choice_are_those_of_its_policy() -> None:
     assert chosen(None)[0].reads_instruction
     assert not chosen({"state": "visionzip", "budget": 8})[0].reads_instruction
     assert chosen({"state": "fastv", "budget": 8})[0].needs >= {"language"}

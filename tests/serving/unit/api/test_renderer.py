@@ -52,7 +52,7 @@ def test_fields_of_the_messages_reach_the_processor_and_leave_the_prompt() -> No
     }
 
 
-def test_what_the_request_asked_stays() -> None:
+def test_fields_of_the_request_are_kept() -> None:
     kwargs = handed({"budget": 16}, num_crops=4)["mm_processor_kwargs"]
     assert kwargs == {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4}
 

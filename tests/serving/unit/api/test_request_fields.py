@@ -13,16 +13,16 @@ from vllm_autoprune.serving.api.request_fields import (
 from vllm_autoprune.serving.shared.plan import CHOOSERS
 
 
-def test_nothing_asked_is_the_server_s_own_choice() -> None:
+def test_a_request_without_fields_gets_the_server_default() -> None:
     nothing = PruningRequest(budget=None, state=None, enabled=True, keep="state")
     assert parse_request(None) == parse_request({}) == nothing
 
 
-def test_everything_asked_is_read() -> None:
+def test_all_request_fields_are_parsed() -> None:
     for keep in CHOOSERS:
         asked = {"budget": 16, "keep": keep, "instructions": ["what?", ""]}
-        found = parse_request(asked)
-        assert (found.budget, found.keep, found.instructions) == (16, keep, ["what?", ""])
+        request = parse_request(asked)
+        assert (request.budget, request.keep, request.instructions) == (16, keep, ["what?", ""])
 
 
 def test_details_have_one_level_or_none_for_each_image() -> None:
@@ -37,7 +37,7 @@ def test_the_three_forms_of_a_budget(asked: object, read: object) -> None:
     assert parse_request({"budget": asked}).budget == read
 
 
-def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
+def test_a_policy_is_a_name_or_an_unparsed_state() -> None:
     assert parse_request({"state": "visionzip"}).state == "visionzip"
     state = {"schema": "x", "name": [{"deep": None}]}
     assert parse_request({"state": state}).state == state
@@ -80,7 +80,7 @@ def test_a_policy_is_a_name_or_a_state_as_it_came() -> None:
     ],
     ids=repr,
 )
-def test_anything_else_is_refused_with_its_place(asked: object, where: str | None) -> None:
+def test_other_values_are_refused_with_their_pointer(asked: object, where: str | None) -> None:
     with pytest.raises(RequestError) as caught:
         parse_request(asked)
     (problem,) = caught.value.problems
@@ -89,7 +89,7 @@ def test_anything_else_is_refused_with_its_place(asked: object, where: str | Non
     assert problem.fix
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_in_one_error() -> None:
     with pytest.raises(RequestError) as caught:
         parse_request({"budget": "x", "keep": "y", "z": 1})
     assert {p.where.rpartition("/")[2] for p in caught.value.problems} == {"budget", "keep", "z"}
@@ -104,7 +104,7 @@ def test_an_answer_stays_short_whatever_is_asked() -> None:
 
 
 @pytest.mark.parametrize("key", ["a\nERROR forged line", "\x1b[2J", "\u2028", "x" * 10_000 + "\n"])
-def test_a_key_that_a_client_made_up_is_told_on_one_short_line(key: str) -> None:
+def test_an_unknown_key_is_reported_on_a_short_line(key: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_request({key: 1, "budget": {key: 2}})
     lines = str(caught.value).split("\n")

@@ -42,7 +42,7 @@ def test_a_name_is_never_the_text_of_a_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "visionzi", "VISIONZIP", "x" * 1_000_000, "\0", "\ud800"])
-def test_a_name_that_nobody_knows(name: str) -> None:
+def test_an_unknown_name(name: str) -> None:
     assert "ships with this server" in refused(name)
 
 
@@ -63,7 +63,7 @@ def test_a_state_of_many_megabytes_is_not_even_parsed(monkeypatch: pytest.Monkey
     assert str(MAX_STATE_CHARACTERS) in refused(huge)
 
 
-def test_junk_of_every_kind() -> None:
+def test_invalid_values_of_every_type() -> None:
     deep: Any = {}
     for _ in range(100_000):
         deep = {"a": deep}
@@ -71,7 +71,7 @@ def test_junk_of_every_kind() -> None:
         refused(junk)
 
 
-def test_a_state_that_breaks_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_violates_the_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is served as its base policy, or refused where it says so; either way by its digest."""
 
     def broken(policy: PruningPolicy) -> SafetyRecord:
@@ -79,8 +79,8 @@ def test_a_state_that_breaks_its_promises(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
     falling = edited(shipped(), {"/constraints/selector/q_e": 7})
-    found = load_request_state(falling)
-    assert found.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    loaded = load_request_state(falling)
+    assert loaded.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
     strict = edited(falling, {"/safety": ["preserve_budget"]})
     assert "made to fail" in refused(strict)
 
@@ -116,7 +116,7 @@ def dear() -> Any:
     )
 
 
-def test_a_dear_state_is_refused_before_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_costly_state_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(policy: PruningPolicy) -> SafetyRecord:
         raise AssertionError("it was run")
 

@@ -19,14 +19,14 @@ from vllm_autoprune.serving.api.pruning_choice import split_shared_budget
         (5, [576], [5]),
     ],
 )
-def test_evenly_and_what_one_cannot_use_goes_to_the_others(
+def test_even_shares_with_the_surplus_given_to_the_others(
     total: int, sizes: list[int], budgets: list[int]
 ) -> None:
     assert split_shared_budget(total, sizes) == budgets
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 5000))
-def test_all_of_it_is_given_out_and_nobody_gets_more_than_he_has(
+def test_shares_sum_to_the_total_and_never_exceed_what_each_has(
     sizes: list[int], total: int
 ) -> None:
     budgets = split_shared_budget(total, sizes)

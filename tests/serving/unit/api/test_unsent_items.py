@@ -85,7 +85,7 @@ def test_images_of_a_request_that_is_kept_alive_after_its_refusal_are_sent() -> 
     assert refused.features[0].data is not None
 
 
-def test_a_request_that_overtakes_the_first_one_brings_the_tensors() -> None:
+def test_a_request_that_overtakes_the_first_one_sends_the_tensors() -> None:
     server = ApiServer()
     first, second = server.render("a"), server.render("a")
     server.send(second)

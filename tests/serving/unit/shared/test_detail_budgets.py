@@ -75,5 +75,5 @@ def test_each_problem(value: object, what: str) -> None:
     assert what in problem
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_are_reported_in_one_message() -> None:
     assert len(problems_of("low=x,medium=3,high=0")) == 3

@@ -90,7 +90,7 @@ def test_malformed_plans_are_refused_with_a_reason() -> None:
 
 
 @given(st.lists(INT64, max_size=40))
-def test_any_row_of_numbers_is_a_plan_or_refused(numbers: list[int]) -> None:
+def test_any_int64_row_is_decoded_or_refused(numbers: list[int]) -> None:
     row = torch.tensor(numbers, dtype=torch.int64)
     try:
         plan = ItemPlan.decode(row)

@@ -55,7 +55,7 @@ def test_only_sleep_that_discards_the_text_tower_is_refused(
 
 
 @pytest.mark.compat
-def test_an_engine_is_refused_sleep_before_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_is_refused_before_the_engine_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.core import EngineCore
 
     slept: list[int] = []

@@ -21,14 +21,14 @@ def test_settings_are_moved_to_the_model_config(
     config = vllm_config({"state": "autoprune", "budget": 16})
     before = config.additional_config
     apply_settings(config)
-    found = served_state(config.model_config)
-    assert found is not None
-    assert found.budget == 16
+    served = served_state(config.model_config)
+    assert served is not None
+    assert served.budget == 16
     assert config.additional_config == {"theirs": {"x": 1}}
     assert "autoprune" in before  # the caller's own dictionary, which another engine may use
     assert [architecture for architecture, _ in registered.models] == [LLAVA]
     (record,) = logged.records
-    assert found.state.digest[:12] in record.getMessage()
+    assert served.state.digest[:12] in record.getMessage()
 
 
 @pytest.mark.parametrize("additional", [{"theirs": 1}, {}, "opaque"], ids=repr)

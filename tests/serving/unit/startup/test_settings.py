@@ -84,7 +84,7 @@ def test_a_budget_without_a_state() -> None:
     assert places({"budget": "0"}) == ["--autoprune-state", "--autoprune-budget"]
 
 
-def test_a_file_that_is_missing_and_a_name_that_is_nearly_one() -> None:
+def test_a_missing_file_and_a_misspelt_name() -> None:
     (problem,) = refusal({"state": "autoprun"})
     assert problem.where == "--autoprune-state autoprun#"
     assert "no such file" in problem.what

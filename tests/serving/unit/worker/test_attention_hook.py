@@ -10,7 +10,7 @@ HEADS, WIDTH = 2, 4
 
 
 class Attention(nn.Module):
-    """As vLLM's ``MMEncoderAttention`` is called."""
+    """Attention with the call signature of vLLM's ``MMEncoderAttention``."""
 
     num_heads, scale = HEADS, 0.5
 
@@ -43,7 +43,7 @@ def test_a_batch_of_sequences() -> None:
         torch.testing.assert_close(received.sum(), torch.tensor(1.0))
 
 
-def test_sequences_one_behind_another_see_only_themselves() -> None:
+def test_packed_sequences_attend_only_to_themselves() -> None:
     module = Attention()
     listening = AttentionHook(module)
     query, key = _made(1, 9, HEADS, WIDTH)

@@ -88,9 +88,9 @@ def test_a_policy_is_given_the_tower_and_the_language_model(reading: list[Visual
         assert torch.equal(tower.keys[0], known.keys)
         assert tower.cls is not None and torch.equal(tower.cls[0], known.cls)
         following = tokens.require_next_layer()
-        found = (following.attention[0], following.keys[0])
-        assert known.next_attention is not None and torch.equal(found[0], known.next_attention)
-        assert known.next_keys is not None and torch.equal(found[1], known.next_keys)
+        read = (following.attention[0], following.keys[0])
+        assert known.next_attention is not None and torch.equal(read[0], known.next_attention)
+        assert known.next_keys is not None and torch.equal(read[1], known.next_keys)
         assert torch.equal(tower.project(tower.patches), 2 * tower.patches)
 
 

@@ -64,7 +64,7 @@ def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) 
         assert len(cache) == len(inside)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
     cache = FeatureCache(3 * 16)
     for key in (1, 2, 3):
         cache.put((key, 0), sized(1))

@@ -74,7 +74,7 @@ def test_non_finite_images_fail_no_state(
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
-    """Make every state fail its check at one budget; the budgets that are checked."""
+    """Make every state fail its safety check at one budget; return the list of checked budgets."""
     checked: list[int] = []
     stock = check.safety_check
 

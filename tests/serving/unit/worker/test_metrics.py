@@ -39,27 +39,27 @@ def test_worker_metrics_are_exported(tmp_path: Path) -> None:
     with closing(WorkerMetrics(str(tmp_path))) as worker:
         for _ in range(2):  # totals, so writing them again changes nothing
             worker.publish(watch, meter, cache, 1)
-    found = shown(tmp_path)
-    assert found['autoprune_fallbacks_total{fallback="reference",reason="scores"}'] == 2
-    assert found['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] == 1
-    assert found['autoprune_fallbacks_total{fallback="reference",reason="error"}'] == 1
-    assert found['autoprune_selection_errors_total{error="ValueError"}'] == 1
-    assert found["autoprune_unsafe_states_total"] == 1
-    assert found["autoprune_feature_cache_hits_total"] == 1
-    assert found["autoprune_feature_cache_misses_total"] == 1
-    assert found["autoprune_feature_cache_bytes"] == cache.used_bytes > 0
-    assert found["autoprune_selection_seconds_count"] == 1
+    metrics = shown(tmp_path)
+    assert metrics['autoprune_fallbacks_total{fallback="reference",reason="scores"}'] == 2
+    assert metrics['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] == 1
+    assert metrics['autoprune_fallbacks_total{fallback="reference",reason="error"}'] == 1
+    assert metrics['autoprune_selection_errors_total{error="ValueError"}'] == 1
+    assert metrics["autoprune_unsafe_states_total"] == 1
+    assert metrics["autoprune_feature_cache_hits_total"] == 1
+    assert metrics["autoprune_feature_cache_misses_total"] == 1
+    assert metrics["autoprune_feature_cache_bytes"] == cache.used_bytes > 0
+    assert metrics["autoprune_selection_seconds_count"] == 1
 
 
 def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
     with closing(WorkerMetrics(str(tmp_path))) as worker:
         worker.add_selections([0.0005, 0.001, 0.3])
         worker.add_selections([99.0])
-    found = shown(tmp_path)
+    metrics = shown(tmp_path)
     edges = {f'{SELECTION}_bucket{{le="{edge}"}}': n for edge, n in
              (("0.001", 2), ("0.25", 2), ("0.5", 3), ("2.5", 3), ("+Inf", 4))}  # fmt: skip
-    assert {name: found[name] for name in edges} == edges
-    assert found[f"{SELECTION}_sum"] == pytest.approx(99.3015)
+    assert {name: metrics[name] for name in edges} == edges
+    assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
 
 
 def test_workers_add_up_also_after_a_restart(

@@ -51,9 +51,7 @@ def load_layer(tower: Any, prefix: str = PREFIXES[0], like: Tensor = LIKE) -> Ne
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_it_is_one_wide_head_of_the_layer_after_the_one_that_is_read(
-    tower: Any, prefix: str
-) -> None:
+def test_attention_is_of_one_wide_head_of_the_next_layer(tower: Any, prefix: str) -> None:
     """PruMerge's own rule, from transformers' modules: q k^T / sqrt(Dv) over [CLS] and patches."""
     pixels = torch.randn(2, 3, CONFIG.image_size, CONFIG.image_size)
     with torch.no_grad():

@@ -121,7 +121,7 @@ def test_attention_is_averaged_over_the_heads_of_all_ranks(
     torch.testing.assert_close(sums[0], summed(whole))
 
 
-def test_a_batch_is_taken_once() -> None:
+def test_values_of_a_batch_can_be_taken_once() -> None:
     qkv = Qkv(torch.randn(24, 8), torch.zeros(24))
     hook = QkvHook(attention(qkv, 2, scale=0.5))
     with pytest.raises(AssertionError, match="has not run"):

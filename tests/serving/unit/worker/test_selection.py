@@ -36,7 +36,7 @@ def test_valid_policy_equals_refine(policy: PruningPolicy) -> None:
     assert reporter.meter.errors == {}
 
 
-def test_features_that_follow_derivatives_are_no_failure(policy: PruningPolicy) -> None:
+def test_features_with_gradients_are_no_failure(policy: PruningPolicy) -> None:
     """vLLM's warm-up on a CPU passes tensors that require gradients."""
     reporter, tokens = FallbackReporter(), images()
     tracked = dataclasses.replace(tokens, features=tokens.features.clone().requires_grad_())
