@@ -140,7 +140,7 @@ def build_row(
 
 
 def build_control(stock: Sequence[Timing], kept: Sequence[Timing]) -> Control:
-    """From the same questions in the same order on both servers, with all tokens kept."""
+    """Compare both servers on the same questions in the same order, with all tokens kept."""
     same = sum(a.answer == b.answer for a, b in zip(stock, kept, strict=True))
     return Control(
         same_answers=same,

@@ -54,7 +54,7 @@ class Sample:
 
     @classmethod
     def by_request(cls, values: Sequence[Sequence[float]]) -> Sample:
-        """From one list of values for each request, in order of the schedule."""
+        """Build from one list of values for each request, in order of the schedule."""
         owners = [number for number, own in enumerate(values) for _ in own]
         flat = [value for own in values for value in own]
         return cls(np.asarray(flat, dtype=np.float64), np.asarray(owners, dtype=np.int64))

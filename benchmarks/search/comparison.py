@@ -276,10 +276,10 @@ class RecordedProposer:
         return len(self._replies)
 
     async def prepare(self) -> None:
-        """Does nothing."""
+        """Do nothing: recorded replies need no endpoint."""
 
     async def close(self) -> None:
-        """Does nothing."""
+        """Do nothing: no connection is open."""
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """One of the replies, chosen by request and seed."""

@@ -110,7 +110,7 @@ class History:
     def feature_effects(self) -> list[tuple[str, float]]:
         """Difference of mean objectives with and without each atom or quota, largest first.
 
-        Only of features that some evaluated trials have and others lack.
+        Features that all evaluated trials have, or none, are left out.
         """
         scored = [
             (feature_names(trial.state), trial.score)

@@ -61,7 +61,7 @@ class SettingsRecord(_Record):
 
     @property
     def key(self) -> str:
-        """There is one in a ledger."""
+        """Key in the ledger, which holds one such record."""
         return "opened"
 
 
@@ -79,7 +79,7 @@ class ReplyRecord(_Record):
 
     @property
     def key(self) -> str:
-        """Round and index."""
+        """Key in the ledger, by round and index."""
         return f"reply/{self.round}/{self.index}/{self.attempt}"
 
 
@@ -95,7 +95,7 @@ class ProgramRecord(_Record):
 
     @property
     def key(self) -> str:
-        """Round and index."""
+        """Key in the ledger, by round and index."""
         return f"program/{self.round}/{self.index}"
 
 
@@ -119,7 +119,7 @@ class ProposalRecord(_Record):
 
     @property
     def key(self) -> str:
-        """Round and index."""
+        """Key in the ledger, by round and index."""
         return f"proposal/{self.round}/{self.index}"
 
 
@@ -139,7 +139,7 @@ class VerdictRecord(_Record):
 
     @property
     def key(self) -> str:
-        """Digest of the state."""
+        """Key in the ledger, by the digest of the state."""
         return f"verdict/{self.digest}"
 
 
@@ -162,7 +162,7 @@ class EvaluationRecord(_Record):
 
     @property
     def key(self) -> str:
-        """State, budget and range of examples."""
+        """Key in the ledger, by state, budget and range of examples."""
         return f"evaluation/{self.split}/{self.digest}/{self.budget}/{self.start}-{self.stop}"
 
 
@@ -190,7 +190,7 @@ class TrialRecord(_Record):
 
     @property
     def key(self) -> str:
-        """Round and index."""
+        """Key in the ledger, by round and index."""
         return f"trial/{self.round}/{self.index}"
 
 
@@ -203,7 +203,7 @@ class SummaryRecord(_Record):
 
     @property
     def key(self) -> str:
-        """Round."""
+        """Key in the ledger, by round."""
         return f"summary/{self.round}"
 
 
@@ -249,7 +249,7 @@ class WinnerRecord(_Record):
 
     @property
     def key(self) -> str:
-        """There is one in a ledger."""
+        """Key in the ledger, which holds one such record."""
         return "chosen"
 
 

@@ -86,7 +86,7 @@ def front_table(winner: WinnerRecord) -> tuple[list[str], list[list[str]]]:
 
 
 def cause_rows(report: SearchReport) -> list[list[str]]:
-    """Reasons for which candidates were not evaluated, with their numbers."""
+    """Reasons for which candidates were not evaluated, with the number of candidates each."""
     return [[cause, str(count)] for cause, count in report.causes.items()]
 
 

@@ -108,7 +108,7 @@ class AutoPrunePlus:
     def _whole_state_study(self, current: Round) -> TpeStudy:
         """TPE over all measured whole states, whatever their origin.
 
-        Small changes to a state are left out: TPE would take its many variants for the best region.
+        Small changes to a state are left out: TPE would prefer a region for its many variants.
         """
         budget, core = self._settings.source_budget, self._settings.core
         measured = [
@@ -126,7 +126,7 @@ class AutoPrunePlus:
         return study
 
     def _tune(self, best: Sequence[Trial], history: History, rng: Random) -> Draft:
-        """New numbers for one of the best structures."""
+        """Propose other numbers for one of the best states, whose structure stays."""
         parent = _draw_parent(best, rng)
         state, budget = parent.require_state(), self._settings.source_budget
         measured = [

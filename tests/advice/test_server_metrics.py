@@ -1,4 +1,4 @@
-"""Sizes, questions an image, and tower or prefill from the other, as read from ``/metrics``."""
+"""Estimates from ``/metrics``: image sizes, questions per image, and times of tower or prefill."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def visionzip(case: Case) -> Problems:
 
 
 def prumerge(case: Case) -> Problems:
-    """Indices in output order and rows before the projector, of the published count."""
+    """PruMerge at its published count: indices in output order, and rows before the projector."""
     yield from _prumerge(case, {"plus": bool(case.recipe.get("plus", True))}, None)
 
 
 def prumerge_budget(case: Case) -> Problems:
-    """As :func:`prumerge`, K tokens by EffiVLM-Bench's rule."""
+    """PruMerge with K tokens, by the rule of EffiVLM-Bench."""
     yield from _prumerge(case, {}, case.recipe["K"])
 
 

@@ -22,7 +22,7 @@ class Figures:
     benchmarks: Mapping[str, Floats]
     """In per cent, MME in points; benchmarks without scores of single answers are left out."""
     acc: Floats | None
-    """As :func:`aggregate.accuracy`; None if a benchmark is left out."""
+    """*Acc.* by :func:`aggregate.accuracy`; None if a benchmark is left out."""
     accuracy: Floats | None
     """Mean score over all questions that have one, in per cent."""
     accuracy_plus: Floats | None

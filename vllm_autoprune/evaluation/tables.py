@@ -60,7 +60,7 @@ class Metric:
         return f"{value} ({low} to {high})"
 
     def _signed(self, value: float) -> str:
-        """The rounded value with its sign; zero has no sign, or a tiny loss would look like one."""
+        """The rounded value with its sign; what rounds to zero has none, so no loss is claimed."""
         rounded = round(value, self.digits)
         return f"{rounded:+.{self.digits}f}" if rounded else f"{0:.{self.digits}f}"
 

@@ -50,7 +50,7 @@ def numbers(path: Path) -> list[int]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of two notes, in a folder that was not there."""
+    """A file with two notes, in a folder that writing it creates."""
     path = tmp_path / "a" / "b" / "notes.jsonl"
     with open_notes(path) as file:
         file.append([Note(number=1, text="one"), Note(number=2)])

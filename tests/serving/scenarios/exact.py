@@ -17,7 +17,7 @@ def plain() -> Report:
 
 @scenario
 def everything_kept() -> Report:
-    """As :func:`plain`, with a state whose K is at least N."""
+    """Outputs of an engine whose state has a K of at least N, so that nothing is pruned."""
     return _exact({**STATE, "budget": 4096})
 
 

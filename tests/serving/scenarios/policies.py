@@ -27,7 +27,7 @@ HALF = TOKENS // 2
 
 @scenario
 def shipped_by_request() -> Report:
-    """As :func:`shipped`, on one engine of another state: requests name the state to use."""
+    """Every shipped state, named by requests to one engine that runs another state."""
     llm = start(None, **SMALL)
     report: dict[str, Any] = {"full": _asked(llm, {}).plain(), "states": {}}
     release(llm)

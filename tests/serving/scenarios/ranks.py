@@ -38,7 +38,7 @@ def two_ranks() -> Report:
 
 @scenario
 def two_ranks_qwen2_5_vl() -> Report:
-    """As :func:`two_ranks`, for a tiny model with M-RoPE; relevance is by its input embeddings."""
+    """Two ranks of a tiny model with M-RoPE, with relevance by its input embeddings."""
     with tempfile.TemporaryDirectory() as folder:
         llm = start(
             {"state": "autoprune", "budget": 8},

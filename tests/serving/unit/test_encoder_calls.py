@@ -45,7 +45,7 @@ def first_runner(model: object, features: dict[str, list[int | None]]) -> Any:
 
 
 def first_calls(model: object, features: dict[str, list[int | None]]) -> list[dict[str, list[int]]]:
-    """What the stock method of runner V1 is called with, all inputs being scheduled."""
+    """Inputs of each call of runner V1's stock method, where all inputs are scheduled together."""
     calls: list[dict[str, list[int]]] = []
 
     def stock(self: object, scheduler_output: Any) -> Any:

@@ -38,17 +38,17 @@ class ClipVision(Vision):
 
     @staticmethod
     def tower(model: LlavaForConditionalGeneration) -> nn.Module:
-        """As :meth:`Vision.tower`."""
+        """The model's vision tower."""
         tower: nn.Module = model.vision_tower
         return tower
 
     def project(self, rows: Tensor) -> Tensor:
-        """As :meth:`Vision.project`."""
+        """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
         projected: Tensor = self._model.multi_modal_projector(rows.to(self.sample_weight.dtype))
         return projected
 
     def model_parts(self) -> ModelParts:
-        """As :meth:`Vision.model_parts`, with the language model's first layers."""
+        """Parts of the model that policies read, with the language model's first layers."""
         if self._language is None and "language" in self.needs:
             first = self._model.config.text_config.bos_token_id
             model = self._model.language_model.model
@@ -67,7 +67,7 @@ class ClipVision(Vision):
         )
 
     def finish_loading(self) -> None:
-        """As :meth:`Vision.finish_loading`."""
+        """Finish loading, and require the weights of the next layer where the state reads it."""
         super().finish_loading()
         if self._next is not None:
             self._next.require_weights()

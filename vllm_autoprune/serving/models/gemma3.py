@@ -35,22 +35,22 @@ class Gemma3Vision(TiledVision):
 
     @staticmethod
     def tower(model: Gemma3ForConditionalGeneration) -> nn.Module:
-        """As :meth:`Vision.tower`."""
+        """The model's vision tower."""
         tower: nn.Module = model.vision_tower
         return tower
 
     def tile_tokens(self) -> int:
-        """As :meth:`TiledVision.tile_tokens`."""
+        """Number of tokens of one square tile, n."""
         return int(self._model.config.mm_tokens_per_image)
 
     def last_attention(self) -> nn.Module:
-        """As :meth:`TiledVision.last_attention`."""
+        """Attention module of the last layer that the model reads."""
         layers = self._model.vision_tower.vision_model.encoder.layers
         attention: nn.Module = layers[-1].self_attn.attn
         return attention
 
     def rows(self, tiles: Tensor) -> Tensor:
-        """As :meth:`TiledVision.rows`."""
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
         model = self._model
         features = model._image_pixels_to_features(model.vision_tower, tiles)
         rows: Tensor = model.multi_modal_projector(features)

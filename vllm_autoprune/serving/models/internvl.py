@@ -38,21 +38,21 @@ class InternVLVision(TiledVision):
 
     @staticmethod
     def tower(model: InternS1ForConditionalGeneration) -> nn.Module:
-        """As :meth:`Vision.tower`."""
+        """The model's vision tower."""
         tower: nn.Module = model.vision_tower
         return tower
 
     def tile_tokens(self) -> int:
-        """As :meth:`TiledVision.tile_tokens`."""
+        """Number of tokens of one square tile, n."""
         return int(self._model.num_image_token)
 
     def last_attention(self) -> nn.Module:
-        """As :meth:`TiledVision.last_attention`."""
+        """Attention module of the last layer that the model reads."""
         attention: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
         return attention
 
     def rows(self, tiles: Tensor) -> Tensor:
-        """As :meth:`TiledVision.rows`."""
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
         rows: Tensor = self._model.extract_feature(tiles)
         return rows
 

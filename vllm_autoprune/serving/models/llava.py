@@ -51,13 +51,13 @@ class LlavaVision(ClipVision):
     """The vision side of LLaVA-1.5."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """As :meth:`Vision.images`."""
+        """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
         pixels = {"pixel_values": inputs["pixel_values"]}
         return [ModelImage(one, self.grid.tokens) for one in split_by_image(pixels)]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """As :meth:`Vision.encode`."""
+        """Encode images in one pass of the vision tower."""
         tiles = self.encode_tiles(stack_field(images, "pixel_values"))
         # Rows are copied: a view would keep the whole batch alive in the cache.
         regions = [

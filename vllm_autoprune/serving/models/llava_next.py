@@ -51,12 +51,12 @@ class LlavaNextVision(ClipVision):
     """The vision side of LLaVA-NeXT."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """As :meth:`Vision.images`."""
+        """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
         return split_joined_images(inputs, self._join, self.grid.height)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
+        """Encode images: all their tiles go through the vision tower in one pass."""
         counts = [len(image["pixel_values"]) for image in images]
         made = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
         newline, side = self._model.image_newline, self.grid.height

@@ -44,17 +44,17 @@ class OnevisionVision(Vision):
 
     @staticmethod
     def tower(model: LlavaOnevisionForConditionalGeneration) -> nn.Module:
-        """As :meth:`Vision.tower`."""
+        """The model's vision tower."""
         tower: nn.Module = model.vision_tower
         return tower
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """As :meth:`Vision.images`."""
+        """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
         return split_joined_images(inputs, self._join, self.side)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """As :meth:`Vision.encode`: all tiles of all images go through the tower at once."""
+        """Encode images: all their tiles go through the vision tower in one pass."""
         model = self._model
         counts = [len(image["pixel_values"]) for image in images]
         pixels = torch.cat([image["pixel_values"] for image in images])

@@ -97,12 +97,12 @@ class QwenVision(Vision):
 
     @staticmethod
     def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
-        """As :meth:`Vision.tower`."""
+        """The model's vision tower."""
         tower: nn.Module = model.visual
         return tower
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """As :meth:`Vision.images`; the patches of all images come in one tensor."""
+        """Split the images of one call, whose patches come in one tensor."""
         grids = inputs["image_grid_thw"]
         assert isinstance(grids, Tensor)
         sizes = grids.prod(-1).tolist()
@@ -117,7 +117,7 @@ class QwenVision(Vision):
         ]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """As :meth:`Vision.encode`: tokens are chosen by the first D channels of each row."""
+        """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
         checked = self._model._parse_and_validate_image_input(
@@ -192,7 +192,7 @@ class PrunedQwen(PrunedModel, _Stock):
             self.is_multimodal_pruning_enabled = False
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
-        """As :meth:`PrunedModel.embed_multimodal`; rows of images carry their positions."""
+        """Embed images and videos; rows of images carry their positions."""
         vision = self.autoprune
         if isinstance(vision, QwenVision) and kwargs.get("image_embeds") is not None:
             return vision.embeddings_with_positions(

@@ -70,7 +70,7 @@ class TiledVision(Vision):
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """As :meth:`Vision.images`."""
+        """Split the images of one call of ``embed_multimodal``."""
         tiles, counts = inputs[self.pixels], inputs[self.counts]
         assert isinstance(tiles, Tensor) and isinstance(counts, Tensor)
         return [
@@ -79,7 +79,7 @@ class TiledVision(Vision):
         ]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """As :meth:`Vision.encode`."""
+        """Encode images in one pass of the vision tower."""
         counts = [len(image[self.pixels]) for image in images]
         rows = self.rows(torch.cat([image[self.pixels] for image in images]))
         attention = (

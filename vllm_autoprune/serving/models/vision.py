@@ -27,7 +27,7 @@ ImageInputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelImage:
-    """One image as it reaches the model; tokens is N, what the unpruned model makes of it."""
+    """One image as it reaches the model; ``tokens`` is N, its visual tokens before pruning."""
 
     inputs: ImageInputs
     tokens: int

@@ -90,7 +90,7 @@ def select_tokens(
 ) -> TokenSelection:
     """Select the tokens to keep of every image, without gradients, beside the given ones.
 
-    Needs K < N, and K tokens that are not closed.
+    Needs K < N, and at least K tokens that ``given`` does not close.
     """
     if "instruction" in policy.needs:
         tokens.require_instruction()

@@ -1,4 +1,4 @@
-"""What is handed to the engine is checked and counted; whatever is not, is not."""
+"""Plans are checked, and requests counted, when they are passed to the engine, and only then."""
 
 from __future__ import annotations
 
