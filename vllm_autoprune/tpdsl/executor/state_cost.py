@@ -245,25 +245,38 @@ def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
     if cosines:
         costs.append(_priced("", "cosines between all tokens", _cosines(shape)))
     if scores:
-        for i, signal in enumerate(state.scoring.signals):
-            if signal.weight > 0:
-                work = _SIGNALS[signal.atom](signal, shape) + Work(6, 6 * shape.tokens)
-                costs.append(_priced(f"/scoring/signals/{i}", signal.atom, work))
-        for i, prior in enumerate(state.source.priors):
-            if not is_idle(prior):
-                work = _prior(prior, state, shape)
-                costs.append(_priced(f"/source/priors/{i}", prior.atom, work))
+        costs += _quality_costs(state, shape)
     if quota > 0:
-        candidates = shape.tokens - shape.budget
-        for i, pool in enumerate(state.constraints.pool):
-            work, candidates = _pool(pool, shape, candidates)
-            costs.append(_priced(f"/constraints/pool/{i}", pool.atom, work))
-        selector = state.constraints.selector
-        costs.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
+        costs += _exchange_costs(state, shape)
     reassembly = _reassembly(state.reassembly, shape)
     costs.append(_priced("/reassembly", state.reassembly.atom, reassembly))
     if state.core is not None and core:
         costs += _core_costs(state.core, core, shape, alone=not cosines)
+    return costs
+
+
+def _quality_costs(state: PruningState, shape: Shape) -> list[AtomCost]:
+    """Cost of the signals and priors that are read."""
+    costs = []
+    for i, signal in enumerate(state.scoring.signals):
+        if signal.weight > 0:
+            work = _SIGNALS[signal.atom](signal, shape) + Work(6, 6 * shape.tokens)
+            costs.append(_priced(f"/scoring/signals/{i}", signal.atom, work))
+    for i, prior in enumerate(state.source.priors):
+        if not is_idle(prior):
+            work = _prior(prior, state, shape)
+            costs.append(_priced(f"/source/priors/{i}", prior.atom, work))
+    return costs
+
+
+def _exchange_costs(state: PruningState, shape: Shape) -> list[AtomCost]:
+    """Cost of the candidate pool and the exchange."""
+    costs, candidates = [], shape.tokens - shape.budget
+    for i, pool in enumerate(state.constraints.pool):
+        work, candidates = _pool(pool, shape, candidates)
+        costs.append(_priced(f"/constraints/pool/{i}", pool.atom, work))
+    selector = state.constraints.selector
+    costs.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
     return costs
 
 
