@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     interrupt = InterruptHandler()
     try:
-        from benchmarks.demo.show import run_demo
+        from benchmarks.demo.output import run_demo
 
         run_demo(options, interrupt)
     except BaseException as error:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from benchmarks.common.progress import Progress
 from benchmarks.common.report import environment
-from benchmarks.demo.ask import SERVED_NAME, Answer, Query, Timing, ask_all, ask_timed, build_query
+from benchmarks.demo.chat_client import (
+    SERVED_NAME,
+    Answer,
+    Query,
+    Timing,
+    ask_all,
+    ask_timed,
+    build_query,
+)
 from benchmarks.demo.configurations import (
     FULL,
     PRUNED,

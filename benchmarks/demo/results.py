@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.demo.ask import Answer, Timing
+from benchmarks.demo.chat_client import Answer, Timing
 from benchmarks.demo.configurations import FULL, Configuration, Keep
 from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.minillava.split import Example, grade_answers

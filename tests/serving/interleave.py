@@ -46,7 +46,7 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
     ``kept_apart``: images that kept other tokens; ``at_once``: the most images in one selection.
     """
     from tests.serving.engine import STATE, examples, start
-    from tests.serving.watch import watch
+    from tests.serving.selection_recorder import watch
 
     random = Random(seed)
     questions = examples(6)

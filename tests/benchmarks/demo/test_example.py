@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.demo.ask import Answer
+from benchmarks.demo.chat_client import Answer
 from benchmarks.demo.configurations import FULL, PRUNED, Configuration, everything_kept
 from benchmarks.demo.example import SHOWN, Explainer, draw_example
 from benchmarks.demo.measure import Measured, Settings, draw_questions

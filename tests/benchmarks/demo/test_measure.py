@@ -20,8 +20,8 @@ from benchmarks.demo.configurations import (
 from benchmarks.demo.example import choose_example
 from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.demo.measure import Measured, Questions, draw_questions, send_questions
+from benchmarks.demo.output import COLUMNS, markdown, terminal
 from benchmarks.demo.results import Results, build_control, build_row, half_width
-from benchmarks.demo.show import COLUMNS, markdown, terminal
 from benchmarks.minillava.wordings import KINDS
 from tests.benchmarks.demo.sample_replies import image_of, prompt_tokens, pruning, question_of
 

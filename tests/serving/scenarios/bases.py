@@ -24,7 +24,7 @@ from tests.serving.engine import (
 from tests.serving.offline import Offline
 from tests.serving.scenarios import Report, scenario
 from tests.serving.scenarios.hostile import breaking
-from tests.serving.watch import Watch, watch
+from tests.serving.selection_recorder import Watch, watch
 from vllm_autoprune import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.load import load_state

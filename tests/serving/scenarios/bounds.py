@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.serving.engine import STATE, Answer, chat, forget, model_of, release, start, turn
 from tests.serving.scenarios import Report, scenario
-from tests.serving.watch import watch
+from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import picture
 

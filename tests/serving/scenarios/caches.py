@@ -18,7 +18,7 @@ from tests.serving.engine import (
     vision_runs,
 )
 from tests.serving.scenarios import Report, scenario
-from tests.serving.watch import watch
+from tests.serving.selection_recorder import watch
 from vllm_autoprune.serving.api import request_plan
 from vllm_autoprune.serving.shared.plan import make_cache_identity
 

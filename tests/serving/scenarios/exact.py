@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tests.serving.engine import STATE, chat, examples, start, turn
 from tests.serving.scenarios import Report, scenario
-from tests.serving.watch import watch
+from tests.serving.selection_recorder import watch
 
 
 @scenario

@@ -19,7 +19,7 @@ from tests.serving.engine import (
 )
 from tests.serving.paths import TOKENS
 from tests.serving.scenarios import Report, scenario
-from tests.serving.watch import watch
+from tests.serving.selection_recorder import watch
 
 if TYPE_CHECKING:
     from vllm import LLM

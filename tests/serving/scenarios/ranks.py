@@ -12,7 +12,7 @@ from typing import Any
 from tests.serving.engine import STATE, alone, chat, examples, generate, prompt, start, turn
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
-from tests.serving.watch import watch
+from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import picture
 

@@ -20,7 +20,7 @@ from tests.serving.engine import (
 )
 from tests.serving.interleave import interleaved
 from tests.serving.scenarios import Report, scenario
-from tests.serving.watch import watch
+from tests.serving.selection_recorder import watch
 from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tpdsl.every import (
+from tests.tpdsl.atom_policies import (
     GRIDS,
     active,
     active_parameters,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, images, state
 from vllm_autoprune import BudgetError, StateError, materialize, refine, safety_check
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, run_budget

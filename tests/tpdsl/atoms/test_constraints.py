@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.atoms.selectors import select_batch, select_one
-from tests.tpdsl.every import means
 from tests.tpdsl.samples import call, images, plain
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.atoms.selectors import select_batch, select_one
-from tests.tpdsl.every import means
 from tests.tpdsl.samples import images, plain, with_relevance
 from vllm_autoprune import Grid
 from vllm_autoprune.ops.dpp import greedy_map

@@ -11,7 +11,7 @@ import torch
 
 import tests.ops
 import tests.tpdsl
-from tests.tpdsl.every import (
+from tests.tpdsl.atom_policies import (
     GRIDS,
     MEANINGS,
     WITHOUT_NEEDS,
@@ -21,8 +21,8 @@ from tests.tpdsl.every import (
     whole_images,
     with_only,
 )
-from tests.tpdsl.refining import same, vars_of
 from tests.tpdsl.samples import state
+from tests.tpdsl.selection_assertions import same, vars_of
 from vllm_autoprune import Grid, RefinedTokens, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality

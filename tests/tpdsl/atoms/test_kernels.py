@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, plain
 from vllm_autoprune.tpdsl.atoms.kernels import run_kernel, sharpen
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, images, plain
 from vllm_autoprune import Grid
 from vllm_autoprune.tpdsl.atoms.partitions import run_partition, spherical_kmeans

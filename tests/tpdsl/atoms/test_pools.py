@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, images, plain
 from vllm_autoprune import Grid
 from vllm_autoprune.ops.rowwise import mask_from_indices

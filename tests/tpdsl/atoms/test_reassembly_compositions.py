@@ -10,7 +10,7 @@ from functools import cached_property
 import pytest
 import torch
 
-from tests.tpdsl.every import active, means
+from tests.tpdsl.atom_policies import active, means
 from tests.tpdsl.samples import call, images, token_selection, with_relevance
 from vllm_autoprune import Grid
 from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES, run_reassembly

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import call, images, plain, with_relevance
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_signal

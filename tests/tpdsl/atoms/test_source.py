@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tpdsl.every import means, whole_images
+from tests.tpdsl.atom_policies import means, whole_images
 from tests.tpdsl.samples import call, images, plain, state
 from vllm_autoprune import Grid, SelectionError, load_state, materialize, refine
 from vllm_autoprune.errors import StateError

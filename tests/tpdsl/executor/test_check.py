@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import images, plain, state
 from vllm_autoprune import (
     Grid,

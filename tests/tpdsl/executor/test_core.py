@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tpdsl.refining import GRIDS, VARIANTS, same
 from tests.tpdsl.samples import (
     edited,
     fixed,
@@ -22,6 +21,7 @@ from tests.tpdsl.samples import (
     state,
     take,
 )
+from tests.tpdsl.selection_assertions import GRIDS, VARIANTS, same
 from vllm_autoprune import (
     BudgetError,
     Grid,

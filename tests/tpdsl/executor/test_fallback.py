@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tpdsl.refining import EVENLY, VARIANTS, assert_sound, policy_of, same
 from tests.tpdsl.samples import images, state
+from tests.tpdsl.selection_assertions import EVENLY, VARIANTS, assert_sound, policy_of, same
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.ops.rowwise import gather_rows
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpdsl.every import means
+from tests.tpdsl.atom_policies import means
 from tests.tpdsl.samples import state
 from vllm_autoprune import BudgetError, materialize
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET

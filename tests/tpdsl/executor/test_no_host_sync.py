@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tpdsl.executor.test_core import CORES, with_core
-from tests.tpdsl.refining import VARIANTS, policy_of
+from tests.tpdsl.selection_assertions import VARIANTS, policy_of
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_reference

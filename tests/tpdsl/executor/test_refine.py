@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tpdsl.refining import EVENLY, GRIDS, VARIANTS, assert_sound, policy_of, same
 from tests.tpdsl.samples import images, plain, state, take, with_relevance
+from tests.tpdsl.selection_assertions import EVENLY, GRIDS, VARIANTS, assert_sound, policy_of, same
 from vllm_autoprune import Grid, PruningPolicy, SelectionError, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_indices, keep_reference

@@ -1,4 +1,4 @@
-"""Notes what the plugin does inside an engine: which tokens are kept, in which batches."""
+"""Recorder of what the plugin does inside an engine: which tokens are kept, in which batches."""
 
 from __future__ import annotations
 

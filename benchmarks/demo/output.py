@@ -1,4 +1,4 @@
-"""The demo from its options to its table and notes, printed and written."""
+"""Output of the demo: its table and notes, printed and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's client: questions about images, sent concurrently, or one by one and timed."""
+"""Chat client of the demo: questions about images, sent concurrently, or one by one and timed."""
 
 from __future__ import annotations
 

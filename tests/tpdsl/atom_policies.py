@@ -1,4 +1,4 @@
-"""Shared by the tests of every atom: states that run an atom, images with every input."""
+"""Policies that run an atom, and images with every input, for the tests of all atoms."""
 
 from __future__ import annotations
 

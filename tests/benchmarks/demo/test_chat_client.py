@@ -12,7 +12,7 @@ from PIL import Image
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
-from benchmarks.demo.ask import ask, ask_all, ask_timed, build_query
+from benchmarks.demo.chat_client import ask, ask_all, ask_timed, build_query
 from benchmarks.demo.configurations import FULL, Configuration
 from benchmarks.demo.failure import describe_failure
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
