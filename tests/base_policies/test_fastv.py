@@ -13,7 +13,7 @@ NOTHING = torch.nan
 
 
 def attention_of(last: list[list[float]], rows: int = 3, at: int = 2) -> Tensor:
-    """``(H, rows, L)`` of which one row is known and the others are not numbers."""
+    """Attention ``(H, rows, L)`` with one known row; the others are NaN, as FastV reads none."""
     result = torch.full((len(last), rows, len(last[0])), NOTHING)
     result[:, at] = torch.tensor(last)
     return result

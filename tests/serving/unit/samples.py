@@ -176,5 +176,5 @@ def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
 
 
 def places(settings: object, config: Any = None) -> list[str]:
-    """Places of those problems."""
+    """JSON pointers of the problems of refused settings."""
     return [problem.where for problem in refusal(settings, config)]

@@ -1,4 +1,4 @@
-"""What one release of vLLM has of our hooks, kept as a small file of names and signatures."""
+"""Record of one vLLM release: which hooks it has, kept as a small file of names and signatures."""
 
 from __future__ import annotations
 
