@@ -8,7 +8,7 @@ import pytest
 from tests.selftest.test_checks import good
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.selftest.checks import CHECKS
+from vllm_autoprune.selftest.checks import CHECKS, SPLIT_QUESTION
 from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.run import RUNNERS, SelftestError
 
@@ -92,7 +92,7 @@ def test_a_failed_check_is_reported_with_its_runner(
 
 
 def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_runs(monkeypatch, {("gemma3", "v1"): {"kept": {"q": [[0, 2, 5, 7, 11]]}}})
+    fake_runs(monkeypatch, {("gemma3", "v1"): {"kept": {SPLIT_QUESTION: [[0, 2, 5, 7, 11]]}}})
     assert main(["selftest", "gemma3", "--json"]) == 1
     output = json.loads(capsys.readouterr().out)
     assert (output["holds"], output["runners"]) == (False, ["v1", "v2"])
