@@ -55,6 +55,14 @@ def test_count_zero_picks_nothing() -> None:
     assert picks.shape == (2, 0) and picks.dtype == torch.int64
 
 
+def test_no_tokens_have_no_farthest() -> None:
+    empty = torch.ones(2, 0)
+    picks = farthest_points(
+        torch.ones(2, 0, 0), 0, nearest=empty, taken=torch.ones(2, 0, dtype=torch.bool)
+    )
+    assert picks.shape == (2, 0)
+
+
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 14), data=st.data())
 def test_each_pick_is_the_farthest_remaining_token(
     seed: int, size: int, data: st.DataObject

@@ -15,7 +15,7 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     ``count`` must not exceed the number of tokens not taken.
     """
     batch, tokens = nearest.shape
-    first = torch.arange(0, batch * tokens, tokens, device=nearest.device)
+    first = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
     # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
     nearest = nearest.masked_fill(taken, -torch.inf)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.dpp_torch import Conditioned
-from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan
+from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
@@ -67,6 +67,7 @@ def prune_images(
 
     Images of one budget and one shape are selected together; others make selections of their own.
     """
+    plans = [_possible(*one, context.reporter) for one in zip(plans, images, strict=True)]
     rows: list[Tensor | None] = [None] * len(plans)
     for members in _groups(context.served, plans, images):
         plan, first = plans[members[0]], images[members[0]]
@@ -80,6 +81,18 @@ def prune_images(
             rows[i] = images[i].rows() if plans[i].profile else kept[row]
     selected = [row for row in rows if row is not None]
     return [_fit_rows(*one, context.reporter) for one in zip(selected, plans, images, strict=True)]
+
+
+def _possible(plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter) -> ItemPlan:
+    """The plan, or a random draw for a delta whose core would be all tokens of its image.
+
+    Only a forged plan is like that: the API server, which checks it, does not know N for certain.
+    """
+    if plan.part != "delta" or plan.core < image.candidates:
+        return plan
+    error = plan_error(f"has K_c = {plan.core}, and its image has {image.candidates} tokens")
+    reporter.report_refused_plan(error, image.regions[0].projected.device)
+    return replace(plan, keep="random", state=b"", part="whole", core=0)
 
 
 def _groups(

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
 
-MAX_CORES = 8192
-"""Cores whose indices are kept, the least recently used dropped first: at K_c = 160, 10 MB."""
+MAX_INDICES = 8192 * 160
+"""Indices that are kept, 10 MB, the least recently used core dropped first.
+
+Counted by index, because clients choose K_c and the images, and so the size of a core.
+"""
 
 
 class CoreCache:
@@ -23,6 +26,7 @@ class CoreCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used_bytes = 0
+        self._kept = 0
         self._indices: OrderedDict[Hashable, Tensor] = OrderedDict()
         self._conditioned: OrderedDict[Hashable, Conditioned] = OrderedDict()
 
@@ -40,10 +44,13 @@ class CoreCache:
         """
         if key is None:
             return
-        self._indices.setdefault(key, indices.clone())
+        if key not in self._indices:
+            self._indices[key] = indices.clone()
+            self._kept += indices.numel()
         self._indices.move_to_end(key)
-        while len(self._indices) > MAX_CORES:
-            self._indices.popitem(last=False)
+        while self._kept > MAX_INDICES:
+            _, dropped = self._indices.popitem(last=False)
+            self._kept -= dropped.numel()
 
     def conditioned(self, key: Hashable) -> Conditioned | None:
         """Similarity of an image conditioned on its core, or None; now the most recently used."""
@@ -66,4 +73,4 @@ class CoreCache:
         """Drop everything, as when the weights that features are made with are replaced."""
         self._indices.clear()
         self._conditioned.clear()
-        self.used_bytes = 0
+        self._kept = self.used_bytes = 0

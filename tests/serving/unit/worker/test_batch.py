@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serving.unit.batches import N, blind, images, parts, plan, pruned
-from tests.serving.unit.samples import rows_of, served
+from tests.serving.unit.samples import image, rows_of, served
 from vllm_autoprune import PruningPolicy, VisualTokens
 from vllm_autoprune.serving.worker import batch as under_test
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images, split_over_regions
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.selection import select_with_fallback
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
@@ -207,3 +208,32 @@ def test_the_parts_add_up(budget: int, shapes: list[tuple[int, int, int]]) -> No
     room = [part.grid.tokens for part in parts]
     assert sum(given_) == min(budget, sum(room))
     assert all(0 <= got <= size for got, size in zip(given_, room, strict=True))
+
+
+@pytest.mark.parametrize("core", [N - 2, N - 1, N, N + 1, 1000])
+@pytest.mark.parametrize("budget", [1, 2, 8, N, N + 1])
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_a_delta_of_any_forged_core_has_its_number_of_rows(
+    core: int, budget: int, tiles: int
+) -> None:
+    """A client may forge both numbers; without rows the engine would end."""
+    state = served({"/core": {"share": 0.5}})
+    regions = tuple(region for seed in range(tiles) for region in image(seed).regions)
+    plans = [plan(budget, key=5, part="delta", core=core), plan(8, key=6, part="core", core=8)]
+    reporter = FallbackReporter()
+    rows = prune_images(
+        SelectionContext(state, parts(), reporter), plans, [ImageFeatures(regions), image(9)]
+    )
+    assert [len(own) for own in rows] == [budget, 8]
+    assert all(bool(own.isfinite().all()) for own in rows)
+    if core >= N * tiles:
+        assert reporter.meter.errors["RequestError"] == 1
+
+
+def test_a_delta_may_be_all_tokens_beside_its_core() -> None:
+    state = served({"/core": {"share": 0.5}})
+    (one,) = images(1)
+    core, delta = pruned(
+        [plan(30, part="core", core=30), plan(N - 30, part="delta", core=30)], [one, one], state
+    )
+    assert sorted(rows_of(one, core) + rows_of(one, delta)) == list(range(N))
