@@ -9,10 +9,14 @@ from typing import Literal
 from tests.hostile.client import Client, Reply, distance
 from tests.hostile.pictures import Picture
 
-Profile = Literal["default", "uncached", "trusting", "stock"]
+Profile = Literal["default", "uncached", "trusting", "split", "stock"]
 """Which server: ``default`` lets requests bring states; ``uncached`` has both of vLLM's caches off,
 the endpoints for tokens on, and lets requests set nothing; ``trusting`` lets them set arguments of
-the processor too, as ``stock`` does, which has no state."""
+the processor too, as ``stock`` does, which has no state; ``split`` has a state with a core, budgets
+by ``image_url.detail`` and the endpoints for tokens."""
+
+PRUNED: Sequence[Profile] = ("default", "uncached", "trusting", "split")
+"""Profiles of servers with a state."""
 
 QUESTION = "what colour is the cat on the left"
 SMALL, LARGE = (56, 56), (448, 448)
@@ -29,14 +33,25 @@ random model differs by several times that."""
 class Site:
     """Target of an attack: a backbone, and clients of its servers.
 
-    ``notes`` are figures that an attack reports in addition to problems.
+    ``open_client`` and ``open_stock`` start the server anew if its engine is dead. ``notes`` are
+    figures that an attack reports in addition to problems.
     """
 
     backbone: str
-    client: Client
+    open_client: Callable[[], Client]
     open_stock: Callable[[], Client]
     words: str = QUESTION
     notes: list[str] = field(default_factory=list)
+    client: Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = self.open_client()
+
+    def restart(self) -> Client:
+        """Replace the client, and return that of stock: after a request that ended both engines."""
+        statuses, self.client = self.client.statuses, self.open_client()
+        self.client.statuses.extend(statuses)
+        return self.open_stock()
 
     def note(self, text: str) -> None:
         """Report a figure."""

@@ -62,6 +62,12 @@ _ODD: Mapping[str, tuple[object, ...]] = {
         "autoprune",
     ),
 }
+_CORES: tuple[dict[str, object], ...] = (
+    {"share": 0.5},
+    {"share": 0.9, "policy": {"name": "divprune"}},
+    {"share": 0.75, "cover": 0.5, "strength": 0.25},
+    {"share": 1.0},
+)
 _DETAILS: tuple[object, ...] = ("low", "high", "auto", "", "ü", 1, None, {})
 
 
@@ -108,6 +114,7 @@ def _without_entry(request: Mapping[str, object]) -> dict[str, object]:
 def entries() -> list[Any]:
     """Valid entries to mutate."""
     state = json.loads(load_state("visionzip").dumps())
+    with_cores = [{**shipped(), "core": core} for core in _CORES]
     return [
         {"budget": 8},
         {"budget": [8]},
@@ -118,6 +125,7 @@ def entries() -> list[Any]:
         {"state": "visionzip", "budget": 8},
         *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
         *({"state": copy.deepcopy(whole)} for whole in (shipped(), state) for _ in range(6)),
+        *({"state": whole, "budget": budget} for whole in with_cores for budget in (8, 48)),
     ]
 
 
@@ -125,8 +133,12 @@ def _mutate_kwargs(kind: str, random: Random) -> Any:
     entry = random.choice(entries())
     kwargs: Any = {REQUEST_FIELD: entry}
     if kind == "state":
-        kwargs[REQUEST_FIELD] = {"state": shipped(), "budget": random.choice((None, 8, 16))}
-        mutate(kwargs[REQUEST_FIELD]["state"], random)
+        state = shipped()
+        if random.random() < 0.5:
+            state["core"] = copy.deepcopy(random.choice(_CORES))
+        kwargs[REQUEST_FIELD] = {"state": state, "budget": random.choice((None, 8, 16, 64))}
+        # Else hardly any would change the core.
+        mutate(state["core"] if "core" in state and random.random() < 0.5 else state, random)
     elif kind == "entry":
         mutate(entry, random)
     elif kind == "kwargs":

@@ -21,7 +21,7 @@ _GRACE = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one attack; it passes without problems."""
+    """Result of one attack; it passes without problems. ``requests`` of it were answered."""
 
     attack: str
     backbone: str
@@ -29,6 +29,7 @@ class Outcome:
     seconds: float
     problems: list[str]
     notes: list[str] = field(default_factory=list)
+    requests: int = 0
 
     @property
     def verdict(self) -> str:
@@ -41,16 +42,23 @@ def run_attack(
 ) -> Outcome:
     """Run an attack on the server of its profile, then check the server."""
     begun = time.monotonic()
-    client = Client(get(attack.profile))
-    before = _ask_sane_question(client)
-    site = Site(backbone, client, lambda: Client(get("stock")))
+    site = Site(backbone, lambda: Client(get(attack.profile)), lambda: Client(get("stock")))
+    before = _ask_sane_question(site.client)
     problems: list[str] = []
     try:
         problems += attack.run(site)
     except (AssertionError, urllib.error.URLError, OSError, KeyError) as error:
         problems.append(f"{type(error).__name__}: {error}")
-    problems += _problems_since(client, before)
-    return Outcome(attack.name, backbone, runner, time.monotonic() - begun, problems, site.notes)
+    problems += _problems_since(site.client, before)
+    return Outcome(
+        attack.name,
+        backbone,
+        runner,
+        time.monotonic() - begun,
+        problems,
+        site.notes,
+        sum(status > 0 for status in site.client.statuses),
+    )
 
 
 def _ask_sane_question(client: Client) -> Reply:

@@ -61,13 +61,19 @@ class Reply:
 
 @dataclass(frozen=True)
 class Client:
-    """Requests to one server."""
+    """Requests to one server; ``statuses`` has that of every answer, 0 where there was none."""
 
     server: Server
     headers: Mapping[str, str] = field(default_factory=dict)
+    statuses: list[int] = field(default_factory=list, compare=False)
 
     def send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
         """The answer to a POST request on a connection of its own."""
+        reply = self._send(path, body)
+        self.statuses.append(reply.status)
+        return reply
+
+    def _send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         at = urlsplit(self.server.url)
         connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=PATIENCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from benchmarks.server import Server, serve
 from tests.hostile.attack import Profile
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.runners import ENVIRONMENTS
+from tests.tpdsl.samples import shipped
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api.endpoint import NAME as AUTOPRUNE_ENDPOINT
 
@@ -31,14 +33,22 @@ _UNCACHED = (
 )
 
 
-def flags(backbone: str, profile: Profile) -> Sequence[str]:
-    """Flags of a server of a profile."""
+CORE = {"share": 0.5}
+"""Core of the state of the ``split`` profile."""
+
+
+def flags(backbone: str, profile: Profile, split_state: Path) -> Sequence[str]:
+    """Flags of a server of a profile; ``split_state`` is the file of a state with a core."""
     common = (*_COMMON, "--max-model-len", _LENGTHS[backbone])
     if profile == "stock":
         return (*common, _TRUST, "--enable-scale-out")
     tower = ("--autoprune-text-tower", str(CLIP)) if backbone == "llava" else ()
     state = ("--autoprune-state", "autoprune", "--autoprune-budget", str(BUDGETS[backbone]))
     rules: Sequence[str] = ("--autoprune-requests", "states")
+    if profile == "split":
+        detail = f"low={BUDGETS[backbone] // 4},high={BUDGETS[backbone] * 2}"
+        state = ("--autoprune-state", str(split_state), *state[2:])
+        rules = (*rules, "--autoprune-detail", detail, "--enable-scale-out")
     if profile == "uncached":
         rules = _UNCACHED
     elif profile == "trusting":
@@ -60,6 +70,8 @@ class Fleet:
 
     def __enter__(self) -> Self:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-"))
+        self._split_state = Path(folder, "core.json")
+        self._split_state.write_text(json.dumps({**shipped(), "core": CORE}), encoding="utf-8")
         self._model = (
             LLAVA if self.backbone == "llava" else build(self.backbone, Path(folder, "model"))
         )
@@ -77,11 +89,11 @@ class Fleet:
 
     def get(self, profile: Profile) -> Server:
         """The running server of a profile, restarted if it has crashed."""
-        if profile in self._servers and self._servers[profile][1].process.poll() is not None:
+        if profile in self._servers and not _lives(self._servers[profile][1]):
             self.end(profile)
         if profile not in self._servers:
             stack = ExitStack()
-            command_line = flags(self.backbone, profile)
+            command_line = flags(self.backbone, profile, self._split_state)
             server = stack.enter_context(serve(self._model, *command_line, env=self._environment))
             self._servers[profile] = stack, server
         return self._servers[profile][1]
@@ -90,3 +102,12 @@ class Fleet:
         """End the server of a profile, if it runs."""
         if profile in self._servers:
             self._servers.pop(profile)[0].close()
+
+
+def _lives(server: Server) -> bool:
+    """Whether a server's engine lives; the server itself ends some seconds after it."""
+    try:
+        server.get("/health")
+    except OSError:
+        return False
+    return True

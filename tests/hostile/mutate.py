@@ -32,7 +32,7 @@ from tests.serving.paths import CLIP, LLAVA
 FLAGS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32")
 PRUNED = (
     *("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP)),
-    *("--autoprune-requests", "states:1-256"),
+    *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=8,high=64"),
 )
 
 SHOWN = 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
@@ -16,29 +16,52 @@ from tests.serving.http import body
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(590), pytest.mark.ends_servers]
 
 PATIENCE = 120.0
+SETTLED = 3.0
+"""Seconds in which answers that a worker has already made are delivered."""
 
 
 @dataclass(frozen=True)
 class Aftermath:
-    """Statuses of the running requests (0: no answer), and the server's exit."""
+    """Statuses of the requests that ran (0: no answer), and the server's exit."""
 
     statuses: frozenset[int]
     ended: bool
 
 
 def kill_worker(server: Server) -> Aftermath:
+    worker = _worker(server)
     with ThreadPoolExecutor(4) as pool:
-        requests = [pool.submit(_status, server, i) for i in range(4)]
         deadline = time.monotonic() + PATIENCE
-        while "vllm:num_requests_running" not in _running(server):
-            assert time.monotonic() < deadline, "nothing runs"
-            time.sleep(0.05)
-        _worker(server).kill()
+        requests: list[Future[int]] = []
+        while not requests:
+            assert time.monotonic() < deadline, "every request is answered before the kill"
+            requests = _interrupt(server, worker, pool)
+        worker.kill()
         statuses = frozenset(future.result() for future in requests)
         deadline = time.monotonic() + PATIENCE
         while server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         return Aftermath(statuses, server.process.poll() is not None)
+
+
+def _interrupt(
+    server: Server, worker: psutil.Process, pool: ThreadPoolExecutor
+) -> list[Future[int]]:
+    """Send requests and stop the worker while some of them run; those that it has not answered.
+
+    On a busy machine it may have answered some, or all, before it is stopped.
+    """
+    requests = [pool.submit(_status, server, i) for i in range(4)]
+    while not all(request.done() for request in requests):
+        if "vllm:num_requests_running" in _running(server):
+            worker.suspend()
+            time.sleep(SETTLED)
+            break
+        time.sleep(0.05)
+    unanswered = [request for request in requests if not request.done()]
+    if not unanswered:
+        worker.resume()
+    return unanswered
 
 
 def _status(server: Server, number: int) -> int:

@@ -111,7 +111,7 @@ _TRUSTED: Sequence[Mapping[str, object]] = (
 
 @attack("trusting", quick=False)
 def trusted_arguments(site: Site) -> Iterable[str]:
-    """Processor arguments that change N, on a server that accepts them from clients."""
+    """Processor arguments of clients that change N: no error that stock vLLM does not give."""
     picture, stock = Picture(19, 448, 448), site.open_stock()
     for kwargs in _TRUSTED:
         replies = []
@@ -126,9 +126,13 @@ def trusted_arguments(site: Site) -> Iterable[str]:
             yield f"{kwargs}: {wrong}, and stock answers {same.status}"
         else:
             site.note(f"{kwargs}: {wrong.status}, on stock {same.status}")
-        if site.ask(Picture(0, 56, 56)).status != 200:
+        if site.ask(Picture(0, 56, 56)).status == 200:
+            continue
+        if stock.chat(site.words, Picture(0, 56, 56)).status == 200:
             yield f"{kwargs}: the engine is dead, on stock the answer is {same}"
             return
+        site.note(f"{kwargs}: the engine is dead, and so is that of stock")
+        stock = site.restart()
 
 
 @attack()
@@ -145,3 +149,6 @@ def flat_first_image(site: Site) -> Iterable[str]:
             yield from server_errors(site.ask(flat, **entry(state=state, budget=budget)))
     if blamed := site.client.metric(name) - before:
         yield f"{blamed:.0f} of {made} sound states are replaced by their base policy"
+        for line in site.client.server.logged().splitlines():
+            if "FAILS ITS SAFETY CHECK" in line:
+                yield line.partition("FAILS ITS SAFETY CHECK")[2][:200]

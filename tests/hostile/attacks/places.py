@@ -32,10 +32,10 @@ def video_beside_image(site: Site) -> Iterable[str]:
         body["messages"] = [
             {"role": "user", "content": [shown.part, video, {"type": "text", "text": words}]}
         ]
-        yield from _compare(site, stock, f"uuids {uuids}", body)
+        yield from compare(site, stock, f"uuids {uuids}", body)
 
 
-def _compare(site: Site, stock: Client, name: str, body: Mapping[str, object]) -> Iterable[str]:
+def compare(site: Site, stock: Client, name: str, body: Mapping[str, object]) -> Iterable[str]:
     """A problem for a server error that stock vLLM does not give."""
     reply = site.client.send(CHAT, body)
     if reply.status != 200:
@@ -67,7 +67,7 @@ def images_of_every_role(site: Site) -> Iterable[str]:
     }
     for name, messages in talks.items():
         body = {**site.client.chat_body(site.words), "messages": messages}
-        yield from _compare(site, stock, name, body)
+        yield from compare(site, stock, name, body)
 
 
 @attack()
@@ -86,4 +86,4 @@ def odd_arguments_of_media(site: Site) -> Iterable[str]:
     )
     for kwargs in odd:
         body = {**copy.deepcopy(plain), "media_io_kwargs": kwargs}
-        yield from _compare(site, stock, str(kwargs), body)
+        yield from compare(site, stock, str(kwargs), body)

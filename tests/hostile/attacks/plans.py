@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +31,36 @@ def _with(at: int, value: int) -> Forge:
     return forge
 
 
-_WORDS = range(7)
-"""Words at the head of a plan: budget, keep and the like."""
+_WORDS = range(12)
+"""Words at the head of a plan: budget, keep, part and the like."""
 
 _ODD = (0, -1, 1, 9, 33, 10_000, 2**31, 2**62, -(2**63))
 
+
+def same(plan: Tensor) -> Tensor:
+    """The plan as it is."""
+    return plan
+
+
+def changed(**fields: object) -> Forge:
+    """Other values of some of a plan's fields."""
+
+    def forge(plan: Tensor) -> Tensor:
+        return replace(ItemPlan.decode(plan), **fields).encode()  # type: ignore[arg-type]
+
+    return forge
+
+
+def _as_core(plan: Tensor) -> Tensor:
+    return changed(part="core", core=ItemPlan.decode(plan).budget)(plan)
+
+
 FORGED: Mapping[str, Forge] = {
     **{f"word {at} = {value}": _with(at, value) for at in _WORDS for value in _ODD},
+    "a core": _as_core,
+    **{
+        f"a delta of K_c = {core}": changed(part="delta", core=core) for core in (1, 8, 255, 10_000)
+    },
     "empty": lambda plan: plan[:0],
     "short": lambda plan: plan[:3],
     "long": lambda plan: torch.cat([plan, torch.full((100_000,), 5)]),
@@ -55,11 +78,12 @@ QUICK = tuple(f"word {at} = {value}" for at in _WORDS for value in (-1, 10_000))
 )
 
 
-def rendered(client: Client, *pictures: Picture) -> dict[str, Any]:
+def rendered(client: Client, *pictures: Picture, **more: object) -> dict[str, Any]:
     """A request for the endpoint for processed inputs, as rendered by vLLM."""
     body = {
         "model": client.server.model,
         "messages": [{"role": "user", "content": content(QUESTION, pictures)}],
+        **more,
     }
     reply = client.send(RENDER, body)
     assert reply.status == 200, reply
@@ -70,8 +94,8 @@ def rendered(client: Client, *pictures: Picture) -> dict[str, Any]:
     }
 
 
-def forged(request: Mapping[str, Any], forge: Forge, number: int) -> dict[str, Any]:
-    """The request with other plans and new identities."""
+def forged(request: Mapping[str, Any], forges: Sequence[Forge], number: int) -> dict[str, Any]:
+    """The request with other plans and new identities; the last forge is for all further items."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
         decode_mm_kwargs_item,
         encode_mm_kwargs_item,
@@ -83,35 +107,35 @@ def forged(request: Mapping[str, Any], forge: Forge, number: int) -> dict[str, A
     names = [f"{number:016x}{at:048x}" for at in range(len(features["mm_hashes"]["image"]))]
     features["mm_hashes"]["image"] = names
     items = []
-    for packed in features["kwargs_data"]["image"]:
+    for at, packed in enumerate(features["kwargs_data"]["image"]):
         item = decode_mm_kwargs_item(packed)
         field = item[FIELD]
         assert isinstance(field.data, Tensor)
-        changed = forge(field.data)
-        if changed is None:
+        plan = forges[min(at, len(forges) - 1)](field.data)
+        if plan is None:
             del item[FIELD]
         else:
-            field.data = changed
+            field.data = plan
         items.append(encode_mm_kwargs_item(item))
     features["kwargs_data"]["image"] = items
     return body
 
 
-def _lives(client: Client) -> bool:
+def lives(client: Client) -> bool:
     return client.chat(QUESTION, Picture(0, 56, 56)).status == 200
 
 
 def _forge_all(site: Site, names: Iterable[str]) -> Iterable[str]:
     request = rendered(site.client, _PICTURE)
-    sound = site.client.send(GENERATE, forged(request, lambda plan: plan, 1 << 40))
+    sound = site.client.send(GENERATE, forged(request, [same], 1 << 40))
     if sound.status != 200:
         yield f"the endpoint refuses a sound plan: {sound}"
         return
     statuses: dict[int, int] = {}
     for number, name in enumerate(names):
-        reply = site.client.send(GENERATE, forged(request, FORGED[name], number))
+        reply = site.client.send(GENERATE, forged(request, [FORGED[name]], number))
         statuses[reply.status] = statuses.get(reply.status, 0) + 1
-        if not _lives(site.client):
+        if not lives(site.client):
             yield f"plan with {name}: {reply}, and the engine is dead"
             return
     site.note(f"by status: {statuses}")
@@ -138,8 +162,8 @@ def forged_budgets_of_two_images(site: Site) -> Iterable[str]:
     features = request["features"]
     features["kwargs_data"]["image"].reverse()
     features["mm_metadata"] = None
-    reply = site.client.send(GENERATE, forged(request, lambda plan: plan, 1 << 41))
-    if not _lives(site.client):
+    reply = site.client.send(GENERATE, forged(request, [same], 1 << 41))
+    if not lives(site.client):
         yield f"exchanged plans: {reply}, and the engine is dead"
 
 
@@ -149,19 +173,20 @@ def plan_left_out(site: Site) -> Iterable[str]:
 
     Stock vLLM gets the equivalent: fewer placeholders than the image needs.
     """
-    body = forged(rendered(site.client, _PICTURE), lambda plan: None, 1 << 45)
+    body = forged(rendered(site.client, _PICTURE), [lambda plan: None], 1 << 45)
     reply = site.client.send(GENERATE, body)
-    if _lives(site.client):
+    if lives(site.client):
         return
     stock = site.open_stock()
     request = rendered(stock, _PICTURE)
     request["features"]["mm_placeholders"]["image"][0]["length"] -= 1
     request["features"]["mm_metadata"] = None
     same = stock.send(GENERATE, request)
-    if _lives(stock):
+    if lives(stock):
         yield f"no plan: {reply}, and the engine is dead; stock answers {same.status} and lives"
     else:
         site.note("the engine is dead, and so is that of stock of a range that does not fit")
+        site.restart()
 
 
 @attack("uncached", quick=False)
@@ -170,12 +195,9 @@ def planted_key(site: Site) -> Iterable[str]:
     victim, planted = Picture(30, *LARGE), Picture(31, *LARGE)
     theirs = rendered(site.client, victim)
     references = [site.ask(Picture(32, *LARGE)), site.ask(planted)]
-    key = ItemPlan.decode(_plan_of(theirs)).key
+    key = plans_of(theirs)[0].key
 
-    def steal(plan: Tensor) -> Tensor:
-        return replace(ItemPlan.decode(plan), key=key).encode()
-
-    body = forged(rendered(site.client, planted), steal, 1 << 44)
+    body = forged(rendered(site.client, planted), [changed(key=key)], 1 << 44)
     yield from server_errors(site.client.send(GENERATE, body))
     answer = site.ask(victim)
     # The reference answer is requested last, with another salt and so another key.
@@ -184,12 +206,12 @@ def planted_key(site: Site) -> Iterable[str]:
         yield "an image is answered about the one that a peer sent under its key"
 
 
-def _plan_of(request: Mapping[str, Any]) -> Tensor:
+def plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
+    """The plans of a rendered request."""
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
 
-    plan = decode_mm_kwargs_item(request["features"]["kwargs_data"]["image"][0])[FIELD].data
-    assert isinstance(plan, Tensor)
-    return plan
+    items = map(decode_mm_kwargs_item, request["features"]["kwargs_data"]["image"])
+    return [ItemPlan.decode(item[FIELD].data) for item in items]
 
 
 @attack("uncached")
@@ -201,15 +223,12 @@ def state_where_none_is_allowed(site: Site) -> Iterable[str]:
     request = rendered(site.client, _PICTURE)
     state = encode_state(load_state("visionzip"))
 
-    def carry(plan: Tensor) -> Tensor:
-        return replace(ItemPlan.decode(plan), state=state).encode()
-
     refused = site.ask(_PICTURE, **entry(state="visionzip"))
     if refused.status != 400:
         yield f"a state by name: {refused}"
-    own = site.client.send(GENERATE, forged(request, lambda plan: plan, 1 << 42))
-    reply = site.client.send(GENERATE, forged(request, carry, 1 << 43))
-    if not _lives(site.client):
+    own = site.client.send(GENERATE, forged(request, [same], 1 << 42))
+    reply = site.client.send(GENERATE, forged(request, [changed(state=state)], 1 << 43))
+    if not lives(site.client):
         yield f"a carried state: {reply}, and the engine is dead"
         return
     yield from unlike("a carried state", reply, own)

@@ -54,7 +54,7 @@ def special_tokens(site: Site) -> Iterable[str]:
     for text in SPECIAL:
         for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
             for pictures in ((picture,), ()):
-                yield from _no_worse(
+                yield from no_worse(
                     f"{text!r} with {len(pictures)} images",
                     site.client.chat(words, *pictures),
                     partial(stock.chat, words, *pictures),
@@ -81,7 +81,7 @@ def truncated_prompts(site: Site) -> Iterable[str]:
         yield f"{len(errors)} server errors, and {len(stock)} on stock; the last is {errors[-1]}"
 
 
-def _no_worse(name: str, reply: Reply, ask_stock: Callable[[], Reply]) -> Iterable[str]:
+def no_worse(name: str, reply: Reply, ask_stock: Callable[[], Reply]) -> Iterable[str]:
     """A problem for a server error that stock vLLM does not give."""
     if reply.status < 500 and reply.status != 0:
         return

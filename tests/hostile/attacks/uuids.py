@@ -9,23 +9,24 @@ from tests.hostile.attack import LARGE, SMALL, Site, attack, server_errors, unli
 from tests.hostile.client import entry, nearest
 from tests.hostile.pictures import Picture
 
-_ONE, _OTHER = Picture(1, *SMALL), Picture(2, *LARGE)
+ONE, OTHER = Picture(1, *SMALL), Picture(2, *LARGE)
 
 
 @attack()
 def one_uuid_in_one_request(site: Site) -> Iterable[str]:
     """Two images of different size with the same uuid in one request."""
-    yield from _send_both_under_one_uuid(site)
+    yield from send_both_under_one_uuid(site)
 
 
 @attack("uncached")
 def one_uuid_in_one_request_uncached(site: Site) -> Iterable[str]:
     """Two images of different size with the same uuid in one request, without vLLM's caches."""
-    yield from _send_both_under_one_uuid(site)
+    yield from send_both_under_one_uuid(site)
 
 
-def _send_both_under_one_uuid(site: Site) -> Iterable[str]:
-    for first, second in ((_ONE, _OTHER), (_OTHER, _ONE)):
+def send_both_under_one_uuid(site: Site) -> Iterable[str]:
+    """A problem where two images under one uuid are answered as neither of them."""
+    for first, second in ((ONE, OTHER), (OTHER, ONE)):
         uuid = f"one-request-{first.seed}"
         honest = site.ask(first, second)
         doubled = site.ask(first, first), site.ask(second, second)
@@ -39,15 +40,15 @@ def _send_both_under_one_uuid(site: Site) -> Iterable[str]:
 @attack()
 def one_uuid_in_two_requests(site: Site) -> Iterable[str]:
     """Two images of different size with the same uuid in alternating requests."""
-    references = site.ask(_ONE), site.ask(_OTHER)
+    references = site.ask(ONE), site.ask(OTHER)
     for order in ((0, 1, 0), (1, 0, 1)):
         for budget in (None, 8):
             more = {} if budget is None else entry(budget=budget)
             expected = references
             if budget is not None:
-                expected = site.ask(_ONE, **more), site.ask(_OTHER, **more)
+                expected = site.ask(ONE, **more), site.ask(OTHER, **more)
             for i in order:
-                picture = (_ONE, _OTHER)[i].named(f"two-requests-{order}-{budget}")
+                picture = (ONE, OTHER)[i].named(f"two-requests-{order}-{budget}")
                 reply = site.ask(picture, **more)
                 yield from unlike("a reused uuid", reply, *expected)
                 if reply.status in (0, 500):
@@ -57,9 +58,9 @@ def one_uuid_in_two_requests(site: Site) -> Iterable[str]:
 @attack("uncached")
 def one_uuid_in_two_requests_uncached(site: Site) -> Iterable[str]:
     """Two images with the same uuid in two requests, without vLLM's caches."""
-    references = [site.ask(_ONE), site.ask(_OTHER)]
+    references = [site.ask(ONE), site.ask(OTHER)]
     for i in (0, 1, 0, 1):
-        reply = site.ask((_ONE, _OTHER)[i].named("two-requests"))
+        reply = site.ask((ONE, OTHER)[i].named("two-requests"))
         yield from server_errors(reply)
         if reply.status in (0, 500):
             return
@@ -94,7 +95,7 @@ def uuid_alone(site: Site) -> Iterable[str]:
     unknown = Picture(0, 1, 1, "never-sent", sent=False)
     allowed = stock.chat(site.words, unknown).status
     replies = [site.ask(unknown)]
-    for picture in (_ONE, _OTHER):
+    for picture in (ONE, OTHER):
         named = picture.named(f"alone-{picture.seed}")
         alone = Picture(0, 1, 1, named.uuid, sent=False)
         first = site.ask(named)
@@ -115,12 +116,12 @@ def uuid_alone(site: Site) -> Iterable[str]:
 def odd_uuids(site: Site) -> Iterable[str]:
     """Uuids that resemble cache identities, are very long, or are not strings."""
     identity = "0" * 64
-    reference = site.ask(_OTHER)
+    reference = site.ask(OTHER)
     stock = site.open_stock()
     odd = ("", " ", "a" * 100_000, f"{identity}-ap-{identity[:32]}", identity, "\n\0", "ü🦙", "0x1")
     for uuid in odd:
-        reply = site.ask(_OTHER.named(uuid))
-        if reply.status >= 500 and stock.chat(site.words, _OTHER.named(uuid)).status < 500:
+        reply = site.ask(OTHER.named(uuid))
+        if reply.status >= 500 and stock.chat(site.words, OTHER.named(uuid)).status < 500:
             yield f"uuid {uuid[:20]!r}: {reply}"
         elif reply.status == 200:
             yield from unlike(f"uuid {uuid[:20]!r}", reply, reference)
@@ -159,7 +160,7 @@ def cache_salt(site: Site) -> Iterable[str]:
 @attack("uncached")
 def identities_are_hexadecimal(site: Site) -> Iterable[str]:
     """Cache identities must be hexadecimal numbers, as cache connectors require."""
-    body = site.client.chat_body(site.words, _OTHER)
+    body = site.client.chat_body(site.words, OTHER)
     reply = site.client.send("/v1/chat/completions/render", body)
     assert reply.status == 200, reply
     for identity in reply.body["features"]["mm_hashes"]["image"]:

@@ -169,6 +169,39 @@ def test_deltas_belong_to_the_cores_of_their_image_in_order() -> None:
     assert match_cores(plans) == {4: 0, 5: 1, 6: 2}
 
 
+FORGED: list[list[tuple[Part, int]]] = [
+    [("delta", 1)],
+    [("delta", 1), ("core", 1)],
+    [("core", 1), ("delta", 1), ("delta", 1)],
+    [("core", 1), ("core", 1), ("delta", 2)],
+    [("core", 1), ("whole", 1), ("delta", 1), ("delta", 2)],
+]
+
+
+@pytest.mark.parametrize("parts", FORGED)
+def test_forged_parts_have_a_position_for_every_token(parts: list[tuple[Part, int]]) -> None:
+    """Without its core, or as the second of one core, a delta stands as an image of its own."""
+    plans = {i: ItemPlan(2, (k, k), part=part, core=2) for i, (part, k) in enumerate(parts)}
+    cores = match_cores(plans)
+    assert len(set(cores.values())) == len(cores)
+    assert all(plans[core].part == "core" and core < delta for delta, core in cores.items())
+    ids, features = _prompt([(4, 3)] * len(parts), 2)
+    unpruned = dict.fromkeys(plans, 12)
+    positions, delta = compute_input_positions(stock, ids, features, unpruned, cores)
+    assert positions.shape == (3, len(ids))
+    first, last = int(positions[0, 0]), int(positions[0, -1])
+    assert 0 <= first < last
+    own_images = len(parts) - len(cores)
+    assert last + 1 - len(ids) == delta
+    assert last + 1 == 3 + 2 * len(parts) + 4 * own_images
+    rows = [position_channels(4, 3, torch.device("cpu"))[:2] for _ in parts]
+    placed = place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, 0)
+    assert placed.shape == positions.shape
+    assert torch.equal(
+        placed[:, torch.tensor(ids) == TEXT], positions[:, torch.tensor(ids) == TEXT]
+    )
+
+
 def test_positions_survive_bfloat16() -> None:
     """bfloat16 cannot hold 257; the channels can."""
     channels = position_channels(300, 400, torch.device("cpu")).bfloat16()
