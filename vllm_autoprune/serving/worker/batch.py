@@ -157,7 +157,8 @@ class _Share:
 
     def policy(self, whole: PruningPolicy) -> PruningPolicy:
         """The policy of the image, for this region."""
-        r_min = min(whole.r_min, self.budget)
+        # The image's r_min is at most K - q_e, which is what these add up to.
+        r_min = min(whole.r_min, self.budget - self.quota)
         return replace(
             whole, budget=self.budget, quota=self.quota, r_min=r_min, varies=False, core=self.core
         )

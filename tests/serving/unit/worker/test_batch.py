@@ -16,6 +16,7 @@ from vllm_autoprune.serving.worker import batch as under_test
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images, split_over_regions
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.selection import select_with_fallback
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
@@ -237,3 +238,19 @@ def test_a_delta_may_be_all_tokens_beside_its_core() -> None:
         [plan(30, part="core", core=30), plan(N - 30, part="delta", core=30)], [one, one], state
     )
     assert sorted(rows_of(one, core) + rows_of(one, delta)) == list(range(N))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])
+@pytest.mark.parametrize("r_min", [None, 0, 1])
+def test_a_sound_state_passes_its_first_image_of_several_regions(
+    budget: int, r_min: int | None
+) -> None:
+    """A region exchanges some of the image's q_e, so it keeps fewer reference tokens than r_min."""
+    state = served({"/constraints/selector/r_min": r_min})
+    first, second, third = images(3)
+    several = ImageFeatures((*first.regions, *second.regions, *third.regions))
+    check, reporter = FirstImageCheck(), FallbackReporter()
+    context = SelectionContext(state, parts(), reporter, check)
+    (rows,) = prune_images(context, [plan(budget, key=3)], [several])
+    assert rows.shape == (budget, 16)
+    assert (check.unsafe, reporter.meter.errors) == (0, {})
