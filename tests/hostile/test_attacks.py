@@ -1,4 +1,4 @@
-"""Quick attacks on a backbone with variable image sizes, with and without vLLM's caches."""
+"""Quick attacks on a backbone with variable image sizes: cached, uncached, and split images."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 BACKBONE = "qwen2_5_vl"
 CACHED = ("one_uuid_in_one_request", "one_uuid_in_two_requests")
 UNCACHED = tuple(a.name for a in ATTACKS.values() if a.quick and a.profile == "uncached")
+
+SPLIT = ("forged_parts", "cache_salt_of_cores")
 
 
 # One runner each, because starting a server takes longer than all attacks on it.
@@ -38,4 +40,10 @@ def test_attack_finds_no_problem(cached: Fleet, name: str) -> None:
 
 @pytest.mark.parametrize("name", UNCACHED)
 def test_attack_without_caches_finds_no_problem(uncached: Fleet, name: str) -> None:
+    assert run_attack(ATTACKS[name], BACKBONE, "v1", uncached.get).problems == []
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_attack_on_split_images_finds_no_problem(uncached: Fleet, name: str) -> None:
+    uncached.end("uncached")  # one pruned server at a time
     assert run_attack(ATTACKS[name], BACKBONE, "v1", uncached.get).problems == []

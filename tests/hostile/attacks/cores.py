@@ -134,7 +134,11 @@ def image_tokens_beside_split_images(site: Site) -> Iterable[str]:
             reply = ask()
             yield from no_worse(f"{text!r}", reply, partial(stock.chat, words, _PICTURE))
             if reply.status == 200:
-                yield from unlike(f"{text!r} with a cached core", reply, ask(cache_salt=words))
+                fresh = ask(cache_salt=words)
+                yield from server_errors(fresh)
+                yield from unlike(f"{text!r} with a cached core", reply, fresh)
+                if fresh.status != 200:
+                    yield f"{text!r} under a salt: {fresh}"
 
 
 @attack("split")

@@ -137,10 +137,20 @@ def _select_rows(
         positions.append(_row_positions(refined, regions))
     joined = torch.cat(rows, dim=1)
     by_quality = policy is not None and orders_by_quality(policy.state.reassembly)
-    if by_quality or images[0].regions[0].order is None:
-        return joined
-    order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
-    return joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
+    if not by_quality and images[0].regions[0].order is not None:
+        order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
+        joined = joined.gather(1, order[:, :, None].expand(-1, -1, joined.shape[2]))
+    return _append_fillers(joined, plan, images)
+
+
+def _append_fillers(rows: Tensor, plan: ItemPlan, images: Sequence[ImageFeatures]) -> Tensor:
+    """Rows ``(B, K, D)``, with fillers where a delta is more than all tokens beside its core."""
+    missing = min(plan.image_budget - images[0].candidates, images[0].gaps)
+    fillers = [image.filler for image in images if image.filler is not None]
+    if missing <= 0 or len(fillers) < len(images):
+        return rows
+    added = torch.stack(fillers)[:, None].expand(-1, missing, -1)
+    return torch.cat([rows, added.to(rows.dtype)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,3 +254,18 @@ def test_a_sound_state_passes_its_first_image_of_several_regions(
     (rows,) = prune_images(context, [plan(budget, key=3)], [several])
     assert rows.shape == (budget, 16)
     assert (check.unsafe, reporter.meter.errors) == (0, {})
+
+
+@pytest.mark.parametrize("budget", [N - 1, N, N + 1, N + 4, N + 5])
+def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int) -> None:
+    """LLaVA-NeXT has newlines between rows of tokens; K may lie between its tokens and N."""
+    (one,) = images(1)
+    order = torch.arange(N) // 6 * 7 + torch.arange(N) % 6
+    spaced = ImageFeatures((dataclasses.replace(one.regions[0], order=order),), torch.ones(16), 5)
+    state = served({"/core": {"share": 0.5}})
+    plans = [plan(8, part="core", core=8), plan(budget - 8, part="delta", core=8)]
+    core, delta = pruned(plans, [spaced, spaced], state)
+    tokens = min(budget, N) - 8
+    assert len(delta) == budget - 8
+    assert sorted(rows_of(one, core) + rows_of(one, delta[:tokens]))[-1] < N
+    assert torch.equal(delta[tokens:], torch.ones(budget - 8 - tokens, 16))
