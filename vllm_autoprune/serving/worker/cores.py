@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
 
-MAX_INDICES = 8192 * 160
-"""Indices that are kept, 10 MB, the least recently used core dropped first.
+MAX_CORES = 8192
+"""Cores whose indices are kept, the least recently used dropped first."""
 
-Counted by index, because clients choose K_c and the images, and so the size of a core.
-"""
+MAX_INDICES = MAX_CORES * 160
+"""Indices of all of them, 10 MB: clients choose K_c, which may be the tokens of a large image."""
 
 
 class CoreCache:
@@ -48,7 +48,7 @@ class CoreCache:
             self._indices[key] = indices.clone()
             self._kept += indices.numel()
         self._indices.move_to_end(key)
-        while self._kept > MAX_INDICES:
+        while len(self._indices) > MAX_CORES or self._kept > MAX_INDICES:
             _, dropped = self._indices.popitem(last=False)
             self._kept -= dropped.numel()
 
