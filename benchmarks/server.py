@@ -62,6 +62,12 @@ class Server:
         """Resident memory of all its processes; pages that they share count in each."""
         return sum(resident_by_process(self.process.pid).values())
 
+    def processor_seconds(self) -> float:
+        """Processor time that all its processes have used so far."""
+        root = psutil.Process(self.process.pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return float(sum(time.user + time.system for time in times))
+
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")

@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "overhead": "cost of the plugin itself: time to first token, memory, and without a state",
     "efficiency": "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
     "depth": "time to first token at full depth, composed from two efficiency tables",
+    "questions": "cost of the first and of further questions on an image: stock, pruned, split",
     "capacity": "concurrent requests that a KV cache of fixed size holds, stock and pruned",
     "selection": "time and memory of token selection, compared with the published code",
     "state-cost": "predicted and measured time of one selection, for many states",

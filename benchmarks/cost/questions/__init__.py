@@ -1,0 +1,100 @@
+"""`python -m benchmarks.cost questions`: what one image with many questions costs.
+
+python -m benchmarks.cost questions ttft
+python -m benchmarks.cost questions blocks
+python -m benchmarks.cost questions total out/questions/llava-1.5-half-4-layers.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from benchmarks.common.report import Section, markdown
+from benchmarks.cost.efficiency.models import SHAPES
+from benchmarks.cost.questions.arms import ARMS, HALF, STOCK, build_arms, load_shape
+from benchmarks.cost.questions.ttft import build_section, measure
+
+TITLE = "One image, many questions"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options; each has a default."""
+    add = parser.add_argument
+    add("what", choices=("ttft", "blocks", "total"), help="what is measured or computed")
+    add("files", nargs="*", type=Path, help="total: files of ttft, at one depth or at two")
+    add("--model", choices=(HALF, *SHAPES), default=HALF, help="true shape without weights")
+    add("--layers", type=int, default=4, help="language layers that are served")
+    add("--budget", type=int, default=64, help="K")
+    add("--core-share", type=float, default=0.8, help="part of K that the split's core holds")
+    add("--state", default="autoprune", help="state that reads the question, a file or a name")
+    add("--arms", default=",".join(ARMS), help="arms to measure")
+    add("--rounds", type=int, default=12, help="images")
+    add("--questions", type=int, default=3, help="questions on each image, 2 or more")
+    add("--many", type=int, default=0, help="questions on one further image")
+    add("--one-at-a-time", action="store_true", help="start servers in turn, to save memory")
+    add("--out", type=Path, default=Path("out/questions"), help="folder of files")
+    add("--json", action="store_true", help="print JSON instead of Markdown")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status: 0 once everything is measured, whatever the verdicts."""
+    section = _measure_ttft(options)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(section), indent=1))
+    else:
+        print(markdown([section], TITLE))
+    return 0
+
+
+def _measure_ttft(options: argparse.Namespace) -> Section:
+    model = load_shape(options.model, options.layers, options.out)
+    label = f"{options.model}-{options.layers}-layers"
+    names = tuple(options.arms.split(","))
+    arms = build_arms(
+        model, names, options.state, options.core_share, options.budget, options.out
+    )
+    load = [os.getloadavg()[0]]
+    measured = measure(
+        arms,
+        model,
+        rounds=options.rounds,
+        questions=options.questions,
+        many=options.many,
+        together=not options.one_at_a_time,
+        logs=options.out / "servers" / label,
+    )
+    load.append(os.getloadavg()[0])
+    servers = "one server at a time" if options.one_at_a_time else "all servers up, asked in turn"
+    setup = [
+        f"{options.model}, {options.layers} language layers, dummy weights, K = {options.budget}",
+        f"state `{options.state}`, core of {options.core_share:g}; {options.rounds} images, "
+        f"{options.questions} questions each; {servers}",
+    ]
+    section = build_section(setup, measured, " and ".join(f"{one:.2f}" for one in load))
+    content = {
+        "model": options.model,
+        "layers": options.layers,
+        "budget": options.budget,
+        "digests": {arm.name: arm.digest for arm in arms},
+        "passes": {
+            name: [
+                {
+                    "ttft": one.first("ttft"),
+                    "again": one.again("ttft"),
+                    "processor": one.first("processor"),
+                    "processor_again": one.again("processor"),
+                }
+            ]
+            for name, one in measured.items()
+        },
+        "many": {name: [a.ttft for a in one.many] for name, one in measured.items()},
+        "answers": {name: one.model_dump() for name, one in measured.items()},
+        "environment": section.environment,
+    }
+    (options.out / f"{label}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (options.out / f"{label}.md").write_text(section.markdown())
+    return section

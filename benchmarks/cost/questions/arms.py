@@ -1,0 +1,72 @@
+"""Arms that differ in what questions on an image share, and the shapes that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.shapes import write_clip, write_llava
+from benchmarks.cost.efficiency.models import Model, load_model
+from benchmarks.load.arms import Arm
+from vllm_autoprune import load_state
+from vllm_autoprune.backbones import LLAVA_7B
+from vllm_autoprune.tpdsl.states.state import Core, PruningState
+
+STOCK, TODAY, SPLIT, FREE = ARMS = ("stock", "question-reading", "split", "question-free")
+BLOCK = 32
+"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
+
+HALF, HALF_WIDTH, HALF_TOWER = "llava-1.5-half", 2048, 2
+"""Half of LLaVA-1.5-7B's width, with a tower of two layers: small enough to be served whole."""
+
+
+def split_state(state: str, share: float) -> PruningState:
+    """The state with a core of ``share`` of its tokens, chosen by DivPrune."""
+    return load_state(state).model_copy(update={"core": Core(share=share)})
+
+
+def load_shape(name: str, layers: int, out: Path) -> Model:
+    """A shape of the efficiency table, or :data:`HALF` of one."""
+    if name != HALF:
+        return load_model(name, layers, out)
+    folder = write_llava(
+        out / f"{HALF}-{layers}-layers", layers, tower_layers=HALF_TOWER, width=HALF_WIDTH
+    )
+    return Model(
+        name=HALF,
+        folder=folder,
+        geometry=replace(LLAVA_7B, name=HALF, layers=layers, width=HALF_WIDTH),
+        depth=layers,
+        side=336,
+        flags=("--load-format", "dummy", "--max-model-len", "2048"),
+        scored=False,
+    )
+
+
+def build_arms(
+    model: Model, names: tuple[str, ...], state: str, share: float, budget: int, out: Path
+) -> list[Arm]:
+    """Servers of the named arms, which differ in the state alone; writes the split state."""
+    out.mkdir(parents=True, exist_ok=True)
+    split = out / "split.json"
+    split.write_text(split_state(state, share).dumps())
+    states = {STOCK: None, TODAY: state, SPLIT: str(split), FREE: "divprune"}
+    tower = write_clip(out / "clip")
+    return [
+        Arm(
+            name=name,
+            model=str(model.folder),
+            flags=tuple(_flags(model, states[name], budget, tower)),
+            digest=None if (served := states[name]) is None else load_state(served).digest,
+        )
+        for name in names
+    ]
+
+
+def _flags(model: Model, state: str | None, budget: int, tower: Path) -> Iterator[str]:
+    yield from (*model.flags, "--enforce-eager", "--dtype", "bfloat16", "--block-size", str(BLOCK))
+    yield from ("--max-num-seqs", "8", "--enable-prompt-tokens-details")
+    if state is not None:
+        yield from ("--autoprune-state", state, "--autoprune-budget", str(budget))
+        yield from ("--autoprune-text-tower", str(tower))
