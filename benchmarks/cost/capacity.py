@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,9 @@ from benchmarks.common.shapes import write_llava_next
 from benchmarks.server import run_engine
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from vllm import LLM
+    from vllm.inputs import TextPrompt as Prompt
 
 BLOCK = 32
 """Tokens of a block."""
@@ -151,14 +154,27 @@ def _drive(
     llm: LLM, settings: EngineSettings, numbers: range
 ) -> tuple[set[int], list[tuple[int, int]]]:
     """Prompt lengths, and after every step the running requests and the blocks in use."""
+    prompts = [
+        build_prompt(draw_picture(number, settings.side, settings.side), f"w{number}")
+        for number in numbers
+    ]
+    return step_through(llm, prompts, settings.output_tokens)
+
+
+def build_prompt(picture: Image, question: str) -> Prompt:
+    """A prompt of LLaVA's form, for an engine in this process."""
+    prompt = f"USER: <image>\n{question} ASSISTANT:"
+    return {"prompt": prompt, "multi_modal_data": {"image": picture}}
+
+
+def step_through(
+    llm: LLM, prompts: Sequence[Prompt], output_tokens: int
+) -> tuple[set[int], list[tuple[int, int]]]:
+    """Send all prompts at once; their lengths, and after every step requests and blocks in use."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=settings.output_tokens, ignore_eos=True)
-    for number in numbers:
-        prompt = {
-            "prompt": f"USER: <image>\nw{number} ASSISTANT:",
-            "multi_modal_data": {"image": draw_picture(number, settings.side, settings.side)},
-        }
+    sampling = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(number), prompt, sampling)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -174,8 +190,8 @@ def _drive(
             if output.finished:
                 finished += 1
                 lengths.add(len(output.prompt_token_ids or ()))
-    if finished != len(numbers):
-        raise RuntimeError(f"{finished} of {len(numbers)} requests were answered")
+    if finished != len(prompts):
+        raise RuntimeError(f"{finished} of {len(prompts)} requests were answered")
     return lengths, steps
 
 

@@ -59,16 +59,19 @@ class Composed:
     """TTFT of a second question on the same image, over that of the first."""
 
 
-def read_efficiency(path: Path) -> Efficiency:
-    """The table in a file, without arms that could not be served."""
+def read_efficiency(path: Path, times: tuple[str, str] = ("ttft", "again")) -> Efficiency:
+    """The table in a file, without arms that could not be served.
+
+    ``times``: names of the seconds of first and second questions, for files that hold several.
+    """
     content = json.loads(path.read_text())
     first, again = (
         {
             arm: tuple(value for one in passes for value in one.get(name, ()))
             for arm, passes in content["passes"].items()
-            if all("ttft" in one for one in passes)
+            if all(times[0] in one for one in passes)
         }
-        for name in ("ttft", "again")
+        for name in times
     )
     return Efficiency(
         content["model"], content["layers"], content["budget"], content["digests"], first, again
@@ -81,6 +84,45 @@ def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, Comp
     Intervals: 95 %, by bootstrap over requests, which are the same in every arm and at both depths.
     Raises :class:`BenchmarkError` where the tables cannot be combined.
     """
+    layers = (shallow.layers, deep.layers)
+    rows = _draw_rows(shallow, deep)
+    drawn = {
+        arm: _fit_line(layers, shallow.ttft[arm], deep.ttft[arm], rows) for arm in shallow.ttft
+    }
+    seconds = compose_seconds(shallow, deep, depth)
+    first_slope, first_rest = next(iter(drawn.values()))
+    return {
+        arm: Composed(
+            layer=estimate(slope),
+            fixed=estimate(rest),
+            ttft=estimate(rest + slope * depth),
+            prefill_gain=estimate(first_slope / slope),
+            ttft_gain=estimate((first_rest + first_slope * depth) / (rest + slope * depth)),
+            again=estimate(seconds[arm][1] / seconds[arm][0]),
+        )
+        for arm, (slope, rest) in drawn.items()
+    }
+
+
+def compose_seconds(
+    shallow: Efficiency, deep: Efficiency, depth: int
+) -> dict[str, tuple[Floats, Floats]]:
+    """Seconds of first and second questions at ``depth`` layers, for every resample.
+
+    Raises :class:`BenchmarkError` where the tables cannot be combined.
+    """
+    layers, rows = (shallow.layers, deep.layers), _draw_rows(shallow, deep)
+    both = ((shallow.ttft, deep.ttft), (shallow.again, deep.again))
+    seconds = {}
+    for arm in shallow.ttft:
+        fits = [_fit_line(layers, low[arm], high[arm], rows) for low, high in both]
+        first, again = (rest + slope * depth for slope, rest in fits)
+        seconds[arm] = (first, again)
+    return seconds
+
+
+def _draw_rows(shallow: Efficiency, deep: Efficiency) -> Indices:
+    """Resamples of requests; raises :class:`BenchmarkError` where tables cannot be combined."""
     described = (shallow.model, shallow.budget, shallow.digests, list(shallow.ttft))
     if described != (deep.model, deep.budget, deep.digests, list(deep.ttft)):
         raise BenchmarkError(
@@ -98,26 +140,7 @@ def compose(shallow: Efficiency, deep: Efficiency, depth: int) -> dict[str, Comp
     if len(counts) != 1:
         raise BenchmarkError(f"arms answered different numbers of requests: {sorted(counts)}")
     (count,) = counts
-    rows = resample(count, DRAWS)
-    layers = (shallow.layers, deep.layers)
-    drawn = {
-        arm: _fit_line(layers, shallow.ttft[arm], deep.ttft[arm], rows) for arm in shallow.ttft
-    }
-    second = {
-        arm: _fit_line(layers, shallow.again[arm], deep.again[arm], rows) for arm in shallow.again
-    }
-    first_slope, first_rest = next(iter(drawn.values()))
-    return {
-        arm: Composed(
-            layer=estimate(slope),
-            fixed=estimate(rest),
-            ttft=estimate(rest + slope * depth),
-            prefill_gain=estimate(first_slope / slope),
-            ttft_gain=estimate((first_rest + first_slope * depth) / (rest + slope * depth)),
-            again=estimate((second[arm][1] + second[arm][0] * depth) / (rest + slope * depth)),
-        )
-        for arm, (slope, rest) in drawn.items()
-    }
+    return resample(count, DRAWS)
 
 
 def _fit_line(

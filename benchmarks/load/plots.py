@@ -27,7 +27,7 @@ XValue = Callable[[Point], float]
 
 def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
     """Median TTFT over completed requests a second: solid in a closed loop, dashed in an open."""
-    figure, axes = _axes("completed, requests/s", "median TTFT, ms (bars: 95 % interval)")
+    figure, axes = build_axes("completed, requests/s", "median TTFT, ms (bars: 95 % interval)")
     for number, (arm, mine) in enumerate(_arms(points)):
         for kind, chosen in _kinds(mine):
             # In order of load: beyond the knee throughput may fall, and the line turns back.
@@ -35,23 +35,23 @@ def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
             _line(axes, chosen, lambda p: p.completed, 50, number, style, f"{arm}, {kind} loop")
     _draw_objective(axes, slo)
     axes.set_yscale("log")
-    return _svg(figure, axes)
+    return render_svg(figure, axes)
 
 
 def rate_latency(points: Sequence[Point], slo: Slo) -> str:
     """Median and p99 TTFT over the offered rate: the sweep."""
-    figure, axes = _axes("offered, requests/s", "TTFT from the scheduled time, ms")
+    figure, axes = build_axes("offered, requests/s", "TTFT from the scheduled time, ms")
     for number, (arm, mine) in enumerate(_arms(_open_loop(points))):
         for level, style in ((50, "-"), (99, ":")):
             _line(axes, mine, _offered, level, number, style, f"{arm}, p{level}")
     _draw_objective(axes, slo)
     axes.set_yscale("log")
-    return _svg(figure, axes)
+    return render_svg(figure, axes)
 
 
 def goodput_rate(points: Sequence[Point]) -> str:
     """Requests a second that met the objective, over the offered rate."""
-    figure, axes = _axes("offered, requests/s", "good, requests/s")
+    figure, axes = build_axes("offered, requests/s", "good, requests/s")
     most = 0.0
     for number, (arm, mine) in enumerate(_arms(_open_loop(points))):
         colour, mark = COLOURS[number % 6], MARKS[number % 6]
@@ -61,12 +61,12 @@ def goodput_rate(points: Sequence[Point]) -> str:
             axes.plot(_offered(point), point.good, mark, color=colour, markerfacecolor=face)
             most = max(most, _offered(point))
     axes.plot([0, most], [0, most], color="#999", linewidth=0.8, label="all requests")
-    return _svg(figure, axes)
+    return render_svg(figure, axes)
 
 
 def ttft_distribution(points: Sequence[Point]) -> str:
     """The share of requests whose first token came within a time, at one load."""
-    figure, axes = _axes("TTFT, ms", "share of requests")
+    figure, axes = build_axes("TTFT, ms", "share of requests")
     for number, (arm, mine) in enumerate(_arms(points)):
         for point in mine:
             values = sorted(v for own in point.by_request(ttft).values() for v in own)
@@ -83,7 +83,7 @@ def ttft_distribution(points: Sequence[Point]) -> str:
                 label=label,
             )
     axes.set_xscale("log")
-    return _svg(figure, axes)
+    return render_svg(figure, axes)
 
 
 def _line(
@@ -154,7 +154,8 @@ def _draw_objective(axes: Axes, slo: Slo) -> None:
         axes.axhline(1000 * slo.ttft, color="#999", linewidth=0.8, label="TTFT objective")
 
 
-def _axes(across: str, up: str) -> tuple[Figure, Axes]:
+def build_axes(across: str, up: str) -> tuple[Figure, Axes]:
+    """An empty figure with labelled axes."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(across)
@@ -164,7 +165,8 @@ def _axes(across: str, up: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, axes: Axes) -> str:
+def render_svg(figure: Figure, axes: Axes) -> str:
+    """The figure with its legend as an SVG element."""
     if axes.has_data():
         figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=3)
     out = io.StringIO()

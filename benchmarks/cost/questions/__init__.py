@@ -13,10 +13,11 @@ import json
 import os
 from pathlib import Path
 
+from benchmarks.common import BenchmarkError
 from benchmarks.common.report import Section, markdown
 from benchmarks.cost.efficiency.models import SHAPES
-from benchmarks.cost.questions.arms import ARMS, HALF, STOCK, build_arms, load_shape
-from benchmarks.cost.questions.ttft import build_section, measure
+from benchmarks.cost.questions import blocks, total, ttft
+from benchmarks.cost.questions.arms import ARMS, HALF, build_arms, load_shape
 
 TITLE = "One image, many questions"
 
@@ -24,7 +25,7 @@ TITLE = "One image, many questions"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; each has a default."""
     add = parser.add_argument
-    add("what", choices=("ttft", "blocks", "total"), help="what is measured or computed")
+    add("what", choices=tuple(MEASUREMENTS), help="what is measured or computed")
     add("files", nargs="*", type=Path, help="total: files of ttft, at one depth or at two")
     add("--model", choices=(HALF, *SHAPES), default=HALF, help="true shape without weights")
     add("--layers", type=int, default=4, help="language layers that are served")
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0 once everything is measured, whatever the verdicts."""
-    section = _measure_ttft(options)
+    section = MEASUREMENTS[options.what](options)
     if options.json:
         print(json.dumps(dataclasses.asdict(section), indent=1))
     else:
@@ -54,11 +55,9 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
     model = load_shape(options.model, options.layers, options.out)
     label = f"{options.model}-{options.layers}-layers"
     names = tuple(options.arms.split(","))
-    arms = build_arms(
-        model, names, options.state, options.core_share, options.budget, options.out
-    )
+    arms = build_arms(model, names, options.state, options.core_share, options.budget, options.out)
     load = [os.getloadavg()[0]]
-    measured = measure(
+    measured = ttft.measure(
         arms,
         model,
         rounds=options.rounds,
@@ -74,7 +73,7 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
         f"state `{options.state}`, core of {options.core_share:g}; {options.rounds} images, "
         f"{options.questions} questions each; {servers}",
     ]
-    section = build_section(setup, measured, " and ".join(f"{one:.2f}" for one in load))
+    section = ttft.build_section(setup, measured, " and ".join(f"{one:.2f}" for one in load))
     content = {
         "model": options.model,
         "layers": options.layers,
@@ -98,3 +97,28 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
     (options.out / f"{label}.json").write_text(json.dumps(content, indent=1) + "\n")
     (options.out / f"{label}.md").write_text(section.markdown())
     return section
+
+
+def _count_blocks(options: argparse.Namespace) -> Section:
+    options.out.mkdir(parents=True, exist_ok=True)
+    counts = blocks.measure(options.state, options.core_share, options.out)
+    section = blocks.build_section(counts, options.core_share)
+    (options.out / "blocks.json").write_text(json.dumps(dataclasses.asdict(section)) + "\n")
+    return section
+
+
+def _compute_total(options: argparse.Namespace) -> Section:
+    try:
+        section = total.build_section(options.files)
+        _, costs = total.read_costs(options.files, total.TIMES["time to first token"])
+        many = total.read_many(options.files[0]) if len(options.files) == 1 else {}
+    except OSError as error:
+        raise BenchmarkError(str(error)) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BenchmarkError(f"not files of benchmarks.cost questions ttft: {error!r}") from error
+    path = options.files[-1].with_suffix(".svg")
+    path.write_text(total.draw_totals(costs, many))
+    return section
+
+
+MEASUREMENTS = {"ttft": _measure_ttft, "blocks": _count_blocks, "total": _compute_total}

@@ -44,23 +44,30 @@ def load_shape(name: str, layers: int, out: Path) -> Model:
     )
 
 
+def state_of(arm: str, state: str, share: float, out: Path) -> str | None:
+    """What an arm serves: the name or file of a state, None for stock; writes the split state."""
+    if arm == SPLIT:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / "split.json"
+        path.write_text(split_state(state, share).dumps())
+        return str(path)
+    return {STOCK: None, TODAY: state, FREE: "divprune"}[arm]
+
+
 def build_arms(
     model: Model, names: tuple[str, ...], state: str, share: float, budget: int, out: Path
 ) -> list[Arm]:
-    """Servers of the named arms, which differ in the state alone; writes the split state."""
-    out.mkdir(parents=True, exist_ok=True)
-    split = out / "split.json"
-    split.write_text(split_state(state, share).dumps())
-    states = {STOCK: None, TODAY: state, SPLIT: str(split), FREE: "divprune"}
+    """Servers of the named arms, which differ in the state alone."""
     tower = write_clip(out / "clip")
+    states = {name: state_of(name, state, share, out) for name in names}
     return [
         Arm(
             name=name,
             model=str(model.folder),
-            flags=tuple(_flags(model, states[name], budget, tower)),
-            digest=None if (served := states[name]) is None else load_state(served).digest,
+            flags=tuple(_flags(model, served, budget, tower)),
+            digest=None if served is None else load_state(served).digest,
         )
-        for name in names
+        for name, served in states.items()
     ]
 
 

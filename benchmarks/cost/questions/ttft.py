@@ -131,9 +131,7 @@ def _send(server: Server, text: str, url: str) -> Answer:
     )
 
 
-def build_section(
-    setup: Sequence[str], measured: Mapping[str, Measured], load: str
-) -> Section:
+def build_section(setup: Sequence[str], measured: Mapping[str, Measured], load: str) -> Section:
     """Claims in both times, and the table."""
     return Section(
         name="ttft",
