@@ -29,7 +29,7 @@ LIKE_STOCK, LIKE_TODAY = 1.15, 1.03
 """Most that another question may take of stock's, and the first one of today's."""
 
 _WARM_UP = 10_000
-"""Number of the first image that is not measured."""
+"""Number of the image that is not measured."""
 
 
 class Answer(StrictModel):
@@ -80,7 +80,6 @@ def measure(
     for group in groups:
         with _serve_all(group, logs) as servers:
             _ask(servers, model, _WARM_UP, 2)
-            _ask(servers, model, _WARM_UP + 1, 2)
             for number in range(rounds):
                 for name, row in _ask(servers, model, number, questions).items():
                     rows[name].append(row)
