@@ -65,12 +65,17 @@ class Server:
     def processor_seconds(self) -> float:
         """Processor time that all its processes have used so far."""
         root = psutil.Process(self.process.pid)
-        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-        return float(sum(time.user + time.system for time in times))
+        return sum(_processor_seconds(one.pid) for one in (root, *root.children(recursive=True)))
 
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
+
+
+def _processor_seconds(pid: int) -> float:
+    """In nanoseconds' resolution, where /proc counts in hundredths of a second."""
+    # What clock_getcpuclockid(3) returns on Linux, for all threads of a process.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def resident_by_process(pid: int) -> dict[str, int]:

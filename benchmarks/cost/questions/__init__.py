@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=int, default=64, help="K")
     add("--core-share", type=float, default=0.8, help="part of K that the split's core holds")
     add("--state", default="autoprune", help="state that reads the question, a file or a name")
+    add("--no-text-tower", action="store_true", help="measure relevance by input embeddings")
     add("--arms", default=",".join(ARMS), help="arms to measure")
     add("--rounds", type=int, default=12, help="images")
     add("--questions", type=int, default=3, help="questions on each image, 2 or more")
@@ -54,8 +55,17 @@ def run(options: argparse.Namespace) -> int:
 def _measure_ttft(options: argparse.Namespace) -> Section:
     model = load_shape(options.model, options.layers, options.out)
     label = f"{options.model}-{options.layers}-layers"
+    label += "-no-text-tower" if options.no_text_tower else ""
     names = tuple(options.arms.split(","))
-    arms = build_arms(model, names, options.state, options.core_share, options.budget, options.out)
+    arms = build_arms(
+        model,
+        names,
+        options.state,
+        options.core_share,
+        options.budget,
+        options.out,
+        not options.no_text_tower,
+    )
     load = [os.getloadavg()[0]]
     measured = ttft.measure(
         arms,
@@ -72,6 +82,9 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
         f"{options.model}, {options.layers} language layers, dummy weights, K = {options.budget}",
         f"state `{options.state}`, core of {options.core_share:g}; {options.rounds} images, "
         f"{options.questions} questions each; {servers}",
+        "relevance by the input embeddings of the language model"
+        if options.no_text_tower
+        else "relevance by the text tower of CLIP-L, in float32",
     ]
     section = ttft.build_section(setup, measured, " and ".join(f"{one:.2f}" for one in load))
     content = {

@@ -55,10 +55,16 @@ def state_of(arm: str, state: str, share: float, out: Path) -> str | None:
 
 
 def build_arms(
-    model: Model, names: tuple[str, ...], state: str, share: float, budget: int, out: Path
+    model: Model,
+    names: tuple[str, ...],
+    state: str,
+    share: float,
+    budget: int,
+    out: Path,
+    text_tower: bool = True,
 ) -> list[Arm]:
     """Servers of the named arms, which differ in the state alone."""
-    tower = write_clip(out / "clip")
+    tower = write_clip(out / "clip") if text_tower else None
     states = {name: state_of(name, state, share, out) for name in names}
     return [
         Arm(
@@ -71,9 +77,10 @@ def build_arms(
     ]
 
 
-def _flags(model: Model, state: str | None, budget: int, tower: Path) -> Iterator[str]:
+def _flags(model: Model, state: str | None, budget: int, tower: Path | None) -> Iterator[str]:
     yield from (*model.flags, "--enforce-eager", "--dtype", "bfloat16", "--block-size", str(BLOCK))
     yield from ("--max-num-seqs", "8", "--enable-prompt-tokens-details")
     if state is not None:
         yield from ("--autoprune-state", state, "--autoprune-budget", str(budget))
+    if state is not None and tower is not None:
         yield from ("--autoprune-text-tower", str(tower))
