@@ -23,7 +23,7 @@ HALF, HALF_WIDTH, HALF_TOWER = "llava-1.5-half", 2048, 2
 
 def split_state(state: str, share: float) -> PruningState:
     """The state with a core of ``share`` of its tokens, chosen by DivPrune."""
-    return load_state(state).model_copy(update={"core": Core(share=share)})
+    return load_state(state).model_copy(update={"core": Core.model_validate({"share": share})})
 
 
 def load_shape(name: str, layers: int, out: Path) -> Model:

@@ -20,6 +20,7 @@ from vllm_autoprune.statistics import (
     DRAWS,
     Estimate,
     Floats,
+    Indices,
     at_most,
     estimate,
     medians,
@@ -72,25 +73,27 @@ def read_costs(paths: Sequence[Path], times: tuple[str, str]) -> tuple[str, dict
 
     One file: as it was served. Two, the shallow one first: composed for the published depth.
     """
-    tables = [read_efficiency(path, times) for path in paths]
-    first = tables[0]
-    if len(tables) == 1:
+    if len(paths) not in (1, 2):
+        raise BenchmarkError(f"{len(paths)} files: give one, or two at different depths")
+    first, *others = [read_efficiency(path, times) for path in paths]
+    if not others:
         rows = resample(len(next(iter(first.ttft.values()))), DRAWS)
         costs = {
-            arm: Costs(*(medians(np.asarray(own[arm], dtype=np.float64), rows) for own in both))
-            for both in [(first.ttft, first.again)]
+            arm: Costs(_medians(first.ttft[arm], rows), _medians(first.again[arm], rows))
             for arm in first.ttft
         }
         return f"{first.model}, {first.layers} layers as served, K = {first.budget}", costs
-    if len(tables) != 2:
-        raise BenchmarkError(f"{len(paths)} files: give one, or two at different depths")
     depth = SHAPES[first.model][0].layers
-    composed = compose_seconds(*tables, depth)
+    composed = compose_seconds(first, others[0], depth)
     text = (
         f"{first.model}, K = {first.budget}, composed for {depth} layers from "
-        f"{first.layers} and {tables[1].layers}"
+        f"{first.layers} and {others[0].layers}"
     )
     return text, {arm: Costs(*seconds) for arm, seconds in composed.items()}
+
+
+def _medians(seconds: Sequence[float], rows: Indices) -> Floats:
+    return medians(np.asarray(seconds, dtype=np.float64), rows)
 
 
 def build_section(paths: Sequence[Path]) -> Section:
