@@ -63,9 +63,17 @@ class Server:
         return sum(resident_by_process(self.process.pid).values())
 
     def processor_seconds(self) -> float:
-        """Processor time that all its processes have used so far."""
+        """Processor time of its API server and worker so far.
+
+        The engine core between them polls while the worker computes, which is not work.
+        """
         root = psutil.Process(self.process.pid)
-        return sum(_processor_seconds(one.pid) for one in (root, *root.children(recursive=True)))
+        processes = (root, *root.children(recursive=True))
+        return sum(
+            _processor_seconds(one.pid)
+            for one in processes
+            if "VLLM::EngineCore" not in " ".join(one.cmdline())
+        )
 
     def logged(self) -> str:
         """Everything the server has printed so far."""

@@ -33,7 +33,7 @@ _WARM_UP = 10_000
 
 
 class Answer(StrictModel):
-    """One question: seconds at the client, processor seconds of the server, tokens."""
+    """One question: seconds at the client, processor seconds of API server and worker, tokens."""
 
     ttft: float
     processor: float
