@@ -52,7 +52,8 @@ def changed(**fields: object) -> Forge:
 
 
 def _as_core(plan: Tensor) -> Tensor:
-    return changed(part="core", core=ItemPlan.decode(plan).budget)(plan)
+    decoded = ItemPlan.decode(plan)
+    return replace(decoded, part="core", core=decoded.budget).encode()
 
 
 FORGED: Mapping[str, Forge] = {
