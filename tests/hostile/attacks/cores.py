@@ -128,13 +128,13 @@ def _repeated(request: Mapping[str, Any], item: int) -> dict[str, Any]:
 def image_tokens_beside_split_images(site: Site) -> Iterable[str]:
     """Image tokens in the text of a request whose image is split: no new errors, same answers."""
     stock = site.open_stock()
-    for text in SPECIAL:
+    for number, text in enumerate(SPECIAL):
         for words in (f"{text} {site.words}", f"{site.words} {text} {text}"):
             ask = partial(site.client.chat, words, _PICTURE)
             reply = ask()
             yield from no_worse(f"{text!r}", reply, partial(stock.chat, words, _PICTURE))
             if reply.status == 200:
-                fresh = ask(cache_salt=words)
+                fresh = ask(cache_salt=f"alone {number} {len(words)}")
                 yield from server_errors(fresh)
                 yield from unlike(f"{text!r} with a cached core", reply, fresh)
                 if fresh.status != 200:
