@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.region_shares import share_over_regions
 from vllm_autoprune.serving.worker.relevance import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
@@ -25,8 +26,7 @@ from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, core_policy
 from vllm_autoprune.tpdsl.executor.refine import give_core, keep_evenly
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tiles import split_over_tiles
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Instruction, NextLayer, TowerStates, VisualTokens
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def _select_rows(
     plan = plans[0]
     policy = None if plan.keep == "random" else context.served.policy_for_plan(plan)
     rows, positions = [], []
-    for at, share in enumerate(_share_over_regions(plan, policy, images[0].regions)):
+    for at, share in enumerate(share_over_regions(plan, policy, images[0].regions)):
         if share.rows == 0:
             continue
         regions = [image.regions[at] for image in images]
@@ -151,45 +151,6 @@ def _append_fillers(rows: Tensor, plan: ItemPlan, images: Sequence[ImageFeatures
         return rows
     added = torch.stack(fillers)[:, None].expand(-1, missing, -1)
     return torch.cat([rows, added.to(rows.dtype)], dim=1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What one region has of an image's K tokens: the core and the quota among them.
-
-    rows are those that the item keeps of it, as :attr:`ItemPlan.part` says.
-    """
-
-    budget: int
-    core: int
-    quota: int
-    rows: int
-
-    def policy(self, whole: PruningPolicy) -> PruningPolicy:
-        """The policy of the image, for this region."""
-        # The image's r_min is at most K - q_e, which is what these add up to.
-        r_min = min(whole.r_min, self.budget - self.quota)
-        return replace(
-            whole, budget=self.budget, quota=self.quota, r_min=r_min, varies=False, core=self.core
-        )
-
-
-def _share_over_regions(
-    plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[Region]
-) -> list[_Share]:
-    """The share of every region; a core is split like the K that it is part of."""
-    budget = plan.image_budget
-    core, quota = (0, 0) if policy is None else (policy.core, policy.quota)
-    shares = []
-    for tokens, kept, exchanged in zip(
-        split_over_regions(budget, regions),
-        split_over_regions(core, regions),
-        split_over_regions(quota, regions),
-        strict=True,
-    ):
-        rows = tokens - kept if plan.part == "delta" else tokens
-        shares.append(_Share(tokens, kept, min(exchanged, tokens - kept), rows))
-    return shares
 
 
 def _append_extra_channels(refined: RefinedTokens, regions: Sequence[Region]) -> Tensor:
@@ -365,36 +326,3 @@ def _fit_rows(
         "cutting its rows off, or repeating the last one",
     )
     return rows[torch.arange(wanted, device=rows.device).clamp(max=rows.shape[0] - 1)]
-
-
-class SizedRegion(Protocol):
-    """Region with tokens, and a share of the budget in tiles of the vision tower."""
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of its tokens."""
-
-    @property
-    def share(self) -> int:
-        """Share of the budget, in tiles."""
-
-
-def split_over_regions(budget: int, regions: Sequence[SizedRegion]) -> tuple[int, ...]:
-    """Split K over regions: K / T for each of their tiles, the first tiles taking the remainder.
-
-    Surplus goes to the next region with room. If K is at least the number of tokens, every region
-    keeps all of its tokens.
-    """
-    tiles = split_over_tiles(budget, sum(region.share for region in regions))
-    wanted, first = [], 0
-    for region in regions:
-        wanted.append(sum(tiles[first : first + region.share]))
-        first += region.share
-    room = [region.grid.tokens for region in regions]
-    budgets = [min(one, size) for one, size in zip(wanted, room, strict=True)]
-    left = min(budget, sum(room)) - sum(budgets)
-    for i, size in enumerate(room):
-        more = min(left, size - budgets[i])
-        budgets[i] += more
-        left -= more
-    return tuple(budgets)

@@ -13,10 +13,11 @@ from tests.serving.unit.batches import N, blind, images, parts, plan, pruned
 from tests.serving.unit.samples import image, rows_of, served
 from vllm_autoprune import PruningPolicy, VisualTokens
 from vllm_autoprune.serving.worker import batch as under_test
-from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images, split_over_regions
+from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.region_shares import split_over_regions
 from vllm_autoprune.serving.worker.selection import select_with_fallback
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
