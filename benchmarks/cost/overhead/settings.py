@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,13 +47,22 @@ def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
 
 
 def build_request(
-    model: str, text: str, url: str | None = None, tokens: int = 1, budget: int | None = None
+    model: str,
+    text: str,
+    url: str | None = None,
+    tokens: int = 1,
+    budget: int | None = None,
+    pruning: Mapping[str, object] | None = None,
 ) -> bytes:
-    """A streamed greedy request for exactly ``tokens`` tokens."""
+    """A streamed greedy request for exactly ``tokens`` tokens.
+
+    ``pruning``: its fields for the plugin, beside ``budget``.
+    """
     fields: dict[str, object] = {"ignore_eos": True}
     # Otherwise a special first token has no text to be timed.
     fields["skip_special_tokens"] = False
-    if budget is not None:
-        fields["mm_processor_kwargs"] = {"autoprune": {"budget": budget}}
+    own = {**(pruning or {}), **({} if budget is None else {"budget": budget})}
+    if own:
+        fields["mm_processor_kwargs"] = {"autoprune": own}
     content = build_content(text, [] if url is None else [url])
     return build_body(model, content, tokens=tokens, fields=fields)

@@ -17,7 +17,16 @@ from benchmarks.common import BenchmarkError
 from benchmarks.common.report import Section, markdown
 from benchmarks.cost.efficiency.models import SHAPES
 from benchmarks.cost.questions import blocks, total, ttft
-from benchmarks.cost.questions.arms import ARMS, HALF, build_arms, load_shape
+from benchmarks.cost.questions.arms import (
+    ARMS,
+    HALF,
+    REQUEST_FLAGS,
+    SPLIT,
+    build_arms,
+    find_digest,
+    load_shape,
+    request_settings,
+)
 
 TITLE = "One image, many questions"
 
@@ -37,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=12, help="images")
     add("--questions", type=int, default=3, help="questions on each image, 2 or more")
     add("--many", type=int, default=0, help="questions on one further image")
-    add("--one-at-a-time", action="store_true", help="start servers in turn, to save memory")
+    add("--one-server", action="store_true", help="requests choose their arm, to save memory")
     add("--out", type=Path, default=Path("out/questions"), help="folder of files")
     add("--json", action="store_true", help="print JSON instead of Markdown")
 
@@ -59,13 +68,17 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
     names = tuple(options.arms.split(","))
     arms = build_arms(
         model,
-        names,
+        (SPLIT,) if options.one_server else names,
         options.state,
         options.core_share,
         options.budget,
         options.out,
         not options.no_text_tower,
     )
+    settings = None
+    if options.one_server:
+        arms = [arm.model_copy(update={"flags": (*arm.flags, *REQUEST_FLAGS)}) for arm in arms]
+        settings = request_settings(names, options.state, options.budget)
     load = [os.getloadavg()[0]]
     measured = ttft.measure(
         arms,
@@ -73,11 +86,11 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
         rounds=options.rounds,
         questions=options.questions,
         many=options.many,
-        together=not options.one_at_a_time,
+        settings=settings,
         logs=options.out / "servers" / label,
     )
     load.append(os.getloadavg()[0])
-    servers = "one server at a time" if options.one_at_a_time else "all servers up, asked in turn"
+    servers = "one server, requests choose their arm" if settings else "a server for each arm"
     setup = [
         f"{options.model}, {options.layers} language layers, dummy weights, K = {options.budget}",
         f"state `{options.state}`, core of {options.core_share:g}; {options.rounds} images, "
@@ -91,7 +104,7 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
         "model": options.model,
         "layers": options.layers,
         "budget": options.budget,
-        "digests": {arm.name: arm.digest for arm in arms},
+        "digests": {name: find_digest(name, options.state, options.core_share) for name in names},
         "passes": {
             name: [
                 {

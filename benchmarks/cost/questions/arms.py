@@ -17,6 +17,9 @@ STOCK, TODAY, SPLIT, FREE = ARMS = ("stock", "question-reading", "split", "quest
 BLOCK = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
 
+REQUEST_FLAGS = ("--autoprune-requests", "shipped-states", "--autoprune-request-cost", "1000")
+"""Of a server whose requests choose their arm."""
+
 HALF, HALF_WIDTH, HALF_TOWER = "llava-1.5-half", 2048, 2
 """Half of LLaVA-1.5-7B's width, with a tower of two layers: small enough to be served whole."""
 
@@ -54,6 +57,13 @@ def state_of(arm: str, state: str, share: float, out: Path) -> str | None:
     return {STOCK: None, TODAY: state, FREE: "divprune"}[arm]
 
 
+def find_digest(arm: str, state: str, share: float) -> str | None:
+    """Digest of the state that an arm serves, None for stock."""
+    if arm == SPLIT:
+        return split_state(state, share).digest
+    return {STOCK: None, TODAY: load_state(state).digest, FREE: load_state("divprune").digest}[arm]
+
+
 def build_arms(
     model: Model,
     names: tuple[str, ...],
@@ -71,10 +81,23 @@ def build_arms(
             name=name,
             model=str(model.folder),
             flags=tuple(_flags(model, served, budget, tower)),
-            digest=None if served is None else load_state(served).digest,
+            digest=find_digest(name, state, share),
         )
         for name, served in states.items()
     ]
+
+
+def request_settings(
+    names: tuple[str, ...], state: str, budget: int
+) -> dict[str, dict[str, object]]:
+    """What requests set for each arm, on the split's server with :data:`REQUEST_FLAGS`."""
+    settings: dict[str, dict[str, object]] = {
+        STOCK: {"enabled": False},
+        TODAY: {"state": state, "budget": budget},
+        SPLIT: {},
+        FREE: {"state": "divprune", "budget": budget},
+    }
+    return {name: settings[name] for name in names}
 
 
 def _flags(model: Model, state: str | None, budget: int, tower: Path | None) -> Iterator[str]:

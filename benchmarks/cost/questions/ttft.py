@@ -1,13 +1,15 @@
 """Time to first token, and processor time, of the first and of further questions on an image.
 
-Every arm has a server of its own; all of them are asked the same question one after another, in an
-order that rotates from question to question, so that drift of the machine affects all arms alike.
+Every arm has a server of its own, or all arms are settings of requests to one server that prunes,
+which takes less memory. The arms are asked the same question one after another, in an order that
+rotates from question to question, so that drift of the machine affects all of them alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +20,7 @@ from benchmarks.common.report import Claim, Section, Table, format_excess, forma
 from benchmarks.cost.efficiency.models import Model
 from benchmarks.cost.overhead.settings import build_request, draw_words, image_url
 from benchmarks.cost.questions.arms import SPLIT, STOCK, TODAY
-from benchmarks.load.arms import Arm, interleave
+from benchmarks.load.arms import Arm
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import at_most, ratio_of_medians, spread
 
@@ -30,6 +32,19 @@ LIKE_STOCK, LIKE_TODAY = 1.15, 1.03
 
 _WARM_UP = 10_000
 """Number of the image that is not measured."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an arm's questions are sent, and what is sent with them.
+
+    Targets that share a server show pictures of their own (``seed``), because the output of the
+    vision tower is cached for all of them.
+    """
+
+    server: Server
+    pruning: Mapping[str, object] = field(default_factory=dict)
+    seed: int = 0
 
 
 class Answer(StrictModel):
@@ -67,25 +82,31 @@ def measure(
     rounds: int,
     questions: int,
     many: int,
-    together: bool,
+    settings: Mapping[str, Mapping[str, object]] | None,
     logs: Path,
 ) -> dict[str, Measured]:
     """Ask ``questions`` on each of ``rounds`` images, then ``many`` on one, in every arm.
 
-    Not ``together``: one server at a time, every second image in the opposite order of arms.
+    ``settings``: of every arm's requests to the only server; None: each arm has its own server.
     """
-    rows: dict[str, list[tuple[Answer, ...]]] = {arm.name: [] for arm in arms}
-    long: dict[str, tuple[Answer, ...]] = {arm.name: () for arm in arms}
-    groups = [tuple(arms)] if together else [(arm,) for _, arm in interleave(arms, 1)]
-    for group in groups:
-        with _serve_all(group, logs) as servers:
-            _ask(servers, model, _WARM_UP, 2)
-            for number in range(rounds):
-                for name, row in _ask(servers, model, number, questions).items():
-                    rows[name].append(row)
-                log_progress(f"{', '.join(servers)}: image {number + 1} of {rounds}")
-            if many:
-                long |= _ask(servers, model, rounds, many)
+    rows: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in settings or ()}
+    rows |= {arm.name: [] for arm in arms if settings is None}
+    long: dict[str, tuple[Answer, ...]] = dict.fromkeys(rows, ())
+    with _serve_all(arms, logs) as servers:
+        targets = {name: Target(server) for name, server in servers.items()}
+        if settings is not None:
+            (server,) = servers.values()
+            targets = {
+                name: Target(server, pruning, 1000 * at)
+                for at, (name, pruning) in enumerate(settings.items())
+            }
+        _ask(targets, model, _WARM_UP, 2)
+        for number in range(rounds):
+            for name, row in _ask(targets, model, number, questions).items():
+                rows[name].append(row)
+            log_progress(f"image {number + 1} of {rounds}")
+        if many:
+            long = _ask(targets, model, rounds, many)
     return {name: Measured(rows=tuple(own), many=long[name]) for name, own in rows.items()}
 
 
@@ -102,22 +123,24 @@ def _serve_all(arms: Sequence[Arm], logs: Path) -> Iterator[dict[str, Server]]:
 
 
 def _ask(
-    servers: Mapping[str, Server], model: Model, image: int, questions: int
+    targets: Mapping[str, Target], model: Model, image: int, questions: int
 ) -> dict[str, tuple[Answer, ...]]:
-    """Answers of every server to the same questions on one image."""
-    answers: dict[str, list[Answer]] = {name: [] for name in servers}
-    names = list(servers)
-    url = image_url(image, model.side, model.side)
+    """Answers of every arm to the same questions on one image."""
+    answers: dict[str, list[Answer]] = {name: [] for name in targets}
+    names = list(targets)
     for number in range(questions):
         text = draw_words(WORDS, 100 * image + number)
         turn = (image + number) % len(names)
         for name in (*names[turn:], *names[:turn]):
-            answers[name].append(_send(servers[name], text, url))
+            target = targets[name]
+            url = image_url(target.seed + image, model.side, model.side)
+            answers[name].append(_send(target, text, url))
     return {name: tuple(own) for name, own in answers.items()}
 
 
-def _send(server: Server, text: str, url: str) -> Answer:
-    body = build_request(server.model, text, url)
+def _send(target: Target, text: str, url: str) -> Answer:
+    server = target.server
+    body = build_request(server.model, text, url, pruning=target.pruning)
     before = server.processor_seconds()
     record = Client(server.url, timeout=900).send(body)
     if record.error is not None:
