@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.cost.questions.arms import BLOCK, HALF, SPLIT, STOCK, TODAY, build_arms, load_shape
+from benchmarks.cost.overhead.settings import build_request
+from benchmarks.cost.questions.arms import (
+    BLOCK,
+    HALF,
+    SPLIT,
+    STOCK,
+    TODAY,
+    build_arms,
+    load_shape,
+    request_settings,
+)
 from benchmarks.cost.questions.ttft import Answer, Measured, build_section
 from vllm_autoprune import load_state
 
@@ -57,3 +67,17 @@ def test_arms_differ_in_the_state_alone(tmp_path: Path) -> None:
     assert today.digest == load_state("cdpruner").digest != split.digest
     config = json.loads((model.folder / "config.json").read_text())
     assert config["text_config"]["hidden_size"] == model.geometry.width == 2048
+
+
+def test_requests_to_one_server_choose_their_arm() -> None:
+    settings = request_settings((SPLIT, STOCK, TODAY), "cdpruner", 64)
+    sent = {
+        name: json.loads(build_request("m", "w1", pruning=pruning)).get("mm_processor_kwargs")
+        for name, pruning in settings.items()
+    }
+
+    assert sent == {
+        SPLIT: None,  # what the server does by itself
+        STOCK: {"autoprune": {"enabled": False}},
+        TODAY: {"autoprune": {"state": "cdpruner", "budget": 64}},
+    }
