@@ -32,7 +32,7 @@ MOST = 64
 """Questions on one image."""
 
 RATIO, BREAK_EVEN = 0.25, 50
-"""Promises on the split: another question over the first one, and the break-even with stock."""
+"""Promises on the split at full depth: another question over the first one, and the break-even."""
 
 TIMES: Mapping[str, tuple[str, str]] = {
     "time to first token": ("ttft", "again"),
@@ -103,7 +103,8 @@ def build_section(paths: Sequence[Path]) -> Section:
     data: dict[str, object] = {}
     for name, times in TIMES.items():
         text, costs = read_costs(paths, times)
-        claims += _claims(name, costs)
+        if len(paths) > 1:
+            claims += _claims(name, costs)
         tables.append(_table(name, costs))
         data[name] = {
             arm: {"first": float(one.first[0]), "another": float(one.another[0])}

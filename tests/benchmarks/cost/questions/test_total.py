@@ -79,6 +79,7 @@ def test_the_command_prints_json_and_draws_lines_and_measured_sums(
     section = json.loads(capsys.readouterr().out)
     assert section["data"]["time to first token"][STOCK] == {"first": 34.0, "another": 0.4}
     assert section["data"]["processor time"][STOCK] == {"first": 68.0, "another": 0.8}
+    assert section["claims"] == []  # they are about full depth
     drawn = path.with_suffix(".svg").read_text()
     _, served = read_costs([path], ("ttft", "again"))
     assert drawn.startswith("<svg") and STOCK in drawn and SPLIT in drawn
