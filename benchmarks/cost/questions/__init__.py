@@ -22,6 +22,7 @@ from benchmarks.cost.questions.arms import (
     HALF,
     REQUEST_FLAGS,
     SPLIT,
+    STOCK,
     build_arms,
     find_digest,
     load_shape,
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=12, help="images")
     add("--questions", type=int, default=3, help="questions on each image, 2 or more")
     add("--many", type=int, default=0, help="questions on one further image")
-    add("--one-server", action="store_true", help="requests choose their arm, to save memory")
+    add("--share-server", action="store_true", help="one server for all pruned arms")
     add("--out", type=Path, default=Path("out/questions"), help="folder of files")
     add("--json", action="store_true", help="print JSON instead of Markdown")
 
@@ -68,16 +69,21 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
     names = tuple(options.arms.split(","))
     arms = build_arms(
         model,
-        (SPLIT,) if options.one_server else names,
+        tuple(name for name in names if name in (STOCK, SPLIT)) if options.share_server else names,
         options.state,
         options.core_share,
         options.budget,
         options.out,
         not options.no_text_tower,
     )
-    settings = None
-    if options.one_server:
-        arms = [arm.model_copy(update={"flags": (*arm.flags, *REQUEST_FLAGS)}) for arm in arms]
+    settings: dict[str, dict[str, object]] = {}
+    if options.share_server:
+        arms = [
+            arm
+            if arm.digest is None
+            else arm.model_copy(update={"flags": (*arm.flags, *REQUEST_FLAGS)})
+            for arm in arms
+        ]
         settings = request_settings(names, options.state, options.budget)
     load = [os.getloadavg()[0]]
     measured = ttft.measure(
@@ -90,7 +96,7 @@ def _measure_ttft(options: argparse.Namespace) -> Section:
         logs=options.out / "servers" / label,
     )
     load.append(os.getloadavg()[0])
-    servers = "one server, requests choose their arm" if settings else "a server for each arm"
+    servers = "one server for all pruned arms" if settings else "a server for each arm"
     setup = [
         f"{options.model}, {options.layers} language layers, dummy weights, K = {options.budget}",
         f"state `{options.state}`, core of {options.core_share:g}; {options.rounds} images, "

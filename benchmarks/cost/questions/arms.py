@@ -90,14 +90,17 @@ def build_arms(
 def request_settings(
     names: tuple[str, ...], state: str, budget: int
 ) -> dict[str, dict[str, object]]:
-    """What requests set for each arm, on the split's server with :data:`REQUEST_FLAGS`."""
+    """What requests to the split's server set for each pruned arm.
+
+    Unpruned requests have a server of their own: an image's last partial KV block is computed again
+    from vLLM's encoder cache, which the other arms' images would empty.
+    """
     settings: dict[str, dict[str, object]] = {
-        STOCK: {"enabled": False},
         TODAY: {"state": state, "budget": budget},
         SPLIT: {},
         FREE: {"state": "divprune", "budget": budget},
     }
-    return {name: settings[name] for name in names}
+    return {name: settings[name] for name in names if name != STOCK}
 
 
 def _flags(model: Model, state: str | None, budget: int, tower: Path | None) -> Iterator[str]:

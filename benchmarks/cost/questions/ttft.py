@@ -1,8 +1,8 @@
 """Time to first token, and processor time, of the first and of further questions on an image.
 
-Every arm has a server of its own, or all arms are settings of requests to one server that prunes,
-which takes less memory. The arms are asked the same question one after another, in an order that
-rotates from question to question, so that drift of the machine affects all of them alike.
+Every arm has a server of its own; or the pruned arms are settings of requests to one server, which
+takes less memory. The arms are asked the same question one after another, in an order that rotates
+from question to question, so that drift of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -82,32 +82,27 @@ def measure(
     rounds: int,
     questions: int,
     many: int,
-    settings: Mapping[str, Mapping[str, object]] | None,
+    settings: Mapping[str, Mapping[str, object]],
     logs: Path,
 ) -> dict[str, Measured]:
     """Ask ``questions`` on each of ``rounds`` images, then ``many`` on one, in every arm.
 
-    ``settings``: of every arm's requests to the only server; None: each arm has its own server.
+    ``settings``: of requests to the split's server, for each arm that is served there.
     """
-    rows: dict[str, list[tuple[Answer, ...]]] = {name: [] for name in settings or ()}
-    rows |= {arm.name: [] for arm in arms if settings is None}
-    long: dict[str, tuple[Answer, ...]] = dict.fromkeys(rows, ())
+    rows: dict[str, list[tuple[Answer, ...]]] = {}
+    long: dict[str, tuple[Answer, ...]] = {}
     with _serve_all(arms, logs) as servers:
         targets = {name: Target(server) for name, server in servers.items()}
-        if settings is not None:
-            (server,) = servers.values()
-            targets = {
-                name: Target(server, pruning, 1000 * at)
-                for at, (name, pruning) in enumerate(settings.items())
-            }
+        for at, (name, pruning) in enumerate(settings.items()):
+            targets[name] = Target(servers[SPLIT], pruning, 1000 * at)
         _ask(targets, model, _WARM_UP, 2)
         for number in range(rounds):
             for name, row in _ask(targets, model, number, questions).items():
-                rows[name].append(row)
+                rows.setdefault(name, []).append(row)
             log_progress(f"image {number + 1} of {rounds}")
         if many:
             long = _ask(targets, model, rounds, many)
-    return {name: Measured(rows=tuple(own), many=long[name]) for name, own in rows.items()}
+    return {name: Measured(rows=tuple(own), many=long.get(name, ())) for name, own in rows.items()}
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def test_arms_differ_in_the_state_alone(tmp_path: Path) -> None:
     assert config["text_config"]["hidden_size"] == model.geometry.width == 2048
 
 
-def test_requests_to_one_server_choose_their_arm() -> None:
+def test_requests_to_a_shared_server_choose_their_arm() -> None:
     settings = request_settings((SPLIT, STOCK, TODAY), "cdpruner", 64)
     sent = {
         name: json.loads(build_request("m", "w1", pruning=pruning)).get("mm_processor_kwargs")
@@ -78,6 +78,5 @@ def test_requests_to_one_server_choose_their_arm() -> None:
 
     assert sent == {
         SPLIT: None,  # what the server does by itself
-        STOCK: {"autoprune": {"enabled": False}},
         TODAY: {"autoprune": {"state": "cdpruner", "budget": 64}},
     }
