@@ -19,7 +19,7 @@ from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section, Table, format_excess, format_spread
 from benchmarks.cost.efficiency.models import Model
 from benchmarks.cost.overhead.settings import build_request, draw_words, image_url
-from benchmarks.cost.questions.arms import ARMS, SPLIT, STOCK, TODAY
+from benchmarks.cost.questions.arms import SPLIT, STOCK, TODAY
 from benchmarks.load.arms import Arm
 from benchmarks.server import Server, serve
 from vllm_autoprune.statistics import at_most, ratio_of_medians, spread
