@@ -23,7 +23,7 @@ from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, grade_answers, png
 from vllm_autoprune import VisualTokens, load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
-from vllm_autoprune.serving.shared.plan import make_feature_key
+from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.selection import select_at_random
 

@@ -115,12 +115,18 @@ def forget(llm: LLM) -> None:
     llm.llm_engine.reset_encoder_cache()
 
 
-def chat(llm: LLM, conversations: Sequence[Sequence[object]], tokens: int = 4) -> list[Answer]:
-    """Answers to chat conversations, all submitted at once."""
+def chat(
+    llm: LLM,
+    conversations: Sequence[Sequence[object]],
+    tokens: int = 4,
+    entry: Mapping[str, object] | None = None,
+) -> list[Answer]:
+    """Answers to chat conversations, all submitted at once, under one pruning entry."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0)
-    outputs = llm.chat(list(conversations), sampling, use_tqdm=False)
+    kwargs = None if entry is None else {"autoprune": dict(entry)}
+    outputs = llm.chat(list(conversations), sampling, use_tqdm=False, mm_processor_kwargs=kwargs)
     return [_answer(output) for output in outputs]
 
 

@@ -9,10 +9,10 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from vllm_autoprune.serving.shared.plan import ItemPlan
-from vllm_autoprune.serving.worker import batch, selection
-from vllm_autoprune.serving.worker.batch import SelectionContext
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.serving.worker import batch, region_selection, selection
+from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.region_selection import SelectionContext
+from vllm_autoprune.serving.worker.region_shares import RegionShare
 from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 
 
@@ -30,7 +30,8 @@ class Watch:
 def watch(tower: nn.Module | None = None) -> Watch:
     """Note from now on; ``tower`` is the vision tower whose batches are to be noted."""
     seen = Watch()
-    prune, refine, agree = batch.prune_images, batch._refine_regions, selection._broadcast_selection
+    prune, agree = batch.prune_images, selection._broadcast_selection
+    select = region_selection.select_region
 
     def images(
         context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
@@ -38,14 +39,14 @@ def watch(tower: nn.Module | None = None) -> Watch:
         seen.budgets.append([plan.budget for plan in plans])
         return prune(context, plans, images)
 
-    def refined(
+    def selected(
         context: SelectionContext,
-        policy: PruningPolicy,
         plans: Sequence[ItemPlan],
-        regions: Sequence[Region],
+        images: Sequence[ImageFeatures],
         at: int,
+        share: RegionShare,
     ) -> RefinedTokens:
-        tokens = refine(context, policy, plans, regions, at)
+        tokens = select(context, plans, images, at, share)
         for plan, kept, rows in zip(plans, tokens.indices.tolist(), tokens.features, strict=True):
             seen.kept[plan] = kept
             seen.rows[plan] = rows
@@ -58,7 +59,7 @@ def watch(tower: nn.Module | None = None) -> Watch:
     from vllm_autoprune.serving.models import pruned_model
 
     patch.object(pruned_model, "prune_images", images).start()
-    patch.object(batch, "_refine_regions", refined).start()
+    patch.object(batch, "select_region", selected).start()
     patch.object(selection, "_broadcast_selection", agreed).start()
     if tower is not None:
         tower.register_forward_pre_hook(

@@ -26,6 +26,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     load,
     policies,
     ranks,
+    recall,
     rendering,
     request_states,
     split,

@@ -20,7 +20,7 @@ from tests.serving.engine import (
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.serving.api import request_plan
-from vllm_autoprune.serving.shared.plan import make_cache_identity
+from vllm_autoprune.serving.shared.identities import make_cache_identity
 
 
 @scenario

@@ -21,7 +21,7 @@ from tests.serving.engine import (
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import Watch, watch
 from vllm_autoprune.serving.api import request_plan
-from vllm_autoprune.serving.shared.plan import make_cache_identity, make_core_identity
+from vllm_autoprune.serving.shared.identities import make_cache_identity, make_core_identity
 from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from tests.serving.unit.samples import image, served
 from vllm_autoprune import Grid
 from vllm_autoprune.serving.shared.plan import Ids, ItemPlan
 from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
 
 GRID = Grid(6, 6)
 N = GRID.tokens

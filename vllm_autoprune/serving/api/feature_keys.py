@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from vllm.multimodal.hasher import MultiModalHasher
 
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan, make_feature_key
+from vllm_autoprune.serving.shared.identities import make_feature_key
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 
 if TYPE_CHECKING:
     from vllm.config.multimodal import MMHasherAlgorithm

@@ -25,8 +25,8 @@ def extract_instructions(messages: Sequence[object]) -> list[str]:
     """
     instructions: list[str] = []
     for content in _contents(messages):
-        texts = [text for part in content if (text := _text(part)) is not None]
-        images = sum(_is_image(part) for part in content)
+        texts = [text for part in content if (text := part_text(part)) is not None]
+        images = sum(shows_image(part) for part in content)
         instructions += ["\n".join(texts).strip()] * images
     return instructions
 
@@ -36,7 +36,9 @@ def extract_details(messages: Sequence[object]) -> list[Detail | None]:
 
     Later turns never change it, so an image keeps the budget that it was sent with.
     """
-    return [_detail(part) for content in _contents(messages) for part in content if _is_image(part)]
+    return [
+        _detail(part) for content in _contents(messages) for part in content if shows_image(part)
+    ]
 
 
 def _contents(messages: Sequence[object]) -> Iterator[Sequence[object]]:
@@ -56,7 +58,16 @@ def _detail(part: object) -> Detail | None:
     return next((level for level in LEVELS if level == detail), None)
 
 
-def _text(part: object) -> str | None:
+def message_parts(message: object) -> Sequence[object]:
+    """The parts of a message; a text alone is one."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return [content]
+    return content if isinstance(content, Sequence) else []
+
+
+def part_text(part: object) -> str | None:
+    """The text of a part; None for one of another kind."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text"):
@@ -65,7 +76,8 @@ def _text(part: object) -> str | None:
     return None
 
 
-def _is_image(part: object) -> bool:
+def shows_image(part: object) -> bool:
+    """Whether a part is an image, or its embeddings."""
     if not isinstance(part, Mapping):
         return False
     kind = part.get("type")

@@ -29,6 +29,10 @@ _CORE_TOKENS = Counter(
     "autoprune_core_tokens",
     "Kept visual tokens served as the core of their image, which questions about it share.",
 )
+_RECALLED_TOKENS = Counter(
+    "autoprune_recalled_tokens",
+    "Kept visual tokens that later turns of a conversation recalled, beside those of its images.",
+)
 _KV_BYTES = Counter(
     "autoprune_kv_bytes_saved",
     "Bytes of KV cache that visual tokens would have taken and did not, where nothing is shared.",
@@ -41,9 +45,11 @@ def count_request(state: str, choices: Iterable[ImageChoice], kv_bytes: int) -> 
     for choice in choices:
         _IMAGES.labels(choice.keep).inc()
         _TOKENS.labels("before").inc(choice.tokens)
-        _TOKENS.labels("after").inc(choice.kept)
+        after = choice.kept + choice.recalled
+        _TOKENS.labels("after").inc(after)
         _CORE_TOKENS.inc(choice.core)
-        _KV_BYTES.inc((choice.tokens - choice.kept) * kv_bytes)
+        _RECALLED_TOKENS.inc(choice.recalled)
+        _KV_BYTES.inc((choice.tokens - after) * kv_bytes)
 
 
 def count_refused_request() -> None:

@@ -92,6 +92,14 @@ class PrunedProcessor(_Stock):
         return UnsentItems()
 
     @cached_property
+    def recall_token(self) -> str | None:
+        """Text that marks a turn which recalls; None where an image cannot be several items."""
+        if self._placeholders.unsplittable:
+            return None
+        token = self._placeholders.token(self.info)
+        return str(self.info.get_tokenizer().convert_ids_to_tokens(token))
+
+    @cached_property
     def _planner(self) -> RequestPlanner:
         served = served_state(self.info.ctx.model_config)
         assert served is not None

@@ -23,7 +23,7 @@ class ImageChoice:
     ``state`` is the encoded state of the request, empty for the server's own. ``identity`` is what
     determines the kept tokens beside image, K and instruction. ``core`` of the kept tokens are the
     same for every question, as ``core_identity`` chooses them; in a plan, those that stand in the
-    prompt as an item of their own.
+    prompt as an item of their own. ``recalled`` more are those of later turns.
     """
 
     kept: int
@@ -34,6 +34,7 @@ class ImageChoice:
     identity: str = ""
     core: int = 0
     core_identity: str = ""
+    recalled: int = 0
 
     @property
     def keeps_all(self) -> bool:
@@ -54,6 +55,8 @@ def resolve_choices(
     Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
     """
     _require_permission(served.rules, request)
+    if request.recall:
+        _require_in_range(served.rules, request.recall, "recall", "K_r")
     sizes = [image.tokens for image in images]
     if not request.enabled:
         for size in sizes:
@@ -107,6 +110,8 @@ def _require_permission(rules: RequestRules, request: PruningRequest) -> None:
         levels.append(("keep", "budget"))
     if not request.enabled:
         levels.append(("enabled", "budget"))
+    if request.recall:
+        levels.append(("recall", "budget"))
     if request.state is not None:
         levels.append(("state", "shipped-states" if isinstance(request.state, str) else "states"))
     for field, level in levels:

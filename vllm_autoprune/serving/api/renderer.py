@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from vllm.renderers.hf import HfRenderer
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from vllm_autoprune.serving.api.instruction import extract_details, extract_instructions
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
+from vllm_autoprune.serving.api.processor import PrunedProcessor
+from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
+from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt, RecallTurn
 from vllm_autoprune.serving.compat import allow_mm_kwarg
 from vllm_autoprune.serving.shared.served_state import served_state
 
@@ -33,6 +36,7 @@ class AutopruneHfRenderer(HfRenderer):
     def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
         super().__init__(config, tokenizer)
         served = served_state(config.model_config)
+        self._spaces: dict[str | None, str] = {}
         if served is not None and served.rules.explicit:
             allow_mm_kwarg(REQUEST_FIELD)
 
@@ -40,23 +44,66 @@ class AutopruneHfRenderer(HfRenderer):
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ConversationMessage], DictPrompt]:
         """As stock, and store the fields in the prompt (``BaseRenderer.render_messages``)."""
-        conversation, prompt = super().render_messages(messages, params)
-        return conversation, self._store_fields(messages, prompt)
+        marked, turns = self._mark_recall_turns(messages, params)
+        conversation, prompt = super().render_messages(marked, params)
+        return conversation, self._store_fields(messages, prompt, turns)
 
     async def render_messages_async(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ConversationMessage], DictPrompt]:
         """As stock, and store the fields in the prompt."""
-        conversation, prompt = await super().render_messages_async(messages, params)
-        return conversation, self._store_fields(messages, prompt)
+        marked, turns = self._mark_recall_turns(messages, params)
+        conversation, prompt = await super().render_messages_async(marked, params)
+        return conversation, self._store_fields(messages, prompt, turns)
+
+    def _mark_recall_turns(
+        self, messages: list[ChatCompletionMessageParam], params: ChatParams
+    ) -> tuple[list[ChatCompletionMessageParam], list[RecallTurn]]:
+        """Mark the later turns that recall tokens of images, where the request has any."""
+        served, processor = served_state(self.model_config), self.mm_processor
+        if served is None or not isinstance(processor, PrunedProcessor):
+            return messages, []
+        if not requested_recall(params.mm_processor_kwargs, served.rules.recall):
+            return messages, []
+        token = processor.recall_token
+        if token is None:
+            return messages, []
+        space = self._space_after_image(token, params.chat_template)
+        marked, turns = mark_recall_turns(messages, token, space)
+        return marked, turns
+
+    def _space_after_image(self, token: str, chat_template: str | None) -> str:
+        """White space that the chat template writes between an image and the text after it."""
+        if chat_template not in self._spaces:
+            mark = "\u2402"
+            parts = [{"type": "image"}, {"type": "text", "text": mark}]
+            try:
+                text = safe_apply_chat_template(
+                    self.model_config,
+                    self.get_tokenizer(),
+                    [{"role": "user", "content": parts}],
+                    chat_template=chat_template,
+                    tokenize=False,
+                )
+            except ValueError:
+                text = ""
+            _, found, between = str(text).partition(mark)[0].rpartition(token)
+            # A template that takes no parts has vLLM put its image token on a line of its own.
+            space = between if found else "\n"
+            self._spaces[chat_template] = space if not space.strip() else ""
+        return self._spaces[chat_template]
 
     def _store_fields(
-        self, messages: list[ChatCompletionMessageParam], prompt: DictPrompt
+        self,
+        messages: list[ChatCompletionMessageParam],
+        prompt: DictPrompt,
+        turns: Sequence[RecallTurn],
     ) -> DictPrompt:
         if served_state(self.model_config) is not None and prompt.get("multi_modal_data"):
             prompt[_MESSAGE_FIELDS] = {
                 "instructions": extract_instructions(messages),
                 "details": extract_details(messages),
+                "recall_turns": [turn.model_dump() for turn in turns],
             }
         return prompt
 

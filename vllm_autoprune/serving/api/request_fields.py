@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.shared.detail_budgets import Detail
 from vllm_autoprune.serving.shared.plan import Chooser
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 
 logger = logging.getLogger("vllm.autoprune")
@@ -69,14 +70,25 @@ Budget = Annotated[int | tuple[int, ...] | SharedBudget | None, PlainValidator(_
 State = Annotated[str | dict[str, object] | None, PlainValidator(_parse_state)]
 
 
+class RecallTurn(BaseModel):
+    """A user turn that recalls: the number of images before it, and its text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    images: int = Field(ge=1)
+    text: str
+
+
 class PruningRequest(BaseModel):
     """Fields of the entry; the server's own choice holds for each one that is left out.
 
     ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``state``:
     the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
     ``keep``: the state, or for measuring ``"reference"`` (its base policy alone) or ``"random"``.
-    ``instructions`` has one text an image, ``details`` one level an image; the renderer fills
-    them from the chat messages, a request without messages may fill them itself.
+    ``recall``: tokens that each later turn without an image gets of the images before it.
+    ``instructions`` has one text an image, ``details`` one level an image, ``recall_turns`` the
+    turns that recall; the renderer fills them from the chat messages, a request without messages
+    may fill them itself, with an image token in its prompt for each image and each turn.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -87,6 +99,8 @@ class PruningRequest(BaseModel):
     keep: Chooser = "state"
     instructions: list[str] | None = None
     details: list[Detail | None] | None = None
+    recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
+    recall_turns: list[RecallTurn] | None = None
 
 
 _FIX = {
@@ -96,6 +110,8 @@ _FIX = {
     "keep": 'give "state", "reference" or "random"',
     "instructions": "give a list of texts, one an image",
     "details": 'give a list of "low", "high" or null, one an image',
+    "recall": "give a number of tokens, 0 for none",
+    "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }
 
 _OLD_STATE_FIELD = "policy"

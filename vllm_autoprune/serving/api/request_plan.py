@@ -17,18 +17,17 @@ from vllm.multimodal.parse import ImageEmbeddingItems
 from vllm_autoprune.serving.api.image_split import Slot, SplitImage, SplitPrompt, split_images
 from vllm_autoprune.serving.api.instruction import extract_prompt_instruction
 from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
+from vllm_autoprune.serving.api.item_plans import ItemPlans
 from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
-from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.api.recall import RecallItem, choose_recalls, expand_marks
+from vllm_autoprune.serving.api.request_fields import PruningRequest, parse_request
 from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.shared.plan import (
     LANGUAGE_IDS,
     NO_KEY,
-    Ids,
     ItemPlan,
-    make_cache_identity,
-    make_core_identity,
 )
 from vllm_autoprune.serving.shared.served_state import ServedState
 
@@ -49,10 +48,10 @@ _LOOKBACK = 4096
 class RequestPlan:
     """Plans of a request's images and the cache identities of all its items.
 
-    A split image has two plans; ``sources`` is the image of each plan, and ``prompt`` the token ids
-    with a placeholder for each, both None where no image is split. ``choices`` are what the plans
-    were made from, and ``label`` the name that metrics count them under; there are none where vLLM
-    profiles. ``salt`` is the request's ``cache_salt``.
+    An image that is split or recalled has several plans; ``sources`` is the image of each plan, and
+    ``prompt`` the token ids with a placeholder for each, both None where every image has one.
+    ``choices`` are what the plans were made from, and ``label`` the name that metrics count them
+    under; there are none where vLLM profiles. ``salt`` is the request's ``cache_salt``.
     """
 
     items: tuple[ItemPlan, ...]
@@ -134,26 +133,50 @@ class RequestPlanner:
         choices = resolve_choices(self._served, request, counts)
         texts = self._instructions(inputs, request.instructions, choices)
         ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
-        split = self._split(inputs, choices, texts)
-        slots = tuple(map(Slot, range(len(images)))) if split is None else split.slots
-        plans = tuple(_plan_slot(slot, choices[slot.image], ids[slot.image]) for slot in slots)
-        identities = [
-            # Where everything is kept the image is what it is in stock vLLM, caches included.
-            images[slot.image]
-            if choices[slot.image].keeps_all
-            else _identify_slot(slot, contents[slot.image][0], choices[slot.image], ids[slot.image])
-            for slot in slots
-        ]
+        known = [content for content, _ in contents]
+        prompt, entries = self._recall(inputs, request, choices, known)
+        split = self._split(inputs, prompt, entries, choices, texts)
+        slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
+        items = ItemPlans(images, known, choices, ids)
+        for slot in slots:
+            entry = entries[slot.image]
+            if isinstance(entry, RecallItem):
+                needs = choices[entry.image].needs
+                turn = (request.recall_turns or [])[entry.turn]
+                items.add_recall(entry, self._tokenizer.tokenize(turn.text, needs))
+            else:
+                items.add(replace(slot, image=entry))
+        hashes = {**hashes, "image": items.identities}
         label = state_label(self._served, request)
-        cores = {slot.image: slot.core for slot in slots}
-        served = tuple(replace(choice, core=cores[i]) for i, choice in enumerate(choices))
-        plan = RequestPlan(plans, {**hashes, "image": identities}, served, label, salt)
-        if split is None:
+        plan = RequestPlan(tuple(items.plans), hashes, items.served(), label, salt)
+        if prompt is inputs.prompt and split is None:
             return plan
-        return replace(plan, sources=tuple(slot.image for slot in slots), prompt=split.ids)
+        ids_of_items = prompt if split is None else split.ids
+        return replace(plan, sources=tuple(items.sources), prompt=list(ids_of_items))
+
+    def _recall(
+        self,
+        inputs: ProcessorInputs,
+        request: PruningRequest,
+        choices: Sequence[ImageChoice],
+        contents: Sequence[str],
+    ) -> tuple[Sequence[int], Sequence[int | RecallItem]]:
+        """Token ids of the prompt, and what its image tokens stand for: images, or recalls."""
+        turns = request.recall_turns
+        if not turns:
+            return inputs.prompt, range(len(choices))
+        recall = self._served.rules.recall if request.recall is None else request.recall
+        items = choose_recalls(turns, recall, choices, contents)
+        token = self._placeholders.token(self._info)
+        return expand_marks(inputs.prompt, token, len(choices), turns, items)
 
     def _split(
-        self, inputs: ProcessorInputs, choices: Sequence[ImageChoice], texts: Sequence[str]
+        self,
+        inputs: ProcessorInputs,
+        prompt: Sequence[int],
+        entries: Sequence[int | RecallItem],
+        choices: Sequence[ImageChoice],
+        texts: Sequence[str],
     ) -> SplitPrompt | None:
         """The prompt with cores and deltas, or None where a split would share nothing.
 
@@ -172,7 +195,11 @@ class RequestPlanner:
             SplitImage(choice.kept, choice.core if may and text not in before else 0, text)
             for choice, may, text in zip(choices, may_split, texts, strict=True)
         ]
-        return split_images(inputs.prompt, token, images, block)
+        split = [
+            SplitImage(entry.budget, 0, entry) if isinstance(entry, RecallItem) else images[entry]
+            for entry in entries
+        ]
+        return split_images(prompt, token, split, block)
 
     def _text_before_image(self, prompt: Sequence[int], token: int) -> str:
         first = prompt.index(token) if token in prompt else 0
@@ -226,26 +253,6 @@ class RequestPlanner:
             self._suffix,
         )
         return [text] * len(choices)
-
-
-def _plan_slot(slot: Slot, choice: ImageChoice, ids: tuple[Ids, Ids]) -> ItemPlan:
-    """The plan of one item; the key is added when the image is processed."""
-    size = choice.tokens
-    if slot.part == "core":
-        # Chosen alike whatever else is kept, so the plan tells nothing else.
-        return ItemPlan(
-            slot.core, NO_KEY, state=choice.state, tokens=size, part="core", core=slot.core
-        )
-    budget = choice.kept - slot.core
-    plan = ItemPlan(budget, NO_KEY, *ids, choice.keep, state=choice.state, tokens=size)
-    return replace(plan, part=slot.part, core=slot.core)
-
-
-def _identify_slot(slot: Slot, content: str, choice: ImageChoice, ids: tuple[Ids, Ids]) -> str:
-    if slot.part == "core":
-        return make_core_identity(content, choice.core_identity, slot.core)
-    read = ids if choice.reads_instruction else None
-    return make_cache_identity(content, choice.identity, choice.kept, choice.keep, read, slot.core)
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:

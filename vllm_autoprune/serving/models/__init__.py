@@ -43,6 +43,8 @@ class Backbone:
     """What a state reads and this checkpoint cannot give."""
     mrope: bool = False
     """Whether tokens have positions of their own in time, height and width."""
+    unsplittable: str = ""
+    """Why an image cannot be several items of a prompt; empty where it can."""
 
     @property
     def stock(self) -> str:
@@ -80,8 +82,14 @@ BACKBONES: dict[str, Backbone] = {
         "llava_onevision", _at("llava_onevision", _ONEVISION), check_siglip_checkpoint
     ),
     "InternVLForConditionalGeneration": Backbone(
-        "internvl", _at("internvl", "InternS1ForConditionalGeneration")
+        "internvl",
+        _at("internvl", "InternS1ForConditionalGeneration"),
+        unsplittable="writes the tokens that begin and end an image around every item",
     ),
-    _GEMMA3: Backbone("gemma3", _at("gemma3", _GEMMA3)),
+    _GEMMA3: Backbone(
+        "gemma3",
+        _at("gemma3", _GEMMA3),
+        unsplittable="lets the tokens of an image see those that follow them",
+    ),
 }
 """Hugging Face architecture name -> backbone."""

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from vllm_autoprune.serving.models.vision import Tiles, Vision
 from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.features import TowerFeatures
 from vllm_autoprune.serving.worker.language_layers import FirstLanguageLayers
 from vllm_autoprune.serving.worker.next_tower_layer import NextTowerLayer
 from vllm_autoprune.serving.worker.qkv_hook import QkvHook, QueriesAndKeys
+from vllm_autoprune.serving.worker.region_selection import ModelParts
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.tiled import (
     TiledVision,
@@ -57,14 +58,16 @@ class Gemma3Vision(TiledVision):
         return rows
 
 
-_UNSPLITTABLE = "lets the tokens of an image see those that follow them"
-
-
 class AutopruneGemma3ForConditionalGeneration(PrunedModel, Gemma3ForConditionalGeneration):
     """``Gemma3ForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
     _processor_factory = make_pruned_factories(
         Gemma3ForConditionalGeneration._processor_factory,
-        Placeholders(count_image_tokens, count_largest_image_tokens, image_token, _UNSPLITTABLE),
+        Placeholders(
+            count_image_tokens,
+            count_largest_image_tokens,
+            image_token,
+            BACKBONES["Gemma3ForConditionalGeneration"].unsplittable,
+        ),
     )
     autoprune_vision = Gemma3Vision

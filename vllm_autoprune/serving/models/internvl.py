@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
 
 from vllm_autoprune.serving.api.processor import make_pruned_factories
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.tiled import (
     TiledVision,
@@ -57,14 +58,16 @@ class InternVLVision(TiledVision):
         return rows
 
 
-_UNSPLITTABLE = "writes the tokens that begin and end an image around every item"
-
-
 class AutopruneInternS1ForConditionalGeneration(PrunedModel, InternS1ForConditionalGeneration):
     """``InternVLForConditionalGeneration`` with K of N visual tokens where a state is served."""
 
     _processor_factory = make_pruned_factories(
         InternS1ForConditionalGeneration._processor_factory,
-        Placeholders(count_image_tokens, count_largest_image_tokens, image_token, _UNSPLITTABLE),
+        Placeholders(
+            count_image_tokens,
+            count_largest_image_tokens,
+            image_token,
+            BACKBONES["InternVLForConditionalGeneration"].unsplittable,
+        ),
     )
     autoprune_vision = InternVLVision

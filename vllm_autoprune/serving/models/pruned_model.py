@@ -16,11 +16,12 @@ from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
 from vllm_autoprune.serving.shared.served_state import ServedState, served_state
-from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.metrics import WorkerMetrics
 from vllm_autoprune.serving.worker.plan_reader import PlanReader
+from vllm_autoprune.serving.worker.region_selection import SelectionContext
 from vllm_autoprune.serving.worker.stopwatch import Stopwatch
 from vllm_autoprune.serving.worker.tensor_parallel import is_rank_zero
 

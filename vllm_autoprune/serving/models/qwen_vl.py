@@ -27,7 +27,7 @@ from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.serving.worker.mrope import (
     CHANNELS,
     compute_input_positions,
-    match_cores,
+    match_items,
     place_image_tokens,
     position_channels,
 )
@@ -216,8 +216,8 @@ class PrunedQwen(PrunedModel, _Stock):
                 unpruned[i] = int(grid.prod()) // self.config.vision_config.spatial_merge_size**2
                 if FIELD in feature.data:
                     (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
-        cores = match_cores(plans)
-        return compute_input_positions(stock, input_tokens, mm_features, unpruned, cores)
+        firsts = match_items(plans)
+        return compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts)
 
     def recompute_mrope_positions(
         self,

@@ -13,9 +13,9 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm_autoprune.serving.compat import embed_without_lora
 from vllm_autoprune.serving.shared.plan import NO_KEY, Key
 from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.worker.region_selection import ModelParts
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 
 EncoderInputs = Mapping[str, Tensor | list[Tensor]]

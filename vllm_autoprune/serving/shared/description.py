@@ -38,6 +38,11 @@ def format_summary(served: ServedState) -> str:
     if levels := served.rules.detail.as_dict():
         budgets = " and ".join(f"{level} keeps {budget}" for level, budget in levels.items())
         parts.append(f"image_url.detail {budgets} tokens of an image, by {DETAIL_FLAG}")
+    if served.rules.recall:
+        parts.append(
+            f"later turns recall {served.rules.recall} tokens of a conversation's images, by "
+            "--autoprune-recall"
+        )
     return "; ".join(parts) + "."
 
 
@@ -102,5 +107,6 @@ def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
         else None,
         "requests": describe_permission(served.rules),
         "detail": _describe_detail(served.rules),
+        "recall": served.rules.recall,
         "evidence": evidence,
     }

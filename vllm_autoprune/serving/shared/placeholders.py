@@ -26,7 +26,7 @@ class Placeholders:
 
     ``count`` gives the token count of an image from its size and a request's processor arguments;
     ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
-    ``unsplittable`` says why an image cannot be two items of a prompt, empty where it can.
+    ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]

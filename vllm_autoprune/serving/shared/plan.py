@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -21,9 +21,10 @@ two are controls, so that a running server can be compared with them on its own 
 
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
 
-Part = Literal["whole", "core", "delta"]
-"""Kept tokens of an image that one item of the prompt holds: all, those kept for every question, or
-the others. An image that is split stands in the prompt as two items."""
+Part = Literal["whole", "core", "delta", "recall"]
+"""Kept tokens of an image that one item of the prompt holds: all, those kept for every question,
+the others, or more of them that a later turn of the conversation recalls. An image that is split
+stands in the prompt as two items."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -31,7 +32,7 @@ Ids = tuple[int, ...]
 """Token ids of a text."""
 
 Key = tuple[int, int]
-"""Key of an image in the feature cache (:func:`make_feature_key`)."""
+"""Key of an image in the feature cache (``identities.make_feature_key``)."""
 
 NO_KEY: Key = (0, 0)
 """The key of an image whose features are not cached."""
@@ -48,14 +49,26 @@ Their attention to all earlier tokens is stored, which would take gigabytes for 
 MAX_STATE = 1 << 14
 """Bytes of the state that a plan carries; those that ship take 1,200."""
 
-_VERSION = 3
+MAX_RECALLS = 32
+"""Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
+
+_VERSION = 4
 """First number of an encoded plan."""
 
-_HEAD = 12
+_HEAD = 13
 """Numbers of an encoded plan before the state and the ids."""
 
 _WORD = 8
 """Bytes of an int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens of an image that were chosen by one question: how many, and its token ids."""
+
+    budget: int
+    instruction: Ids = ()
+    language: Ids = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,8 @@ class ItemPlan:
     names or holds, as :mod:`~vllm_autoprune.serving.shared.state_codec` encodes it; empty for the
     server's own.
     ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
+    ``earlier`` has, where the item is a recall, K of the image with its own question, and then
+    every recall before this one: its tokens are chosen among those that are left.
     """
 
     budget: int
@@ -84,11 +99,13 @@ class ItemPlan:
     tokens: int = 0
     part: Part = "whole"
     core: int = 0
+    earlier: tuple[Choice, ...] = ()
 
     @property
     def group(self) -> tuple[object, ...]:
         """Grouping key: images with the same group are selected by one policy."""
-        return self.budget, self.keep, self.state, self.part, self.core
+        before = tuple(choice.budget for choice in self.earlier)
+        return self.budget, self.keep, self.state, self.part, self.core, before
 
     @property
     def keeps_all(self) -> bool:
@@ -96,15 +113,48 @@ class ItemPlan:
         return self.part == "whole" and self.budget >= self.tokens
 
     @property
+    def read(self) -> tuple[Ids, Ids]:
+        """Both forms of the instruction."""
+        return self.instruction, self.language
+
+    @property
+    def kept_before(self) -> int:
+        """Tokens of the image that are kept by the items which this one is chosen after."""
+        if self.part == "recall":
+            return sum(choice.budget for choice in self.earlier)
+        return self.core if self.part == "delta" else 0
+
+    @property
     def image_budget(self) -> int:
-        """K of the whole image: of a delta, its own tokens and those of its core."""
-        return self.budget + self.core if self.part == "delta" else self.budget
+        """Tokens that the image keeps up to this item."""
+        return self.kept_before + self.budget
+
+    def items_before(self) -> Iterator[ItemPlan]:
+        """Plans of the image's items that this one is chosen after, in their order."""
+        if self.part == "delta":
+            yield self.of_part("core", Choice(self.core))
+        for at, choice in enumerate(self.earlier):
+            if at > 0:
+                yield replace(self.of_part("recall", choice), earlier=self.earlier[:at])
+            elif self.core:
+                yield self.of_part("core", Choice(self.core))
+                yield self.of_part("delta", replace(choice, budget=choice.budget - self.core))
+            else:
+                yield self.of_part("whole", choice)
+
+    def of_part(self, part: Part, choice: Choice) -> ItemPlan:
+        """Plan of another item of the same image, chosen as ``choice`` says."""
+        plain = replace(self, part=part, budget=choice.budget, earlier=())
+        if part == "core":
+            # Chosen alike whatever else is kept, so the plan tells nothing else.
+            return replace(plain, instruction=(), language=(), keep="state", core=choice.budget)
+        return replace(plain, instruction=choice.instruction, language=choice.language)
 
     def encode(self) -> Tensor:
-        """Encode as int64 ``(12 + bytes of the state / 8, rounded up, + number of ids,)``."""
+        """Encode as int64: 13 numbers, the state, the token ids, and then every earlier choice."""
         keep = CHOOSERS.index(self.keep)
         sizes = (len(self.state), len(self.instruction), len(self.language))
-        part = (PARTS.index(self.part), self.core)
+        part = (PARTS.index(self.part), self.core, len(self.earlier))
         flags = (keep, int(self.profile))
         head = (_VERSION, self.budget, *flags, *self.key, *sizes, *part, self.tokens)
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
@@ -112,7 +162,11 @@ class ItemPlan:
             int.from_bytes(padded[i : i + _WORD], "little", signed=True)
             for i in range(0, len(padded), _WORD)
         ]
-        return torch.tensor([*head, *words, *self.instruction, *self.language])
+        ids = [*self.instruction, *self.language]
+        for one in self.earlier:
+            ids += [one.budget, len(one.instruction), len(one.language)]
+            ids += [*one.instruction, *one.language]
+        return torch.tensor([*head, *words, *ids])
 
     @staticmethod
     def decode(row: object) -> ItemPlan:
@@ -125,7 +179,9 @@ class ItemPlan:
             raise plan_error("is not a row of 64-bit integers")
         if row.device.type != "cpu" or not _HEAD <= row.shape[0] <= _MOST:
             raise plan_error(f"has {row.shape[0]} numbers on {row.device.type}")
-        version, budget, keep, profile, high, low, *sizes, part, core, tokens = row[:_HEAD].tolist()
+        numbers = _Numbers(row.tolist())
+        version, budget, keep, profile, high, low = numbers.take(6)
+        state, instruction, language, part, core, earlier, tokens = numbers.take(7)
         if version != _VERSION:
             raise plan_error(f"has format version {version}, and this server reads {_VERSION}")
         _require(1 <= budget <= MAX_BUDGET, f"keeps K = {budget} tokens")
@@ -133,33 +189,76 @@ class ItemPlan:
         _require(profile in (0, 1), f"has profile = {profile}")
         _require(0 <= tokens <= MAX_BUDGET, f"has N = {tokens}")
         _require(0 <= part < len(PARTS), f"has part = {part}")
-        # A core is the tokens of its own item; the other part has one beside its own.
-        cores = {"whole": 0, "core": budget}.get(PARTS[part])
-        _require(1 <= core <= MAX_BUDGET if cores is None else core == cores, f"has K_c = {core}")
-        for size, most in zip(sizes, (MAX_STATE, RELEVANCE_IDS, LANGUAGE_IDS), strict=True):
-            _require(0 <= size <= most, f"has a part of {size}, and at most {most} are allowed")
-        size, instruction, language = sizes
-        words = -(-size // _WORD)
-        _require(
-            row.shape[0] == _HEAD + words + instruction + language, f"has {row.shape[0]} numbers"
-        )
-        rest = row[_HEAD:].tolist()
-        padded = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in rest[:words])
-        _require(not any(padded[size:]), "carries more than its state")
-        ids = rest[words:]
-        _require(min(ids, default=0) >= 0, "has a negative token id")
-        return ItemPlan(
+        plan = ItemPlan(
             budget=budget,
             key=(high, low),
-            instruction=tuple(ids[:instruction]),
-            language=tuple(ids[instruction:]),
             keep=CHOOSERS[keep],
             profile=bool(profile),
-            state=padded[:size],
+            state=numbers.take_bytes(state),
+            instruction=numbers.take_ids(instruction, RELEVANCE_IDS),
+            language=numbers.take_ids(language, LANGUAGE_IDS),
             tokens=tokens,
             part=PARTS[part],
             core=core,
+            earlier=numbers.take_choices(earlier),
         )
+        _require(not numbers.left, f"has {numbers.left} numbers too many")
+        _require_parts(plan)
+        return plan
+
+
+class _Numbers:
+    """The numbers of an encoded plan that are not read yet."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = numbers
+        self._read = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._numbers) - self._read
+
+    def take(self, count: int) -> list[int]:
+        _require(count <= self.left, f"has {len(self._numbers)} numbers")
+        self._read += count
+        return self._numbers[self._read - count : self._read]
+
+    def take_ids(self, count: int, most: int) -> Ids:
+        _require(0 <= count <= most, f"has {count} token ids, and at most {most} are allowed")
+        ids = tuple(self.take(count))
+        _require(min(ids, default=0) >= 0, "has a negative token id")
+        return ids
+
+    def take_bytes(self, size: int) -> bytes:
+        _require(0 <= size <= MAX_STATE, f"has a state of {size} bytes")
+        words = self.take(-(-size // _WORD))
+        padded = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in words)
+        _require(not any(padded[size:]), "carries more than its state")
+        return padded[:size]
+
+    def take_choices(self, count: int) -> tuple[Choice, ...]:
+        _require(0 <= count <= MAX_RECALLS, f"has {count} earlier choices")
+        choices = []
+        for _ in range(count):
+            budget, instruction, language = self.take(3)
+            _require(1 <= budget <= MAX_BUDGET, f"has an earlier K = {budget}")
+            ids = self.take_ids(instruction, RELEVANCE_IDS), self.take_ids(language, LANGUAGE_IDS)
+            choices.append(Choice(budget, *ids))
+        return tuple(choices)
+
+
+def _require_parts(plan: ItemPlan) -> None:
+    """Raise unless K_c and the earlier choices are those of the plan's part."""
+    _require((plan.part == "recall") == bool(plan.earlier), f"has {len(plan.earlier)} choices")
+    least, most = {
+        "whole": (0, 0),
+        # A core is the tokens of its own item; the other parts have one beside their own.
+        "core": (plan.budget, plan.budget),
+        "delta": (1, MAX_BUDGET),
+        "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
+    }[plan.part]
+    _require(least <= plan.core <= most, f"has K_c = {plan.core}")
+    _require(plan.image_budget <= MAX_BUDGET, f"keeps K = {plan.image_budget} tokens")
 
 
 def unpruned_tokens(row: Tensor) -> int:
@@ -167,7 +266,7 @@ def unpruned_tokens(row: Tensor) -> int:
     return int(row[_HEAD - 1])
 
 
-_MOST = _HEAD + MAX_STATE // _WORD + RELEVANCE_IDS + LANGUAGE_IDS
+_MOST = _HEAD + MAX_STATE // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
 def plan_error(what: str) -> RequestError:
@@ -179,44 +278,3 @@ def plan_error(what: str) -> RequestError:
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise plan_error(problem)
-
-
-def make_feature_key(content: str, salt: str = "") -> Key:
-    """Key of an image's features: the digest of its pixels, then of pixels and cache salt.
-
-    Images with different salts have different keys. The first half seeds a random keep, so that the
-    same image gets the same draw under every salt.
-    """
-    return _int64(content), _int64(repr((content, salt)))
-
-
-def _int64(text: str) -> int:
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:_WORD], "little", signed=True)
-
-
-def make_cache_identity(
-    image: str,
-    served: str,
-    budget: int,
-    keep: Chooser,
-    read: tuple[Ids, Ids] | None,
-    core: int = 0,
-) -> str:
-    """Cache identity of a pruned image: one SHA-256 digest in lower-case hexadecimal.
-
-    ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
-    (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
-    part that was chosen given a core, ``budget`` then K of the image. KV connectors read identities
-    as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
-    """
-    parts = (image, served, budget, keep, read, core)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def make_core_identity(image: str, chosen_by: str, core: int) -> str:
-    """Cache identity of the core of an image: its K_c and the digest of what chooses it.
-
-    Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
-    """
-    return hashlib.sha256(repr(("core", image, chosen_by, core)).encode()).hexdigest()

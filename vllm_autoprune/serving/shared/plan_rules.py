@@ -48,17 +48,25 @@ class PlanRules:
         most = max(self.served.budget, rules.detail.largest)
         if rules.allows("budget"):
             most = max(most, rules.maximum)
-        if plan.image_budget > most:
-            raise plan_error(f"keeps K = {plan.image_budget} tokens, and requests may keep {most}")
+        first, *recalled = [*(choice.budget for choice in plan.earlier), plan.budget]
+        if plan.part == "delta":
+            first = plan.image_budget
+        if first > most:
+            raise plan_error(f"keeps K = {first} tokens, and requests may keep {most}")
+        more = max(rules.recall, rules.maximum if rules.allows("budget") else 0)
+        if max(recalled, default=0) > more:
+            raise plan_error(f"recalls {max(recalled)} tokens, and requests may recall {more}")
 
     def check_token_ids(self, plan: ItemPlan) -> None:
         """Raise for token ids beyond a vocabulary: looking them up would crash the worker."""
         tower = self.served.tower
         size = self.vocabulary if tower is None else tower.vocabulary
-        if max(plan.instruction, default=0) >= size:
-            raise plan_error(f"has a token id for relevance beyond the vocabulary of {size}")
-        if max(plan.language, default=0) >= self.vocabulary:
-            raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
+        read = [(plan.instruction, plan.language)]
+        for instruction, language in read + [(c.instruction, c.language) for c in plan.earlier]:
+            if max(instruction, default=0) >= size:
+                raise plan_error(f"has a token id for relevance beyond the vocabulary of {size}")
+            if max(language, default=0) >= self.vocabulary:
+                raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
 
     def check_choice(self, plan: ItemPlan) -> None:
         """Raise if requests may not set the plan's chooser or state."""
@@ -75,11 +83,14 @@ class PlanRules:
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
 
     def _check_part(self, plan: ItemPlan) -> None:
-        """Raise for a part of an image where the state has no core."""
+        """Raise for a part of an image that the state does not allow."""
         if plan.keep == "random":
-            raise plan_error("is a part of an image whose tokens are drawn at random")
+            if plan.core:
+                raise plan_error("is a part of an image whose tokens are drawn at random")
+            return
         try:
-            self.served.policy_for_plan(plan)
+            for one in (plan, *plan.items_before()):
+                self.served.policy_for_plan(one)
         except BudgetError as error:
             raise plan_error(f"is a part of an image: {error}") from None
 

@@ -36,7 +36,8 @@ class RequestRules:
     lets the plugin's entry pass, which otherwise needs ``--trust-request-mm-kwargs``. ``cost``
     bounds the predicted milliseconds of a request's state
     (:mod:`vllm_autoprune.tpdsl.executor.state_cost`). ``detail`` has the budgets that any request
-    may choose by ``image_url.detail``, at every level.
+    may choose by ``image_url.detail``, at every level; ``recall`` is the number of tokens that
+    later turns of a conversation recall where their request does not say it.
     """
 
     level: Level = "budget"
@@ -45,6 +46,7 @@ class RequestRules:
     explicit: bool = False
     cost: float = DEFAULT_COST
     detail: DetailBudgets = NO_DETAIL_BUDGETS
+    recall: int = 0
 
     def allows(self, level: Level) -> bool:
         """Whether requests may set what a level adds."""

@@ -17,6 +17,7 @@ from vllm_autoprune.tpdsl.executor.materialize import (
     PruningPolicy,
     core_policy,
     materialize,
+    recall_policy,
 )
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
@@ -61,10 +62,12 @@ class ServedState:
     def policy_for_plan(self, plan: ItemPlan) -> PruningPolicy:
         """Policy of a plan: of the state in the plan, or of the server's own.
 
-        For a core it is the one that keeps the core alone, for a delta that of both parts. Raises
-        BudgetError.
+        For a core it is the one that keeps the core alone, for a delta that of both parts, for a
+        recall the one that chooses its tokens. Raises BudgetError.
         """
         state = self.state_for_plan(plan)
+        if plan.part == "recall":
+            return recall_policy(_chosen_state(state, plan.keep), plan.budget)
         if plan.part == "whole":
             return make_policy(state, plan.budget, plan.keep)
         if plan.part == "core":
@@ -131,7 +134,11 @@ def make_policy(
     state: PruningState, budget: int | None, keep: Chooser = "state", core: int | None = None
 ) -> PruningPolicy:
     """Policy of a state at a budget; without exchange if the plan keeps the reference."""
-    return materialize(state if keep == "state" else state.without_exchange(), budget, core)
+    return materialize(_chosen_state(state, keep), budget, core)
+
+
+def _chosen_state(state: PruningState, keep: Chooser) -> PruningState:
+    return state if keep == "state" else state.without_exchange()
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:

@@ -30,6 +30,7 @@ from vllm_autoprune.serving.startup.settings import (
     read_budget,
     read_cache_bytes,
     read_detail_budgets,
+    read_recall,
     read_request_cost,
     read_state,
     read_tower,
@@ -96,8 +97,12 @@ def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:
     rules = parse_rules(settings.get("requests"), problems)
     detail = read_detail_budgets(settings.get("detail"), state, rules, problems)
     cost = read_request_cost(settings.get("request_cost"), problems)
-    rules = replace(rules, cost=cost, detail=detail)
+    recall = read_recall(settings.get("recall"), rules, problems)
+    rules = replace(rules, cost=cost, detail=detail, recall=recall)
     architecture, backbone = _find_backbone(vllm_config, problems)
+    if recall and backbone is not None and backbone.unsplittable:
+        what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
+        problems.append(Problem("--autoprune-recall", what, "leave it out"))
     if state is not None and budget is not None and not problems:
         state = _check_safety(state, budget, problems)
     if tower is not None and backbone is not None:

@@ -57,6 +57,13 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
         "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
     ),
     (
+        "recall",
+        "K_r",
+        "Visual tokens that a later user turn without an image gets of the conversation's images, "
+        "chosen by its own text among those not kept yet. Earlier turns stay in the prefix cache. "
+        "Default: 0.",
+    ),
+    (
         "request-cost",
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "

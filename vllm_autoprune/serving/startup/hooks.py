@@ -62,6 +62,7 @@ HOOKS: tuple[Hook, ...] = (
             "HfRenderer.render_messages_async",
             "HfRenderer._process_tokens",
             "HfRenderer._process_tokens_async",
+            "safe_apply_chat_template",
         ),
         "renderer: the instruction",
     ),

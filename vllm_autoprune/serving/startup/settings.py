@@ -14,7 +14,7 @@ from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets, parse_de
 from vllm_autoprune.serving.shared.request_rules import FLAG as REQUESTS_FLAG
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.text_tower import TextTower, read_text_tower
-from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, materialize
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, FLAG
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -26,6 +26,7 @@ SETTINGS = (
     "feature_cache_gb",
     "requests",
     "detail",
+    "recall",
     "request_cost",
 )
 DEFAULT_CACHE_GB = 0.25
@@ -103,6 +104,19 @@ def read_detail_budgets(
                 Problem(f"{DETAIL_FLAG} {level}#{p.where}", p.what, p.fix) for p in error.problems
             ]
     return budgets
+
+
+def read_recall(value: object, rules: RequestRules, problems: list[Problem]) -> int:
+    """Tokens of a conversation's images that each later turn without an image recalls."""
+    text = str(value).strip()
+    if value is None:
+        return 0
+    if not text.isdecimal() or int(text) > min(rules.maximum, MAX_BUDGET):
+        what = f"{text[:80]!r} is not a number of tokens that requests may keep"
+        fix = f"give 0 to {min(rules.maximum, MAX_BUDGET)}"
+        problems.append(Problem("--autoprune-recall", what, fix))
+        return 0
+    return int(text)
 
 
 def read_request_cost(value: object, problems: list[Problem]) -> float:

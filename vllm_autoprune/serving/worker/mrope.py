@@ -47,14 +47,15 @@ def compute_input_positions(
     ids: Sequence[int],
     features: Sequence[MultiModalFeatureSpec],
     unpruned: Mapping[int, int],
-    cores: Mapping[int, int],
+    firsts: Mapping[int, int],
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
-    ``unpruned`` is N of every image, by its index in ``features``; ``cores`` gives the index of the
-    core that a delta belongs to. The model's own code places the whole images; then placeholders
-    that are not there are left out. Image tokens of which some are missing, and those of a delta,
-    all stand at their image's first position until :func:`place_image_tokens` knows the kept ones.
+    ``unpruned`` is N of every image, by its index in ``features``; ``firsts`` gives the index of
+    the first item of its image for every other one (:func:`match_items`). The model's own code
+    places the whole images; then placeholders that are not there are left out. Image tokens of
+    which some are missing, and those of later items, all stand at their image's first position
+    until :func:`place_image_tokens` knows the kept ones.
     """
     whole: list[int] = []
     source: list[int] = []
@@ -66,8 +67,8 @@ def compute_input_positions(
         source += range(len(whole), len(whole) + place.offset - done)
         whole += ids[done : place.offset]
         done = place.offset + place.length
-        if i in cores:
-            source += [starts[cores[i]]] * place.length
+        if i in firsts:
+            source += [starts[firsts[i]]] * place.length
             continue
         starts[i] = len(whole)
         length = unpruned.get(i, place.length)
@@ -86,19 +87,27 @@ def compute_input_positions(
     return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(whole) - len(ids)
 
 
-def match_cores(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
-    """The item of the core, for each item that is a delta; ``plans`` by item, in prompt order.
+def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
+    """The first item of its image, for each item that another one of the image comes before.
 
-    Deltas come in the order of their cores, and no core of another image has the same key.
+    ``plans`` by item, in prompt order. Deltas come in the order of their cores, and no core of
+    another image has the same key; a later turn recalls tokens of an image's last place.
     """
     waiting: dict[Key, list[int]] = {}
-    cores = {}
+    last: dict[Key, int] = {}
+    firsts = {}
     for i, plan in sorted(plans.items()):
-        if plan.part == "core":
-            waiting.setdefault(plan.key, []).append(i)
-        elif plan.part == "delta" and waiting.get(plan.key):
-            cores[i] = waiting[plan.key].pop(0)
-    return cores
+        if plan.part == "recall":
+            if plan.key in last:
+                firsts[i] = last[plan.key]
+        elif plan.part == "delta":
+            if waiting.get(plan.key):
+                firsts[i] = waiting[plan.key].pop(0)
+        else:
+            last[plan.key] = i
+            if plan.part == "core":
+                waiting.setdefault(plan.key, []).append(i)
+    return firsts
 
 
 def place_image_tokens(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.shared.plan import NO_KEY, ItemPlan
+from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, ItemPlan
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 
@@ -44,7 +44,9 @@ class PlanReader:
             self._rules.check_choice(plan)
         except AutopruneError as error:
             self._reporter.report_refused_plan(error, self._device)
-            plan = replace(plan, instruction=(), language=(), keep="state", state=b"")
+            unread = tuple(Choice(choice.budget) for choice in plan.earlier)
+            plan = replace(plan, instruction=(), language=(), earlier=unread)
+            plan = replace(plan, keep="state", state=b"")
         return self._possible(plan)
 
     def _possible(self, plan: ItemPlan) -> ItemPlan:
@@ -58,4 +60,4 @@ class PlanReader:
             except AutopruneError:
                 continue
             return one
-        return replace(plan, keep="random", state=b"", part="whole", core=0)
+        return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())

@@ -28,13 +28,15 @@ class SizedRegion(Protocol):
 class RegionShare:
     """What one region has of an image's K tokens: the core and the quota among them.
 
-    rows are those that the item keeps of it, as :attr:`ItemPlan.part` says.
+    rows are those that the item keeps of it, as :attr:`ItemPlan.part` says; ``before`` those that
+    earlier items do.
     """
 
     budget: int
     core: int
     quota: int
     rows: int
+    before: int = 0
 
     def policy(self, whole: PruningPolicy) -> PruningPolicy:
         """The policy of the image, for this region."""
@@ -49,17 +51,19 @@ def share_over_regions(
     plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[SizedRegion]
 ) -> list[RegionShare]:
     """The share of every region; a core is split like the K that it is part of."""
-    budget = plan.image_budget
     core, quota = (0, 0) if policy is None else (policy.core, policy.quota)
     shares = []
-    for tokens, kept, exchanged in zip(
-        split_over_regions(budget, regions),
+    for tokens, before, kept, exchanged in zip(
+        split_over_regions(plan.image_budget, regions),
+        split_over_regions(plan.kept_before, regions),
         split_over_regions(core, regions),
         split_over_regions(quota, regions),
         strict=True,
     ):
-        rows = tokens - kept if plan.part == "delta" else tokens
-        shares.append(RegionShare(tokens, kept, min(exchanged, tokens - kept), rows))
+        rows = tokens - before
+        # The policy of a delta is that of both parts, the policy of a recall its own alone.
+        budget = rows if plan.part == "recall" else tokens
+        shares.append(RegionShare(budget, kept, min(exchanged, budget - kept), rows, before))
     return shares
 
 

@@ -77,8 +77,12 @@ def _select_parts(
     return join_parts(core, delta)
 
 
-def select_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> RefinedTokens:
+def select_at_random(
+    budget: int, tokens: VisualTokens, keys: Sequence[Key], before: int = 0
+) -> RefinedTokens:
     """Draw K random tokens an image, seeded by its pixels' key: a control, not a policy.
+
+    ``before`` tokens were drawn by earlier items of the image, and the next ones are kept.
 
     The draw depends on nothing else, so it is the same on every rank, in every batch and under
     every name of the image.
@@ -86,7 +90,7 @@ def select_at_random(budget: int, tokens: VisualTokens, keys: Sequence[Key]) -> 
     picks = []
     for high, _ in keys:
         generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
-        picks.append(torch.randperm(tokens.count, generator=generator)[:budget])
+        picks.append(torch.randperm(tokens.count, generator=generator)[before : before + budget])
     return keep_indices(tokens, torch.stack(picks).to(tokens.features.device))
 
 

@@ -131,6 +131,13 @@ def delta_policy(policy: PruningPolicy) -> PruningPolicy:
     return replace(policy, budget=policy.budget - policy.core, core=0)
 
 
+def recall_policy(state: PruningState, budget: int) -> PruningPolicy:
+    """The policy that keeps K more tokens of an image, given all that are kept already."""
+    quota, _ = resolve_constraints(state.constraints.selector, budget)
+    quota = min(quota, budget)
+    return PruningPolicy(state, budget, quota, budget - quota)
+
+
 _CORE_ALONE: dict[str, JsonValue] = {
     "schema": SCHEMA,
     "name": "core",

@@ -72,6 +72,15 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     return Given(core, covered, covered, most)
 
 
+def give_kept(tokens: VisualTokens, kept: Tensor) -> Given:
+    """The tokens at ``(B, A)`` as given tokens of a later choice.
+
+    What is not kept was merged into them, so nothing is merged into the tokens of that choice.
+    """
+    closed = mask_from_indices(kept, tokens.count)
+    return Given(kept, closed, torch.ones_like(closed), kept.shape[1])
+
+
 def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
     """Core and delta as one result, the core's rows first."""
     return RefinedTokens(

@@ -12,14 +12,15 @@ from vllm_autoprune.serving.api.renderer import (
     _add_salt,
     _pass_fields,
 )
-from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt
+from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt, RecallTurn
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
 
 pytestmark = pytest.mark.compat
 
 
-FIELDS = {"instructions": ["what?"], "details": ["low"]}
+TURN = {"images": 1, "text": "and now?"}
+FIELDS = {"instructions": ["what?"], "details": ["low"], "recall_turns": [TURN]}
 
 
 def handed(asked: object, **others: object) -> Any:
@@ -34,8 +35,10 @@ def test_a_prompt_with_images_stores_the_fields_of_its_messages() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}, "what?"]
     messages: Any = [{"role": "user", "content": parts}]
 
+    turns = [RecallTurn(images=1, text="and now?")]
+
     def stored(prompt: Any) -> Any:
-        return AutopruneHfRenderer._store_fields(renderer, messages, prompt)
+        return AutopruneHfRenderer._store_fields(renderer, messages, prompt, turns)
 
     images = {"multi_modal_data": {"image": ["x"]}}
     assert stored({**images}) == images
@@ -58,7 +61,9 @@ def test_fields_of_the_request_are_kept() -> None:
 
 
 def test_fields_that_a_client_writes_are_replaced_by_those_of_its_messages() -> None:
-    kwargs = handed({"instructions": ["forged"], "details": ["high"]})["mm_processor_kwargs"]
+    kwargs = handed({"instructions": ["forged"], "details": ["high"], "recall_turns": []})[
+        "mm_processor_kwargs"
+    ]
     assert kwargs == {"autoprune": FIELDS}
 
 

@@ -9,9 +9,10 @@ from tests.serving.unit.samples import served
 from vllm_autoprune.serving.models.any_resolution import Join, compute_joined_layout, join_features
 from vllm_autoprune.serving.models.vision import Tiles
 from vllm_autoprune.serving.shared.plan import ItemPlan
-from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
 from vllm_autoprune.tpdsl.tokens import Grid
 
 SIDE, SIZE = 4, 16

@@ -55,6 +55,14 @@ def test_budgets_of_details_are_described_if_there_are_any() -> None:
     assert describe_as_json(one)["detail"] == {"high": 256}
 
 
+def test_recall_is_described_if_there_is_any() -> None:
+    assert "recall" not in format_summary(served())
+    assert describe_as_json(served())["recall"] == 0
+    recalling = dataclasses.replace(served(), rules=RequestRules(recall=8))
+    assert "later turns recall 8 tokens" in format_summary(recalling)
+    assert describe_as_json(recalling)["recall"] == 8
+
+
 def test_summary_has_relevance_only_if_it_is_read() -> None:
     blind = ServedState("LlavaForConditionalGeneration", load_state("visionzip"), 64, None, 0)
     assert "relevance" not in format_summary(blind)

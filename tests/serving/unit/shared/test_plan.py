@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +11,9 @@ from vllm_autoprune import RequestError
 from vllm_autoprune.serving.shared.plan import (
     CHOOSERS,
     FIELD,
-    NO_KEY,
-    Chooser,
-    Ids,
+    MAX_RECALLS,
+    Choice,
     ItemPlan,
-    make_cache_identity,
-    make_feature_key,
     unpruned_tokens,
 )
 
@@ -32,12 +29,11 @@ PLANS = st.builds(
     state=st.binary(max_size=40),
     tokens=st.integers(0, 65536),
 )
-SAME: tuple[str, str, int, Chooser, tuple[Ids, Ids] | None] = (
-    "img",
-    "digest",
-    8,
-    "state",
-    ((1, 2), ()),
+CHOICES = st.builds(
+    Choice,
+    budget=st.integers(1, 1000),
+    instruction=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
+    language=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
 )
 
 
@@ -46,7 +42,7 @@ def test_decode_inverts_encode(plan: ItemPlan) -> None:
     row = plan.encode()
     assert row.dtype == torch.int64
     words = (len(plan.state) + 7) // 8
-    assert row.shape == (12 + words + len(plan.instruction) + len(plan.language),)
+    assert row.shape == (13 + words + len(plan.instruction) + len(plan.language),)
     assert ItemPlan.decode(row) == plan
     assert unpruned_tokens(row) == plan.tokens
 
@@ -71,22 +67,65 @@ def test_malformed_plans_are_refused_with_a_reason() -> None:
         (forged(2, 3), "keep = 3"),
         (forged(2, -1), "keep = -1"),
         (forged(3, 2), "profile = 2"),
-        (forged(6, -1), "part of -1"),
-        (forged(6, 2**62), "part of"),
-        (forged(7, 10**6), "part of"),
-        (forged(8, 257), "part of 257"),
+        (forged(6, -1), "state of -1"),
+        (forged(6, 2**62), "state of"),
+        (forged(7, 10**6), "1000000 token ids"),
+        (forged(8, 257), "257 token ids"),
         (forged(7, 3), "numbers"),
-        (forged(9, 3), "part = 3"),
+        (forged(9, 4), "part = 4"),
+        (forged(9, 3), "has 0 choices"),
         (forged(9, 1), "K_c = 0"),
         (forged(9, 2), "K_c = 0"),
         (forged(10, 4), "K_c = 4"),
-        (forged(11, -1), "N = -1"),
-        (forged(12, -1), "more than its state"),
-        (forged(14, -3), "negative"),
+        (forged(11, 1), "numbers"),
+        (forged(11, -1), "-1 earlier choices"),
+        (forged(11, 33), "33 earlier choices"),
+        (forged(12, -1), "N = -1"),
+        (forged(13, -1), "more than its state"),
+        (forged(15, -3), "negative"),
         (torch.cat([sound, sound]), "numbers"),
     ):
         with pytest.raises(RequestError, match=message):
             ItemPlan.decode(row)
+
+
+@given(PLANS, st.lists(CHOICES, min_size=1, max_size=5), st.data())
+def test_earlier_choices_of_a_recall_survive_encoding(
+    plan: ItemPlan, earlier: list[Choice], data: st.DataObject
+) -> None:
+    core = data.draw(st.integers(0, earlier[0].budget - 1))
+    recall = replace(plan, budget=8, part="recall", core=core, earlier=tuple(earlier))
+    assert ItemPlan.decode(recall.encode()) == recall
+
+
+def test_forged_earlier_choices_are_refused() -> None:
+    recall = ItemPlan(8, (1, 2), (3,), part="recall", core=7, earlier=(Choice(8, (4,), (5, 6)),))
+    for forged, message in (
+        (replace(recall, core=8), "K_c = 8"),
+        (replace(recall, earlier=(Choice(0),), core=0), "earlier K = 0"),
+        (replace(recall, earlier=(Choice(8, (-1,)),)), "negative"),
+        (replace(recall, earlier=(Choice(60_000), Choice(6_000))), "K = 66008"),
+        (replace(recall, earlier=(Choice(8),) * (MAX_RECALLS + 1)), "earlier choices"),
+        (replace(recall, earlier=()), "0 choices"),
+        (replace(recall, part="whole", core=0), "1 choices"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            ItemPlan.decode(forged.encode())
+
+
+def test_a_recall_knows_the_plans_of_the_items_before_it() -> None:
+    asked = ItemPlan(3, (1, 2), (9,), state=b"s", tokens=144, part="recall")
+    chain = (Choice(8, (5,)), Choice(2, (6,), (7,)))
+    whole = ItemPlan(8, (1, 2), (5,), state=b"s", tokens=144)
+    first = replace(asked, budget=2, instruction=(6,), language=(7,), earlier=chain[:1])
+    assert [*replace(asked, earlier=chain).items_before()] == [whole, first]
+
+    split = replace(asked, core=6, earlier=chain[:1])
+    core, delta = split.items_before()
+    assert core == ItemPlan(6, (1, 2), state=b"s", tokens=144, part="core", core=6)
+    assert delta == replace(whole, budget=2, part="delta", core=6)
+    assert [*delta.items_before()] == [core]
+    assert [split.kept_before, split.image_budget] == [8, 11]
 
 
 @given(st.lists(INT64, max_size=40))
@@ -111,71 +150,6 @@ def test_images_are_selected_together_where_budget_chooser_and_state_agree() -> 
         ItemPlan(8, (1, 2), (3,), state=b"a state", part="core", core=8),
     ):
         assert other.group != plan.group
-
-
-@given(st.text(max_size=20), st.text(max_size=20))
-def test_a_feature_key_is_two_int64(content: str, salt: str) -> None:
-    key = make_feature_key(content, salt)
-    assert torch.tensor(key).tolist() == list(key)
-    assert key == make_feature_key(content, salt)
-    assert key[0] != make_feature_key(content + "x", salt)[0]
-    assert key != NO_KEY
-
-
-def test_salt_changes_the_key_but_not_the_random_seed() -> None:
-    keys = [make_feature_key("content", salt) for salt in ("", "a", "b", "ab")]
-    assert len(set(keys)) == 4
-    assert len({draw for draw, _ in keys}) == 1
-    assert make_feature_key("ab", "c") != make_feature_key("a", "bc")
-
-
-@given(st.text(max_size=20), st.sampled_from(CHOOSERS))
-def test_an_identity_is_one_digest_that_connectors_read_as_a_number(
-    image: str, keep: Chooser
-) -> None:
-    """vLLM's LMCache adapter does ``int(identifier, 16) & 0xFFFF`` in the engine core."""
-    identity = make_cache_identity(image, "digest", 8, keep, ((1,), ()))
-    assert re.fullmatch("[0-9a-f]{64}", identity)
-
-
-def test_last_16_bits_of_identities_differ() -> None:
-    """Older LMCache versions keep only these bits."""
-    images = [make_cache_identity(str(i), "digest", 8, "state", None) for i in range(64)]
-    assert len({int(identity, 16) & 0xFFFF for identity in images}) > 60
-
-
-def test_equal_plans_have_equal_identities() -> None:
-    assert make_cache_identity(*SAME) == make_cache_identity(*SAME)
-    assert make_cache_identity(*SAME) != "img"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        ("other", "digest", 8, "state", ((1, 2), ())),
-        ("img", "other", 8, "state", ((1, 2), ())),
-        ("img", "digest", 9, "state", ((1, 2), ())),
-        ("img", "digest", 8, "reference", ((1, 2), ())),
-        ("img", "digest", 8, "random", ((1, 2), ())),
-        ("img", "digest", 8, "state", ((1, 3), ())),
-        ("img", "digest", 8, "state", ((2, 1), ())),
-        ("img", "digest", 8, "state", ((12,), ())),
-        ("img", "digest", 8, "state", ((), ())),
-        ("img", "digest", 8, "state", ((), (1, 2))),
-        ("img", "digest", 8, "state", ((1,), (2,))),
-        ("img", "digest", 8, "state", ((1, 2), (3,))),
-        ("img", "digest", 8, "state", None),
-    ],
-)
-def test_each_part_of_a_decision_is_part_of_the_identity(
-    other: tuple[str, str, int, Chooser, tuple[Ids, Ids] | None],
-) -> None:
-    assert make_cache_identity(*other) != make_cache_identity(*SAME)
-
-
-def test_empty_instruction_differs_from_unread_instruction() -> None:
-    empty = make_cache_identity("i", "d", 8, "state", ((), ()))
-    assert empty != make_cache_identity("i", "d", 8, "state", None)
 
 
 @pytest.mark.compat

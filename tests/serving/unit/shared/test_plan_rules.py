@@ -11,14 +11,15 @@ from tests.serving.unit.samples import served
 from tests.tpdsl.samples import state
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
-from vllm_autoprune.serving.shared.plan import ItemPlan
+from vllm_autoprune.serving.shared.plan import Choice, ItemPlan
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
 from vllm_autoprune.serving.shared.request_rules import LEVELS, RequestRules
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.plan_reader import PlanReader
+from vllm_autoprune.serving.worker.region_selection import SelectionContext
 
 WORDS = 100
 OWN = encode_state(state({"/constraints/selector/q_e": 3}))
@@ -81,6 +82,30 @@ def test_plans_may_keep_the_largest_budget_of_a_detail(level: Any) -> None:
     for budget in (4, 8, 10):
         by.check(plan(budget=budget), budget)
     assert "K = 11" in refused(plan(budget=11), by)
+
+
+def recall(budget: int = 8, first: int = 8, **more: Any) -> ItemPlan:
+    return plan(budget=budget, part="recall", earlier=(Choice(first), Choice(4)), **more)
+
+
+def test_plans_may_recall_what_the_server_or_its_requests_may() -> None:
+    rules("budget").check(recall(64), 64)
+    assert "recalls 65" in refused(recall(65), rules())
+    assert "keeps K = 65" in refused(recall(first=65), rules())
+    rules("none", recall=8).check(recall(8), 8)
+    assert "recalls 9 tokens, and requests may recall 8" in refused(
+        recall(9), rules("none", recall=8)
+    )
+    assert "core" in refused(recall(core=4), rules()), "the state has none"
+
+
+def test_token_ids_of_earlier_questions_are_checked_and_never_looked_up() -> None:
+    for ids in ({"instruction": (WORDS,)}, {"language": (WORDS,)}):
+        forged = dataclasses.replace(recall(), earlier=(Choice(8), Choice(4, **ids)))
+        assert "beyond the vocabulary" in refused(forged, rules())
+        result, reporter = read(forged.encode(), rules())
+        assert result.earlier == (Choice(8), Choice(4))
+        assert reporter.meter.errors == {"RequestError": 1}
 
 
 def test_a_plan_has_as_many_rows_as_the_prompt_has_room_for() -> None:

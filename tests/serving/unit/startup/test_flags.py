@@ -166,6 +166,7 @@ def test_the_flags_are_a_group_of_their_own_added_once(parser: Any) -> None:
         ["--autoprune-feature-cache-gb"],
         ["--autoprune-requests"],
         ["--autoprune-detail"],
+        ["--autoprune-recall"],
         ["--autoprune-request-cost"],
     ]
     assert all(action.help for action in group._group_actions)

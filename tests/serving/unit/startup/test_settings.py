@@ -260,3 +260,25 @@ def test_budgets_of_details_are_possible_with_the_state() -> None:
     assert problem.where.startswith("--autoprune-detail low#")
     (problem,) = refusal({"state": "autoprune", "detail": "high=99999"})
     assert "high = 99999" in problem.what
+
+
+def test_recalled_tokens_are_within_the_range_of_requests() -> None:
+    assert resolve_settings({"state": "autoprune"}, vllm_config()).rules.recall == 0
+    for given in (8, "8", " 8 "):
+        chosen = {"state": "autoprune", "recall": given}
+        assert resolve_settings(chosen, vllm_config()).rules.recall == 8
+    for wrong in ("much", -1, 1.5, 65):
+        settings: dict[str, object] = {"state": "autoprune", "requests": "budget:1-64"}
+        settings["recall"] = wrong
+        assert places(settings) == ["--autoprune-recall"]
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Gemma3ForConditionalGeneration", "InternVLForConditionalGeneration"]
+)
+def test_recall_is_refused_where_an_image_cannot_be_several_items(architecture: str) -> None:
+    config = vllm_config(architecture=architecture)
+    (problem,) = refusal({"state": "divprune", "recall": 8}, config)
+    assert problem.where == "--autoprune-recall"
+    assert "this model" in problem.what
+    resolve_settings({"state": "divprune", "recall": 0}, config)

@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 from tests.serving.unit.batches import N, blind, images, parts, plan, pruned
 from tests.serving.unit.samples import image, rows_of, served
 from vllm_autoprune import PruningPolicy, VisualTokens
-from vllm_autoprune.serving.worker import batch as under_test
-from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker import region_selection
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.region_selection import SelectionContext
 from vllm_autoprune.serving.worker.region_shares import split_over_regions
 from vllm_autoprune.serving.worker.selection import select_with_fallback
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+)
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -30,12 +36,15 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     run: list[tuple[int, int]] = []
 
     def noted(
-        policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
+        policy: PruningPolicy,
+        tokens: VisualTokens,
+        reporter: FallbackReporter,
+        given: Given | None,
     ) -> RefinedTokens:
         run.append((policy.budget, tokens.batch))
-        return select_with_fallback(policy, tokens, reporter)
+        return select_with_fallback(policy, tokens, reporter, given)
 
-    monkeypatch.setattr(under_test, "select_with_fallback", noted)
+    monkeypatch.setattr(region_selection, "select_with_fallback", noted)
     return run
 
 
@@ -123,10 +132,12 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
 ) -> None:
     """vLLM silently drops surplus rows, and its engine crashes on missing ones."""
 
-    def wrong(policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter) -> Any:
+    def wrong(
+        policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter, given: None
+    ) -> Any:
         return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
 
-    monkeypatch.setattr(under_test, "select_with_fallback", wrong)
+    monkeypatch.setattr(region_selection, "select_with_fallback", wrong)
     reporter = FallbackReporter()
     with caplog.at_level("ERROR", "vllm.autoprune"):
         (rows,) = prune_images(SelectionContext(served(), parts(), reporter), [plan(8)], images(1))

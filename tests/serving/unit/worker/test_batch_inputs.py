@@ -12,9 +12,10 @@ from tests.serving.unit.batches import GRID, N, Space, blind, images, parts, pla
 from tests.serving.unit.samples import region
 from vllm_autoprune import VisualTokens
 from vllm_autoprune.serving.shared.plan import Ids
-from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, TowerFeatures
+from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 from vllm_autoprune.tpdsl.tokens import Need
 

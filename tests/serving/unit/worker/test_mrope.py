@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.shared.plan import ItemPlan, Part
+from vllm_autoprune.serving.shared.plan import Choice, ItemPlan, Part
 from vllm_autoprune.serving.worker.mrope import (
     compute_input_positions,
-    match_cores,
+    match_items,
     place_image_tokens,
     position_channels,
     position_offsets,
@@ -166,7 +166,7 @@ def test_deltas_belong_to_the_cores_of_their_image_in_order() -> None:
         5: part("delta", 2),
         6: part("delta", 1),
     }
-    assert match_cores(plans) == {4: 0, 5: 1, 6: 2}
+    assert match_items(plans) == {4: 0, 5: 1, 6: 2}
 
 
 FORGED: list[list[tuple[Part, int]]] = [
@@ -178,11 +178,46 @@ FORGED: list[list[tuple[Part, int]]] = [
 ]
 
 
+def test_a_recall_stands_in_the_last_place_of_its_image() -> None:
+    def recall(key: int) -> ItemPlan:
+        return ItemPlan(2, (key, key), part="recall", earlier=(Choice(4),))
+
+    def part(kind: Part, key: int) -> ItemPlan:
+        return ItemPlan(2, (key, key), part=kind, core=2 if kind != "whole" else 0)
+
+    plans = {
+        0: part("core", 1),
+        1: part("delta", 1),
+        2: part("whole", 2),
+        3: recall(1),
+        4: recall(2),
+        5: part("whole", 1),
+        6: recall(1),
+        7: recall(3),
+    }
+    assert match_items(plans) == {1: 0, 3: 0, 4: 2, 6: 5}
+
+
+def test_recalled_tokens_have_positions_of_their_own_image_and_text_goes_on() -> None:
+    ids, features = _prompt([(4, 3), (4, 3), (2, 2)], 2)
+    unpruned = {0: 12, 1: 12, 2: 4}
+    positions, _ = compute_input_positions(stock, ids, features, unpruned, {1: 0})
+    recalled = features[1].mm_position.offset
+    without = [i for i in range(len(ids)) if not recalled <= i < recalled + 2]
+    first = features[0].mm_position.offset
+    assert positions[:, recalled : recalled + 2].unique(dim=1).tolist() == (
+        positions[:, first : first + 1].tolist()
+    )
+    apart = [features[0], replace(features[2], mm_position=Place(recalled + 2, 2))]
+    alone, _ = compute_input_positions(stock, [ids[i] for i in without], apart, {0: 12, 1: 4}, {})
+    assert torch.equal(positions[:, without], alone)
+
+
 @pytest.mark.parametrize("parts", FORGED)
 def test_forged_parts_have_a_position_for_every_token(parts: list[tuple[Part, int]]) -> None:
     """Without its core, or as the second of one core, a delta stands as an image of its own."""
     plans = {i: ItemPlan(2, (k, k), part=part, core=2) for i, (part, k) in enumerate(parts)}
-    cores = match_cores(plans)
+    cores = match_items(plans)
     assert len(set(cores.values())) == len(cores)
     assert all(plans[core].part == "core" and core < delta for delta, core in cores.items())
     ids, features = _prompt([(4, 3)] * len(parts), 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 
 from tests.serving.unit.batches import N, images, parts, plan
 from tests.serving.unit.samples import SIX, region, rows_of, served
-from vllm_autoprune.serving.shared.plan import NO_KEY, ItemPlan
+from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Chooser, ItemPlan
 from vllm_autoprune.serving.shared.served_state import ServedState
-from vllm_autoprune.serving.worker import batch as under_test
-from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
+from vllm_autoprune.serving.worker import region_selection
+from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.cores import MAX_CORES, CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.serving.worker.region_selection import SelectionContext
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -104,7 +107,7 @@ def test_a_further_question_neither_chooses_the_core_nor_conditions_on_it_again(
 
     divprune, cdpruner = BASE_POLICIES["divprune"], BASE_POLICIES["cdpruner"]
     monkeypatch.setattr(type(divprune), "select_picks", unexpected, raising=False)
-    monkeypatch.setattr(under_test, "core_policy", unexpected)
+    monkeypatch.setattr(region_selection, "select_region", unexpected)
     object.__setattr__(cdpruner, "condition", unexpected)
     try:
         (again,) = kept([delta_plan((8,))], [one], cores=cores)
@@ -150,6 +153,95 @@ def test_images_without_a_key_leave_nothing_in_the_cache() -> None:
     kept(plans, [one, one], cores=cores)
     assert cores.used_bytes == 0
     assert cores.indices(None) is None
+
+
+def recall_plan(
+    ids: Sequence[int] = (9,), budget: int = 5, core: int = 0, **fields: Any
+) -> ItemPlan:
+    """A turn that recalls, after one question about the image and the recall of another turn."""
+    earlier = (Choice(K, (7,)), Choice(4, (8,)))
+    return ItemPlan(budget, (1, 1), tuple(ids), part="recall", core=core, earlier=earlier, **fields)
+
+
+@pytest.mark.parametrize("base", ["cdpruner", "divprune"])
+@pytest.mark.parametrize("core", [0, CORE])
+@pytest.mark.parametrize("keep", ["state", "reference"])
+def test_a_recall_keeps_new_tokens_as_they_are(base: str, core: int, keep: Chooser) -> None:
+    (one,) = images(1)
+    asked = recall_plan(core=core, keep=keep)
+    items = [*asked.items_before(), asked]
+    together = kept(items, [one] * len(items), with_core(base))
+    recalled = rows_of(one, together[-1])
+    assert len(set(recalled)) == 5
+    earlier = recall_plan((8,), 4, core, keep=keep)
+    earlier = replace(earlier, earlier=earlier.earlier[:1])
+    assert items[-2] == earlier
+    assert not set(recalled) & set(rows_of(one, together[-2]))
+    (alone,) = kept([asked], [one], with_core(base))
+    assert torch.equal(alone, together[-1])
+    (without_cache,) = kept([asked], [one], with_core(base), CoreCache(0))
+    assert torch.equal(alone, without_cache)
+
+
+def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
+    (one,) = images(1)
+    asked = recall_plan()
+    first, second = asked.earlier
+    others = [
+        asked,
+        recall_plan((10,)),
+        replace(asked, earlier=(replace(first, instruction=(11,)), second)),
+        replace(asked, earlier=(first, replace(second, instruction=(12,)))),
+    ]
+    assert len({tuple(rows_of(one, rows)) for rows in kept(others, [one] * 4)}) == 4
+
+
+def test_recalls_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
+    image_list = images(4)
+    plans = [replace(recall_plan((i,)), key=(i, i)) for i in range(1, 5)]
+    for one, rows, item in zip(image_list, kept(plans, image_list), plans, strict=True):
+        assert torch.equal(rows, kept([item], [one])[0])
+
+
+def test_a_random_control_recalls_the_next_tokens_of_its_draw() -> None:
+    (one,) = images(1)
+    asked = recall_plan(keep="random")
+    items = [*asked.items_before(), asked]
+    drawn = [rows_of(one, rows) for rows in kept(items, [one] * 3)]
+    (longer,) = kept([plan(K + 9, key=1, keep="random")], [one])
+    assert sorted(chain(*drawn)) == sorted(rows_of(one, longer))
+
+
+def test_everything_that_is_left_can_be_recalled() -> None:
+    (one,) = images(1)
+    asked = recall_plan(budget=N - K - 4)
+    items = [*asked.items_before(), asked]
+    rows = [rows_of(one, rows) for rows in kept(items, [one] * 3, with_core("divprune"))]
+    assert sorted(chain(*rows)) == [*range(N)]
+
+
+def test_a_forged_recall_of_an_image_that_is_all_kept_is_a_random_draw() -> None:
+    (one,) = images(1)
+    reporter = FallbackReporter()
+    context = SelectionContext(with_core(), parts(), reporter)
+    (rows,) = prune_images(context, [replace(recall_plan(), earlier=(Choice(N),))], [one])
+    assert rows.shape[0] == 5
+    assert reporter.meter.errors == {"RequestError": 1}
+
+
+def test_recalls_of_several_regions_keep_their_shares() -> None:
+    first, second = region(0, SIX), region(1, Grid(4, 8))
+    image = ImageFeatures(
+        (
+            replace(first, order=torch.arange(N)),
+            replace(second, order=N + torch.arange(second.grid.tokens)),
+        )
+    )
+    asked = recall_plan(budget=6)
+    items = [*asked.items_before(), asked]
+    each = [rows_of(image, rows) for rows in kept(items, [image] * 3)]
+    assert len(set(chain(*each))) == K + 4 + 6
+    assert [sum(row < N for row in rows) for rows in each] == [K // 2, 2, 3]
 
 
 def test_the_cache_of_cores_is_bounded() -> None:

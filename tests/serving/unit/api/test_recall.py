@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api.pruning_choice import ImageChoice
+from vllm_autoprune.serving.api.recall import (
+    RecallItem,
+    choose_recalls,
+    expand_marks,
+    mark_recall_turns,
+    requested_recall,
+)
+from vllm_autoprune.serving.api.request_fields import RecallTurn
+from vllm_autoprune.serving.shared.plan import MAX_RECALLS
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+TOKEN = 7
+
+
+def user(*parts: object) -> dict[str, object]:
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": "user", "content": texts}
+
+
+def said(text: str, role: str = "user") -> dict[str, object]:
+    return {"role": role, "content": text}
+
+
+def turns(*images: int) -> list[RecallTurn]:
+    return [RecallTurn(images=count, text=f"question {i}") for i, count in enumerate(images)]
+
+
+def test_later_user_turns_without_an_image_are_marked_in_front_of_their_text() -> None:
+    messages = [
+        said("Be brief.", "system"),
+        said("Hello"),
+        user(IMAGE, "What is it?"),
+        said("A cat.", "assistant"),
+        said("And its colour?"),
+        said("Red.", "assistant"),
+        user("One", "more?"),
+        user("Compare:", IMAGE),
+        user("Well?"),
+    ]
+    marked: Any
+    marked, found = mark_recall_turns(messages, "<image>", "\n")
+    assert found == [
+        RecallTurn(images=1, text="And its colour?"),
+        RecallTurn(images=1, text="One\nmore?"),
+        RecallTurn(images=2, text="Well?"),
+    ]
+    changed = [i for i, message in enumerate(messages) if marked[i] != message]
+    assert changed == [4, 6, 8]
+    assert marked[4]["content"] == "<image>\nAnd its colour?"
+    assert [part["text"] for part in marked[6]["content"]] == ["<image>\nOne", "more?"]
+    assert messages[4]["content"] == "And its colour?"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        said("What does <image> mean?"),
+        said("It stands for an <image>.", "assistant"),
+        user({"type": "video_url", "video_url": {"url": "x"}}),
+        user({"type": "image_embeds", "image_embeds": "x"}),
+    ],
+    ids=str,
+)
+def test_no_turn_is_marked_where_marks_could_be_mistaken(other: dict[str, object]) -> None:
+    messages = [user(IMAGE, "What is it?"), other, said("Sure?")]
+    assert mark_recall_turns(messages, "<image>", "") == (messages, [])
+
+
+@pytest.mark.parametrize("content", [None, "", "  ", [], 5])
+def test_a_turn_without_text_recalls_nothing(content: object) -> None:
+    messages = [user(IMAGE, "What is it?"), {"role": "user", "content": content}]
+    assert mark_recall_turns(messages, "<image>", "") == (messages, [])
+
+
+def test_a_request_recalls_what_it_says_or_what_the_server_has() -> None:
+    assert requested_recall(None, 8) == 8
+    assert requested_recall({"autoprune": {"budget": 16}}, 8) == 8
+    assert requested_recall({"autoprune": {"recall": 4}}, 8) == 4
+    assert requested_recall({"autoprune": {"recall": 0}}, 8) == 0
+    assert requested_recall({"autoprune": {"recall": "4"}}, 8) == 0
+    assert requested_recall({"autoprune": {"enabled": False}}, 8) == 0
+
+
+def images(*sizes: tuple[int, int]) -> list[ImageChoice]:
+    return [ImageChoice(kept, tokens, "state") for kept, tokens in sizes]
+
+
+def test_a_turn_splits_its_tokens_over_the_images_before_it() -> None:
+    items = choose_recalls(turns(1, 2), 5, images((8, 144), (8, 144)), ["a", "b"])
+    assert items == [RecallItem(0, 0, 5), RecallItem(0, 1, 3), RecallItem(1, 1, 2)]
+
+
+def test_no_more_is_recalled_than_an_image_has_left() -> None:
+    items = choose_recalls(turns(2, 2, 2), 6, images((8, 12), (9, 9)), ["a", "b"])
+    assert items == [RecallItem(0, 0, 4)]
+
+
+def test_an_image_shown_twice_is_recalled_after_its_last_place() -> None:
+    items = choose_recalls(turns(1, 2), 4, images((8, 144), (8, 144)), ["a", "a"])
+    assert items == [RecallItem(0, 0, 4), RecallItem(1, 1, 4)]
+
+
+def test_later_turns_do_not_change_what_earlier_ones_recall() -> None:
+    choices = images((8, 144), (16, 100), (4, 20))
+    longer = choose_recalls(turns(1, 2, 2, 3, 3), 7, choices, ["a", "b", "c"])
+    for count in range(5):
+        shorter = choose_recalls(turns(1, 2, 2, 3, 3)[:count], 7, choices, ["a", "b", "c"])
+        assert longer[: len(shorter)] == shorter
+
+
+def test_only_so_many_turns_recall_an_image() -> None:
+    items = choose_recalls(turns(*[1] * (MAX_RECALLS + 5)), 1, images((8, 144)), ["a"])
+    assert [item.turn for item in items] == [*range(MAX_RECALLS)]
+
+
+def test_marks_become_an_image_token_for_every_item() -> None:
+    items = [RecallItem(0, 0, 5), RecallItem(0, 2, 3), RecallItem(1, 2, 2)]
+    ids = [1, TOKEN, 2, TOKEN, 3, TOKEN, 4, TOKEN, 5, TOKEN]
+    expanded, entries = expand_marks(ids, TOKEN, 2, turns(1, 1, 2), items)
+    assert expanded == [1, TOKEN, 2, TOKEN, 3, 4, TOKEN, 5, TOKEN, TOKEN]
+    assert entries == [0, items[0], 1, items[1], items[2]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ([1, TOKEN, 2], turns(1)),
+        ([TOKEN, TOKEN, TOKEN], turns(1)),
+        ([TOKEN, TOKEN, TOKEN], turns(1, 3)),
+        ([TOKEN, TOKEN], turns(2)),
+    ],
+    ids=str,
+)
+def test_marks_that_do_not_fit_the_prompt_are_refused(
+    ids: list[int], found: list[RecallTurn]
+) -> None:
+    with pytest.raises(RequestError, match="recall"):
+        expand_marks(ids, TOKEN, 1, found, [])

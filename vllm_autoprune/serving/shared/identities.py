@@ -1,0 +1,57 @@
+"""Digests of what decides the tokens of an item: the keys under which caches hold it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from vllm_autoprune.serving.shared.plan import Chooser, Ids, Key
+
+
+def make_feature_key(content: str, salt: str = "") -> Key:
+    """Key of an image's features: the digest of its pixels, then of pixels and cache salt.
+
+    Images with different salts have different keys. The first half seeds a random keep, so that the
+    same image gets the same draw under every salt.
+    """
+    return _int64(content), _int64(repr((content, salt)))
+
+
+def _int64(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def make_cache_identity(
+    image: str,
+    served: str,
+    budget: int,
+    keep: Chooser,
+    read: tuple[Ids, Ids] | None,
+    core: int = 0,
+) -> str:
+    """Cache identity of a pruned image: one SHA-256 digest in lower-case hexadecimal.
+
+    ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
+    (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
+    part that was chosen given a core, ``budget`` then K of the image. KV connectors read identities
+    as hexadecimal numbers and some keep only the last 16 bits, so every part is in every bit.
+    """
+    parts = (image, served, budget, keep, read, core)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def make_core_identity(image: str, chosen_by: str, core: int) -> str:
+    """Cache identity of the core of an image: its K_c and the digest of what chooses it.
+
+    Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
+    """
+    return hashlib.sha256(repr(("core", image, chosen_by, core)).encode()).hexdigest()
+
+
+def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids] | None) -> str:
+    """Cache identity of tokens that a later turn recalls.
+
+    ``before`` identifies the image's tokens that are chosen last before these: all earlier choices,
+    down to the pixels, are part of it.
+    """
+    return hashlib.sha256(repr(("recall", before, budget, read)).encode()).hexdigest()

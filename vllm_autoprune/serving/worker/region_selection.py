@@ -1,0 +1,242 @@
+"""Selection of one region of images: by the policy of their plans, beside what they keep already.
+
+An image may be several items of its prompt: the core before the delta, both before what later turns
+recall. Each is chosen given those before it, whose indices are remembered, or chosen anew: the same
+tokens, since they follow from the image and from the questions in the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.ops.dpp_torch import Conditioned
+from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan
+from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.worker.cores import CoreCache
+from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
+from vllm_autoprune.serving.worker.region_shares import RegionShare, share_over_regions
+from vllm_autoprune.serving.worker.relevance import RelevanceSpace
+from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.tpdsl.base_policy import Given
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, delta_policy
+from vllm_autoprune.tpdsl.executor.refine import give_core, give_kept, keep_evenly
+from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import Instruction, NextLayer, TowerStates, VisualTokens
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """Parts of the model that a policy's inputs are made with, beside the image features.
+
+    project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; language reads the
+    language model's first layers over one image ``(N, D)`` and its instruction. None where the
+    served state needs none.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    relevance: RelevanceSpace | None = None
+    language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """State, model parts and reporter for the selection of one batch.
+
+    ``first_check`` is the safety check on a state's first real images; None skips it. ``cores``
+    keeps what further questions about an image need.
+    """
+
+    served: ServedState
+    parts: ModelParts
+    reporter: FallbackReporter
+    first_check: FirstImageCheck | None = None
+    cores: CoreCache = field(default_factory=lambda: CoreCache(0))
+
+
+def region_shares(served: ServedState, plan: ItemPlan, image: ImageFeatures) -> list[RegionShare]:
+    """The share of every region of an image in its plan."""
+    policy = None if plan.keep == "random" else served.policy_for_plan(plan)
+    return share_over_regions(plan, policy, image.regions)
+
+
+def select_region(
+    context: SelectionContext,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
+    at: int,
+    share: RegionShare,
+) -> RefinedTokens:
+    """Select the share of region number ``at`` of every image; images and plans of one group."""
+    plan, regions = plans[0], [image.regions[at] for image in images]
+    if plan.keep == "random":
+        keys = [plan.key for plan in plans]
+        return select_at_random(share.rows, _projected_only(regions), keys, share.before)
+    policy = share.policy(context.served.policy_for_plan(plan))
+    try:
+        tokens = _tokens(policy, plans, regions, context.parts)
+        if context.first_check is not None and not plan.profile:
+            policy = context.first_check.replace_unsafe(policy, tokens)
+        given = _given(context, policy, plans, images, at, tokens)
+    except Exception as error:  # as in select_with_fallback(): the engine has to live
+        context.reporter.report_error(error)
+        refined = keep_evenly(share.rows, _projected_only(regions))
+        context.reporter.report(refined.fallback, "error")
+        return refined
+    if given is not None and plan.part == "delta":
+        policy = delta_policy(policy)
+    refined = select_with_fallback(policy, tokens, context.reporter, given)
+    if plan.part in ("core", "recall") or context.served.rules.recall > 0:
+        _remember(context, _keys(context, plans, at), refined.indices)
+    return refined
+
+
+def _given(
+    context: SelectionContext,
+    policy: PruningPolicy,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
+    at: int,
+    tokens: VisualTokens,
+) -> Given | None:
+    """The tokens of this region that the images keep already; None where they keep none."""
+    before = list(zip(*(plan.items_before() for plan in plans), strict=True))
+    kept = [one for items in before if (one := _kept(context, items, images, at)) is not None]
+    if not kept:
+        return None
+    if plans[0].part == "recall":
+        return give_kept(tokens, torch.cat(kept, dim=1))
+    given = give_core(policy, tokens, kept[0])
+    return _conditioned(context, policy, tokens, given, _keys(context, before[0], at))
+
+
+def _kept(
+    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures], at: int
+) -> Tensor | None:
+    """Indices ``(B, A)`` that items of these images keep of the region, None where they keep none.
+
+    As they were chosen when the items were computed, or anew where that is not remembered.
+    """
+    keys = _keys(context, plans, at)
+    known = [context.cores.indices(key) for key in keys]
+    if all(one is not None for one in known):
+        return torch.stack(_present(known))
+    share = region_shares(context.served, plans[0], images[0])[at]
+    if share.rows == 0:
+        return None
+    chosen = select_region(context, plans, images, at, share).indices
+    known = [chosen[i] if one is None else one for i, one in enumerate(known)]
+    _remember(context, keys, _present(known))
+    return torch.stack(_present(known))
+
+
+def _conditioned(
+    context: SelectionContext,
+    policy: PruningPolicy,
+    tokens: VisualTokens,
+    given: Given,
+    keys: Sequence[Hashable],
+) -> Given:
+    """The given cores with what further questions need of them, where the policy has such."""
+    condition = policy.base.condition
+    if condition is None:
+        return given
+    conditioned = [context.cores.conditioned(key) for key in keys]
+    if any(one is None for one in conditioned):
+        fresh = condition(tokens, given.indices)
+        for i, key in enumerate(keys):
+            if conditioned[i] is None:
+                conditioned[i] = own = fresh.select(i, len(keys))
+                context.cores.put_conditioned(key, own)
+    return replace(given, conditioned=Conditioned.join(_present(conditioned)))
+
+
+def _remember(
+    context: SelectionContext, keys: Sequence[Hashable], indices: Sequence[Tensor] | Tensor
+) -> None:
+    for key, own in zip(keys, indices, strict=True):
+        context.cores.put_indices(key, own)
+
+
+def _keys(context: SelectionContext, plans: Sequence[ItemPlan], at: int) -> list[Hashable]:
+    """Keys of the tokens that items keep of one region: which image, and what chooses them."""
+    core = context.served.state_for_plan(plans[0]).core
+    keys: list[Hashable] = []
+    for plan in plans:
+        chooser: Hashable = _digest(plan)
+        if plan.part == "core" and core is not None:
+            chooser = (core.digest, plan.core)  # states with the same core share it
+        keys.append(None if plan.key == NO_KEY else (plan.key, chooser, at))
+    return keys
+
+
+def _digest(plan: ItemPlan) -> bytes:
+    read = (plan.instruction, plan.language, plan.earlier)
+    return hashlib.sha256(repr((plan.group, plan.budget, read)).encode()).digest()
+
+
+def _projected_only(regions: Sequence[Region]) -> VisualTokens:
+    return VisualTokens(torch.stack([region.projected for region in regions]), regions[0].grid)
+
+
+def _present(parts: Sequence[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]
+
+
+def _tokens(
+    policy: PruningPolicy,
+    plans: Sequence[ItemPlan],
+    regions: Sequence[Region],
+    parts: ModelParts,
+) -> VisualTokens:
+    features = torch.stack([region.projected for region in regions])
+    instruction, language = None, None
+    if "instruction" in policy.needs and parts.relevance is not None:
+        text, segments = parts.relevance.instructions([plan.instruction for plan in plans])
+        patches = stack_present([region.patches for region in regions])
+        instruction = Instruction(
+            features if patches is None else patches, text, segments, parts.relevance.sign
+        )
+    if "language" in policy.needs and parts.language is not None:
+        (plan,) = plans
+        language = parts.language(features[0], plan.language)
+    return VisualTokens(
+        features,
+        regions[0].grid,
+        stack_present([region.cls_attention for region in regions]),
+        instruction,
+        stack_present([region.cosine for region in regions]),
+        _tower(regions, parts.project),
+        language,
+    )
+
+
+def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> TowerStates | None:
+    towers = [region.tower for region in regions if region.tower is not None]
+    if len(towers) < len(regions):
+        return None
+    attention = stack_present([tower.next_attention for tower in towers])
+    keys = stack_present([tower.next_keys for tower in towers])
+    return TowerStates(
+        patches=torch.stack([tower.patches for tower in towers]),
+        keys=torch.stack([tower.keys for tower in towers]),
+        project=project,
+        cls=torch.stack([tower.cls for tower in towers]),
+        next_layer=None if attention is None or keys is None else NextLayer(attention, keys),
+    )
+
+
+def stack_present(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Stack one tensor of every image; None where an image has none."""
+    present = [part for part in parts if part is not None]
+    return torch.stack(present) if len(present) == len(parts) else None
