@@ -20,6 +20,9 @@ IMAGE, N = 9, 12
 PARTS = [[0, 1, 2, 4, 6, 8, 9, 10, 11], [3, 5]]
 """Kept rows of a core and of the delta behind it."""
 
+RECALLED = [[7]]
+"""Kept row of a later turn: the last one of the image."""
+
 KEPT = [1, 2, 5, 7, 11]
 
 
@@ -48,6 +51,15 @@ def good() -> Report:
     left = [0, 1, *(2 + row for row in core_and_delta), *range(2 + N, len(full[0]))]
     first = completion(len(core_and_delta), [[axis[i] for i in left] for axis in full])
     second = first.model_copy(update={"ids": [7, 8], "cached": 32})
+    third = first.model_copy(
+        update={
+            "prompt": [*first.prompt, IMAGE, 61],
+            "positions": [
+                [*axis[:-1], whole[2 + 7], 90]
+                for axis, whole in zip(first.positions, full, strict=True)
+            ],
+        }
+    )
     return Report(
         runner="v1",
         stock={SPLIT_QUESTION: stock},
@@ -62,8 +74,15 @@ def good() -> Report:
         predicted={SPLIT_QUESTION: [N]},
         kept={SPLIT_QUESTION: [KEPT]},
         vision_runs=0,
-        split={"first": first, "second": second, "alone second": second},
+        split={
+            "first": first,
+            "second": second,
+            "alone second": second,
+            "third": third.model_copy(update={"cached": 32}),
+            "alone third": third,
+        },
         split_kept=PARTS,
+        recalled=RECALLED,
         splittable=True,
         fallbacks=0,
         errors={},
@@ -135,7 +154,18 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _with_split("second", cached=0),
         _with_split("first", cached=32),
     ],
+    "later_turns_recall_other_tokens": [
+        _set(recalled=[]),
+        _set(recalled=[[8]]),
+        _set(recalled=[[7], [7]]),
+        _with_split("third", cached=0),
+    ],
+    "recalled_tokens_stand_in_their_image": [
+        _set(recalled=[[6]]),
+        _with_split("alone third", positions=[list(range(60))] * 3),
+    ],
     "parts_give_the_same_completions": [
+        _with_split("alone third", ids=[3, 5]),
         _with_split("alone second", logprob=-4.0),
         _with_split("alone second", ids=[3, 4]),
     ],

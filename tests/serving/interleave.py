@@ -28,6 +28,10 @@ POLICIES = (
     "cdpruner with a core",
     "autoprune with a core",
 )
+LATER_TURNS = (0, 0, 0, 1, 2)
+"""Turns of a conversation after the one with the image."""
+
+RECALLS = (0, 3, 8)
 CORES: Mapping[str, Mapping[str, object]] = {
     "cdpruner with a core": {"share": 0.75},
     "autoprune with a core": {
@@ -51,7 +55,13 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
     random = Random(seed)
     questions = examples(6)
     keys = [
-        (random.randrange(len(questions)), random.choice(BUDGETS), random.choice(POLICIES))
+        (
+            random.randrange(len(questions)),
+            random.choice(BUDGETS),
+            random.choice(POLICIES),
+            random.choice(LATER_TURNS),
+            random.choice(RECALLS),
+        )
         for _ in range(count)
     ]
     llm = start(
@@ -86,9 +96,10 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _prompt(
-    questions: Sequence[Any], which: int, budget: int, policy: str | None
+    questions: Sequence[Any], which: int, budget: int, policy: str | None, later: int, recall: int
 ) -> dict[str, object]:
-    from tests.serving.engine import prompt
+    from benchmarks.minillava import vocabulary
+    from tests.serving.engine import picture
     from vllm_autoprune.tpdsl.states.load import load_state
 
     entry: dict[str, object] = {"budget": budget}
@@ -101,7 +112,16 @@ def _prompt(
         entry["state"] = {**document, "core": CORES[policy]}
     elif policy is not None:
         entry["state"] = policy
-    return {**prompt(questions[which]), "mm_processor_kwargs": {"autoprune": entry}}
+    text = vocabulary.prompt(questions[which].question)
+    turns = [questions[(which + at + 1) % len(questions)].question for at in range(later)]
+    text += "".join(f" red</s>USER: <image>\n{turn} ASSISTANT:" for turn in turns)
+    entry["recall"] = recall
+    entry["recall_turns"] = [{"images": 1, "text": turn} for turn in turns]
+    return {
+        "prompt": text,
+        "multi_modal_data": {"image": picture(questions[which].image)},
+        "mm_processor_kwargs": {"autoprune": entry},
+    }
 
 
 def _alone(llm: LLM, prompt: dict[str, object]) -> tuple[int, ...]:

@@ -17,6 +17,9 @@ SPLIT_QUESTION = "large"
 SPLIT_BUDGET = 40
 """K of the completions under a state with a core, more than a block; less where N is."""
 
+RECALL = 6
+"""K_r of the later turns under a state with a core."""
+
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
 
@@ -147,13 +150,47 @@ def positions_are_a_gather(report: Report) -> str:
 def questions_share_the_core(report: Report) -> str:
     """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks."""
     rows = [row for part in report.split_kept for row in part]
-    budget = min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
+    budget = _split_budget(report)
     if len(report.split_kept) != 1 + report.splittable or len(set(rows)) != budget:
         return f"parts {report.split_kept}"
     first, second = report.split["first"], report.split["second"]
     if first.cached or (second.cached >= BLOCK) != report.splittable:
         return f"{first.cached} and {second.cached} tokens were reused"
     return ""
+
+
+def _split_budget(report: Report) -> int:
+    return min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
+
+
+def later_turns_recall_other_tokens(report: Report) -> str:
+    """Each later turn keeps more tokens of the image, and all before it stays in the cache."""
+    kept = [row for part in report.split_kept for row in part]
+    (size,) = report.predicted[SPLIT_QUESTION]
+    left = size - _split_budget(report)
+    wanted = [min(RECALL, left), min(RECALL, max(0, left - RECALL))] if report.splittable else []
+    if [len(rows) for rows in report.recalled] != [count for count in wanted if count]:
+        return f"recalled {report.recalled}, not {wanted}"
+    rows = [row for part in report.recalled for row in part]
+    if len({*kept, *rows}) != len(kept) + len(rows):
+        return f"{report.recalled} after {report.split_kept}"
+    if report.split["third"].cached < BLOCK:
+        return f"{report.split['third'].cached} tokens were reused"
+    return ""
+
+
+def recalled_tokens_stand_in_their_image(report: Report) -> str:
+    """Tokens that later turns recall have the positions they have in the image (M-RoPE)."""
+    stock, third = report.stock[SPLIT_QUESTION], report.split["alone third"]
+    if len(stock.positions) == 1:
+        return ""
+    (image,) = Counter(stock.prompt) - Counter(report.split["first"].prompt)
+    places = [i for i, token in enumerate(third.prompt) if token == image]
+    first = stock.prompt.index(image)
+    rows = [row for part in (*report.split_kept, *report.recalled) for row in part]
+    expected = [[axis[first + row] for row in rows] for axis in stock.positions]
+    stood = [[axis[i] for i in places] for axis in third.positions]
+    return "" if stood == expected else f"{stood}"
 
 
 def parts_give_the_same_completions(report: Report) -> str:
@@ -197,6 +234,8 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         nothing_fell_back,
         positions_are_a_gather,
         questions_share_the_core,
+        later_turns_recall_other_tokens,
+        recalled_tokens_stand_in_their_image,
         parts_give_the_same_completions,
         parts_stand_on_one_grid,
         videos_are_untouched,

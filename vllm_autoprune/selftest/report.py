@@ -35,8 +35,9 @@ class Report(BaseModel):
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
     row among an image's unpruned rows, or -1 if it equals none of them. ``vision_runs`` counts runs
     of the vision tower beyond one for each image. ``split`` has two questions about one image under
-    a state with a core, together, alone, and with chunked and preempted prefill; ``split_kept`` the
-    kept rows of each part in the first, and ``splittable`` whether images of this backbone can be
+    a state with a core, and the third turn of a conversation, together, alone, and with chunked and
+    preempted prefill; ``split_kept`` has the kept rows of each part in the first, ``recalled``
+    those of each later turn, and ``splittable`` whether images of this backbone can be
     two items of a prompt.
     """
 
@@ -57,6 +58,7 @@ class Report(BaseModel):
     vision_runs: int
     split: dict[str, Completion]
     split_kept: list[list[int]]
+    recalled: list[list[int]]
     splittable: bool
     fallbacks: int
     errors: dict[str, int]

@@ -16,6 +16,7 @@ from PIL import Image
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import (
     BLOCK,
+    RECALL,
     SMALL_BUDGET,
     SPLIT_BUDGET,
     SPLIT_QUESTION,
@@ -124,29 +125,43 @@ def _serve_settings(folder: Path) -> Report:
 
 
 def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
-    """Completions under a state with a core: one image, two questions."""
+    """Completions under a state with a core: one image, two questions, then a conversation."""
     state = {**load_state("autoprune").model_dump(mode="json"), "core": {"share": 0.7}}
-    settings = {"state": state, "budget": budget}
+    settings = {"state": state, "budget": budget, "requests": "budget"}
     llm, observer = _start_engine(folder, settings)
     placeholders = _processor(llm)._placeholders
     split = {}
     with observer.recording_rows():
         split["first"] = _ask(llm, observer, SPLIT_QUESTION)
     kept = list(observer.kept_rows)
+    observer.kept_rows.clear()
+    with observer.recording_rows():
+        split["third"] = _converse(llm, observer)
+    recalled = list(observer.kept_rows)
     split["second"] = _complete(llm, observer, *_SECOND, None)
     _empty_caches(llm)
     split["alone second"] = _complete(llm, observer, *_SECOND, None)
     split["again first"] = _ask(llm, observer, SPLIT_QUESTION)
+    _empty_caches(llm)
+    split["alone third"] = _converse(llm, observer)
     _stop_engine(llm)
 
     llm, observer = _start_engine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
     split["chunked first"] = _ask(llm, observer, SPLIT_QUESTION)
     split["chunked second"] = _complete(llm, observer, *_SECOND, None)
     llm.reset_prefix_cache()
+    split["chunked third"] = _converse(llm, observer)
+    llm.reset_prefix_cache()
     with _preempting(llm):
         split["preempted second"] = _complete(llm, observer, *_SECOND, None, preempted=True)
+        split["preempted third"] = _converse(llm, observer, preempted=True)
     _stop_engine(llm)
-    return {"split": split, "split_kept": kept, "splittable": not placeholders.unsplittable}
+    return {
+        "split": split,
+        "split_kept": kept,
+        "recalled": recalled,
+        "splittable": not placeholders.unsplittable,
+    }
 
 
 def _start_engine(
@@ -251,14 +266,31 @@ def _complete(
     parts: list[dict[str, object]] = [
         {"type": "image_pil", "image_pil": image, **named} for image in images
     ]
-    conversations = [
-        [{"role": "user", "content": [*parts, {"type": "text", "text": text + _PADDING}]}]
-    ]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text + _PADDING}]}]
     requested = budget if budget is None or isinstance(budget, int) else list(budget)
-    options = (
-        {} if budget is None else {"mm_processor_kwargs": {"autoprune": {"budget": requested}}}
-    )
-    (output,) = llm.chat(conversations, _sampling(), use_tqdm=False, **options)
+    entry = {} if budget is None else {"budget": requested}
+    return _chat(llm, observer, messages, entry, preempted)
+
+
+def _converse(llm: Engine, observer: EngineObserver, preempted: bool = False) -> Completion:
+    """The completion of a third turn, where the second and the third recall tokens."""
+    text, (image,) = QUESTIONS[SPLIT_QUESTION]
+    first = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": text + _PADDING}]
+    messages: list[dict[str, object]] = [{"role": "user", "content": first}]
+    for later in ("which dog is on the left", "how many are there"):
+        messages += [{"role": "assistant", "content": "blue"}, {"role": "user", "content": later}]
+    return _chat(llm, observer, messages, {"recall": RECALL}, preempted)
+
+
+def _chat(
+    llm: Engine,
+    observer: EngineObserver,
+    messages: list[dict[str, object]],
+    entry: Mapping[str, object],
+    preempted: bool,
+) -> Completion:
+    options = {"mm_processor_kwargs": {"autoprune": dict(entry)}} if entry else {}
+    (output,) = llm.chat([messages], _sampling(), use_tqdm=False, **options)
     return _completion(output, observer, preempted)
 
 
