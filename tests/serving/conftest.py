@@ -82,11 +82,12 @@ def pruned(runner: Runner) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def two_front_ends(runner: Runner) -> Iterator[Server]:
-    """Two API servers and one engine, K = 16 by flag; requests may set nothing.
+    """Two API servers and one engine, K = 16 and K_r = 5 by flags; requests may set nothing.
 
     The endpoint that describes the served state is on.
     """
-    flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--api-server-count", "2")
+    flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--autoprune-recall", "5")
+    flags = (*flags, "--api-server-count", "2")
     env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
     with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:
         # The health check is answered by the first process that is up.

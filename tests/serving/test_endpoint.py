@@ -20,6 +20,7 @@ def test_endpoint_describes_the_state_on_every_front_end(two_front_ends: Server)
         description = json.loads(two_front_ends.get(PATH))
         assert (description["state"], description["digest"]) == (state.name, state.digest)
         assert description["budget"]["k"] == 16
+        assert (description["core"], description["recall"]) == (None, 5)
         assert description["evidence"] == state.provenance.model_dump(mode="json")
 
 

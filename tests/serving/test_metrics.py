@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.minillava.vocabulary import IMAGE_TOKEN, language_tokenizer
 from benchmarks.server import Server
 from tests.serving.engine import examples
-from tests.serving.http import ask, body, budget
+from tests.serving.http import ask, body, budget, prompt_tokens
 from tests.serving.paths import TOKENS
 
 pytestmark = pytest.mark.engine
@@ -41,6 +42,28 @@ def measure_increase(server: Server, send_requests: Callable[[], None]) -> Calla
         return after[name] - before.get(name, 0.0)
 
     return by
+
+
+def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Server) -> None:
+    example = examples(12)[-5]
+    request = body(two_front_ends, example)
+    later = [{"role": "assistant", "content": "red"}, {"role": "user", "content": "And its shape?"}]
+    conversation = {**request, "messages": [*request["messages"], *later]}
+
+    def send_requests() -> None:
+        status, counted = two_front_ends.post(
+            "/tokenize", {"model": two_front_ends.model, "messages": conversation["messages"]}
+        )
+        assert status == 200
+        status, answer = two_front_ends.post("/v1/chat/completions", conversation)
+        assert status == 200
+        assert counted["count"] == prompt_tokens(answer)
+        assert counted["tokens"].count(language_tokenizer().token_to_id(IMAGE_TOKEN)) == 16 + 5
+
+    by = measure_increase(two_front_ends, send_requests)
+    assert by("autoprune_recalled_tokens_total") == 5
+    assert by("autoprune_visual_tokens_total stage=after") == 16 + 5
+    assert by("autoprune_images_total chooser=state") == 1
 
 
 def test_one_front_end(pruned: Server) -> None:
