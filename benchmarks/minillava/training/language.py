@@ -30,8 +30,12 @@ from benchmarks.minillava.wordings import KINDS
 # Values of `LanguageBatch.blocks` for the shared image prefix, and for padding.
 _PREFIX, _PADDING = -1, -2
 _UNSCORED = -1
+_TEXT = -1
 _IGNORED = -100
-EVERY_KIND = (*KINDS, *PHRASE_KINDS)
+TURNS = ("turn 1", "turn 2", "turn 3", "turn 4")
+RECALLED = "recalled"
+EVERY_KIND = (*KINDS, *PHRASE_KINDS, *TURNS, RECALLED)
+"""Names under which the log has accuracies: kinds of question, and turns of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ class LanguageBatch:
     """Sequences of a shared prefix ("USER: " and K image tokens) and one block per question.
 
     `kept` (B, K) raster patches ascending; `before` (P,) ids; `texts`, `labels`, `kinds` (B, L),
-    where kinds are indices into `EVERY_KIND` at the answer tokens that are scored; `positions`,
-    `blocks` (B, P + K + L).
+    where kinds are indices into `EVERY_KIND` at the answer tokens that are scored; `patches` (B, L)
+    raster patches at image tokens within the texts, -1 elsewhere; `positions`, `blocks`
+    (B, P + K + L).
     """
 
     values: Tensor
@@ -67,6 +72,7 @@ class LanguageBatch:
     texts: Tensor
     labels: Tensor
     kinds: Tensor
+    patches: Tensor
     positions: Tensor
     blocks: Tensor
 
@@ -108,24 +114,41 @@ def keep_informative_tokens(
 
 
 @dataclass
-class _Sequence:
+class TextSequence:
     """One growing sequence of question blocks."""
 
     start: int
     texts: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+    patches: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
-    def add(self, block: int, kind: int, question: list[int], answer: list[int]) -> None:
+    def add(
+        self,
+        block: int,
+        kind: int | None,
+        question: list[int],
+        answer: list[int],
+        patches: Sequence[int] | None = None,
+    ) -> None:
+        """Append a question and its answer to a block; `kind` is None if it is not trained on.
+
+        `patches` has a raster patch for every image token of the question, -1 for its text.
+        """
         # The label of a position is the token that follows it; the end token is not scored.
+        length = len(question) + len(answer)
+        first = self.start + self.blocks.count(block)
+        labels = [_IGNORED] * len(answer) if kind is None else answer
+        scored = _UNSCORED if kind is None else kind
         self.texts += question + answer
-        self.labels += [_IGNORED] * (len(question) - 1) + answer + [_IGNORED]
-        self.kinds += [_UNSCORED] * (len(question) - 1) + [kind] * (len(answer) - 1)
+        self.labels += [_IGNORED] * (len(question) - 1) + labels + [_IGNORED]
+        self.kinds += [_UNSCORED] * (len(question) - 1) + [scored] * (len(answer) - 1)
         self.kinds += [_UNSCORED] * 2
-        self.positions += range(self.start, self.start + len(question) + len(answer))
-        self.blocks += [block] * (len(question) + len(answer))
+        self.patches += [*(patches or [_TEXT] * len(question)), *[_TEXT] * len(answer)]
+        self.positions += range(first, first + length)
+        self.blocks += [block] * length
 
 
 def language_batch(
@@ -145,7 +168,7 @@ def language_batch(
     rng = random.Random(seed + 1)
     before = tokenizer.encode(BEFORE_IMAGE).ids
     start = len(before) + budget
-    sequences: list[_Sequence] = []
+    sequences: list[TextSequence] = []
     kept: list[list[int]] = []
     for scene in drawn.scenes:
         questions = [
@@ -162,17 +185,17 @@ def language_batch(
             questions = [one for one, keep in zip(questions, answerable, strict=True) if keep]
         kept.append(chosen)
         sequences.append(_build_sequence(tokenizer, questions, start))
-    return _pad_batch(drawn.images, kept, before, sequences, token_id(tokenizer, PAD))
+    return pad_batch(drawn.images, kept, before, sequences, token_id(tokenizer, PAD))
 
 
 def _build_sequence(
     tokenizer: Tokenizer, questions: Sequence[tuple[str, Question]], start: int
-) -> _Sequence:
+) -> TextSequence:
     """Tokenise (text, question) pairs into one block each."""
     end = token_id(tokenizer, END)
     texts = tokenizer.encode_batch([text for text, _ in questions])
     answers = tokenizer.encode_batch([f" {question.answer}" for _, question in questions])
-    sequence = _Sequence(start)
+    sequence = TextSequence(start)
     for block, ((_, question), text, answer) in enumerate(
         zip(questions, texts, answers, strict=True)
     ):
@@ -180,11 +203,11 @@ def _build_sequence(
     return sequence
 
 
-def _pad_batch(
+def pad_batch(
     images: Tensor,
     kept: list[list[int]],
     before: list[int],
-    sequences: Sequence[_Sequence],
+    sequences: Sequence[TextSequence],
     pad: int,
 ) -> LanguageBatch:
     """Pad sequences on the right to the longest, and put the shared prefix in front."""
@@ -203,6 +226,7 @@ def _pad_batch(
         texts=padded([sequence.texts for sequence in sequences], pad),
         labels=padded([sequence.labels for sequence in sequences], _IGNORED),
         kinds=padded([sequence.kinds for sequence in sequences], _UNSCORED),
+        patches=padded([sequence.patches for sequence in sequences], _TEXT),
         positions=torch.cat((torch.arange(start).expand(size, start), positions), 1),
         blocks=torch.cat((torch.full((size, start), _PREFIX), blocks), 1),
     )
@@ -229,9 +253,15 @@ def language_loss(
     rows = torch.arange(len(batch.kept))[:, None]
     image = projector(patches[rows, batch.kept])
     embed = model.get_input_embeddings()
-    before = embed(batch.before).expand(len(rows), -1, -1)
+    before, texts = embed(batch.before).expand(len(rows), -1, -1), embed(batch.texts)
+    within = batch.patches >= 0
+    if within.any():
+        sequences, _ = within.nonzero(as_tuple=True)
+        texts = texts.masked_scatter(
+            within[:, :, None], projector(patches[sequences, batch.patches[within]])
+        )
     hidden = model.model(
-        inputs_embeds=torch.cat((before, image, embed(batch.texts)), 1),
+        inputs_embeds=torch.cat((before, image, texts), 1),
         attention_mask=_attention_mask(batch.blocks),
         position_ids=batch.positions,
         use_cache=False,
