@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from benchmarks.common import StrictModel
+from benchmarks.common import BenchmarkError, StrictModel
 
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("vllm:prompt_tokens_total", ""),
@@ -98,6 +98,19 @@ def fetch(url: str, path: str = "/metrics", timeout: float = 10.0) -> str | None
             return text if answer.status == 200 else None
     except (OSError, http.client.HTTPException):
         return None
+
+
+def list_models(url: str) -> list[str]:
+    """Names of the models that a server has; raises :class:`BenchmarkError` where it is down."""
+    text = fetch(url, "/v1/models")
+    if text is None:
+        raise BenchmarkError(
+            f"server {url}: /v1/models does not answer -> start it, or fix the URL"
+        )
+    try:
+        return [str(one["id"]) for one in json.loads(text)["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise BenchmarkError(f"server {url}: /v1/models is not a list of models") from None
 
 
 def server_info(url: str) -> dict[str, str]:

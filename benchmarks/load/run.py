@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError
-from benchmarks.common.metrics import fetch
+from benchmarks.common.metrics import list_models
 from benchmarks.load.options import Options, to_arguments
 from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.priority import raise_priority
@@ -25,15 +24,7 @@ LOG = "locust.log"
 
 def check_server(options: Options) -> None:
     """Raise :class:`BenchmarkError` where the server is down or does not serve the model."""
-    text = fetch(options.url, "/v1/models")
-    if text is None:
-        raise BenchmarkError(
-            f"server {options.url}: /v1/models does not answer -> start it, or fix the URL"
-        )
-    try:
-        names = [str(one["id"]) for one in json.loads(text)["data"]]
-    except (ValueError, KeyError, TypeError):
-        raise BenchmarkError(f"server {options.url}: /v1/models is not a list of models") from None
+    names = list_models(options.url)
     model = load_prepared(options.workload).workload.model
     if model not in names:
         raise BenchmarkError(

@@ -66,7 +66,8 @@ class Scores:
     by_category: dict[str, float]
 
 
-def _draw_scene(seed: int, unseen: bool, canvas: Canvas) -> tuple[Tensor, Scene]:
+def draw_scene(seed: int, unseen: bool, canvas: Canvas) -> tuple[Tensor, Scene]:
+    """The image and the content of one scene, in an arrangement of training or an unseen one."""
     rng = random.Random(seed)
     style = rng.choice(UNSEEN_STYLES if unseen else TRAINING_STYLES)
     drawn = render([draw_layout(rng, style, canvas)], canvas, seed)
@@ -98,7 +99,7 @@ def draw_examples(split: Split, scenes: int = 200, canvas: Canvas | None = None)
         seed = SEEDS[split][image_id]
         turn = image_id % 4 if split == "test" else 0
         unseen_style, unseen_wording = turn == 1, turn == 3
-        image, scene = _draw_scene(seed, unseen_style, canvas)
+        image, scene = draw_scene(seed, unseen_style, canvas)
         for group in _draw_questions(random.Random(seed + 1), scene, canvas, unseen_wording):
             pair = pairs if len(group) == 2 else None
             pairs += len(group) == 2

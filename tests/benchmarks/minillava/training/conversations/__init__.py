@@ -1,0 +1,1 @@
+"""Tests of training on conversations with mini-LLaVA."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from benchmarks.minillava.training.__main__ import RANKS, STAGES, Run, train_rank
+from benchmarks.minillava.training.scratch import RANKS, STAGES, Run, train_rank
 
 
 def _run(folder: Path) -> Run:

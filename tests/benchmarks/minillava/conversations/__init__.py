@@ -1,0 +1,1 @@
+"""Tests of conversations on mini-LLaVA."""
