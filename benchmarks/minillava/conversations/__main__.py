@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     conversations = draw_conversations(options.split, options.conversations)
-    arms = build_arms(*options.states, options.budgets, options.recalls)
+    unsplit, split = options.states
+    arms = build_arms(unsplit, split, options.budgets, options.recalls)
     try:
         if options.server_url:
             section = ask_server(options, conversations, arms, create_progress())

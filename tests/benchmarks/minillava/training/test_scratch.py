@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.multiprocessing as mp
 
-from benchmarks.minillava.training.scratch import RANKS, STAGES, Run, train_rank
+from benchmarks.minillava.training.scratch import STAGES, Run, train_rank
+from benchmarks.minillava.training.stages import RANKS
 
 
 def _run(folder: Path) -> Run:
@@ -53,3 +55,9 @@ def test_one_seed_gives_one_pair_of_checkpoints_in_one_pass_or_resumed(
     assert _weights(resumed.out) == weights
     assert weights["gaps/llava/model.safetensors"] != weights["whole/llava/model.safetensors"]
     assert weights["gaps/clip/model.safetensors"] == weights["whole/clip/model.safetensors"]
+
+
+def test_spawned_ranks_can_import_what_they_run() -> None:
+    # Functions of a package's __main__ cannot be unpickled in a spawned process.
+    assert not train_rank.__module__.endswith("__main__")
+    assert pickle.loads(pickle.dumps(train_rank)) is train_rank
