@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from benchmarks.common.client import Client
 from benchmarks.common.metrics import list_models
 from benchmarks.common.progress import Progress, create_progress
 from benchmarks.common.report import Section, write_section
-from benchmarks.minillava.conversations.arms import Arm, build_arms
+from benchmarks.minillava.conversations.arms import Arm, build_arms, list_arms
 from benchmarks.minillava.conversations.checkpoint import write_checkpoint
 from benchmarks.minillava.conversations.draw import Conversation, draw_conversations
 from benchmarks.minillava.conversations.report import build_section
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     conversations = draw_conversations(options.split, options.conversations)
     unsplit, split = options.states
-    arms = build_arms(unsplit, split, options.budgets, options.recalls)
+    tables = build_arms(unsplit, split, options.budgets, options.recalls)
     try:
         if options.server_url:
-            section = ask_server(options, conversations, arms, create_progress())
+            section = ask_server(options, conversations, tables, create_progress())
         else:
-            section = score(options, conversations, arms, create_progress())
+            section = score(options, conversations, tables, create_progress())
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
@@ -65,7 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--split", choices=("search", "validation", "test"), default="test")
     add("--conversations", type=int, default=1000, metavar="N", help="one about each scene")
     add("--budgets", type=int, nargs="+", default=[8, 16], metavar="K")
-    add("--recalls", type=int, nargs="+", default=[4, 8], metavar="K_R", help="tokens a later turn")
+    add(
+        "--recalls", type=int, nargs="*", default=[4, 8], metavar="K_R",
+        help="tokens that a later turn recalls (none: a server without recall can be asked)",
+    )  # fmt: skip
     add(
         "--states", nargs=2, default=["minillava", "minillava-split"], metavar="STATE",
         help="shipped states without and with a core",
@@ -84,10 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
 def score(
     options: argparse.Namespace,
     conversations: Sequence[Conversation],
-    arms: Sequence[Arm],
+    tables: Mapping[int, Sequence[Arm]],
     progress: Progress,
 ) -> Section:
     """Score all arms with transformers."""
+    arms = list_arms(tables)
     right: dict[str, list[list[bool]]] = {arm.name: [] for arm in arms}
     logprob: dict[str, list[list[float]]] = {arm.name: [] for arm in arms}
     with tempfile.TemporaryDirectory() as folder:
@@ -111,13 +115,13 @@ def score(
         *_describe(options, conversations),
     ]
     rounded = {name: [[round(x, 4) for x in one] for one in own] for name, own in logprob.items()}
-    return build_section(conversations, arms, right, setup, data={"log-probability": rounded})
+    return build_section(conversations, tables, right, setup, data={"log-probability": rounded})
 
 
 def ask_server(
     options: argparse.Namespace,
     conversations: Sequence[Conversation],
-    arms: Sequence[Arm],
+    tables: Mapping[int, Sequence[Arm]],
     progress: Progress,
 ) -> Section:
     """Ask a server in all arms that it can serve."""
@@ -126,7 +130,7 @@ def ask_server(
     model = options.served_name or names[0]
     if model not in names:
         raise BenchmarkError(f"server {url}: does not serve {model!r}, only {', '.join(names)}")
-    served = [arm for arm in arms if arm.served]
+    served = [arm for arm in list_arms(tables) if arm.served]
     answers: dict[str, list[ServedTurns]] = {}
     with progress.stage("conversations", len(served) * len(conversations)) as advance:
         for arm in served:
@@ -143,7 +147,7 @@ def ask_server(
         if (counts := [one[-1] for one in own if one[-1] is not None])
     }
     data = {"prompt tokens": prompts, "cached tokens": cached}
-    return build_section(conversations, served, right, setup, lengths, data)
+    return build_section(conversations, tables, right, setup, lengths, data)
 
 
 def _describe(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,17 +47,24 @@ FULL = Arm()
 
 def build_arms(
     unsplit: str, split: str, budgets: Sequence[int], recalls: Sequence[int]
-) -> list[Arm]:
-    """All arms: both states at every K, with every K_r and with as many tokens from the start.
+) -> dict[int, list[Arm]]:
+    """The arms of the table of each K: both states without recall and with every K_r.
 
-    The controls, random tokens and the evidence, recall the largest K_r.
+    Controls of the split state: recall of the largest K_r at random and of the evidence, and no
+    recall but as many tokens from the start as recall adds up to.
     """
-    arms = [FULL]
+    tables: dict[int, list[Arm]] = {}
     for budget in budgets:
+        arms = [FULL]
         for state in (unsplit, split):
-            arms.append(Arm(state, budget))
-            arms += [Arm(state, budget, recall) for recall in recalls]
-        most = max(recalls)
-        arms += [Arm(split, budget, most, "random"), Arm(split, budget, most, "evidence")]
+            arms += [Arm(state, budget), *(Arm(state, budget, recall) for recall in recalls)]
+        if recalls:
+            arms += [Arm(split, budget, max(recalls), by) for by in ("random", "evidence")]
         arms += [Arm(split, budget + recall * (TURNS - 1)) for recall in recalls]
-    return list(dict.fromkeys(arms))
+        tables[budget] = arms
+    return tables
+
+
+def list_arms(tables: Mapping[int, Sequence[Arm]]) -> list[Arm]:
+    """Every arm of all tables once."""
+    return list(dict.fromkeys(arm for arms in tables.values() for arm in arms))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.common.report import Claim, Section, Table, format_estimate
-from benchmarks.minillava.conversations.arms import FULL, Arm
+from benchmarks.minillava.conversations.arms import FULL, Arm, list_arms
 from benchmarks.minillava.conversations.draw import TURNS, Conversation
 from benchmarks.minillava.wordings import CATEGORIES
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, at_most, estimate
@@ -61,9 +61,9 @@ def _recall(arm: Arm) -> str:
 def _turn_table(
     comparison: TurnComparison, arms: Sequence[Arm], budget: int, lengths: Mapping[str, str]
 ) -> Table:
-    """Accuracy of every turn at one K; arms with more tokens from the start come last."""
+    """Accuracy of every turn in the arms of one K."""
     rows = []
-    for arm in (FULL, *arms):
+    for arm in arms:
         cells = [format_estimate(estimate(comparison.mean(arm, turn))) for turn in range(TURNS)]
         gain = "-"
         if arm.recall:
@@ -78,24 +78,29 @@ def _turn_table(
 
 
 def _category_table(comparison: TurnComparison, arms: Sequence[Arm], budget: int) -> Table:
-    """Accuracy of turn 2 by category."""
-    seconds = [one[_SECOND].kind for one in comparison.conversations]
+    """Accuracy of turn 2 by category: all tokens, and K without and with the most recall."""
+    most = max(arm.recall for arm in arms)
+    columns = [
+        arm
+        for arm in arms
+        if arm.state is None or (arm.budget == budget and arm.recall in (0, most))
+    ]
+    heads = [f"`{arm.state}`, {_recall(arm)}" if arm.state else "all tokens" for arm in columns]
+    kinds = [one[_SECOND].kind for one in comparison.conversations]
     rows = []
-    for name, kinds in CATEGORIES.items():
-        members = [place for place, kind in enumerate(seconds) if kind in kinds]
-        if not members:
-            continue
-        shares = [
-            np.mean([comparison.answers[arm.name][place][_SECOND] for place in members])
-            for arm in (FULL, *arms)
-        ]
-        rows.append([name, str(len(members)), *(f"{100 * share:.1f}" for share in shares)])
-    heads = ["all tokens"]
-    for arm in arms:
-        heads.append(f"`{arm.state}`" + (f", K_r = {_recall(arm)}" if arm.recall else ""))
-    columns = ["category", "questions", *heads]
-    caption = f"Turn 2 by category at K = {budget}, per cent right."
-    return Table(caption, columns, rows, "l" + "r" * (len(heads) + 1))
+    for name, members in CATEGORIES.items():
+        places = [place for place, kind in enumerate(kinds) if kind in members]
+        if places:
+            shares = [
+                np.mean([comparison.answers[arm.name][place][_SECOND] for place in places])
+                for arm in columns
+            ]
+            rows.append([name, str(len(places)), *(f"{100 * share:.1f}" for share in shares)])
+    caption = (
+        f"Turn 2 by category at K = {budget}, per cent right; the number after a state is K_r."
+    )
+    align = "l" + "r" * (len(heads) + 1)
+    return Table(caption, ["category", "questions", *heads], rows, align)
 
 
 def _claims(comparison: TurnComparison, arms: Sequence[Arm]) -> Iterator[Claim]:
@@ -114,38 +119,32 @@ def _claims(comparison: TurnComparison, arms: Sequence[Arm]) -> Iterator[Claim]:
 
 def build_section(
     conversations: Sequence[Conversation],
-    arms: Sequence[Arm],
+    tables: Mapping[int, Sequence[Arm]],
     answers: Answers,
     setup: Sequence[str],
     lengths: Mapping[str, str] | None = None,
     data: Mapping[str, object] | None = None,
 ) -> Section:
-    """The report; ``lengths`` are the prompt lengths that a server counted, by arm."""
+    """The report, with a table for the arms of each K; ``lengths`` of prompts by arm.
+
+    Arms without answers are left out.
+    """
     comparison = TurnComparison(conversations, answers)
-    budgets = sorted({arm.budget for arm in arms if arm.recall})
-    tables: list[Table] = []
+    shown: list[Table] = []
     claims: list[Claim] = []
-    for budget in budgets:
-        own = [arm for arm in arms if arm.budget == budget]
-        most = max(arm.recall for arm in own)
-        more = [
-            arm for arm in arms
-            if arm.budget in {budget + one.recall * (TURNS - 1) for one in own if one.recall}
-            and not arm.recall and arm.budget not in budgets
-        ]  # fmt: skip
-        tables.append(_turn_table(comparison, [*own, *more], budget, lengths or {}))
-        split = [arm for arm in own if arm.state == own[-1].state]
-        shown = [arm for arm in split if arm.recall in (0, most)]
-        tables.append(_category_table(comparison, shown, budget))
-        claims += _claims(comparison, own)
-    kinds = [[example.kind for example in one] for one in conversations]
+    for budget, every in tables.items():
+        arms = [arm for arm in every if arm.name in answers]
+        shown.append(_turn_table(comparison, arms, budget, lengths or {}))
+        shown.append(_category_table(comparison, arms, budget))
+        claims += _claims(comparison, arms)
+    measured = [arm for arm in list_arms(tables) if arm.name in answers]
     content: dict[str, object] = {
-        "arms": [asdict(arm) for arm in arms],
+        "arms": [asdict(arm) for arm in measured],
         "images": [one[0].image_id for one in conversations],
-        "kinds": kinds,
-        "right": {name: [list(map(int, turns)) for turns in own] for name, own in answers.items()},
+        "kinds": [[example.kind for example in one] for one in conversations],
+        "right": answers,
         "won back in turn 2, per cent": {
-            arm.name: asdict(comparison.won_back(arm, _SECOND)) for arm in arms if arm.recall
+            arm.name: asdict(comparison.won_back(arm, _SECOND)) for arm in measured if arm.recall
         },
     }
-    return Section("conversations", _TITLE, setup, claims, tables, {**content, **(data or {})})
+    return Section("conversations", _TITLE, setup, claims, shown, {**content, **(data or {})})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.minillava.conversations.arms import FULL, Arm, build_arms
+from benchmarks.minillava.conversations.arms import FULL, Arm, build_arms, list_arms
 from benchmarks.minillava.conversations.draw import Conversation, draw_conversations
 from benchmarks.minillava.conversations.report import TurnComparison, build_section
 
@@ -33,10 +33,10 @@ def test_what_is_won_back_is_a_share_of_what_is_lost() -> None:
 
 
 def test_the_claim_holds_only_where_the_whole_interval_is_above_half() -> None:
-    verdicts = []
+    verdicts, tables = [], {8: [FULL, PLAIN, RECALL]}
     for right in (39, 30, 21):
         answers = _answers({FULL.name: 40, PLAIN.name: 20, RECALL.name: right})
-        section = build_section(_conversations(), [FULL, PLAIN, RECALL], answers, ["a setup"])
+        section = build_section(_conversations(), tables, answers, ["a setup"])
         verdicts.append(section.claims[0].verdict)
         assert "K = 8: recalling 4 tokens" in section.claims[0].promise
         assert "of 50.0" in section.claims[0].measured
@@ -45,10 +45,11 @@ def test_the_claim_holds_only_where_the_whole_interval_is_above_half() -> None:
 
 
 def test_tables_list_every_turn_of_every_arm_and_as_many_tokens_from_the_start() -> None:
-    arms = build_arms("minillava", "minillava-split", [8, 16], [4])
-    answers = _answers({arm.name: 20 + number for number, arm in enumerate(arms)})
+    tables = build_arms("minillava", "minillava-split", [8, 16], [4])
+    names = [arm.name for arm in list_arms(tables)]
+    answers = _answers({name: 20 + number for number, name in enumerate(names)})
 
-    section = build_section(_conversations(), arms, answers, [], {RECALL.name: "61.5"})
+    section = build_section(_conversations(), tables, answers, [], {RECALL.name: "61.5"})
 
     budgets, categories = section.tables[::2], section.tables[1::2]
     assert [table.caption for table in budgets] == ["K = 8.", "K = 16."]
@@ -69,3 +70,13 @@ def test_tables_list_every_turn_of_every_arm_and_as_many_tokens_from_the_start()
     assert by_name["`minillava-split`", "8", "4"][-2].startswith("+2.5")
     assert sum(int(row[1]) for row in categories[0].rows) == COUNT
     assert section.data["right"] == answers
+
+
+def test_arms_without_answers_are_left_out() -> None:
+    tables = build_arms("minillava", "minillava-split", [8], [])
+    answers = _answers({FULL.name: 40, "minillava 8": 20})
+
+    section = build_section(_conversations(), tables, answers, [])
+
+    assert [row[0] for row in section.tables[0].rows] == ["all tokens", "`minillava`"]
+    assert not section.claims
