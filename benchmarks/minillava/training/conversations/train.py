@@ -38,7 +38,7 @@ from benchmarks.minillava.vocabulary import clip_tokenizer, language_tokenizer
 LANGUAGE = "language.safetensors"
 """The file that is written."""
 
-STAGE = Stage("conversations", 900, 8, 2e-3, 50, 0.6)
+STAGE = Stage("conversations", 500, 8, 2e-3, 50, 0.45)
 # After the numbers of the stages from scratch, so that no scene occurs twice.
 _STAGE_NUMBER = 5
 # Share of the steps in which tokens are dropped; only these can recall any.
