@@ -71,10 +71,12 @@ def _turn_table(
             gain = _signed(estimate(comparison.mean(arm, _SECOND) - plain))
         kept = str(arm.budget) if arm.state else "all"
         name = f"`{arm.state}`" if arm.state else "all tokens"
-        rows.append([name, kept, _recall(arm), *cells, gain, lengths.get(arm.name, "-")])
+        length = [lengths.get(arm.name, "-")] if lengths else []
+        rows.append([name, kept, _recall(arm), *cells, gain, *length])
     turns = [f"turn {turn + 1}, %" for turn in range(TURNS)]
-    columns = ["state", "K", "K_r", *turns, "turn 2 by recall", "prompt of turn 4"]
-    return Table(f"K = {budget}.", columns, rows, "lrl" + "r" * (TURNS + 2))
+    columns = ["state", "K", "K_r", *turns, "turn 2 by recall"]
+    columns += ["prompt of turn 4, tokens"] if lengths else []
+    return Table(f"K = {budget}.", columns, rows, "lrl" + "r" * (len(columns) - 3))
 
 
 def _category_table(comparison: TurnComparison, arms: Sequence[Arm], budget: int) -> Table:

@@ -20,6 +20,10 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, default=CHECKPOINT, help="folder with llava/ and clip/"
     )
+    parser.add_argument(
+        "--no-recall", dest="recall", action="store_false",
+        help="recall no tokens in training, for comparison",
+    )  # fmt: skip
     add_run_options(parser)
     start_ranks(train_rank, Run(**vars(parser.parse_args())))
 

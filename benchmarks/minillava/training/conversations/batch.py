@@ -148,11 +148,12 @@ class ConversationWriter:
 
 
 def conversation_batch(
-    seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int
+    seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int, recall: bool = True
 ) -> LanguageBatch:
     """Draw one batch that keeps `budget` image tokens in front of every conversation.
 
-    If tokens are dropped, half of the conversations about an image recall some.
+    If tokens are dropped, half of the conversations about an image recall some, unless `recall` is
+    false.
     """
     drawn = training_scenes(seed, size, canvas)
     rng = random.Random(seed + 1)
@@ -167,7 +168,7 @@ def conversation_batch(
         sequence = TextSequence(len(before) + budget)
         for block, first in enumerate(pool[:CONVERSATIONS]):
             hidden = canvas.patches - budget
-            if block % 2 and hidden >= 2 * len(TURNS):
+            if recall and block % 2 and hidden >= 2 * len(TURNS):
                 writer.write_with_recall(sequence, block, first, pool, canvas.patches)
             else:
                 writer.write(sequence, block, first, pool)

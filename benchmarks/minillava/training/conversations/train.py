@@ -47,9 +47,10 @@ DROPOUT = 0.65
 
 @dataclass(frozen=True)
 class Run(RunSettings):
-    """One training that continues from a checkpoint."""
+    """One training that continues from a checkpoint, with or without recalled tokens."""
 
     checkpoint: Path = CHECKPOINT
+    recall: bool = True
     stage: Stage = STAGE
 
 
@@ -82,7 +83,7 @@ def train_rank(rank: int, run: Run) -> None:
     def step_loss(seed: int, step: int) -> tuple[Tensor, LossParts]:
         # Ranks draw the same budget, because the one with shorter sequences would wait.
         budget = draw_budget(seed // RANKS, DROPOUT, canvas)
-        batch = conversation_batch(seed, stage.images, words, canvas, budget)
+        batch = conversation_batch(seed, stage.images, words, canvas, budget, run.recall)
         with torch.no_grad():
             patches = penultimate_states(clip, batch.values.bfloat16())[:, 1:]
         return language_loss(model, projector, batch, patches)

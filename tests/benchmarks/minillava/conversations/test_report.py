@@ -49,7 +49,8 @@ def test_tables_list_every_turn_of_every_arm_and_as_many_tokens_from_the_start()
     names = [arm.name for arm in list_arms(tables)]
     answers = _answers({name: 20 + number for number, name in enumerate(names)})
 
-    section = build_section(_conversations(), tables, answers, [], {RECALL.name: "61.5"})
+    lengths = dict.fromkeys(names, "58.0") | {RECALL.name: "61.5"}
+    section = build_section(_conversations(), tables, answers, [], lengths)
 
     budgets, categories = section.tables[::2], section.tables[1::2]
     assert [table.caption for table in budgets] == ["K = 8.", "K = 16."]
@@ -79,4 +80,5 @@ def test_arms_without_answers_are_left_out() -> None:
     section = build_section(_conversations(), tables, answers, [])
 
     assert [row[0] for row in section.tables[0].rows] == ["all tokens", "`minillava`"]
+    assert "prompt of turn 4, tokens" not in section.tables[0].columns
     assert not section.claims

@@ -129,6 +129,13 @@ def test_no_token_is_recalled_where_all_are_kept(words: Tokenizer) -> None:
     assert whole.kept[0].tolist() == list(range(CANVAS.patches))
 
 
+def test_training_without_recall_has_no_token_in_a_later_turn(words: Tokenizer) -> None:
+    batch = conversation_batch(5, 2, words, CANVAS, BUDGET, recall=False)
+
+    assert (batch.patches < 0).all()
+    assert EVERY_KIND.index(RECALLED) not in batch.kinds.unique().tolist()
+
+
 def test_recalled_tokens_are_the_wanted_ones_first() -> None:
     recalled = recall_tokens(random.Random(0), [7, 3, 90], [3, 4, 5], 6, CANVAS.patches)
 

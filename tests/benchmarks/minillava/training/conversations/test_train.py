@@ -40,12 +40,12 @@ def test_one_seed_gives_one_language_model_in_one_pass_or_resumed(
     draw, calls = train.conversation_batch, list[int]()
 
     def draw_two(
-        seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int
+        seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int, recall: bool
     ) -> LanguageBatch:
         calls.append(seed)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return draw(seed, size, tokenizer, canvas, budget)
+        return draw(seed, size, tokenizer, canvas, budget, recall)
 
     whole, stopped = _run(tmp_path / "whole"), _run(tmp_path / "stopped")
     _train(whole)
