@@ -1,8 +1,8 @@
 """Answers of every turn from a running server, as a chat client would ask for them.
 
-A request of turn t has all turns before it, with the reference answers. Tokens and recall are asked
-for in the request, so the server needs ``--autoprune-requests shipped-states``; ``recall`` can also
-be left to its flag ``--autoprune-recall``.
+A request of turn t has all turns before it, with the reference answers. State, K and K_r are fields
+of each request, so one server started with ``--autoprune-requests shipped-states`` serves all arms;
+it must not recall tokens by itself, where a request does not ask for any.
 """
 
 from __future__ import annotations

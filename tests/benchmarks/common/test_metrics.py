@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import fake_server
 from benchmarks.common.metrics import (
     MetricsWatcher,
     fetch,
+    list_models,
     read_figures,
     server_info,
     stage_seconds,
@@ -63,6 +67,16 @@ def test_metrics_are_read_from_a_server() -> None:
         watch.update()
         assert watch.metrics().peak_kv_use == 0.25
         assert fetch(server.url, "/v1/models") is not None
+
+
+def test_the_models_of_a_server_are_listed() -> None:
+    with fake_server(model="mini") as server:
+        assert list_models(server.url) == ["mini"]
+    with (
+        fake_server(pages={"/v1/models": "[]"}) as server,
+        pytest.raises(BenchmarkError, match="not a list of models"),
+    ):
+        list_models(server.url)
 
 
 def test_a_metric_is_summed_over_its_labels() -> None:

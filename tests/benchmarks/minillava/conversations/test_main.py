@@ -46,3 +46,13 @@ def test_a_server_that_is_down_is_reported(
         url = server.url
     assert main([*FEW, "--server-url", url, "--out", str(tmp_path)]) == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_a_model_that_the_server_does_not_serve_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--served-name", "other", "--out", str(tmp_path)]
+    with fake_server() as server:
+        assert main([*FEW, "--server-url", server.url, *options]) == 1
+    assert "does not serve 'other', only mock" in capsys.readouterr().err
+    assert not server.seen

@@ -17,6 +17,7 @@ from benchmarks.minillava.layout import Canvas
 from benchmarks.minillava.split import LLAVA
 from benchmarks.minillava.training import stages
 from benchmarks.minillava.training.conversations import train
+from benchmarks.minillava.training.conversations.batch import conversation_batch
 from benchmarks.minillava.training.conversations.train import LANGUAGE, STAGE, Run, train_rank
 from benchmarks.minillava.training.language import LanguageBatch
 from benchmarks.minillava.training.stages import RANKS
@@ -37,7 +38,7 @@ def _train(run: Run) -> None:
 def test_one_seed_gives_one_language_model_in_one_pass_or_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    draw, calls = train.conversation_batch, list[int]()
+    calls: list[int] = []
 
     def draw_two(
         seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas, budget: int, recall: bool
@@ -45,7 +46,7 @@ def test_one_seed_gives_one_language_model_in_one_pass_or_resumed(
         calls.append(seed)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return draw(seed, size, tokenizer, canvas, budget, recall)
+        return conversation_batch(seed, size, tokenizer, canvas, budget, recall)
 
     whole, stopped = _run(tmp_path / "whole"), _run(tmp_path / "stopped")
     _train(whole)
@@ -53,7 +54,7 @@ def test_one_seed_gives_one_language_model_in_one_pass_or_resumed(
     monkeypatch.setattr(train, "conversation_batch", draw_two)
     _train(stopped)  # ranks end at the third step, as after Ctrl-C
     assert not (stopped.out / LANGUAGE).exists()
-    monkeypatch.setattr(train, "conversation_batch", draw)
+    monkeypatch.setattr(train, "conversation_batch", conversation_batch)
     _train(replace(stopped, resume=True))
 
     assert "resumed at step 2" in capfd.readouterr().out
