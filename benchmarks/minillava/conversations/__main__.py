@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budgets", type=int, nargs="+", default=[8, 16], metavar="K")
     add(
         "--recalls", type=int, nargs="*", default=[4, 8], metavar="K_R",
-        help="tokens that a later turn recalls (none: a server without recall can be asked)",
+        help="tokens that a later turn recalls",
     )  # fmt: skip
     add(
         "--states", nargs=2, default=["minillava", "minillava-split"], metavar="STATE",

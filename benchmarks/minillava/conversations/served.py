@@ -1,8 +1,7 @@
 """Answers of every turn from a running server, as a chat client would ask for them.
 
 A request of turn t has all turns before it, with the reference answers. State, K and K_r are fields
-of each request, so one server started with ``--autoprune-requests shipped-states`` serves all arms;
-it must not recall tokens by itself, where a request does not ask for any.
+of each request, so one server started with ``--autoprune-requests shipped-states`` serves all arms.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def pruning_fields(arm: Arm) -> dict[str, object]:
     """What a request asks of the plugin."""
     if arm.state is None:
         return {"enabled": False}
-    fields: dict[str, object] = {"state": arm.state, "budget": arm.budget}
-    return fields | ({"recall": arm.recall} if arm.recall else {})
+    return {"state": arm.state, "budget": arm.budget, "recall": arm.recall}
 
 
 def build_request(model: str, conversation: Conversation, turn: int, arm: Arm) -> bytes:

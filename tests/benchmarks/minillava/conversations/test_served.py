@@ -42,7 +42,7 @@ def test_a_request_has_all_turns_before_it_and_one_image(conversation: Conversat
     ("arm", "fields"),
     [
         (FULL, {"enabled": False}),
-        (Arm("minillava", 16), {"state": "minillava", "budget": 16}),
+        (Arm("minillava", 16), {"state": "minillava", "budget": 16, "recall": 0}),
         (RECALL, {"state": "minillava-split", "budget": 8, "recall": 4}),
     ],
 )
