@@ -40,7 +40,9 @@ class ItemPlans:
         """Add an image, or one part of it; the key is added when the image is processed."""
         choice, ids = self._choices[slot.image], self._ids[slot.image]
         whole = ItemPlan(choice.kept, NO_KEY, *ids, choice.keep, state=choice.state)
-        plan = replace(whole, tokens=choice.tokens, core=slot.core)
+        # A resized image has no more tokens than those that are kept.
+        tokens = choice.tokens if choice.resized is None else choice.kept
+        plan = replace(whole, tokens=tokens, core=slot.core)
         if slot.part == "core":
             plan = plan.of_part("core", Choice(slot.core))
         elif slot.part == "delta":

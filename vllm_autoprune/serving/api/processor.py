@@ -20,6 +20,7 @@ from vllm_autoprune.serving.api.feature_keys import add_feature_key
 from vllm_autoprune.serving.api.metrics import count_refused_request
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
+from vllm_autoprune.serving.api.resized_images import resize_images
 from vllm_autoprune.serving.api.unsent_items import UnsentItems, tensors_of
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.placeholders import Placeholders, shorten_placeholders
@@ -125,12 +126,11 @@ class PrunedProcessor(_Stock):
             else:
                 salt = salt if isinstance(salt, CacheSalt) else ""
                 plan = self._planner.plan_request(plain, fields, salt)
+            shown = resize_images(self.info, inputs, [one.resized for one in plan.choices])
         except AutopruneError:
             count_refused_request()
             raise
-        planned = replace(
-            _split_items(inputs, plan), hf_processor_mm_kwargs={**kwargs, _PLAN: plan}
-        )
+        planned = replace(_split_items(shown, plan), hf_processor_mm_kwargs={**kwargs, _PLAN: plan})
         keys = [key for of_modality in plan.hashes.values() for key in of_modality]
         with self._unsent.rendering(inputs.cache, keys) as tensors:
             processed = super().apply(planned, timing_ctx)

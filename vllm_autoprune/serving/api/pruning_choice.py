@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from vllm_autoprune.serving.api.request_fields import PruningRequest, SharedBudget, request_error
 from vllm_autoprune.serving.api.request_state import load_request_state
 from vllm_autoprune.serving.shared.placeholders import TokenCount
-from vllm_autoprune.serving.shared.plan import Chooser
+from vllm_autoprune.serving.shared.plan import Chooser, runs_policy
 from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Need
+
+Size = tuple[int, int]
+"""Width and height of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class ImageChoice:
     determines the kept tokens beside image, K and instruction. ``core`` of the kept tokens are the
     same for every question, as ``core_identity`` chooses them; in a plan, those that stand in the
     prompt as an item of their own. ``recalled`` more are those of later turns.
+    ``resized`` is the size that the image is given before it is processed; all tokens of the
+    smaller image are then kept.
     """
 
     kept: int
@@ -35,6 +40,7 @@ class ImageChoice:
     core: int = 0
     core_identity: str = ""
     recalled: int = 0
+    resized: Size | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -80,13 +86,13 @@ def resolve_choices(
         if kept >= size:
             choices.append(ImageChoice(size, size, request.keep))
             continue
-        needs = policy.needs if request.keep != "random" else frozenset()
+        needs = policy.needs if runs_policy(request.keep) else frozenset()
         _require_inputs(served, needs, policy)
         encoded = b"" if request.state is None else encode_state(state)
         choice = ImageChoice(
             kept, size, request.keep, needs, encoded, served.selection_identity(state)
         )
-        if state.core is not None and request.keep != "random":
+        if state.core is not None and runs_policy(request.keep):
             core = policy.at(size, image.tiles).core
             choice = replace(choice, core=core, core_identity=state.core.digest)
         choices.append(choice)

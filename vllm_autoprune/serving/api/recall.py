@@ -103,7 +103,7 @@ def choose_recalls(
     """The items of every turn: ``recall`` tokens, split over the images before it.
 
     An image that is shown several times is recalled after its last place. Nothing is recalled of an
-    image that has no tokens left, or that ``MAX_RECALLS`` turns have recalled.
+    image that has no tokens left, that ``MAX_RECALLS`` turns have recalled, or that is resized.
     """
     items: list[RecallItem] = []
     recalled = [0] * len(choices)
@@ -111,6 +111,7 @@ def choose_recalls(
     for number, turn in enumerate(turns):
         last = {contents[i]: i for i in range(min(turn.images, len(choices)))}
         images = [i for i in sorted(last.values()) if times[i] < MAX_RECALLS]
+        images = [i for i in images if choices[i].keep != "resized"]
         left = [choices[i].tokens - choices[i].kept - recalled[i] for i in images]
         for i, budget in zip(images, split_shared_budget(recall, left), strict=True):
             if budget:

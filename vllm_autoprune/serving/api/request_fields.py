@@ -84,7 +84,8 @@ class PruningRequest(BaseModel):
 
     ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``state``:
     the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
-    ``keep``: the state, or for measuring ``"reference"`` (its base policy alone) or ``"random"``.
+    ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
+    or ``"resized"`` (the resize control).
     ``recall``: tokens that each later turn without an image gets of the images before it.
     ``instructions`` has one text an image, ``details`` one level an image, ``recall_turns`` the
     turns that recall; the renderer fills them from the chat messages, a request without messages
@@ -107,7 +108,7 @@ _FIX = {
     "budget": 'give 64, [64, 32] with one number an image, or {"shared": 96} for all images',
     "state": 'give a shipped name such as "visionzip", or a whole state as an object',
     "enabled": "give true or false",
-    "keep": 'give "state", "reference" or "random"',
+    "keep": 'give "state", "reference", "random" or "resized"',
     "instructions": "give a list of texts, one an image",
     "details": 'give a list of "low", "high" or null, one an image',
     "recall": "give a number of tokens, 0 for none",

@@ -22,6 +22,7 @@ from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
 from vllm_autoprune.serving.api.recall import RecallItem, choose_recalls, expand_marks
 from vllm_autoprune.serving.api.request_fields import PruningRequest, parse_request
+from vllm_autoprune.serving.api.resized_images import choose_sizes
 from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.shared.plan import (
@@ -131,6 +132,8 @@ class RequestPlanner:
         contents = self._identify_contents(inputs, images, salt)
         counts = [self._count_tokens(inputs, size) for _, size in contents]
         choices = resolve_choices(self._served, request, counts)
+        sizes = [size for _, size in contents]
+        choices = choose_sizes(self._info, self._placeholders, inputs, sizes, choices)
         texts = self._instructions(inputs, request.instructions, choices)
         ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
         known = [content for content, _ in contents]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
@@ -69,7 +70,23 @@ def image_token(info: Qwen2VLProcessingInfo) -> int:
     return token
 
 
-PLACEHOLDERS = Placeholders(count_image_tokens, count_largest_image_tokens, image_token)
+def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+    It leaves a very long and narrow image more than K tokens; the longer side of such an image is
+    shortened further.
+    """
+    vision = info.get_hf_config().vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    height, width = smart_resize(
+        size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
+    )
+    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+
+
+PLACEHOLDERS = Placeholders(
+    count_image_tokens, count_largest_image_tokens, image_token, resize=shrink_to_budget
+)
 
 
 _DEEPSTACK = Qwen3VLForConditionalGeneration

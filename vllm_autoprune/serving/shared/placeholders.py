@@ -27,12 +27,15 @@ class Placeholders:
     ``count`` gives the token count of an image from its size and a request's processor arguments;
     ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
     ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
+    ``resize`` gives the size to which the model's processor would shrink an image of that size to
+    have at most K tokens; None where N does not follow the size closely enough.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
     count_largest: Callable[[BaseProcessingInfo], TokenCount]
     token: Callable[[BaseProcessingInfo], int]
     unsplittable: str = ""
+    resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
 
 
 def shorten_placeholders(content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:

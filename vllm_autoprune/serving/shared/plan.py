@@ -15,11 +15,18 @@ from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
 
-Chooser = Literal["state", "reference", "random"]
-"""What chooses an image's tokens: the state, its base policy alone, or a random draw. The latter
-two are controls, so that a running server can be compared with them on its own traffic."""
+Chooser = Literal["state", "reference", "random", "resized"]
+"""What chooses an image's tokens: the state, its base policy alone, a random draw, or nothing: the
+image is resized to at most K tokens, or on a fixed grid its tokens are pooled to K. All but the
+first are controls, so that a running server can be compared with them on its own traffic."""
 
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
+
+
+def runs_policy(keep: Chooser) -> bool:
+    """Whether a policy is run: it may read the instruction, and may have a core."""
+    return keep in ("state", "reference")
+
 
 Part = Literal["whole", "core", "delta", "recall"]
 """Kept tokens of an image that one item of the prompt holds: all, those kept for every question,

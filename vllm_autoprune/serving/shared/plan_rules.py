@@ -84,6 +84,8 @@ class PlanRules:
 
     def _check_part(self, plan: ItemPlan) -> None:
         """Raise for a part of an image that the state does not allow."""
+        if plan.keep == "resized":
+            raise plan_error("is a part of an image that is resized")
         if plan.keep == "random":
             if plan.core:
                 raise plan_error("is a part of an image whose tokens are drawn at random")

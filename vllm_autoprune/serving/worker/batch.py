@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.serving.shared.plan import ItemPlan, plan_error
+from vllm_autoprune.serving.shared.plan import ItemPlan, plan_error, runs_policy
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
@@ -71,7 +71,7 @@ def _groups(
         groups.setdefault((plan.group, _shape(image)), []).append(i)
     for members in sorted(groups.values(), key=lambda group: plans[group[0]].kept_before):
         plan = plans[members[0]]
-        selects = not _all_kept(plan, images[members[0]]) and plan.keep != "random"
+        selects = not _all_kept(plan, images[members[0]]) and runs_policy(plan.keep)
         if selects and "language" in served.policy_for_plan(plan).needs:
             # Instructions differ in length, and neither padding nor a batch may change a selection.
             yield from ([i] for i in members)
@@ -110,7 +110,7 @@ def _select_rows(
 
 
 def _by_quality(context: SelectionContext, plan: ItemPlan) -> bool:
-    if plan.keep == "random":
+    if not runs_policy(plan.keep):
         return False
     return orders_by_quality(context.served.policy_for_plan(plan).state.reassembly)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
-from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan
+from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan, runs_policy
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
@@ -27,6 +27,7 @@ from vllm_autoprune.serving.worker.relevance import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, delta_policy
+from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
 from vllm_autoprune.tpdsl.executor.refine import give_core, give_kept, keep_evenly
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
@@ -66,7 +67,7 @@ class SelectionContext:
 
 def region_shares(served: ServedState, plan: ItemPlan, image: ImageFeatures) -> list[RegionShare]:
     """The share of every region of an image in its plan."""
-    policy = None if plan.keep == "random" else served.policy_for_plan(plan)
+    policy = served.policy_for_plan(plan) if runs_policy(plan.keep) else None
     return share_over_regions(plan, policy, image.regions)
 
 
@@ -79,6 +80,8 @@ def select_region(
 ) -> RefinedTokens:
     """Select the share of region number ``at`` of every image; images and plans of one group."""
     plan, regions = plans[0], [image.regions[at] for image in images]
+    if plan.keep == "resized":
+        return pool_tokens(share.rows, _projected_only(regions))
     if plan.keep == "random":
         keys = [plan.key for plan in plans]
         return select_at_random(share.rows, _projected_only(regions), keys, share.before)

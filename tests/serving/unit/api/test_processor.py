@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy
 import pytest
+import torch
 from PIL import Image
 
 from tests.serving.unit.samples import served
@@ -239,6 +240,70 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
     ]
     first, renamed, salted, other = [plan.key[0] for plan in draws if plan is not None]
     assert first == renamed == salted != other
+
+
+def resized(sender: Sender, image: Image.Image | None, budget: int, **entry: Any) -> Processed:
+    return sender.send([image], budget=budget, keep="resized", **entry)
+
+
+def test_a_resized_image_is_the_smaller_image_through_the_processor(folder: Any) -> None:
+    """8 x 8 merged tokens, of which the processor's arithmetic makes 4 x 4 for K = 20."""
+    sender = Sender(folder, budget=8)
+    sent = resized(sender, LARGE, 20)
+    assert sent.lengths == [16]
+    (plan,) = sent.plans
+    assert plan is not None
+    assert plan.keep == "resized"
+    assert plan.keeps_all, "the worker has nothing to choose"
+    assert (plan.instruction, plan.key) == ((), NO_KEY)
+    smaller = LARGE.resize((112, 112), Image.Resampling.BICUBIC)
+    assert torch.equal(
+        pixels(sender, [LARGE], budget=20, keep="resized"), pixels(sender, [smaller])
+    )
+
+
+def pixels(sender: Sender, images: Sequence[Image.Image], **entry: Any) -> Any:
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    processor = sender._processor
+    prompt = processor.info.get_tokenizer().encode("user <|image_pad|> what")
+    kwargs = {REQUEST_FIELD: {"instructions": ["what"], **entry}}
+    items = processor.info.parse_mm_data({"image": list(images)})
+    inputs = ProcessorInputs(prompt, items, hf_processor_mm_kwargs=kwargs)
+    made = processor.apply(inputs, TimingContext(enabled=False))
+    return made["mm_kwargs"]["image"][0]["pixel_values"].data
+
+
+def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any) -> None:
+    sender = Sender(folder, budget=8).with_cache()
+    first = resized(sender, LARGE, 20)
+    asked = resized(sender, LARGE, 20, instructions=["how many"])
+    assert asked.identities == first.identities
+    assert asked.plans == [None], "vLLM's cache has it"
+    others = [
+        resized(sender, LARGE, 8),
+        resized(sender, OTHER, 20),
+        resized(sender, LARGE, 20, salt="tenant"),
+        sender.send([LARGE], budget=16),
+        sender.send([LARGE], budget=16, keep="random"),
+        sender.send([LARGE], budget=64),
+    ]
+    assert len({one.identities[0] for one in (first, *others)}) == 7
+
+
+def test_an_image_that_has_k_tokens_is_not_resized(folder: Any) -> None:
+    sender = Sender(folder, budget=8)
+    assert resized(sender, LARGE, 64).identities == sender.send([LARGE], budget=64).identities
+    assert resized(sender, SMALL, 4).lengths == [4]
+
+
+def test_a_resized_image_may_be_sent_by_its_name(folder: Any) -> None:
+    sender = Sender(folder, budget=8).with_cache()
+    first = resized(sender, LARGE, 20, uuids=["one"])
+    again = resized(sender, None, 20, uuids=["one"])
+    assert again.identities == first.identities
+    assert resized(sender, OTHER, 20, uuids=["one"]).identities != first.identities
 
 
 def split_sender(folder: Any, blocks: int | None = 16) -> Sender:

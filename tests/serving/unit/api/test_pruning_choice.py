@@ -188,7 +188,8 @@ def test_needs_of_a_choice_are_those_of_its_policy() -> None:
     assert chosen(None)[0].reads_instruction
     assert not chosen({"state": "visionzip", "budget": 8})[0].reads_instruction
     assert chosen({"state": "fastv", "budget": 8})[0].needs >= {"language"}
-    assert chosen({"keep": "random"})[0].needs == frozenset()
+    for control in ("random", "resized"):
+        assert chosen({"keep": control})[0].needs == frozenset()
     assert chosen({"budget": N})[0].needs == frozenset()
 
 

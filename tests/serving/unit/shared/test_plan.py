@@ -64,7 +64,7 @@ def test_malformed_plans_are_refused_with_a_reason() -> None:
         (forged(1, 0), "K = 0"),
         (forged(1, -8), "K = -8"),
         (forged(1, 2**40), "K = "),
-        (forged(2, 3), "keep = 3"),
+        (forged(2, 4), "keep = 4"),
         (forged(2, -1), "keep = -1"),
         (forged(3, 2), "profile = 2"),
         (forged(6, -1), "state of -1"),

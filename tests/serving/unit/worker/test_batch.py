@@ -116,10 +116,33 @@ def test_a_random_keep_takes_a_key_below_zero() -> None:
     assert rows.shape == (8, 16)
 
 
+def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> None:
+    one, other = images(2)
+    first, second, asked = pruned(
+        [plan(9, keep="resized"), plan(9, keep="resized"), plan(9, ids=(9,), keep="resized")],
+        [one, other, one],
+    )
+    # 6 x 6 tokens in 3 x 3 cells.
+    square = one.regions[0].projected.view(3, 2, 3, 2, -1).mean(dim=(1, 3)).flatten(0, 1)
+    assert torch.allclose(first, square, atol=1e-6)
+    assert torch.equal(first, asked)
+    assert not torch.equal(first, second)
+
+
+def test_a_pooled_row_stands_where_the_centre_of_its_cell_does() -> None:
+    """Positions and rows for later layers are channels that cannot be averaged."""
+    (one,) = images(1)
+    channels = torch.arange(float(N))[:, None]
+    placed = dataclasses.replace(one.regions[0], extra_channels=channels)
+    (rows,) = pruned([plan(9, keep="resized")], [ImageFeatures((placed,))])
+    assert rows[:, -1].tolist() == [7, 9, 11, 19, 21, 23, 31, 33, 35]
+
+
 def test_keeps_of_one_budget_do_not_mix() -> None:
     (one,) = images(1)
-    plans = [plan(8, 5, keep="random"), plan(8, 5), plan(8, 5, keep="reference")]
-    together = pruned(plans, [one] * 3)
+    keeps = ("random", "state", "reference", "resized")
+    plans = [plan(8, 5, keep=keep) for keep in keeps]
+    together = pruned(plans, [one] * 4)
     assert all(
         torch.equal(rows, pruned([item_plan], [one])[0])
         for rows, item_plan in zip(together, plans, strict=True)
