@@ -52,16 +52,16 @@ def test_own_questions_are_measured_in_every_case(
         call += ["--budgets", "8", "--state", "autoprune", "--state", "visionzip"]
         assert main(call) == 0
         captured = capsys.readouterr()
-        # full, random, cdpruner and autoprune, visionzip (which exchanges nothing): five cases.
-        assert len(server.requests) == 5 * 4
+        # full, random, resized, cdpruner, autoprune, visionzip (which exchanges nothing): six.
+        assert len(server.requests) == 6 * 4
         images = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.requests]
         assert len(set(images)) == 2
         assert main([*call, "--resume", "--json"]) == 0
-        assert len(server.requests) == 5 * 4
+        assert len(server.requests) == 6 * 4
     assert "## K = 8" in captured.out and "Verdict: valid" in captured.out
     report = json.loads(capsys.readouterr().out)
     assert {row["case"]["name"] for row in report["rows"]} == {
-        "full", "random@8", "cdpruner@8", "autoprune@8", "visionzip@8",
+        "full", "random@8", "resized@8", "cdpruner@8", "autoprune@8", "visionzip@8",
     }  # fmt: skip
     benchmarks = next(row["benchmarks"] for row in report["rows"] if row["case"]["name"] == "full")
     assert benchmarks == {"colour": 100.0, "shape": 100.0, "MME": 200.0}
@@ -105,7 +105,7 @@ def test_a_dry_run_starts_nothing(
     out = tmp_path / "out"
     call = ["eval", "--suite", f"data:{data}", "--server-url", "http://h:1", "--out", str(out)]
     assert main([*call, "--dry-run"]) == 0
-    assert "4 cases x 4 questions: 16 requests" in capsys.readouterr().out and not out.exists()
+    assert "5 cases x 4 questions: 20 requests" in capsys.readouterr().out and not out.exists()
     lmms = ["eval", "--suite", "lmms:mme", "--served-name", "m", "--arm", "full=http://h:1"]
     assert main([*lmms, "--dry-run"]) == 0
     assert "--tasks mme" in capsys.readouterr().out

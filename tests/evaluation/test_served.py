@@ -17,7 +17,7 @@ from vllm_autoprune.evaluation.served import build_cases, read_questions
 def test_each_state_is_compared_with_its_base_policy() -> None:
     states = [load_state(name) for name in ("autoprune", "ablation-quota-4", "visionzip")]
     cases = {case.name: case for case in build_cases(states, [8, 16])}
-    per_budget = ("random", "cdpruner", "autoprune", "ablation-quota-4", "visionzip")
+    per_budget = ("random", "resized", "cdpruner", "autoprune", "ablation-quota-4", "visionzip")
     assert set(cases) == {"full", *(f"{name}@{k}" for name in per_budget for k in (8, 16))}
     assert cases["autoprune@8"].base == cases["ablation-quota-4@8"].base == "cdpruner@8"
     assert cases["visionzip@8"].base == "" and cases["visionzip@8"].arm == "base"

@@ -121,6 +121,7 @@ def entries() -> list[Any]:
         {"budget": {"shared": 8}},
         {"budget": 8, "keep": "reference"},
         {"keep": "random", "enabled": True},
+        {"budget": 8, "keep": "resized"},
         {"enabled": False},
         {"state": "visionzip", "budget": 8},
         *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
@@ -169,7 +170,7 @@ def _draw_huge_entry(random: Random) -> Any:
 def _change_body(request: dict[str, object], random: Random) -> None:
     """Mutate one to three fields that vLLM reads, with a valid entry or none."""
     if random.random() < 0.5:
-        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:9])}
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:10])}
     messages = request["messages"]
     assert isinstance(messages, list)
     parts: list[dict[str, Any]] = messages[0]["content"]

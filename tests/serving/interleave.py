@@ -25,6 +25,7 @@ POLICIES = (
     "divprune",
     "off",
     "random",
+    "resized",
     "cdpruner with a core",
     "autoprune with a core",
 )
@@ -105,8 +106,8 @@ def _prompt(
     entry: dict[str, object] = {"budget": budget}
     if policy == "off":
         entry = {"enabled": False}
-    elif policy == "random":
-        entry["keep"] = "random"
+    elif policy in ("random", "resized"):
+        entry["keep"] = policy
     elif policy is not None and policy in CORES:
         document = load_state(policy.partition(" ")[0]).model_dump(mode="json")
         entry["state"] = {**document, "core": CORES[policy]}

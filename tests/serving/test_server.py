@@ -67,7 +67,7 @@ def test_concurrent_requests_equal_single_ones(pruned: Server) -> None:
 
 def test_controls_keep_k_tokens_of_their_own_choice(pruned: Server) -> None:
     example = examples(1)[0]
-    for keep in ("reference", "random"):
+    for keep in ("reference", "random", "resized"):
         entry = {"mm_processor_kwargs": {"autoprune": {"budget": 40, "keep": keep}}}
         answer = ask(pruned, example, **entry)
         assert prompt_tokens(answer) == prompt_tokens(ask(pruned, example, **budget(40)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from vllm_autoprune.evaluation.published import read_published
 from vllm_autoprune.evaluation.report import Report
+from vllm_autoprune.evaluation.resizing import format_verdicts
 from vllm_autoprune.evaluation.tables import Table, build_tables, compare_with_published
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
@@ -20,7 +21,9 @@ _NOTES = (
     "benchmarks of a score over the full model's.",
     "Differences are paired on the same questions; brackets show the 95 % interval, with {images} "
     "images resampled. If an interval contains 0, the data show no difference. ln p is the mean "
-    "log-probability of the reference answer; base is the base policy alone at the same K.",
+    "log-probability of the reference answer; base is the base policy alone at the same K, resized "
+    "the resize control: the image resized to at most K tokens, or pooled to K where the model has "
+    "a fixed number of them.",
 )
 
 
@@ -55,6 +58,9 @@ def _markdown(report: Report) -> Iterator[str]:
     yield f"{report.questions:,} questions about {report.images:,} images, the same in every row."
     yield ""
     yield "Verdict: " + "\n".join(_verdict(report))
+    if verdicts := list(format_verdicts(report.resizing)):
+        yield "\n## Pruning or resizing?\n"
+        yield from (f"- {line}" for line in verdicts)
     for table in _all_tables(report):
         yield f"\n## {table.caption}\n\n{table.markdown()}"
     if report.rows:

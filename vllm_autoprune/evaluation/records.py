@@ -15,9 +15,13 @@ from vllm_autoprune.errors import AutopruneError
 MME = "MME"
 """The benchmark of yes/no pairs by category, which is scored in points."""
 
-Arm = Literal["full", "random", "base", "autoprune", "found", "component", "quota"]
-"""How tokens are selected: all, at random, by a base policy alone, with the shipped residual, or
-with the residual of a search on this model; and two kinds of ablation of the shipped residual."""
+RESIZED = "resize control"
+"""Name in tables of the case that resizes images."""
+
+Arm = Literal["full", "random", "resized", "base", "autoprune", "found", "component", "quota"]
+"""How tokens are selected: all, at random, those of a resized image, by a base policy alone, with
+the shipped residual, or with the residual of a search on this model; and two kinds of ablation of
+the shipped residual."""
 
 
 class EvaluationError(AutopruneError):
@@ -80,6 +84,11 @@ class Question(FrozenModel):
     def key(self) -> str:
         """Key in the journal, by the question's id."""
         return f"question/{self.id}"
+
+
+def kind_of(question: Question) -> str:
+    """The kind of a question as the data calls it; those of MME are its categories."""
+    return question.category or question.benchmark
 
 
 class Answer(FrozenModel):

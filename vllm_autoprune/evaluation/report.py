@@ -24,6 +24,7 @@ from vllm_autoprune.evaluation.aggregate import (
 )
 from vllm_autoprune.evaluation.journal import Contents
 from vllm_autoprune.evaluation.records import MME, Case, EvaluationError, Setup
+from vllm_autoprune.evaluation.resizing import Comparison, compare_with_resizing
 from vllm_autoprune.evaluation.scoring import Figures, Scoring
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
@@ -59,6 +60,7 @@ class Row(FrozenModel):
     prompt_tokens: float | None
     to_full: Differences | None
     to_base: Differences | None
+    to_resized: Differences | None = None
 
 
 class Report(FrozenModel):
@@ -70,6 +72,7 @@ class Report(FrozenModel):
     reasons: tuple[str, ...]
     rows: tuple[Row, ...]
     refused: tuple[Case, ...]
+    resizing: tuple[Comparison, ...] = ()
 
     @property
     def valid(self) -> bool:
@@ -95,12 +98,14 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
     figures = {case.name: scoring.figures(contents.answers[case.name]) for case in cases}
     full = next((case for case in cases if case.arm == "full"), None)
     benchmarks = list(dict.fromkeys(question.benchmark for question in questions))
+    controls = {case.budget: case.name for case in cases if case.arm == "resized"}
     rows = []
     if full is not None:
         scores = {case.name: _scores(contents, case, figures[case.name]) for case in cases}
         for case in cases:
             if set(scores[case.name]) >= set(benchmarks):
-                rows.append(_row(contents, case, full, scores, figures, setup.mme_divisor))
+                control = figures.get(controls.get(case.budget, ""))
+                rows.append(_row(contents, case, full, scores, figures, setup.mme_divisor, control))
     return Report(
         setup=setup,
         questions=len(questions),
@@ -108,6 +113,7 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         reasons=(*_reasons(contents), *more),
         rows=tuple(rows),
         refused=tuple(case for case in contents.cases.values() if case.refused),
+        resizing=tuple(compare_with_resizing(cases, questions, figures)),
     )
 
 
@@ -125,6 +131,7 @@ def _row(
     scores: Mapping[str, Scores],
     figures: Mapping[str, Figures],
     divisor: float,
+    resized: Figures | None,
 ) -> Row:
     own, base = figures[case.name], figures.get(case.base)
     own_scores, full_scores = scores[case.name], scores[full.name]
@@ -142,6 +149,7 @@ def _row(
         prompt_tokens=round(sum(lengths) / len(lengths), 2) if lengths else None,
         to_full=None if case is full else _differences(own, figures[full.name]),
         to_base=None if base is None else _differences(own, base),
+        to_resized=None if resized is None or resized is own else _differences(own, resized),
     )
 
 

@@ -6,12 +6,12 @@ pairs with both answers right (Fu et al., MME, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_autoprune.evaluation.records import MME, Answer, Question
+from vllm_autoprune.evaluation.records import MME, Answer, Question, kind_of
 from vllm_autoprune.statistics import ClusterBootstrap, Floats
 
 
@@ -28,6 +28,8 @@ class Figures:
     accuracy_plus: Floats | None
     logprob: Floats | None
     """Mean log-probability of the reference answer."""
+    kinds: Mapping[str | None, Floats]
+    """``accuracy`` by kind of question, under None of all of them."""
 
 
 class Scoring:
@@ -38,6 +40,7 @@ class Scoring:
         self._divisor = mme_divisor
         self._bootstrap = ClusterBootstrap([question.image for question in questions])
         self._benchmark = np.asarray([question.benchmark for question in questions])
+        self._kind = np.asarray([kind_of(question) for question in questions])
         self._category = np.asarray([question.category for question in questions])
         pairs: dict[str, list[int]] = {}
         for place, question in enumerate(questions):
@@ -63,7 +66,16 @@ class Scoring:
             accuracy=100 * self._mean(scores, has_score) if has_score.any() else None,
             accuracy_plus=100 * self._plus(scores, has_score) if self._pairs else None,
             logprob=self._mean(logprobs, has_logprob) if has_logprob.all() else None,
+            kinds=dict(self._kinds(scores, has_score)),
         )
+
+    def _kinds(self, scores: Floats, has_score: Floats) -> Iterator[tuple[str | None, Floats]]:
+        """Mean score of all questions and of each kind, where every one of them has a score."""
+        every = np.ones(len(scores), dtype=bool)
+        parts = {None: every} | {kind: self._kind == kind for kind in dict.fromkeys(self._kind)}
+        for kind, members in parts.items():
+            if has_score[members].all():
+                yield kind, 100 * self._mean(scores, members)
 
     def _mme(self, scores: Floats, members: Floats) -> Floats:
         """Sum over categories of accuracy and accuracy+, at most 2 for each category."""

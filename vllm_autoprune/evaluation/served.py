@@ -21,7 +21,7 @@ from vllm_autoprune import __version__
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.evaluation.client import AnswerClient, PreparedQuestion, questions_digest
 from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
-from vllm_autoprune.evaluation.records import MME, Answer, Arm, Case, Question, Setup
+from vllm_autoprune.evaluation.records import MME, RESIZED, Answer, Arm, Case, Question, Setup
 from vllm_autoprune.evaluation.run import Progress
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -51,6 +51,14 @@ def random_case(budget: int) -> Case:
     pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
     return Case(
         name=f"random@{budget}", arm="random", label="random keep", budget=budget, pruning=pruning
+    )
+
+
+def resized_case(budget: int) -> Case:
+    """The resize control: the image at K tokens without a policy."""
+    pruning: dict[str, JsonValue] = {"keep": "resized", "budget": budget}
+    return Case(
+        name=f"resized@{budget}", arm="resized", label=RESIZED, budget=budget, pruning=pruning
     )
 
 
@@ -115,7 +123,7 @@ def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class FileSuite:
-    """The questions of a JSONL file: full tokens, random tokens, base policies and states."""
+    """The questions of a JSONL file: full tokens, controls, base policies and states."""
 
     def __init__(
         self,
@@ -180,11 +188,12 @@ class FileSuite:
 
 
 def build_cases(states: Sequence[PruningState], budgets: Sequence[int]) -> Iterator[Case]:
-    """The full model; for each budget random tokens, and each state with its base policy alone."""
+    """The full model; for each budget both controls, and each state with its base policy alone."""
     yield FULL
     names: set[str] = set()
     for budget in budgets:
         yield random_case(budget)
+        yield resized_case(budget)
         for state in states:
             alone = _base_policy_alone(state)
             base = prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget)

@@ -10,6 +10,7 @@ import jinja2
 from vllm_autoprune.evaluation import published
 from vllm_autoprune.evaluation.records import MME, Arm
 from vllm_autoprune.evaluation.report import Differences, Report, Row
+from vllm_autoprune.evaluation.resizing import format_difference
 from vllm_autoprune.statistics import Estimate
 
 NO_VALUE = "-"
@@ -87,6 +88,7 @@ def build_tables(report: Report) -> Iterator[Table]:
     # There is no difference of Acc. if a benchmark does not score single answers.
     metrics = [ACC if ACC.is_in(report) else SAMPLES, *([LN_P] if LN_P.is_in(report) else [])]
     yield from _result_tables(report, metrics)
+    yield from _resizing_tables(report)
     yield from _gain_tables(report, metrics)
     yield from _component_table(report)
     yield from _quota_table(report)
@@ -97,26 +99,46 @@ def build_tables(report: Report) -> Iterator[Table]:
 
 def _result_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
     """The paper's main table, one part for each budget, each with the full model on top."""
-    arms = ("full", "random", "base", "autoprune", "found")
+    arms = ("full", "random", "resized", "base", "autoprune", "found")
     listed = [row for row in report.rows if row.case.arm in arms]
     full = [row for row in listed if row.case.arm == "full"]
     names = list(report.rows[0].benchmarks)
     head = ["method", *names, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
     if report.rows[0].without_mmbench is not None:
         head += ["Acc. w/o MMB", "ratio of means w/o MMB", "mean of ratios w/o MMB"]
-    head += [f"{metric.name} less {other}" for metric in metrics for other in ("full", "base")]
+    others = ["full", "base"]
+    if any(row.case.arm == "resized" for row in listed):
+        others.append("resized")
+    head += [f"{metric.name} less {other}" for metric in metrics for other in others]
     for budget in _budgets(listed):
         rows = [*full, *(row for row in listed if row.case.budget == budget)]
-        yield build_table(f"K = {budget}", head, [_cells(row, names, metrics) for row in rows])
+        cells = [_cells(row, names, metrics, others) for row in rows]
+        yield build_table(f"K = {budget}", head, cells)
 
 
-def _cells(row: Row, names: Sequence[str], metrics: Sequence[Metric]) -> list[str]:
+def _cells(
+    row: Row, names: Sequence[str], metrics: Sequence[Metric], others: Sequence[str]
+) -> list[str]:
     cells = [row.case.label, *(f"{row.benchmarks[name]:.1f}" for name in names)]
     for part in (row.all, row.without_mmbench):
         if part is not None:
             cells += [f"{part.acc:.1f}", _figure(part.ratio_of_means), _figure(part.mean_of_ratios)]
-    differences = (row.to_full, row.to_base)
-    return cells + [metric.cell(one) for metric in metrics for one in differences]
+    differences = {"full": row.to_full, "base": row.to_base, "resized": row.to_resized}
+    return cells + [metric.cell(differences[one]) for metric in metrics for one in others]
+
+
+def _resizing_tables(report: Report) -> Iterator[Table]:
+    """By budget, each case less the resize control: per cent right, of all and of each kind."""
+    kinds = list(dict.fromkeys(one.kind for one in report.resizing))
+    head = ["method", *("all questions" if kind is None else kind for kind in kinds)]
+    for budget in sorted({one.budget for one in report.resizing}, reverse=True):
+        own = [one for one in report.resizing if one.budget == budget]
+        cells = {(one.label, one.kind): format_difference(one) for one in own}
+        rows = [
+            [label, *(cells.get((label, kind), NO_VALUE) for kind in kinds)]
+            for label in dict.fromkeys(one.label for one in own)
+        ]
+        yield build_table(f"Less the resize control by kind of question, K = {budget}", head, rows)
 
 
 def _gain_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:

@@ -12,12 +12,12 @@ from typing import Literal, get_args
 from benchmarks.zoo.states import SEARCH_RESULTS
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import Case
-from vllm_autoprune.evaluation.served import FULL, prune_case, random_case
+from vllm_autoprune.evaluation.served import FULL, prune_case, random_case, resized_case
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-Family = Literal["random", "policies", "found", "components", "quota"]
+Family = Literal["random", "resized", "policies", "found", "components", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """Families of cases that can be measured beside the full model; by default all of them."""
 
@@ -44,6 +44,8 @@ def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family])
     for budget in budgets:
         if "random" in families:
             cases.append(random_case(budget))
+        if "resized" in families:
+            cases.append(resized_case(budget))
         if "policies" in families:
             for policy in BASE_POLICIES:
                 cases += _policy_cases(policy, budget)

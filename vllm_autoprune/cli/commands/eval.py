@@ -70,7 +70,7 @@ def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="full=URL, POLICY@K=URL or POLICY+autoprune@K=URL; once for each server",
+        help="full=URL, resized@K=URL, POLICY@K=URL or POLICY+autoprune@K=URL; for each server",
     )
     group.add_argument(
         "--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="path of lmms-eval"

@@ -1,4 +1,4 @@
-"""The servers to compare: full model, base policy and AutoPrune, each at its own address.
+"""The servers to compare: full model, resized images, base policies and AutoPrune.
 
 lmms-eval cannot send the plugin's request fields: its ``openai`` model takes from ``--gen_kwargs``
 only what OpenAI defines, and uses ``extra_body`` for videos and templates. So every way to prune
@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.records import Case
+from vllm_autoprune.evaluation.records import RESIZED, Case
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _ARM = re.compile(
     r"(?:(?P<full>full)|(?:(?P<base>\w+?)(?P<plus>\+autoprune)?)@(?P<budget>\d+))=(?P<url>https?://.+)"
 )
-_FIX = "write full=URL, cdpruner@64=URL or cdpruner+autoprune@64=URL"
+_RESIZED = "resized"
+"""Name of the arm of a stock server that makes every image so small (``max_pixels``)."""
+_FIX = "write full=URL, resized@64=URL, cdpruner@64=URL or cdpruner+autoprune@64=URL"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def parse_servers(arms: Sequence[str]) -> list[Server]:
     servers, problems = list[Server](), list[Problem]()
     for arm in arms:
         match = _ARM.fullmatch(arm)
-        if match is None or (not match["full"] and match["base"] not in BASE_POLICIES):
+        if match is None or not _is_known(match):
             problems.append(Problem(f"--arm {arm}", "is not a valid arm", _FIX))
             continue
         url = match["url"].rstrip("/").removesuffix("/v1")
@@ -49,11 +51,19 @@ def parse_servers(arms: Sequence[str]) -> list[Server]:
     return servers
 
 
+def _is_known(match: re.Match[str]) -> bool:
+    if match["full"] or (match["base"] == _RESIZED and not match["plus"]):
+        return True
+    return match["base"] in BASE_POLICIES
+
+
 def _case(match: re.Match[str]) -> Case:
     if match["full"]:
         return Case(name="full", arm="full", label="full")
     base, budget = match["base"], int(match["budget"])
     base_case = f"{base}@{budget}"
+    if base == _RESIZED:
+        return Case(name=base_case, arm="resized", label=RESIZED, budget=budget)
     if match["plus"]:
         name = f"{base}+autoprune@{budget}"
         label = f"{base} + AutoPrune"

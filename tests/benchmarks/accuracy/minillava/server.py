@@ -18,11 +18,12 @@ def kept(body: Body) -> int:
 
 
 def arm(body: Body) -> str:
-    """The case of a request: full, random, or the name of its state."""
+    """The case of a request: full, a control, or the name of its state."""
     pruning = body["mm_processor_kwargs"]["autoprune"]
     if pruning.get("enabled") is False:
         return "full"
-    return "random" if pruning.get("keep") == "random" else str(pruning["state"]["name"])
+    keep = str(pruning.get("keep", ""))
+    return keep or str(pruning["state"]["name"])
 
 
 def reply(
