@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, ValidationError
 
+from offline_search.line_problems import describe_problems
 from offline_search.settings import FrozenModel
 from vllm_autoprune.errors import ConfigError, Problem
 
@@ -33,7 +34,7 @@ class Example(FrozenModel):
     image: str = Field(min_length=1)
     question: str = Field(min_length=1)
     answer: str = Field(min_length=1)
-    category: str = "all"
+    category: str = Field(default="all", min_length=1)
     pair: int | None = None
 
 
@@ -82,11 +83,20 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
 
 def read_split(path: Path, problems: list[Problem]) -> list[Example]:
     """The examples of one JSONL file; problems of the file are added to ``problems``."""
+    fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
+    return [example for _, example in read_lines(path, problems, fix)]
+
+
+def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int, Example]]:
+    """The examples of one JSONL file with their line numbers; empty lines are left out.
+
+    Problems are added to ``problems``; ``fix`` is for a file that cannot be read.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Editors on Windows put a byte order mark before the first line.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         problems.append(Problem(path.name, f"cannot be read ({reason})", fix))
         return []
     examples = []
@@ -94,12 +104,10 @@ def read_split(path: Path, problems: list[Problem]) -> list[Example]:
         if not line.strip():
             continue
         try:
-            examples.append(Example.model_validate_json(line))
+            examples.append((number, Example.model_validate_json(line)))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "line"
-            fix = 'a line is {"image": ..., "question": ..., "answer": ...}'
-            problems.append(Problem(f"{path.name}:{number}", f"{where}: {first['msg']}", fix))
+            where = f"{path.name}:{number}"
+            problems += describe_problems(line, where, error, tuple(Example.model_fields))
     return examples
 
 

@@ -39,7 +39,7 @@ def test_the_calls_in_the_docs_parse() -> None:
     assert len(CALLS) == 3
     parsed = [parser().parse_args(call) for call in CALLS]
     assert {options.command for options in parsed} == {"eval"}
-    assert parsed[0].suite == "data:questions.jsonl"
+    assert parsed[0].data == Path("questions.jsonl")
     assert len(parsed[1].arm) == 3 and parsed[2].include_path == Path("lmms-task")
 
 
@@ -48,7 +48,7 @@ def test_own_questions_are_measured_in_every_case(
 ) -> None:
     out = tmp_path / "out"
     with endpoint(answering) as server:
-        call = ["eval", "--suite", f"data:{data}", "--server-url", server.url, "--out", str(out)]
+        call = ["eval", "--data", str(data), "--server-url", server.url, "--out", str(out)]
         call += ["--budgets", "8", "--state", "autoprune", "--state", "visionzip"]
         assert main(call) == 0
         captured = capsys.readouterr()
@@ -59,6 +59,7 @@ def test_own_questions_are_measured_in_every_case(
         assert main([*call, "--resume", "--json"]) == 0
         assert len(server.requests) == 6 * 4
     assert "## K = 8" in captured.out and "Verdict: valid" in captured.out
+    assert "- autoprune, K = 8: 2 images are too few to decide (at least 6)" in captured.out
     report = json.loads(capsys.readouterr().out)
     assert {row["case"]["name"] for row in report["rows"]} == {
         "full", "random@8", "resized@8", "cdpruner@8", "autoprune@8", "visionzip@8",
@@ -96,7 +97,8 @@ def test_every_problem_of_the_data_is_listed(
     data.write_text('{"image": "c.png", "question": "?", "answer": "x"}\n{"image": "a.png"}\n')
     assert main(["eval", "--suite", f"data:{data}", "--server-url", "http://h:1"]) == 1
     message = capsys.readouterr().err
-    assert "questions.jsonl:2" in message and "c.png: cannot be read" in message
+    assert "questions.jsonl:1: image 'c.png' does not exist" in message
+    assert 'questions.jsonl:2: has no "question"' in message
 
 
 def test_a_dry_run_starts_nothing(
@@ -116,6 +118,7 @@ def test_a_dry_run_starts_nothing(
     [
         (["--suite", "imagenet"], "is not a suite"),
         (["--suite", "data:x.jsonl"], "--server-url: is missing"),
+        (["--data", "x.jsonl"], "--server-url: is missing"),
         (["--suite", "data:/nowhere.jsonl", "--server-url", "http://h"], "cannot be read"),
         (["--suite", "data:x", "--server-url", "u", "--budgets", "0"], "--budgets 0: are below 1"),
         (["--suite", "lmms:mme", "--arm", "full=http://h"], "--served-name: is missing"),

@@ -7,21 +7,19 @@ file; other suites share :func:`score_answers` and :func:`prune_case`.
 from __future__ import annotations
 
 import asyncio
-import base64
-import mimetypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from offline_search.dataset import Example, read_split
 from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 from vllm_autoprune import __version__
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.client import AnswerClient, PreparedQuestion, questions_digest
 from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
-from vllm_autoprune.evaluation.records import MME, RESIZED, Answer, Arm, Case, Question, Setup
+from vllm_autoprune.evaluation.question_file import read_questions
+from vllm_autoprune.evaluation.records import MME, RESIZED, Answer, Arm, Case, Setup
 from vllm_autoprune.evaluation.run import Progress
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -136,7 +134,7 @@ class FileSuite:
         """``states`` are names or files, ``limit`` the maximum number of questions."""
         self.cases = list(build_cases([load_state(state) for state in states], budgets))
         self._path, self._settings = path, settings
-        self._questions = {q.record.id: q for q in read_questions(path)[:limit]}
+        self._questions = {q.record.id: q for q in read_questions(path, limit)}
         records = [question.record for question in self._questions.values()]
         categories = {record.category for record in records if record.benchmark == MME}
         digest = questions_digest(list(self._questions.values()))
@@ -212,45 +210,3 @@ def _base_policy_alone(state: PruningState) -> PruningState:
     alone = load_state(state.base_policy.name).model_dump(mode="json")
     alone["base_policy"] = state.base_policy.model_dump(mode="json")
     return load_state(alone)
-
-
-def read_questions(path: Path) -> Sequence[PreparedQuestion]:
-    """The questions of a JSONL file, ordered by image; raises :class:`ConfigError`.
-
-    A line is as in a data folder of ``vllm-autoprune search``; image paths are relative to the
-    file. The error lists every problem.
-    """
-    problems: list[Problem] = []
-    examples = read_split(path, problems)
-    images: dict[str, str] = {}
-    for name in dict.fromkeys(example.image for example in examples):
-        try:
-            images[name] = _data_url(path.parent / name)
-        except OSError as error:
-            fix = "image paths are relative to the file"
-            problems.append(Problem(name, f"cannot be read ({error.strerror})", fix))
-    if not examples and not problems:
-        problems.append(Problem(path.name, "contains no example", "give it at least one example"))
-    if problems:
-        raise ConfigError(f"data {path}", problems[:20])
-    # Questions about one image follow each other, so that its features are computed once.
-    order = {name: place for place, name in enumerate(images)}
-    numbered = sorted(enumerate(examples), key=lambda pair: order[pair[1].image])
-    return [_prepare(number, example, images[example.image]) for number, example in numbered]
-
-
-def _data_url(path: Path) -> str:
-    kind = mimetypes.guess_type(path.name)[0] or "image/png"
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _prepare(number: int, example: Example, image: str) -> PreparedQuestion:
-    paired = example.pair is not None
-    record = Question(
-        id=str(number),
-        benchmark=MME if paired else example.category,
-        image=example.image,
-        category=example.category if paired else "",
-        pair=f"{example.image}/{example.pair}" if paired else "",
-    )
-    return PreparedQuestion(record, example.question, example.answer, image)

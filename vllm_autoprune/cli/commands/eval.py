@@ -1,6 +1,6 @@
 """`eval`: accuracy of full tokens, base policies and states, with paired intervals.
 
-``data:FILE`` asks the questions of a JSONL file, ``lmms:TASKS`` runs lmms-eval.
+``--data FILE`` asks the questions of a JSONL file, ``--suite lmms:TASKS`` runs lmms-eval.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--suite",
-        required=True,
-        metavar="SUITE",
-        help="data:FILE.jsonl, or lmms:TASK,TASK,... through lmms-eval",
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="your own images, questions and answers: one JSON object a line",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: out/eval/SUITE")
+    what.add_argument(
+        "--suite",
+        metavar="SUITE",
+        help="lmms:TASK,TASK,... through lmms-eval (data:FILE is the same as --data FILE)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="default: out/eval/data or out/eval/lmms"
+    )
     add_run_arguments(parser)
     parser.add_argument(
         "--limit", type=int, help="maximum number of questions, for lmms of each task"
@@ -107,13 +115,15 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
 
 
 def _build_suite(options: argparse.Namespace) -> tuple[Suite, Path]:
+    if options.data is not None:
+        return _data_suite(options, options.data), options.out or Path("out/eval/data")
     kind, _, value = options.suite.partition(":")
     folder = options.out or Path("out/eval") / kind
     if kind == "data" and value:
         return _data_suite(options, Path(value)), folder
     if kind == "lmms":
         return _lmms_suite(options, value, folder), folder
-    fix = "use data:questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
+    fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
     raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
 
 
@@ -164,7 +174,7 @@ def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
 
 
 COMMAND = Command(
-    "measure accuracy of full tokens, base policies and states on your questions",
+    "measure accuracy on your questions, and whether pruning beats resizing images",
     _arguments,
     _run,
     epilog="How it is measured and what the tables mean: docs/benchmarks.md.",

@@ -1,0 +1,94 @@
+"""What is wrong with a line of questions, which field is meant, and how to fix it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+from pydantic import ValidationError
+
+from vllm_autoprune.errors import Problem
+
+_OTHER_NAMES = {
+    "answers": "answer",
+    "file": "image",
+    "gold": "answer",
+    "group": "category",
+    "image_path": "image",
+    "img": "image",
+    "kind": "category",
+    "label": "answer",
+    "path": "image",
+    "prompt": "question",
+    "reference": "answer",
+    "target": "answer",
+    "task": "category",
+    "text": "question",
+    "type": "category",
+}
+"""What other data sets call these fields."""
+
+_ADVICE = {
+    "image": "give the path of the image as text, relative to the folder of this file",
+    "question": "give the question as text",
+    "answer": "give the right answer as text, in quotes also where it is a number",
+    "category": "give the kind of question as text, or leave it out",
+    "pair": "give a whole number that the two questions of a yes/no pair share, or leave it out",
+}
+_ONE_OBJECT = 'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}'
+_JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or false",
+               int: "a number", float: "a number", type(None): "null"}  # fmt: skip
+
+
+def describe_problems(
+    line: str, where: str, error: ValidationError, fields: Sequence[str]
+) -> Iterator[Problem]:
+    """Every problem of a line that is no example; ``fields`` are those that it may have."""
+    details = error.errors(include_url=False)
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as wrong:
+        said = str(wrong).replace("line 1 column", "column")
+        yield Problem(where, f"is not JSON: {said}", _ONE_OBJECT)
+        return
+    if not isinstance(content, dict):
+        yield Problem(where, f"is {_JSON_TYPES[type(content)]}, not an object", _ONE_OBJECT)
+        return
+    for detail in details:
+        field = ".".join(map(str, detail["loc"])) or "line"
+        value = content.get(field)
+        if detail["type"] == "json_invalid":
+            yield Problem(where, f"is not JSON: {detail['msg']}", _ONE_OBJECT)
+        elif detail["type"] == "extra_forbidden":
+            yield _unknown_field(where, field, content, fields)
+        elif detail["type"] == "missing":
+            meant = [name for name in content if _meant(name, fields) == field]
+            if not meant:  # else the field of another name is reported
+                yield Problem(where, f'has no "{field}"', _ADVICE.get(field, f'add "{field}"'))
+        else:
+            what = f"is {_JSON_TYPES[type(value)]}" if value not in ("", None) else "is empty"
+            if isinstance(value, str) and value:
+                what = detail["msg"]
+            yield Problem(where, f'"{field}" {what}', _ADVICE.get(field, "correct it"))
+
+
+def _unknown_field(
+    where: str, field: str, content: dict[str, object], fields: Sequence[str]
+) -> Problem:
+    meant = _meant(field, fields)
+    known = ", ".join(fields)
+    fix = f"remove it; the fields are {known}"
+    if meant and meant not in content:
+        fix = f'rename it to "{meant}"; the fields are {known}'
+    return Problem(where, f'has an unknown field "{field[:40]}"', fix)
+
+
+def _meant(name: str, fields: Sequence[str]) -> str:
+    """The field that another name probably means; empty where none is near."""
+    if name in fields:
+        return ""
+    lowered = name.lower()
+    if lowered in _OTHER_NAMES:
+        return _OTHER_NAMES[lowered]
+    return next(iter(get_close_matches(lowered, fields, 1)), "")
