@@ -39,12 +39,16 @@ def open_engine(checkpoint: Path, settings: Mapping[str, object] | None = None) 
 
 
 def answer_questions(
-    engine: LLM, examples: Sequence[Example], budget: int | None = None
+    engine: LLM, examples: Sequence[Example], budget: int | None = None, keep: str = "state"
 ) -> list[RequestOutput]:
-    """Greedy answers in the order of the examples; K is `budget` in every request if given."""
+    """Greedy answers in the order of the examples; K is `budget` in every request if given.
+
+    `keep` is the state or a control, as in a request.
+    """
     from vllm import SamplingParams
 
-    pruning = {"mm_processor_kwargs": {"autoprune": {"budget": budget}}} if budget else {}
+    entry = {"autoprune": {"budget": budget, "keep": keep}}
+    pruning = {"mm_processor_kwargs": entry} if budget else {}
     prompts = [
         {
             "prompt": prompt(example.question),

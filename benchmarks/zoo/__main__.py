@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.minillava.engine import answer_questions, open_engine
@@ -16,8 +17,9 @@ from benchmarks.minillava.split import (
     CHECKPOINT,
     CLIP,
     Example,
+    aggregate,
     draw_examples,
-    grade_answers,
+    is_right,
     weights_digest,
 )
 from benchmarks.zoo.evidence import (
@@ -30,38 +32,66 @@ from benchmarks.zoo.evidence import (
 )
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.statistics import ClusterBootstrap, estimate
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to all questions at one budget: which are right, and the mean prompt length."""
+
+    budget: int
+    right: list[bool]
+    prompt_tokens: float
 
 
 def measure_state(
-    state: PruningState, examples: Sequence[Example], budgets: Sequence[int]
-) -> tuple[Row, ...]:
+    state: PruningState, examples: Sequence[Example], budgets: Sequence[int], keep: str = "state"
+) -> list[Answers]:
     """Ask every question at every budget, in one engine in this process.
 
     States are measured one after another in the same process, because importing vLLM takes most of
-    the time to start an engine.
+    the time to start an engine. ``keep`` may be a control instead of the state.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {"state": json.loads(state.dumps()), "text_tower": str(CLIP)}
     engine = open_engine(CHECKPOINT, settings)
-    rows = []
+    measured = []
     try:
         for budget in budgets:
-            outputs = answer_questions(engine, examples, budget)
+            outputs = answer_questions(engine, examples, budget, keep)
             lengths = [len(output.prompt_token_ids or ()) for output in outputs]
-            score = grade_answers(examples, [output.outputs[0].text for output in outputs])
-            rows.append(
-                Row(
-                    budget=budget,
-                    accuracy=round(100 * score.accuracy, 2),
-                    accuracy_plus=round(100 * score.accuracy_plus, 2),
-                    prompt_tokens=round(sum(lengths) / len(lengths), 1),
-                )
-            )
+            right = [
+                is_right(output.outputs[0].text, example.answer)
+                for output, example in zip(outputs, examples, strict=True)
+            ]
+            measured.append(Answers(budget, right, round(sum(lengths) / len(lengths), 1)))
     finally:
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
+    return measured
+
+
+def build_rows(
+    examples: Sequence[Example], own: Sequence[Answers], resized: Sequence[Answers]
+) -> tuple[Row, ...]:
+    """Evidence by budget, with the paired difference to the resize control."""
+    bootstrap = ClusterBootstrap([example.image_id for example in examples])
+    rows = []
+    for answers, control in zip(own, resized, strict=True):
+        score = aggregate(examples, answers.right)
+        gains = [100.0 * (a - b) for a, b in zip(answers.right, control.right, strict=True)]
+        rows.append(
+            Row(
+                budget=answers.budget,
+                accuracy=round(100 * score.accuracy, 2),
+                accuracy_plus=round(100 * score.accuracy_plus, 2),
+                prompt_tokens=answers.prompt_tokens,
+                resized=round(100 * aggregate(examples, control.right).accuracy, 2),
+                less_resized=estimate(bootstrap.mean(gains)).rounded(2),
+            )
+        )
     return tuple(rows)
 
 
@@ -122,6 +152,7 @@ def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) 
     examples = draw_examples("test", scenes)
     model = f"mini-LLaVA {weights_digest(CHECKPOINT)}"
     measured: dict[str, Evidence] = {}
+    resized: list[Answers] = []
     paths = sorted(folder.glob("*.json"))
     for number, path in enumerate(paths, 1):
         state = load_state(path)
@@ -131,7 +162,9 @@ def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) 
             evidence = _valid_evidence(state, model, behaviour)
         if evidence is None:
             print(f"[{number}/{len(paths)}] {state.name} ...", file=sys.stderr, flush=True)
-            rows = measure_state(state, examples, budgets)
+            if not resized:
+                resized = measure_state(load_state(SOURCE), examples, budgets, keep="resized")
+            rows = build_rows(examples, measure_state(state, examples, budgets), resized)
             evidence = Evidence(
                 model=model, questions=len(examples), behaviour=behaviour, rows=rows
             )
@@ -141,9 +174,14 @@ def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) 
 
 
 def _valid_evidence(state: PruningState, model: str, behaviour: str) -> Evidence | None:
-    """The evidence of a state, if it was measured on this model and nothing has changed since."""
+    """The evidence of a state, if it was measured on this model and nothing has changed since.
+
+    Evidence without the resize control is measured again.
+    """
     evidence = read_evidence(state)
     if evidence is None or (evidence.model, evidence.behaviour) != (model, behaviour):
+        return None
+    if any(row.less_resized is None for row in evidence.rows):
         return None
     return evidence
 

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from vllm_autoprune import PruningState, load_state, materialize
+from vllm_autoprune.evaluation.records import RESIZED
+from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 
 EVALUATED_ON = (
@@ -20,7 +22,11 @@ _LINE_WIDTH = 96
 
 
 class Row(BaseModel):
-    """Accuracy at one budget, in per cent."""
+    """Accuracy at one budget, in per cent.
+
+    ``resized`` is that of the resize control on the same questions, ``less_resized`` the state less
+    the control; None where it was not measured.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,6 +34,8 @@ class Row(BaseModel):
     accuracy: float
     accuracy_plus: float
     prompt_tokens: float
+    resized: float | None = None
+    less_resized: Estimate | None = None
 
 
 class Evidence(BaseModel):
@@ -52,7 +60,10 @@ def read_evidence(state: PruningState) -> Evidence | None:
 def with_evidence(state: PruningState, evidence: Evidence) -> PruningState:
     """The state with this evidence; its digest stays the same, as provenance is outside it."""
     provenance = state.provenance.model_copy(
-        update={"evaluated_on": EVALUATED_ON, "scores": evidence.model_dump(mode="json")}
+        update={
+            "evaluated_on": EVALUATED_ON,
+            "scores": evidence.model_dump(mode="json", exclude_none=True),
+        }
     )
     return state.model_copy(update={"provenance": provenance})
 
@@ -85,6 +96,11 @@ def as_markdown() -> str:
     budgets = sorted({row.budget for e in evidence.values() if e for row in e.rows}, reverse=True)
     head = ["state", "what it is", *(f"K = {k}" for k in budgets)]
     lines = [_row(head), _row(["---", "---", *("--:" for _ in budgets)])]
+    rows = [row for e in evidence.values() if e for row in e.rows if row.resized is not None]
+    resized = {row.budget: row.resized for row in rows if row.resized is not None}
+    if resized:
+        figures = [f"{resized[k]:.1f}" if k in resized else "not measured" for k in budgets]
+        lines.append(_row([RESIZED, "no policy: all tokens pooled to K cells", *figures]))
     for entry in entries:
         if entry.family == "transfer":
             continue

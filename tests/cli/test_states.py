@@ -113,3 +113,19 @@ def test_errors_are_one_line(arguments: list[str], capsys: Captured) -> None:
     assert main([*arguments, "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert record["error"].endswith("Error") and record["problems"][0]["fix"]
+
+
+def test_validate_warns_of_evidence_that_resizing_wins(tmp_path: Path, capsys: Captured) -> None:
+    lost = {"budget": 16, "less_resized": {"value": -4.0, "low": -7.0, "high": -1.0}}
+    document = json.loads(load_state("visionzip").dumps())
+    document["provenance"]["scores"] = {"rows": [lost]}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(document))
+    output = run_command(capsys, "validate", str(file))
+    assert output.startswith(f"{file}: valid")
+    assert "warn /provenance/scores/rows/0: resizing beats it at K = 16 by 4.0 points" in output
+    assert "warn" not in run_command(capsys, "validate", "visionzip")
+    (record,) = json.loads(run_command(capsys, "validate", str(file), "--json"))
+    assert record["valid"] and len(record["warnings"]) == 1
+    assert main(["validate", "visionzip", "--evidence", str(tmp_path / "none.json")]) == 1
+    assert "give the report.json that vllm-autoprune eval wrote" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from benchmarks.zoo.evidence import (
     write_state,
 )
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
 EVIDENCE = Evidence(
@@ -25,13 +26,20 @@ EVIDENCE = Evidence(
 )
 
 
+LESS = Estimate(59.5, 50.0, 70.0)
+WITH_RESIZED = EVIDENCE.model_copy(
+    update={"rows": (EVIDENCE.rows[0].model_copy(update={"resized": 40.0, "less_resized": LESS}),)}
+)
+
+
+@pytest.mark.parametrize("evidence", [EVIDENCE, WITH_RESIZED])
 @pytest.mark.parametrize("name", ["autoprune", "visionzip", "ablation-quota-8"])
-def test_a_written_state_loads_back(name: str, tmp_path: Path) -> None:
-    state = with_evidence(load_state(name), EVIDENCE)
+def test_a_written_state_loads_back(name: str, evidence: Evidence, tmp_path: Path) -> None:
+    state = with_evidence(load_state(name), evidence)
     write_state(state, tmp_path / "state.json")
     back = load_state(tmp_path / "state.json")
     assert back == state and back.digest == load_state(name).digest
-    assert read_evidence(back) == EVIDENCE
+    assert read_evidence(back) == evidence
 
 
 def test_lines_are_short_enough_to_read_unless_a_text_is_long(tmp_path: Path) -> None:
@@ -65,3 +73,12 @@ def test_the_readme_shows_the_evidence_that_states_carry() -> None:
 def test_the_table_names_every_shipped_state() -> None:
     table = as_markdown()
     assert all(f"`{name}`" in table for name in shipped_states())
+
+
+def test_the_control_is_a_row_of_the_table_where_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from benchmarks.zoo import evidence
+
+    monkeypatch.setattr(evidence, "read_evidence", lambda state: WITH_RESIZED)
+    assert "| resize control | no policy: all tokens pooled to K cells | 40.0 |" in as_markdown()
