@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Keep = Literal["full", "random", "reference", "state"]
+Keep = Literal["full", "random", "resized", "reference", "state"]
 
 NAMES: dict[Keep, str] = {
     "full": "full",
     "random": "random keep",
+    "resized": "resize control",
     "reference": "base policy",
     "state": "shipped state",
 }
@@ -38,8 +39,11 @@ class Configuration:
 
 
 FULL = Configuration("full")
+KEEPS: tuple[Keep, ...] = ("random", "resized", "reference", "state")
+"""Ways to have K tokens: two controls, then the state without its exchanges and with them."""
+
 PRUNED: tuple[Configuration, ...] = tuple(
-    Configuration(keep, budget) for budget in BUDGETS for keep in ("random", "reference", "state")
+    Configuration(keep, budget) for budget in BUDGETS for keep in KEEPS
 )
 
 

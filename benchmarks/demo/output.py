@@ -72,7 +72,7 @@ def terminal(results: Results, width: int) -> Table:
         if row.configuration.budget != budget:
             table.add_section()
             budget = row.configuration.budget
-        style = "dim" if row.configuration.keep == "random" else None
+        style = "dim" if row.configuration.keep in ("random", "resized") else None
         table.add_row(*cells(row, results.visual_tokens, quartiles=wide), style=style)
     return table
 

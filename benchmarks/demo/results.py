@@ -85,6 +85,7 @@ class Results:
 _KEEPS: Mapping[str, Keep] = {
     "base policy": "reference",
     "shipped state": "state",
+    "resize control": "resized",
     "random keep": "random",
 }
 

@@ -21,6 +21,7 @@ from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.selections import (
     ORACLE,
     RANDOM,
+    RESIZED,
     Selection,
     keep_all,
     selections,
@@ -135,7 +136,7 @@ def build_report(
     scenes = [example.image_id for example in examples]
     bootstrap = ClusterBootstrap(scenes)
     labels = [label.split() for label in results if not label.startswith(FULL)]
-    names = sorted({name for name, _ in labels} - {RANDOM, ORACLE})
+    names = sorted({name for name, _ in labels} - {RANDOM, RESIZED, ORACLE})
     budgets = sorted({int(budget) for _, budget in labels})
     full = next(label for label in results if label.startswith(FULL))
     scores = {label: aggregate(examples, result.right) for label, result in results.items()}

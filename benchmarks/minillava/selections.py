@@ -1,4 +1,4 @@
-"""Token selections to compare: all tokens, a random subset, the evidence, and base policies."""
+"""Token selections to compare: all, a random subset, pooled cells, evidence, base policies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from benchmarks.minillava.split import Example
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
+from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 Selection = Callable[[Sequence[Example], VisualTokens, int], Tensor]
 """(M examples, their tokens, K) → rows (M, K, D) for the language model, in raster order."""
 
-RANDOM, ORACLE = "random", "oracle"
+RANDOM, RESIZED, ORACLE = "random", "resized", "oracle"
 
 
 def keep_all(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
@@ -39,6 +40,11 @@ def keep_random(examples: Sequence[Example], tokens: VisualTokens, count: int) -
     """Keep a seeded random subset for each question."""
     picks = torch.tensor([order[:count] for order in _shuffled_patches(examples, tokens)])
     return gather_rows(tokens.features, picks.sort(1).values)
+
+
+def pool_cells(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
+    """Pool the tokens to K cells: the resize control of a fixed grid."""
+    return pool_tokens(count, tokens).features
 
 
 def keep_evidence(examples: Sequence[Example], tokens: VisualTokens, count: int) -> Tensor:
@@ -64,7 +70,11 @@ def _policy_selection(policy: BasePolicy) -> Selection:
 
 
 def selections() -> dict[str, Selection]:
-    """Random, oracle, and every registered base policy at its defaults."""
+    """Random, resize control, oracle, and every registered base policy at its defaults."""
     assert _policies_are_loaded, "importing the package registers its policies"
-    controls: dict[str, Selection] = {RANDOM: keep_random, ORACLE: keep_evidence}
+    controls: dict[str, Selection] = {
+        RANDOM: keep_random,
+        RESIZED: pool_cells,
+        ORACLE: keep_evidence,
+    }
     return controls | {name: _policy_selection(policy) for name, policy in BASE_POLICIES.items()}

@@ -128,10 +128,25 @@ def _cells(
 
 
 def _resizing_tables(report: Report) -> Iterator[Table]:
-    """By budget, each case less the resize control: per cent right, of all and of each kind."""
-    kinds = list(dict.fromkeys(one.kind for one in report.resizing))
-    head = ["method", *("all questions" if kind is None else kind for kind in kinds)]
-    for budget in sorted({one.budget for one in report.resizing}, reverse=True):
+    """Each case less the resize control, per cent right: by budget, and then by kind."""
+    budgets = sorted({one.budget for one in report.resizing}, reverse=True)
+    overall = {
+        (one.label, one.budget): format_difference(one)
+        for one in report.resizing
+        if one.kind is None
+    }
+    if overall:
+        rows = [
+            [label, *(overall.get((label, budget), NO_VALUE) for budget in budgets)]
+            for label in dict.fromkeys(label for label, _ in overall)
+        ]
+        head = ["method", *(f"K = {budget}" for budget in budgets)]
+        yield build_table("Less the resize control, per cent right", head, rows)
+    kinds = list(dict.fromkeys(one.kind for one in report.resizing if one.kind is not None))
+    if not kinds:
+        return
+    head = ["method", *kinds]
+    for budget in budgets:
         own = [one for one in report.resizing if one.budget == budget]
         cells = {(one.label, one.kind): format_difference(one) for one in own}
         rows = [

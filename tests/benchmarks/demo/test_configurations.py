@@ -7,6 +7,7 @@ from collections import Counter
 from benchmarks.demo.configurations import (
     BUDGETS,
     FULL,
+    KEEPS,
     PRUNED,
     Configuration,
     everything_kept,
@@ -16,9 +17,9 @@ from benchmarks.demo.configurations import (
 
 def test_the_table_has_every_budget_for_every_way_to_choose() -> None:
     assert BUDGETS == (32, 16, 8, 4)
-    assert len(PRUNED) == len(set(PRUNED)) == 12
+    assert len(PRUNED) == len(set(PRUNED)) == 16
     assert {(c.keep, c.budget) for c in PRUNED} == {
-        (keep, budget) for keep in ("random", "reference", "state") for budget in BUDGETS
+        (keep, budget) for keep in KEEPS for budget in BUDGETS
     }
 
 

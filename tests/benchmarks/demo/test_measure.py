@@ -13,6 +13,7 @@ from benchmarks.common.progress import LineProgress
 from benchmarks.demo.configurations import (
     BUDGETS,
     FULL,
+    KEEPS,
     PRUNED,
     Configuration,
     everything_kept,
@@ -59,8 +60,8 @@ def measured(questions: Questions) -> Measured:
     with fake_server(reply, model=None) as server:
         answers = both(server.url)
     timed = [body for body in server.seen if body.get("ignore_eos")]
-    assert len(timed) == 2 * 14
-    assert len(server.seen) - len(timed) == 13 * len(questions.scored)
+    assert len(timed) == 2 * 18
+    assert len(server.seen) - len(timed) == 17 * len(questions.scored)
     # The same questions in every configuration, whichever finished first.
     by_configuration: dict[str, list[str]] = {}
     for body in server.seen:
@@ -99,7 +100,7 @@ def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
     assert results.full.accuracy == results.full.accuracy_plus == 1.0
     assert results.full.prompt_tokens == 164 and results.full.kv_bytes == 164 * 3072
     for budget in BUDGETS:
-        for keep in ("random", "reference", "state"):
+        for keep in KEEPS:
             row = results.row(keep, budget)
             blind = keep == "random" and budget <= 8
             assert row.accuracy == row.accuracy_plus == (0.0 if blind else 1.0)
@@ -117,7 +118,8 @@ def test_the_control_compares_answers_with_the_stock_server(results: Results) ->
 def test_the_verdict_names_the_three_shares(results: Results) -> None:
     assert results.verdict() == (
         "At K = 8 of 144 visual tokens: base policy 100.0 %, shipped state 100.0 %, "
-        "random keep 0.0 % (full: 100.0 %), with 5.9 times fewer prompt tokens and KV bytes."
+        "resize control 100.0 %, random keep 0.0 % (full: 100.0 %), with 5.9 times fewer prompt "
+        "tokens and KV bytes."
     )
 
 
@@ -127,10 +129,10 @@ def test_markdown_has_a_line_for_every_row(results: Results) -> None:
     assert lines[0] == "| " + " | ".join(COLUMNS) + " |"
     assert lines[1] == "| --: | :-- | --: | --: | --: | --: | --: | --: |"
     assert lines[2].startswith("| 144 | full | 100.0 ± 4.9 | 100.0 | 164.0 | 503,808 | ")
-    assert lines[9].startswith("| 8 | random keep | 0.0 ± 4.9 | 0.0 | 28.0 | 86,016 | ")
-    assert lines[14].startswith("| 4 | shipped state | ") and lines[15] == ""
-    assert lines[16] == results.verdict()
-    assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[:15])
+    assert lines[11].startswith("| 8 | random keep | 0.0 ± 4.9 | 0.0 | 28.0 | 86,016 | ")
+    assert lines[18].startswith("| 4 | shipped state | ") and lines[19] == ""
+    assert lines[20] == results.verdict()
+    assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[:19])
     assert any("35 questions on 2 scenes" in line for line in lines)
 
 
@@ -141,7 +143,7 @@ def test_the_terminal_table_is_not_truncated(results: Results, width: int) -> No
     console.print(table)
 
     text = console.export_text()
-    assert table.row_count == 13 and "…" not in text
+    assert table.row_count == 17 and "…" not in text
     assert all(word in text for name in COLUMNS for word in name.split())
     assert "shipped state" in text and "100.0 ± 4.9" in text
     assert ("–" in text) == (width == 116)  # quartiles only where there is room
