@@ -29,6 +29,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     recall,
     rendering,
     request_states,
+    resized_images,
     split,
 )
 
