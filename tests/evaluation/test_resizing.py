@@ -94,6 +94,20 @@ def test_pairs_count_by_their_category() -> None:
     assert [one.kind for one in report.resizing] == [None, "colour", "place"]
 
 
+def test_fewer_tokens_of_the_resized_image_are_told() -> None:
+    cases = ((FULL, 164), (CONTROL, 20), (STATE, 28))
+    given = [
+        Answer(case=one.name, question=question.id, score=1.0, prompt_tokens=tokens)
+        for one, tokens in cases
+        for question in QUESTIONS
+    ]
+    report = build_report(Contents([SETUP, *(one for one, _ in cases), *QUESTIONS, *given]))
+    assert compared(report, "mine@8").more_tokens == 8.0
+    assert "points right with 8.0 tokens more." in as_markdown(report)
+    equal = report_of((FULL, scores(1, 1)), (CONTROL, scores(1, 1)), (STATE, scores(1, 1)))
+    assert "tokens more" not in as_markdown(equal)
+
+
 def test_another_budget_is_not_compared() -> None:
     other = case("mine@16", "found", budget=16)
     report = report_of((FULL, scores(1, 1)), (CONTROL, scores(0, 0)), (other, scores(1, 1)))

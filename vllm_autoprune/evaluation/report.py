@@ -99,6 +99,8 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
     full = next((case for case in cases if case.arm == "full"), None)
     benchmarks = list(dict.fromkeys(question.benchmark for question in questions))
     controls = {case.budget: case.name for case in cases if case.arm == "resized"}
+    means = {case.name: _mean_length(contents, case) for case in cases}
+    lengths = {name: length for name, length in means.items() if length is not None}
     rows = []
     if full is not None:
         scores = {case.name: _scores(contents, case, figures[case.name]) for case in cases}
@@ -113,7 +115,7 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         reasons=(*_reasons(contents), *more),
         rows=tuple(rows),
         refused=tuple(case for case in contents.cases.values() if case.refused),
-        resizing=tuple(compare_with_resizing(cases, questions, figures)),
+        resizing=tuple(compare_with_resizing(cases, questions, figures, lengths)),
     )
 
 
@@ -135,7 +137,7 @@ def _row(
 ) -> Row:
     own, base = figures[case.name], figures.get(case.base)
     own_scores, full_scores = scores[case.name], scores[full.name]
-    lengths = [a.prompt_tokens for a in contents.answers[case.name].values() if a.prompt_tokens]
+    length = _mean_length(contents, case)
     plus = own.accuracy_plus
     return Row(
         case=case,
@@ -146,11 +148,17 @@ def _row(
         else None,
         accuracy=_estimate(own.accuracy),
         accuracy_plus=None if plus is None or math.isnan(plus[0]) else round(float(plus[0]), 4),
-        prompt_tokens=round(sum(lengths) / len(lengths), 2) if lengths else None,
+        prompt_tokens=None if length is None else round(length, 2),
         to_full=None if case is full else _differences(own, figures[full.name]),
         to_base=None if base is None else _differences(own, base),
         to_resized=None if resized is None or resized is own else _differences(own, resized),
     )
+
+
+def _mean_length(contents: Contents, case: Case) -> float | None:
+    """Mean prompt tokens of a case, where the server told any."""
+    lengths = [a.prompt_tokens for a in contents.answers[case.name].values() if a.prompt_tokens]
+    return sum(lengths) / len(lengths) if lengths else None
 
 
 def _aggregates(scores: Scores, full: Scores, divisor: float, without: Sequence[str]) -> Aggregates:

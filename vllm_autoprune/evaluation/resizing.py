@@ -38,14 +38,22 @@ class Comparison(FrozenModel):
     images: int
     difference: Estimate
     winner: Winner
+    more_tokens: float = 0.0
+    """Mean tokens that its prompts have more: a resized image may have a few less than K."""
     stated: bool
     """Whether the case is a state that was to be evaluated, not what it is compared with."""
 
 
 def compare_with_resizing(
-    cases: Sequence[Case], questions: Sequence[Question], figures: Mapping[str, Figures]
+    cases: Sequence[Case],
+    questions: Sequence[Question],
+    figures: Mapping[str, Figures],
+    lengths: Mapping[str, float],
 ) -> Iterator[Comparison]:
-    """Each case that runs a policy and has a resize control, overall and then by kind."""
+    """Each case that runs a policy and has a resize control, overall and then by kind.
+
+    ``lengths`` are mean prompt tokens by case, of those where they are known.
+    """
     controls = {case.budget: case for case in cases if case.arm == "resized"}
     bases = {case.base for case in cases}
     several = len({kind_of(question) for question in questions}) > 1
@@ -54,6 +62,8 @@ def compare_with_resizing(
         if control is None or case.arm not in _POLICY_ARMS:
             continue
         own, other = figures[case.name].kinds, figures[control.name].kinds
+        known = case.name in lengths and control.name in lengths
+        more_tokens = lengths[case.name] - lengths[control.name] if known else 0.0
         stated = case.arm == "found" or (case.arm == "base" and case.name not in bases)
         for kind in own:
             if kind not in other or (kind is not None and not several):
@@ -70,6 +80,7 @@ def compare_with_resizing(
                 images=images,
                 difference=difference,
                 winner=find_winner(difference, images),
+                more_tokens=round(more_tokens, 2),
                 stated=stated,
             )
 
@@ -103,7 +114,8 @@ def _format_overall(one: Comparison) -> str:
         "not decided": "not decided between pruning and resizing",
         "too few images": f"{one.images} images are too few to decide (at least {MIN_IMAGES})",
     }[one.winner]
-    return f"{one.label}, K = {one.budget}: {verdict}, {format_difference(one)} points right."
+    more = f" with {one.more_tokens:.1f} tokens more" if one.more_tokens >= 0.5 else ""
+    return f"{one.label}, K = {one.budget}: {verdict}, {format_difference(one)} points right{more}."
 
 
 def _format_kinds(kinds: Sequence[Comparison]) -> str:

@@ -25,7 +25,7 @@ def resized_images() -> Report:
 
 
 def _ask_both(backbone: str) -> Report:
-    from vllm_autoprune.serving.models.qwen_vl import smart_resize
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     noise = numpy.random.default_rng(0).integers(0, 255, (224, 168, 3), dtype=numpy.uint8)
     image = Image.fromarray(noise)
@@ -47,8 +47,8 @@ def _ask_both(backbone: str) -> Report:
         shrunk = [
             image.resize((width, height), Image.Resampling.BICUBIC) for height, width in sizes
         ]
-        control = [{"budget": k, "keep": "resized"} for k in BUDGETS]
-        off = [{"enabled": False}] * len(BUDGETS)
+        control: list[dict[str, object]] = [{"budget": k, "keep": "resized"} for k in BUDGETS]
+        off: list[dict[str, object]] = [{"enabled": False}] * len(BUDGETS)
         answers = {
             "resized": generate(llm, _prompts([image] * len(BUDGETS), control)),
             "shrunk": generate(llm, _prompts(shrunk, off)),
