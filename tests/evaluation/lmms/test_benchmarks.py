@@ -18,6 +18,7 @@ from vllm_autoprune.evaluation.lmms.benchmarks import (
     select_benchmarks,
 )
 from vllm_autoprune.evaluation.lmms.servers import parse_servers
+from vllm_autoprune.evaluation.records import RESIZED
 from vllm_autoprune.evaluation.published import read_published
 from vllm_autoprune.evaluation.records import MME
 
@@ -85,9 +86,16 @@ def test_arms_are_parsed_into_cases_and_addresses() -> None:
     assert ours.base == base.name and ours.budget == base.budget == 64
 
 
+def test_a_stock_server_of_smaller_images_is_the_resize_control() -> None:
+    (control,) = (one.case for one in parse_servers(["resized@64=http://a"]))
+    assert (control.name, control.arm, control.budget) == ("resized@64", "resized", 64)
+    assert control.label == RESIZED
+
+
 def test_every_wrong_arm_is_reported() -> None:
+    wrong = ["full", "nobody@64=http://a", "full=http://a", "full=http://b"]
     with pytest.raises(ConfigError) as caught:
-        parse_servers(["full", "nobody@64=http://a", "full=http://a", "full=http://b"])
-    assert len(caught.value.problems) == 3
+        parse_servers([*wrong, "resized+autoprune@64=http://a", "resized=http://a"])
+    assert len(caught.value.problems) == 5
     with pytest.raises(ConfigError, match="is missing"):
         parse_servers([])
