@@ -18,9 +18,8 @@ from vllm_autoprune.evaluation.lmms.benchmarks import (
     select_benchmarks,
 )
 from vllm_autoprune.evaluation.lmms.servers import parse_servers
-from vllm_autoprune.evaluation.records import RESIZED
 from vllm_autoprune.evaluation.published import read_published
-from vllm_autoprune.evaluation.records import MME
+from vllm_autoprune.evaluation.records import MME, RESIZED
 
 
 def test_the_paper_s_benchmarks_are_named_as_its_columns() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,12 @@ def test_a_turn_splits_its_tokens_over_the_images_before_it() -> None:
 def test_no_more_is_recalled_than_an_image_has_left() -> None:
     items = choose_recalls(turns(2, 2, 2), 6, images((8, 12), (9, 9)), ["a", "b"])
     assert items == [RecallItem(0, 0, 4)]
+
+
+def test_nothing_is_recalled_of_a_resized_image() -> None:
+    first, second = images((8, 144), (8, 144))
+    choices = (replace(first, keep="resized"), second)
+    assert choose_recalls(turns(2), 5, choices, ["a", "b"]) == [RecallItem(1, 0, 5)]
 
 
 def test_an_image_shown_twice_is_recalled_after_its_last_place() -> None:

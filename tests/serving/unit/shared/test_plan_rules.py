@@ -58,7 +58,7 @@ def test_plans_of_the_api_server_are_allowed() -> None:
         (plan(budget=9), "none", "K = 9"),
         (plan(keep="random"), "none", "keep = 'random'"),
         (plan(keep="resized"), "none", "keep = 'resized'"),
-        (plan(keep="resized", part="core", core=8), "budget", "keep = 'resized'"),
+        (plan(keep="resized", part="core", core=8), "budget", "an image that is resized"),
         (plan(instruction=(WORDS,)), "none", "vocabulary of 100"),
         (plan(language=(2**40,)), "none", "vocabulary of 100"),
         (plan(state=SHIPPED), "budget", "they may set budget"),
