@@ -11,7 +11,7 @@ import vllm_autoprune  # noqa: F401  (registers the base policies)
 from vllm_autoprune.backbones import LLAVA_7B
 from vllm_autoprune.base_policies.published_forms import PUBLISHED_FORMS
 from vllm_autoprune.cost import prefill_flops
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "base-policies.md"
 BUDGETS = (32, 64, 128, 192)
@@ -20,12 +20,17 @@ STAGES = (2, 8, 16, 24)
 HEAD = """\
 # Base policies
 
-Nine published methods behind one interface. Each gives exactly K rows before the language model
-runs. Written by `python scripts/base_policies.py`; what a served model can fill today is in the
-README's table of support.
+Seventeen published methods behind one interface. Each gives exactly K rows before the language
+model runs. Written by `python scripts/base_policies.py`; what a served model can fill today is in
+the README's table of support.
 
 `tests/golden` replays what the methods' published code returned on synthetic inputs
-(`python -m tests.golden`). DART's is a port; PruMerge+ at a given K is EffiVLM-Bench's rule.
+(`python -m tests.golden`). DART's is a port; PruMerge+ at a given K is EffiVLM-Bench's rule; the
+two Cen policies and FSR have no code, and theirs is what the papers' formulas give in float64.
+
+Columns: *question*, whether the policy reads it, *optional* where parameters decide; *continues*,
+whether it goes on from tokens that are kept already, as in a state with a
+[core](states.md#core-and-delta), rather than keep its own first picks beside them.
 """
 
 COSTS = """\
@@ -58,12 +63,20 @@ def _forms() -> str:
             PUBLISHED_FORMS[name].published,
             PUBLISHED_FORMS[name].served,
             ", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-",
+            _question(policy),
+            "yes" if policy.continuation else "-",
             str(PUBLISHED_FORMS[name].layers or "-"),
         ]
         for name, policy in sorted(BASE_POLICIES.items())
     ]
-    head = ["name", "published as", "here", "reads beyond features", "layers run to score"]
-    return _table(head, rows)
+    head = ["name", "published as", "here", "reads beyond features", "question", "continues"]
+    return _table([*head, "layers run to score"], rows)
+
+
+def _question(policy: BasePolicy) -> str:
+    if policy.needs.isdisjoint(INSTRUCTION_NEEDS):
+        return "-"
+    return "yes" if policy.core is None else "optional"
 
 
 def _recipes() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_autoprune import Grid, Instruction, VisualTokens
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection, ReferenceSelection
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 WIDTH, TOWER_WIDTH, TEXT, START = 16, 12, 6, 3
 
@@ -42,6 +42,16 @@ def images(
     length = START + grid.tokens + TEXT
     entering = torch.cat([bell(batch, START, WIDTH), features, bell(batch, TEXT, WIDTH)], dim=1)
     odd = torch.arange(batch)[:, None] % 2
+    text = torch.arange(TEXT) < TEXT - 2 * odd
+    tower = TowerStates(
+        patches=clustered(TOWER_WIDTH),
+        keys=clustered(8),
+        project=lambda rows: rows @ projector.to(rows.device),
+        cls=bell(batch, grid.tiles, TOWER_WIDTH),
+        next_layer=NextLayer(
+            bell(batch, grid.tokens).float().softmax(dim=1), clustered(TOWER_WIDTH)
+        ),
+    )
     return VisualTokens(
         features,
         grid,
@@ -52,18 +62,12 @@ def images(
             torch.ones(batch, 2, dtype=torch.bool),
             sign=-1,
         ),
-        tower=TowerStates(
-            patches=clustered(TOWER_WIDTH),
-            keys=clustered(8),
-            project=lambda rows: rows @ projector.to(rows.device),
-            cls=bell(batch, grid.tiles, TOWER_WIDTH),
-            next_layer=NextLayer(
-                bell(batch, grid.tokens).float().softmax(dim=1), clustered(TOWER_WIDTH)
-            ),
-        ),
+        tower=tower,
+        encoder=tower.patches,
+        words=Words(entering[:, -TEXT:], text),
         language=RecordedPrefix(
             START,
-            torch.arange(TEXT) < TEXT - 2 * odd,
+            text,
             recorded_embeddings=entering,
             recorded_states=bell(batch, length, WIDTH),
             recorded_normed=bell(batch, length, WIDTH),
@@ -89,6 +93,7 @@ def mapped(tokens: VisualTokens, change: Callable[[Tensor], Tensor]) -> VisualTo
     """The same images with every input changed."""
     instruction, tower, language = tokens.instruction, tower_of(tokens), language_of(tokens)
     following = tokens.require_next_layer()
+    words = tokens.require_words()
     assert instruction is not None and tokens.cls_attention is not None
 
     def recorded(tensor: Tensor | None) -> Tensor | None:
@@ -98,6 +103,8 @@ def mapped(tokens: VisualTokens, change: Callable[[Tensor], Tensor]) -> VisualTo
         tokens,
         features=change(tokens.features),
         cls_attention=change(tokens.cls_attention),
+        encoder=change(tokens.require_encoder()),
+        words=Words(change(words.embeddings), change(words.used)),
         instruction=replace(
             instruction,
             patches=change(instruction.patches),

@@ -26,6 +26,21 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "dart embeddings": ("dart", {"space": "embeddings"}),
     "sparsevlm recycle": ("sparsevlm", {"recycle": True}),
     "pyramiddrop layer": ("pyramiddrop", {"layer": 24}),
+    "cen_divprune global": ("cen_divprune", {"tile_scope": "global", "weight": "none"}),
+    "cen_divprune scaled": ("cen_divprune", {"scale_variance": True, "weight": "sigmoid"}),
+    "cen_divprune uncentred": ("cen_divprune", {"centre": False}),
+    "cen_cdpruner global": ("cen_cdpruner", {"tile_scope": "global"}),
+    "cen_cdpruner core": ("cen_cdpruner", {"relevance": False}),
+    "scope flat": ("scope", {"alpha": 0.0}),
+    "mmtok core": ("mmtok", {"words": False}),
+    "prunesid cls": ("prunesid", {"mode": "cls"}),
+    "prunesid qwen": ("prunesid", {"mode": "qwen"}),
+    "prunesid strict": ("prunesid", {"threshold": 0.0, "groups": 2}),
+    "holov bands": ("holov", {"bands": 5}),
+    "fsr core": ("fsr", {"alpha": 0.0}),
+    "fsr select": ("fsr", {"kappa": 0.0, "rho": 0.2}),
+    "fsr merge": ("fsr", {"kappa": 9.0, "rho": 0.0}),
+    "idpruner relevance": ("idpruner", {"importance": "relevance", "balance": 0.0}),
 }
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]
 
@@ -148,10 +163,13 @@ def test_missing_inputs_are_named_in_the_error(name: str) -> None:
     given = {
         "cls_attention": replace(tokens, cls_attention=None),
         "instruction": replace(tokens, instruction=None),
+        "encoder": replace(tokens, encoder=None),
         "tower": replace(tokens, tower=None),
+        "words": replace(tokens, words=None),
         "language": replace(tokens, language=None),
     }
-    for need in BASE_POLICIES[name].needs & set(given):
+    policy = BASE_POLICIES[name]
+    for need in policy.needs_of(policy.default_params) & set(given):
         with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None"):
             select(name, given[need], 4)
     bare = VisualTokens(tokens.features, tokens.grid)

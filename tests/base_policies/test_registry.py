@@ -18,11 +18,19 @@ from vllm_autoprune.tpdsl.states.state import known_base_policies
 def test_the_base_policies_of_this_version() -> None:
     assert {name: BASE_POLICIES[name].needs for name in known_base_policies()} == {
         "cdpruner": {"instruction"},
+        "cen_cdpruner": {"instruction"},
+        "cen_divprune": set(),
         "dart": {"language"},
         "divprune": set(),
         "fastv": {"language"},
+        "fsr": {"cls_attention", "instruction"},
+        "holov": {"cls_attention"},
+        "idpruner": {"cls_attention", "instruction"},
+        "mmtok": {"encoder", "words"},
         "prumerge_plus": {"tower", "next_layer"},
+        "prunesid": {"cls_attention", "encoder", "tower"},
         "pyramiddrop": {"language"},
+        "scope": {"cls_attention", "encoder"},
         "sparsevlm": {"language"},
         "trim": {"instruction", "tower"},
         "visionzip": {"cls_attention", "tower"},
@@ -54,9 +62,11 @@ def test_forms_and_base_policies_are_the_same_set() -> None:
 @pytest.mark.parametrize("name", PUBLISHED_FORMS)
 def test_form_agrees_with_the_inputs_of_the_policy(name: str) -> None:
     form = PUBLISHED_FORMS[name]
-    assert (form.layers > 0) == ("language" in BASE_POLICIES[name].needs)
+    policy = BASE_POLICIES[name]
+    needs = policy.needs_of(policy.default_params)
+    assert (form.layers > 0) == ("language" in needs)
     assert (form.published == "in-LLM pruning") == (form.layers > 0)
-    merges = not {"tower", "next_layer"}.isdisjoint(BASE_POLICIES[name].needs)
+    merges = not {"tower", "next_layer"}.isdisjoint(needs)
     assert (form.published == "pre-projector merge") == merges
     assert form.ours and not any(note.endswith(".") for note in form.ours)
 

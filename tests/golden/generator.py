@@ -169,6 +169,44 @@ def _sparsevlm(recipe: Recipe) -> dict[str, Doubles]:
     }
 
 
+def _before_the_model(recipe: Recipe) -> dict[str, Doubles]:
+    """Inputs of the policies that select before the language model, from MMTok to IDPruner."""
+    kind, seed = recipe["gen"], recipe["seed"]
+    batch, count, width = recipe.get("B", 1), recipe["N"], recipe.get("D", 32)
+    features = clustered(recipe, "feat", batch, count, width, recipe.get("bias", 0.0))
+    if recipe.get("dom"):  # one channel that dominates all others
+        features[..., 0] = features[..., 0] * recipe["dom"]
+        features[..., 0] = features[..., 0] + recipe.get("off", 0.0)
+    actual, texts = {"features": features}, {}
+    if kind in ("cen_cdpruner", "fsr"):
+        space = recipe.get("C", 16)
+        actual["image_embeds"] = clustered(recipe, "emb", batch, count, space)
+        texts["text_embeds"] = bell(seed, "txt", (recipe.get("M", 1), space))
+    if kind in ("scope", "holov", "fsr", "idpruner"):
+        heads = mass(recipe, "attn", (batch, recipe.get("H", 4), count))
+        actual["cls_attn"] = heads.transpose(0, 2, 1)
+    if kind == "mmtok":
+        inner = recipe.get("E", 32)
+        actual["encoder"] = clustered(recipe, "enc", batch, count, inner, recipe.get("ebias", 0.0))
+        words = recipe["M"]
+        texts["text_tokens"] = bell(seed, "txt", (words, width)) if words else np.zeros((0, width))
+    for name, rows in actual.items():
+        rows = repeated(rows, recipe.get("dup", 1))
+        if recipe.get("const"):
+            rows = np.broadcast_to(rows[:, :1], rows.shape)
+        actual[name] = rows.transpose(0, 2, 1) if name == "cls_attn" else rows
+    return actual | texts
+
+
+def _prunesid(recipe: Recipe) -> dict[str, Doubles]:
+    batch, count = recipe.get("B", 1), recipe["N"]
+    width, bias = recipe.get("D", 32), recipe.get("bias", 0.0)
+    return {
+        "hidden": clustered(recipe, "hid", batch, count + 1, width, bias),
+        "cls_attn": mass(recipe, "attn", (batch, recipe.get("H", 4), count)),
+    }
+
+
 def _alike(recipe: Recipe, patches: Doubles) -> Doubles:
     """Patches, all replaced by the first one if relevance is to be constant."""
     return np.broadcast_to(patches[:, :1], patches.shape) if recipe.get("const_rel") else patches
@@ -196,4 +234,9 @@ _MAKERS: Mapping[str, Callable[[Recipe], dict[str, Doubles]]] = {
     "fastv": _fastv,
     "pdrop": _pdrop,
     "sparsevlm": _sparsevlm,
+    "prunesid": _prunesid,
+    **dict.fromkeys(
+        ("cen_divprune", "cen_cdpruner", "scope", "mmtok", "holov", "fsr", "idpruner"),
+        _before_the_model,
+    ),
 }

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tests.golden.case import Case
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 
 def _unchanged(rows: Tensor) -> Tensor:
@@ -100,6 +107,62 @@ def sparsevlm(case: Case) -> VisualTokens:
     return _image(case, case.given("embeds"), recording)
 
 
+def cen_divprune(case: Case) -> VisualTokens:
+    """B images."""
+    return _plain(case.given("features"))
+
+
+def cen_cdpruner(case: Case) -> VisualTokens:
+    """One image of B tiles: relevance is normalised over all of them together."""
+    return _tiles_with_relevance(case)
+
+
+def scope(case: Case) -> VisualTokens:
+    """B images of encoder tokens, with attention summed over heads."""
+    features = case.given("features")
+    attention = case.given("cls_attn", cast=False).sum(dim=1)
+    return replace(_plain(features, cls_attention=attention), encoder=features)
+
+
+def mmtok(case: Case) -> VisualTokens:
+    """B images with the same words."""
+    features, words = case.given("features"), case.given("text_tokens")
+    used = torch.ones(len(features), len(words), dtype=torch.bool)
+    return replace(
+        _plain(features),
+        encoder=case.given("encoder"),
+        words=Words(words.expand(len(features), -1, -1), used),
+    )
+
+
+def prunesid(case: Case) -> VisualTokens:
+    """B images with attention summed over heads; only its order matters to the published code."""
+    hidden = case.given("hidden")
+    tower = TowerStates(hidden[:, 1:], hidden[:, 1:], _unchanged, cls=hidden[:, :1])
+    attention = case.given("cls_attn", cast=False).sum(dim=1)
+    plain = _plain(hidden[:, 1:], cls_attention=attention, tower=tower)
+    return replace(plain, encoder=hidden[:, 1:])
+
+
+def holov(case: Case) -> VisualTokens:
+    """B images."""
+    attention = case.given("cls_attn", cast=False).mean(dim=1)
+    return _plain(case.given("features"), cls_attention=attention)
+
+
+def fsr(case: Case) -> VisualTokens:
+    """One image of B tiles: relevance is normalised over all of them together."""
+    tokens = _tiles_with_relevance(case)
+    attention = case.given("cls_attn", cast=False).mean(dim=1).reshape(1, -1)
+    return replace(tokens, cls_attention=attention)
+
+
+def idpruner(case: Case) -> VisualTokens:
+    """B images with attention summed over heads."""
+    attention = case.given("cls_attn", cast=False).sum(dim=1)
+    return _plain(case.given("features"), cls_attention=attention)
+
+
 RECORDS: Mapping[str, Callable[[Case], VisualTokens]] = {
     "cdpruner": cdpruner,
     "divprune": divprune,
@@ -111,7 +174,25 @@ RECORDS: Mapping[str, Callable[[Case], VisualTokens]] = {
     "fastv": fastv,
     "pdrop": pdrop,
     "sparsevlm": sparsevlm,
+    "cen_divprune": cen_divprune,
+    "cen_cdpruner": cen_cdpruner,
+    "scope": scope,
+    "mmtok": mmtok,
+    "prunesid": prunesid,
+    "holov": holov,
+    "fsr": fsr,
+    "idpruner": idpruner,
 }
+
+
+def _tiles_with_relevance(case: Case) -> VisualTokens:
+    features = case.given("features")
+    tiles, count, width = features.shape
+    patches = case.given("image_embeds", cast=False).reshape(1, tiles * count, -1)
+    instruction = _clip(patches, case.given("text_embeds", cast=False))
+    instruction = replace(instruction, sign=case.recipe.get("sign", -1))
+    joined = features.reshape(1, tiles * count, width)
+    return VisualTokens(joined, Grid(1, count, tiles), instruction=instruction)
 
 
 def _plain(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from tests.golden.case import Case
+from tests.golden.compare import (
+    Problems,
+    compare_picks,
+    find_differences,
+    find_distances,
+    find_unsound,
+)
 from tests.golden.degenerate import Demand, demand, same_until_duplicates, same_until_rank
 from tests.golden.records import RECORDS
+from tests.golden.replay_selections import SELECTIONS
 from vllm_autoprune.base_policies.language_attention import surviving_positions
 from vllm_autoprune.base_policies.sparsevlm import (
     cluster_count,
@@ -27,8 +35,6 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tiles import llava_next_order
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
-Problems = Iterator[str]
-
 
 def replay(case: Case) -> list[str]:
     """Differences between this implementation and the published output of a case."""
@@ -45,7 +51,7 @@ def cdpruner(case: Case) -> Problems:
     flat = _select("cdpruner", {}, tokens, count * tiles).picks
     # Picks come in turn from every tile.
     picks = flat.reshape(-1, tiles).T - torch.arange(tiles)[:, None] * tokens.grid.per_tile
-    yield from _compared(case, picks, case.recorded("order"), count)
+    yield from compare_picks(case, picks, case.recorded("order"), count)
     yield from same_until_rank(case, tokens, picks)
 
 
@@ -53,7 +59,7 @@ def divprune(case: Case) -> Problems:
     """Pick order."""
     tokens = RECORDS["divprune"](case)
     picks = _select("divprune", {}, tokens, case.recipe["K"]).picks
-    yield from _compared(case, picks, case.recorded("order")[None], case.recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order")[None], case.recipe["K"])
     yield from same_until_duplicates(case, tokens.features[0], picks[0])
 
 
@@ -66,13 +72,13 @@ def visionzip(case: Case) -> Problems:
     features = _features(actual)
     for image, indices in enumerate(actual.indices):
         kept = indices[:dominant]
-        yield from _sound(indices[1:], case.recipe["K"] - 1, case.recipe["N"])
+        yield from find_unsound(indices[1:], case.recipe["K"] - 1, case.recipe["N"])
         if demand(case) is not Demand.SOUND:
             wanted = case.recorded("dominant_idx")[image].sort().values
-            yield from _equal("dominant", kept + 1, wanted)
+            yield from find_differences("dominant", kept + 1, wanted)
         if not case.note:
             tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
-            yield from _close(features[image], case.recorded("features")[image], tolerance)
+            yield from find_distances(features[image], case.recorded("features")[image], tolerance)
 
 
 def prumerge(case: Case) -> Problems:
@@ -100,43 +106,47 @@ def trim(case: Case) -> Problems:
             yield f"{alone.picks.shape[1]} picks and {_rows(alone.extra)} rows for K = {budget}"
     for tile in range(tiles):
         kept = indices[tile, :-1] - tile * tokens.grid.per_tile
-        yield from _sound(kept, case.recorded("keep").shape[1], case.recipe["N"])
+        yield from find_unsound(kept, case.recorded("keep").shape[1], case.recipe["N"])
         if demand(case) is not Demand.SOUND:
-            yield from _equal("keep", kept, case.recorded("keep")[tile])
+            yield from find_differences("keep", kept, case.recorded("keep")[tile])
         if not case.note:
-            yield from _close(rows[tile], case.recorded("features_fp16")[tile].float(), 2e-2)
-        yield from _close(rows[tile, :-1], patches[tile, kept], 0.0)
+            yield from find_distances(
+                rows[tile], case.recorded("features_fp16")[tile].float(), 2e-2
+            )
+        yield from find_distances(rows[tile, :-1], patches[tile, kept], 0.0)
         others = torch.ones(patches.shape[1], dtype=torch.bool).scatter(0, kept, False)
-        yield from _close(rows[tile, -1:], patches[tile, others].float().mean(0)[None], 2e-2)
-    yield from _equal("n_out", torch.tensor(indices.shape[1]), case.recorded("n_out"))
+        yield from find_distances(
+            rows[tile, -1:], patches[tile, others].float().mean(0)[None], 2e-2
+        )
+    yield from find_differences("n_out", torch.tensor(indices.shape[1]), case.recorded("n_out"))
 
 
 def dart(case: Case) -> Problems:
     """Kept tokens in raster order, and the same number with that budget."""
     tokens = RECORDS["dart"](case)
     kept = _native("dart", {}, tokens, case.recipe["K"]).indices[0]
-    yield from _equal("n_out", torch.tensor(kept.numel()), case.recorded("n_out"))
-    yield from _compared(case, kept[None], case.recorded("keep")[None], kept.numel())
+    yield from find_differences("n_out", torch.tensor(kept.numel()), case.recorded("n_out"))
+    yield from compare_picks(case, kept[None], case.recorded("keep")[None], kept.numel())
     for budget in {case.recipe["K"], kept.numel()}:
-        yield from _sound(_select("dart", {}, tokens, budget).picks[0], budget, tokens.count)
+        yield from find_unsound(_select("dart", {}, tokens, budget).picks[0], budget, tokens.count)
 
 
 def fastv(case: Case) -> Problems:
     """Pick order, and the surviving positions of the sequence."""
     tokens = RECORDS["fastv"](case)
     picks = _select("fastv", {}, tokens, case.recipe["K"]).picks
-    yield from _compared(case, picks, case.recorded("order")[None], case.recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order")[None], case.recipe["K"])
     if demand(case) is not Demand.SOUND:
         length = case.given("attn_last_row").shape[1]
         left = surviving_positions(picks, case.recipe["sys"], tokens.count, length)
-        yield from _equal("keep_seq", left[0], case.recorded("keep_seq"))
+        yield from find_differences("keep_seq", left[0], case.recorded("keep_seq"))
 
 
 def pdrop(case: Case) -> Problems:
     """Kept tokens of one stage in raster order."""
     tokens = RECORDS["pdrop"](case)
     kept = _native("pyramiddrop", {}, tokens, case.recipe["K"]).indices[0]
-    yield from _compared(case, kept[None], case.recorded("keep")[None], case.recipe["K"])
+    yield from compare_picks(case, kept[None], case.recorded("keep")[None], case.recipe["K"])
 
 
 def sparsevlm(case: Case) -> Problems:
@@ -149,20 +159,22 @@ def sparsevlm(case: Case) -> Problems:
     sources = recycled_tokens(score, kept[None])[0]
     result = cluster_count(sources.numel())
     clusters = _features(actual)[0][kept.numel() :]
-    yield from _sound(kept, min(case.recipe["K"], tokens.count - 1), tokens.count)
+    yield from find_unsound(kept, min(case.recipe["K"], tokens.count - 1), tokens.count)
     if clusters.shape[0] != result:
         yield f"{clusters.shape[0]} clusters of {sources.numel()} tokens, which make {result}"
     if demand(case) is not Demand.SOUND:
-        yield from _equal("keep", kept, case.recorded("keep"))
+        yield from find_differences("keep", kept, case.recorded("keep"))
     if not case.note:
         rating = find_raters(language, tokens.count)[0].nonzero()[:, 0]
-        yield from _equal("raters", rating, case.recorded("raters"))
-        yield from _close(score, case.recorded("rel")[None], 1e-3)
-        yield from _equal(
+        yield from find_differences("raters", rating, case.recorded("raters"))
+        yield from find_distances(score, case.recorded("rel")[None], 1e-3)
+        yield from find_differences(
             "merge_src", sources.sort().values, case.recorded("merge_src").sort().values
         )
-        yield from _equal("cluster_num", torch.tensor(result), case.recorded("cluster_num"))
-        yield from _close(clusters, case.recorded("merged"), 1e-3)
+        yield from find_differences(
+            "cluster_num", torch.tensor(result), case.recorded("cluster_num")
+        )
+        yield from find_distances(clusters, case.recorded("merged"), 1e-3)
 
 
 def next_order(case: Case) -> Problems:
@@ -171,7 +183,7 @@ def next_order(case: Case) -> Problems:
     side = int(size**0.5)
     kept = case.recorded("keep") + torch.arange(len(case.recorded("keep")))[:, None] * size
     actual = llava_next_order(kept.reshape(1, -1), Grid(side, side, len(kept)))
-    yield from _equal("sequence", actual[0], case.recorded("sequence"))
+    yield from find_differences("sequence", actual[0], case.recorded("sequence"))
 
 
 def clip_chunk(case: Case) -> Problems:
@@ -186,9 +198,9 @@ def clip_chunk(case: Case) -> Problems:
     for row, segment in enumerate(actual):
         padded[row, : len(segment)] = torch.tensor(segment)
         mask[row, : len(segment)] = 1
-    yield from _equal("segments", padded, wanted)
-    yield from _equal("mask", mask, case.recorded("mask"))
-    yield from _equal("pooled_pos", padded.argmax(dim=1), case.recorded("pooled_pos"))
+    yield from find_differences("segments", padded, wanted)
+    yield from find_differences("mask", mask, case.recorded("mask"))
+    yield from find_differences("pooled_pos", padded.argmax(dim=1), case.recorded("pooled_pos"))
 
 
 METHODS: Mapping[str, Callable[[Case], Problems]] = {
@@ -204,6 +216,7 @@ METHODS: Mapping[str, Callable[[Case], Problems]] = {
     "sparsevlm": sparsevlm,
     "next_order": next_order,
     "clip_chunk": clip_chunk,
+    **SELECTIONS,
 }
 
 
@@ -212,12 +225,12 @@ def _prumerge(case: Case, params: dict[str, object], budget: int | None) -> Prob
     actual = _native("prumerge_plus", params, tokens, budget)
     indices, rows = actual.indices[0], _features(actual)[0]
     kept = indices[:-1]
-    yield from _sound(kept, case.recorded("idx").numel(), tokens.count)
+    yield from find_unsound(kept, case.recorded("idx").numel(), tokens.count)
     if demand(case) is Demand.ORDER:
-        yield from _equal("idx", kept, case.recorded("idx"))
-        yield from _close(rows, case.recorded("features"), 1e-3)
+        yield from find_differences("idx", kept, case.recorded("idx"))
+        yield from find_distances(rows, case.recorded("features"), 1e-3)
     elif demand(case) is Demand.SET:
-        yield from _equal("idx", kept.sort().values, case.recorded("idx").sort().values)
+        yield from find_differences("idx", kept.sort().values, case.recorded("idx").sort().values)
 
 
 def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
@@ -244,43 +257,3 @@ def _features(published: PublishedSelection) -> tuple[Tensor, ...]:
 
 def _rows(extra: Tensor | None) -> int:
     return 0 if extra is None else extra.shape[1]
-
-
-def _compared(case: Case, picks: Tensor, wanted: Tensor, count: int) -> Problems:
-    """Picks ``(B, K)`` with those of the published code, as far as the case allows."""
-    for row in picks:
-        yield from _sound(row, count, case.recipe["N"])
-    requested = demand(case)
-    if requested is Demand.ORDER:
-        yield from _equal("order", picks, wanted)
-    elif requested is Demand.SET:
-        yield from _equal("set", picks.sort(dim=1).values, wanted.sort(dim=1).values)
-
-
-def _sound(picks: Tensor, count: int, tokens: int) -> Problems:
-    if picks.numel() != count:
-        yield f"{picks.numel()} indices instead of {count}"
-    if picks.unique().numel() != picks.numel():
-        yield "an index repeats"
-    if picks.numel() and not 0 <= int(picks.min()) <= int(picks.max()) < tokens:
-        yield f"an index lies outside of 0 to {tokens - 1}"
-
-
-def _equal(what: str, actual: Tensor, expected: Tensor) -> Problems:
-    if actual.shape != expected.shape:
-        yield f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    elif not torch.equal(actual, expected):
-        wrong = int((actual != expected).sum())
-        place = int((actual != expected).flatten().nonzero()[0])
-        yield (
-            f"{what}: {wrong} of {actual.numel()} differ, the first at {place}: "
-            f"{int(actual.flatten()[place])} instead of {int(expected.flatten()[place])}"
-        )
-
-
-def _close(actual: Tensor, expected: Tensor, tolerance: float) -> Problems:
-    if actual.shape != expected.shape:
-        yield f"rows: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    elif not torch.allclose(actual.float(), expected.float(), rtol=tolerance, atol=tolerance):
-        apart = float((actual.float() - expected.float()).abs().max())
-        yield f"rows: {apart:.2g} apart, allowed {tolerance}"

@@ -36,21 +36,26 @@ class CDPrunerParams(BasePolicyParams):
     )
 
 
-def _condition(tokens: VisualTokens, given: Tensor) -> Conditioned:
+def _condition(params: CDPrunerParams, tokens: VisualTokens, given: Tensor) -> Conditioned:
     """The cosines of each tile conditioned on the tokens at given ``(B, A)`` that lie in it."""
+    return condition_by_tile(tokens.tile_cosine, tokens, given)
+
+
+def condition_by_tile(similarity: Tensor, tokens: VisualTokens, given: Tensor) -> Conditioned:
+    """Similarity ``(B * T, n, n)`` of each tile conditioned on the tokens at given ``(B, A)``."""
     tiles, size = tokens.grid.tiles, tokens.grid.per_tile
     if tiles == 1:
-        return condition(tokens.tile_cosine, given)
+        return condition(similarity, given)
     tile = torch.arange(tiles, device=given.device)[None, :, None]
     inside = (given // size)[:, None] == tile
     # A token of another tile stands at a place of its own and conditions nothing.
     within = (given % size)[:, None].expand_as(inside)
-    return condition(tokens.tile_cosine, within.flatten(0, 1), inside.flatten(0, 1))
+    return condition(similarity, within.flatten(0, 1), inside.flatten(0, 1))
 
 
 def _continue(params: CDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Greedy MAP from the given tokens: relevance scales the kernel conditioned on them."""
-    conditioned = given.conditioned or _condition(tokens, given.indices)
+    conditioned = given.conditioned or _condition(params, tokens, given.indices)
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = greedy_map(
         tokens.tile_cosine,
@@ -74,6 +79,11 @@ def cdpruner(params: CDPrunerParams, tokens: VisualTokens, budget: int) -> Refer
 
 def _quality(params: CDPrunerParams, tokens: VisualTokens) -> Tensor:
     """Relevance ``(B * T, n)``, normalised over all tiles of an image."""
+    return tokens.by_tile(sharpen(normalised_relevance(tokens), params.theta))
+
+
+def normalised_relevance(tokens: VisualTokens) -> Tensor:
+    """Signed relevance ``(B, N)``, min-max normalised over all tiles of an image."""
     instruction = tokens.require_instruction()
-    r = min_max_normalise(instruction.sign * instruction_relevance(instruction), offset=1e-6)
-    return tokens.by_tile(sharpen(r, params.theta))
+    relevance = instruction.sign * instruction_relevance(instruction)
+    return min_max_normalise(relevance, offset=1e-6)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["pre-LLM selection", "pre-projector merge", "in-LLM pruning"]
+Kind = Literal[
+    "pre-LLM selection", "pre-LLM selection and merge", "pre-projector merge", "in-LLM pruning"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ _ONE_STAGE = (
 _CONSECUTIVE = "positions are consecutive; as published, they have gaps"
 _GLOBAL = "across all tiles"
 _PORTED = "the same rule, as in LightCompress; there is no code by the authors"
+
+_PER_TILE = "K / T per tile"
+_UNCONFIRMED = "K / T per tile (ours; the published settings are not known)"
+_FLOAT32 = "computed in float32 from the features on, where the published code keeps their dtype"
+_MASKED = "chosen tokens are masked, so that none repeats"
 
 PUBLISHED_FORMS: dict[str, PublishedForm] = {
     "cdpruner": PublishedForm(
@@ -149,6 +156,114 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
             "the layer's states, as published, but means of the rows that enter the model",
             "no noise on the density: of two equally dense tokens the lower index is the denser",
             "if no text token is above the mean, as with a single one, all of them are raters",
+        ),
+    ),
+    "cen_divprune": PublishedForm(
+        published="pre-LLM selection",
+        served="the same",
+        llava="as published",
+        llava_next="K / T per tile, mean and weights of each tile",
+        qwen2_5_vl="`scale_variance: true, weight: sigmoid`, as published; the paper reads tokens "
+        "before the merger",
+        ours=(
+            "after the paper alone, which has no code. Its epsilons have no values: 1e-6 each",
+            "the first token is DivPrune's on the centred distance, without the weight",
+            "from a weighted distance of 1e-6 on, the rest comes by weight",
+        ),
+    ),
+    "cen_cdpruner": PublishedForm(
+        published="pre-LLM selection",
+        served="the same",
+        llava="as published; CDPruner's relevance, sign -1",
+        llava_next="K / T per tile, relevance normalised across all tiles",
+        qwen2_5_vl="as `cen_divprune`; relevance as CDPruner there (ours)",
+        ours=(
+            "after the paper alone, which has no code. Its epsilons have no values: 1e-6 each",
+            "beyond the rank of the kernel the rest comes by weight, as in CDPruner",
+            "`relevance: false` is the form that reads no question: a core by it is continued by "
+            "relevance from the same residuals",
+        ),
+    ),
+    "scope": PublishedForm(
+        published="pre-LLM selection",
+        served="the same",
+        llava="as published",
+        llava_next=_UNCONFIRMED,
+        qwen2_5_vl="not served yet: needs the tokens before the merger (ours; a port reads those "
+        "after it)",
+        ours=(
+            _FLOAT32,
+            _MASKED,
+            "a zero row has the cosine 0, where the published code makes all scores NaN",
+            "from a gain of 1e-9 on, the rest comes by attention",
+        ),
+    ),
+    "mmtok": PublishedForm(
+        published="pre-LLM selection",
+        served="the same",
+        llava="as published: words of the question but for the frequent ones, each alone",
+        llava_next=_PER_TILE,
+        qwen2_5_vl="not served yet: needs the tokens before the merger",
+        ours=(
+            _MASKED,
+            "from a gain of 1e-12 on, the rest comes by index",
+            "patches of padding are not excluded: images are cropped or stretched here, not padded",
+            "`words: false` covers the image alone: a core by it is continued with the words",
+        ),
+    ),
+    "prunesid": PublishedForm(
+        published="pre-LLM selection",
+        served="the same, K rows",
+        llava="`mode: cls` is as published",
+        llava_next="K / T per tile; the published code writes kept rows to wrong places",
+        qwen2_5_vl="`mode: qwen`, the rule published for Qwen2-VL",
+        ours=(
+            "an exact decomposition, where the published one is randomised without a seed. It "
+            "waits for the device on a GPU: the one step of any policy that does",
+            "`mode: patch` (default) keeps one more patch instead of the [CLS] row, so that every "
+            "row has an index; K = 1 per tile keeps a patch in any mode",
+            "groups of more than 1000 tokens keep their order, which the published code breaks",
+            "fewer than four tokens are one group; the count K is given, not found from the image",
+        ),
+    ),
+    "holov": PublishedForm(
+        published="pre-LLM selection",
+        served="the same",
+        llava="as published",
+        llava_next="K / T per tile (ours; published: base view and map as one sequence)",
+        qwen2_5_vl="mean attention over queries; bands as published there",
+        ours=(
+            "features are not read: the published variance term gives every band the same share "
+            "of its attention, and quotas are unchanged by it",
+            "a band of one token has the same factor as others: the published code misses 1000",
+            "what a band has no room for goes to other bands: the published code adds zero rows",
+        ),
+    ),
+    "fsr": PublishedForm(
+        published="pre-LLM selection and merge",
+        served="the same, K rows; in a core and in a delta, selection alone",
+        llava="CDPruner's relevance, sign -1: the paper takes that signal and writes plus",
+        llava_next="K / T per tile, relevance normalised across all tiles (ours)",
+        qwen2_5_vl="`alpha: 0.0`: the paper leaves relevance out there",
+        ours=(
+            "after the paper's formulas: its repository is empty",
+            "a focus of more than K tokens is cut at K, and nothing is scanned",
+            "where all priorities are 0 the scan begins as DivPrune",
+            "scan and merge read projected features; merged rows do not depend on the order",
+            "`alpha: 0.0` reads no question: a core by it is continued by priority alone",
+        ),
+    ),
+    "idpruner": PublishedForm(
+        published="pre-LLM selection",
+        served="the same rule with another importance",
+        llava="attention of [CLS] in place of the trained importance (ours)",
+        llava_next="K / T per tile; published: over all images of a request",
+        qwen2_5_vl="mean attention over queries in place of the trained importance (ours)",
+        ours=(
+            "published importance is a trained network's; with attention or relevance its "
+            "published accuracy does not carry over",
+            "attention is the mean over heads; published code that adds 1e-6 to its range sums it",
+            "`importance: relevance` reads the question, for a delta",
         ),
     ),
 }

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
+from vllm_autoprune.ops.filling import fill_by_weight
 from vllm_autoprune.ops.similarity import ALIGNED
 
 EXHAUSTED = 1e-10
@@ -28,9 +28,6 @@ row is rounding."""
 GIVEN = -0.5
 """Residual at or below which a token is one of those that were conditioned on; others are only
 negative by rounding."""
-
-HUGE = 2.0**100
-"""Value of an infinite or NaN quality, when picks are by quality alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,10 @@ def greedy_map_torch(
         columns[column].copy_(update)
         residual.addcmul_(update, update, value=-1)
         flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
-    return _rest_by_quality(torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible)
+    # Gains never increase and NaN persists, so the picks that count come first.
+    return fill_by_weight(
+        torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible, EXHAUSTED
+    )
 
 
 def capped_greedy_map(
@@ -206,22 +206,3 @@ def capped_greedy_map(
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)
     return torch.stack(picks, dim=1)
-
-
-def _rest_by_quality(
-    picks: Tensor, gains: Tensor, quality: Tensor, eligible: Tensor | None
-) -> Tensor:
-    """Replace the picks from the first exhausted gain on by tokens of descending quality.
-
-    All tensors ``(B, count)``. Gains never increase and NaN persists, so the valid picks come
-    first; one stable sort orders them by step, before all other tokens by quality.
-    """
-    count, tokens = picks.shape[1], quality.shape[1]
-    key = quality.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
-    if eligible is not None:
-        key.masked_fill_(~eligible, -torch.inf)
-    priority = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
-    # An extra column takes the priorities of invalid picks and is cut off.
-    key = functional.pad(key, (0, 1))
-    key.scatter_(1, picks.where(gains > EXHAUSTED, tokens), priority.expand_as(picks))
-    return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]

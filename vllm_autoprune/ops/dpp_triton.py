@@ -20,10 +20,10 @@ from torch import Tensor
 from vllm_autoprune.ops.dpp_torch import (
     DIVISOR,
     EXHAUSTED,
-    HUGE,
     Conditioned,
     greedy_map_torch,
 )
+from vllm_autoprune.ops.filling import HUGE
 
 logger = logging.getLogger("vllm.autoprune")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.filling import fill_by_weight
+
 
 def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor) -> Tensor:
     """Pick ``count`` tokens, each the farthest from all tokens chosen before, in pick order.
@@ -30,3 +32,61 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     return torch.stack(picks, dim=1)
+
+
+def weighted_farthest_points(
+    distance: Tensor,
+    weight: Tensor,
+    count: int,
+    *,
+    nearest: Tensor,
+    taken: Tensor,
+    floor: float,
+    leading: Tensor | None = None,
+    fill: Tensor | None = None,
+) -> Tensor:
+    """Pick ``count`` tokens by weight times distance to the tokens chosen before, in pick order.
+
+    Arguments as of :func:`farthest_points`; weight ``(B, N)``, at least 0. Where nothing is chosen
+    yet (nearest is infinite) the first pick is the token farthest from its nearest neighbour,
+    whatever its weight. leading ``(B, count)`` are forced picks, -1 where a pick is free: they come
+    first in their rows. From the first score of at most ``floor`` on, tokens come by descending
+    fill ``(B, N)``, by default the weight.
+    """
+    batch, tokens = nearest.shape
+    first = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
+    rows = distance.reshape(batch * tokens, tokens)
+    free, begins = ~taken, nearest.isinf().all(dim=1)
+    picks, gains = [], []
+    for step in range(count):
+        score = weight * nearest
+        if step == 0:
+            score = torch.where(begins[:, None], distance_to_others(distance), score)
+        gain, pick = score.masked_fill(taken, -torch.inf).max(dim=1)
+        if step == 0:
+            gain = gain.masked_fill(begins, torch.inf)
+        if leading is not None:
+            forced = leading[:, step] >= 0
+            pick = torch.where(forced, leading[:, step], pick)
+            gain = gain.masked_fill(forced, torch.inf)
+        picks.append(pick)
+        gains.append(gain)
+        taken = taken.scatter(1, pick[:, None], True)
+        # fmin ignores NaN, which minimum would spread to all tokens.
+        nearest = torch.fmin(nearest, rows.index_select(0, first + pick))
+    if not picks:
+        return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
+    fill = weight if fill is None else fill
+    return fill_by_weight(torch.stack(picks, 1), torch.stack(gains, 1), fill, free, floor)
+
+
+def distance_to_others(distance: Tensor) -> Tensor:
+    """Distance ``(B, N)`` of each token to the nearest other one, from distances ``(B, N, N)``."""
+    tokens = distance.shape[1]
+    own = torch.eye(tokens, dtype=torch.bool, device=distance.device)
+    return distance.masked_fill(own, torch.inf).amin(dim=1)
+
+
+def distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
+    """Distance ``(B, N)`` of each token to the nearest kept one, by a mask ``(B, N)``."""
+    return distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)

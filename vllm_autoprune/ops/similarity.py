@@ -28,6 +28,9 @@ _ROWS = 576
 _CACHED = 2**18
 """Float32 numbers that fit in the cache: 1 MiB."""
 
+NONZERO_NORM = 1e-12
+"""Lower bound of a norm that is divided by, for rows that were cast to float32."""
+
 _NONZERO = 1e-30
 """Lower bound of a norm that is divided by."""
 
@@ -99,6 +102,12 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
             else:
                 torch.mm(unit, unit.T, out=gram)
     return out
+
+
+def plain_cosines(rows: Tensor) -> Tensor:
+    """Cosines ``(B, n, n)`` between rows ``(B, n, D)`` float32."""
+    norm: Tensor = rows.norm(dim=-1, keepdim=True)
+    return cosines(rows, norm.clamp_min(NONZERO_NORM))
 
 
 def _groups(batch: int, tokens: int, rows: int) -> Iterator[slice]:

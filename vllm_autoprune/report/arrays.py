@@ -78,7 +78,7 @@ def _unknown_arrays(arrays: Mapping[str, Array]) -> list[Problem]:
 
 def _missing_arrays(arrays: Mapping[str, Array], policy: PruningPolicy) -> list[Problem]:
     required = ["features"]
-    if "cls_attention" in policy.base.needs:
+    if "cls_attention" in policy.base.needs_of(policy.state.base_policy.params):
         required.append("cls_attention")
     present = {"patches", "text", "sign"} & arrays.keys()
     if "instruction" in policy.needs or present:

@@ -99,11 +99,14 @@ class Given:
 Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 """(params, tokens, K) -> exactly K rows per image; needs K < N."""
 
-Condition = Callable[[VisualTokens, Tensor], Conditioned]
-"""(tokens, given ``(B, A)``) -> what the continuation reads of them, whatever the question."""
+Condition = Callable[[P, VisualTokens, Tensor], Conditioned]
+"""(params, tokens, given ``(B, A)``) -> what the continuation reads of them for every question."""
 
 Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 """(params, tokens, K, given) -> picks ``(B, K)`` that continue from the given tokens."""
+
+Reads = Callable[[P], frozenset[Need]]
+"""params -> inputs that the policy reads with them."""
 
 SelectAsPublished = Callable[[P, VisualTokens, int | None], PublishedSelection]
 """(params, tokens, K) -> output of the published code, which need not have K rows.
@@ -114,7 +117,11 @@ With K = None the method chooses its own count; a method that cannot raises Sele
 
 @dataclass(frozen=True, slots=True)
 class BasePolicy:
-    """One human-designed token selector."""
+    """One human-designed token selector.
+
+    ``needs`` holds every input that it reads with some parameters. ``core`` is the call of its form
+    that reads no question, as a state's core takes it, None where there is no such form.
+    """
 
     name: str
     call: type[BasePolicyCall]
@@ -123,7 +130,25 @@ class BasePolicy:
     function: Callable[..., ReferenceSelection]
     published: Callable[..., PublishedSelection] | None = None
     continuation: Callable[..., Tensor] | None = None
-    condition: Condition | None = None
+    condition: Callable[..., Conditioned] | None = None
+    reads: Callable[..., frozenset[Need]] | None = None
+    core: type[BasePolicyCall] | None = None
+
+    @property
+    def default_params(self) -> BasePolicyParams:
+        """The parameters of a call that gives none."""
+        return self.call.model_validate({"name": self.name}).params
+
+    def question_free_params(self, params: BasePolicyParams) -> BasePolicyParams:
+        """The parameters of the form that reads no question, the others as given."""
+        assert self.core is not None
+        model = type(self.core.model_validate({"name": self.name}).params)
+        fixed = set(model.__annotations__) if model is not type(params) else set()
+        return model.model_validate(params.model_dump(exclude=fixed))
+
+    def needs_of(self, params: BasePolicyParams) -> frozenset[Need]:
+        """Optional inputs that the policy reads with these parameters."""
+        return self.needs if self.reads is None else self.reads(params)
 
     def select(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int
@@ -198,13 +223,17 @@ def base_policy(
     needs: frozenset[Need] = frozenset(),
     native: SelectAsPublished[P] | None = None,
     given: Continue[P] | None = None,
-    condition: Condition | None = None,
+    condition: Condition[P] | None = None,
+    reads: Reads[P] | None = None,
+    core: type[P] | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
     ``native`` is the method as published, if it returns anything other than K picks; ``given``
     continues a greedy method from tokens that are kept already, and ``condition`` is the part of
-    that which depends on the image alone.
+    that which depends on the image alone. ``reads`` says what a call reads, where parameters decide
+    that, and ``core`` are the parameters of the form that reads no question, where ``needs`` has
+    one.
     """
 
     def register(function: Select[P]) -> Select[P]:
@@ -212,38 +241,49 @@ def base_policy(
         if name in BASE_POLICIES:
             raise ValueError(f"base policy {name!r} is declared twice")
         doc = (function.__doc__ or "").strip().splitlines()[0]
-        call = create_model(
-            f"{name.capitalize()}BasePolicy",
-            __base__=BasePolicyCall,
-            __doc__=doc,
-            name=(literal_type(name), ...),
-            params=(params, params()),
+        call = _call(f"{name.capitalize()}BasePolicy", name, doc, params)
+        alone = None
+        if needs.isdisjoint(INSTRUCTION_NEEDS):
+            alone = call
+        elif core is not None:
+            alone = _call(f"{name.capitalize()}CorePolicy", name, doc, core)
+        BASE_POLICIES[name] = BasePolicy(
+            name, call, needs, doc, function, native, given, condition, reads, alone
         )
-        BASE_POLICIES[name] = BasePolicy(name, call, needs, doc, function, native, given, condition)
         return function
 
     return register
 
 
-INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "language"})
+def _call(title: str, name: str, doc: str, params: type[BasePolicyParams]) -> type[BasePolicyCall]:
+    return create_model(
+        title,
+        __base__=BasePolicyCall,
+        __doc__=doc,
+        name=(literal_type(name), ...),
+        params=(params, params()),
+    )
+
+
+INSTRUCTION_NEEDS: frozenset[Need] = frozenset({"instruction", "words", "language"})
 """Inputs that differ between two questions about one image."""
 
 
 class _OneBasePolicy:
-    def __init__(self, without: frozenset[Need] = frozenset()) -> None:
-        self._without = without
+    def __init__(self, *, core: bool = False) -> None:
+        self._core = core
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         choices = {
-            name: handler.generate_schema(policy.call)
+            name: handler.generate_schema(call)
             for name, policy in BASE_POLICIES.items()
-            if policy.needs.isdisjoint(self._without)
+            if (call := policy.core if self._core else policy.call) is not None
         }
         return core_schema.tagged_union_schema(choices, discriminator="name")
 
 
 AnyBasePolicy = Annotated[BasePolicyCall, _OneBasePolicy()]
-QuestionFreePolicy = Annotated[BasePolicyCall, _OneBasePolicy(without=INSTRUCTION_NEEDS)]
+QuestionFreePolicy = Annotated[BasePolicyCall, _OneBasePolicy(core=True)]
 """A base policy that keeps the same tokens for every question."""

@@ -1,7 +1,8 @@
 """VisualTokens: the input record of all atoms and base policies.
 
 Shapes: B images of equal N and K, T tiles per image, n = N / T tokens per tile, D feature width,
-C width of the space in which relevance is measured, M text segments, Dv width of the vision tower.
+C width of the space in which relevance is measured, M text segments, Dv width of the vision tower,
+W words of the instruction.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.similarity import cosines, cosines_with
+from vllm_autoprune.ops.similarity import cosines, cosines_with, plain_cosines
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 
-Need = Literal["cls_attention", "instruction", "tower", "next_layer", "language"]
+Need = Literal[
+    "cls_attention", "instruction", "encoder", "tower", "next_layer", "words", "language"
+]
 """An optional input of :class:`VisualTokens`, computed only for states that read it.
 
 ``next_layer`` is ``VisualTokens.tower.next_layer``; the others are fields of VisualTokens.
@@ -72,6 +75,17 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Words:
+    """Input embeddings of the instruction's words in the language model.
+
+    embeddings ``(B, W, D)``, one row per token of a word; used ``(B, W)`` bool, false for padding.
+    """
+
+    embeddings: Tensor
+    used: Tensor
+
+
+@dataclass(frozen=True)
 class NextLayer:
     """Attention of the layer after the one that the projector reads, computed as a single head.
 
@@ -113,9 +127,10 @@ class VisualTokens:
 
     features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
     vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is a precomputed
-    :attr:`cosine`, which depends on the image alone and takes half the time of a selection; tower
-    and language are further inputs of some base policies; tile_scope is the scope in which the
-    redundancy signal compares tokens.
+    :attr:`cosine`, which depends on the image alone and takes half the time of a selection; encoder
+    ``(B, N, Dv)`` are the tokens before the projector, or before the merger the mean of the patches
+    that make a token; tower, words and language are further inputs of some base policies;
+    tile_scope is the scope in which the redundancy signal compares tokens.
     """
 
     features: Tensor
@@ -126,6 +141,8 @@ class VisualTokens:
     tower: TowerStates | None = None
     language: LanguagePrefix | None = None
     tile_scope: TileScope = "per_tile"
+    encoder: Tensor | None = None
+    words: Words | None = None
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3:
@@ -138,7 +155,11 @@ class VisualTokens:
                 f"features hold N = {tokens} tokens but the grid {self.grid.height} x "
                 f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
             )
-        inputs = {"cls_attention": self.cls_attention, "known_cosine": self.known_cosine}
+        inputs = {
+            "cls_attention": self.cls_attention,
+            "known_cosine": self.known_cosine,
+            "encoder": self.encoder,
+        }
         if self.instruction is not None:
             inputs["instruction.patches"] = self.instruction.patches
         if self.tower is not None:
@@ -185,6 +206,13 @@ class VisualTokens:
             return self.cosine
         return cosines(self.by_tile(self.features), self.by_tile(self.norm))
 
+    @cached_property
+    def precise_tile_cosine(self) -> Tensor:
+        """:attr:`tile_cosine` of features cast to float32 before they are divided by their norm."""
+        if self.features.dtype == torch.float32:
+            return self.tile_cosine
+        return plain_cosines(self.by_tile(self.features).float())
+
     @property
     def scoped_cosine(self) -> Tensor:
         """:attr:`tile_cosine` or :attr:`cosine`, as ``tile_scope`` says; first axis B or B * T."""
@@ -216,6 +244,18 @@ class VisualTokens:
         if self.cls_attention is None:
             raise _missing("the attention of [CLS]", "cls_attention")
         return self.cls_attention
+
+    def require_encoder(self) -> Tensor:
+        """Tokens before the projector ``(B, N, Dv)``; :class:`SelectionError` if missing."""
+        if self.encoder is None:
+            raise _missing("the tokens before the projector", "encoder")
+        return self.encoder
+
+    def require_words(self) -> Words:
+        """The instruction's words; raises :class:`SelectionError` if they are missing."""
+        if self.words is None:
+            raise _missing("the instruction's words", "words")
+        return self.words
 
     def require_tower(self) -> TowerStates:
         """The vision tower's states; raises :class:`SelectionError` if they are missing."""

@@ -37,15 +37,13 @@ from vllm_autoprune import (
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, min_max_normalise
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, Given
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
 from vllm_autoprune.tpdsl.executor.materialize import core_policy, delta_policy
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.executor.refine import give_core, keep_reference, select_tokens
 from vllm_autoprune.tpdsl.tokens import NextLayer
 
-QUESTION_FREE = [
-    name for name, policy in BASE_POLICIES.items() if policy.needs.isdisjoint(INSTRUCTION_NEEDS)
-]
+QUESTION_FREE = [name for name, policy in BASE_POLICIES.items() if policy.core is not None]
 CORES: dict[str, dict[str, object]] = {
     "divprune": {"share": 0.5},
     "global": {
@@ -184,7 +182,9 @@ def test_a_delta_from_cached_factors_is_the_same() -> None:
     )
     condition = policy.base.condition
     assert condition is not None
-    known = dataclasses.replace(plain, conditioned=condition(tokens, plain.indices))
+    known = dataclasses.replace(
+        plain, conditioned=condition(policy.state.base_policy.params, tokens, plain.indices)
+    )
     fresh, kept = (select_tokens(delta_policy(policy), tokens, part) for part in (plain, known))
     assert torch.equal(fresh.indices, kept.indices)
 

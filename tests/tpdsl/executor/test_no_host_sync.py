@@ -14,7 +14,7 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_reference
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.states.load import shipped_states
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 
 def shapes_alone(device: str, grid: Grid, dtype: torch.dtype) -> VisualTokens:
@@ -46,6 +46,8 @@ def shapes_alone(device: str, grid: Grid, dtype: torch.dtype) -> VisualTokens:
         Instruction(empty(3, count, 16), empty(3, 2, 16), empty(3, 2, dtype=torch.bool), sign=-1),
         tower=tower,
         language=language,
+        encoder=tower.patches,
+        words=Words(empty(3, text, 32, dtype=dtype), empty(3, text, dtype=torch.bool)),
     )
 
 

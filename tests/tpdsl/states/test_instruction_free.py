@@ -5,7 +5,7 @@ import torch
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import PruningState, StateError, VisualTokens, load_state, materialize, refine
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.instruction_free import NEAREST, instruction_free
 
 
@@ -16,9 +16,30 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
 
 
 def test_substitutes_of_base_policies_read_no_instruction() -> None:
-    readers = {n for n, policy in BASE_POLICIES.items() if policy.needs & INSTRUCTION_NEEDS}
+    readers = {name for name, policy in BASE_POLICIES.items() if policy.core is None}
     assert set(NEAREST) == readers
     assert not {other for other, _ in NEAREST.values()} & readers
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "kept"),
+    [
+        ("cen_cdpruner", {"relevance": False}, {"scale_variance": True}),
+        ("mmtok", {"words": False}, {"alpha": 0.25}),
+        ("fsr", {"alpha": 0.0}, {"rho": 0.5}),
+        ("idpruner", {"importance": "attention"}, {"balance": 0.25}),
+    ],
+)
+def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
+    policy: str, params: dict[str, object], kept: dict[str, object]
+) -> None:
+    asking = {"importance": "relevance"} if policy == "idpruner" else {}
+    before = state({"/base_policy": {"name": policy, "params": {**kept, **asking}}})
+    after = instruction_free(before).state.base_policy
+    assert after.name == policy
+    assert after.params.model_dump() == {
+        **before.base_policy.params.model_dump(), **params, **kept
+    }  # fmt: skip
 
 
 def test_the_same_tokens_for_two_questions() -> None:

@@ -12,6 +12,7 @@ from vllm_autoprune.serving.shared.plan import Chooser, runs_policy
 from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
 from vllm_autoprune.serving.shared.state_codec import encode_state
+from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -50,7 +51,7 @@ class ImageChoice:
     @property
     def reads_instruction(self) -> bool:
         """True where two questions on this image may keep different tokens."""
-        return not self.needs.isdisjoint({"instruction", "language"})
+        return not self.needs.isdisjoint(INSTRUCTION_NEEDS)
 
 
 def resolve_choices(

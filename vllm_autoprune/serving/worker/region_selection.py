@@ -156,7 +156,7 @@ def _conditioned(
         return given
     conditioned = [context.cores.conditioned(key) for key in keys]
     if any(one is None for one in conditioned):
-        fresh = condition(tokens, given.indices)
+        fresh = condition(policy.state.base_policy.params, tokens, given.indices)
         for i, key in enumerate(keys):
             if conditioned[i] is None:
                 conditioned[i] = own = fresh.select(i, len(keys))

@@ -134,7 +134,8 @@ declare(
 
 
 def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
-    return BASE_POLICIES[call.policy].needs if call.weight > 0 else frozenset()
+    second = BASE_POLICIES[call.policy]
+    return second.needs_of(second.default_params) if call.weight > 0 else frozenset()
 
 
 @atom(
@@ -146,8 +147,7 @@ def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
 def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
     second = BASE_POLICIES[call.policy]
-    params = second.call.model_validate({"name": call.policy}).params
-    picks = second.select(params, known.tokens, known.budget).picks
+    picks = second.select(second.default_params, known.tokens, known.budget).picks
     return _prior(mask_from_indices(picks, known.tokens.count), 1 - call.weight)
 
 

@@ -15,7 +15,7 @@ def inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     # A norm is finite only if all components are, and the norms are computed anyway.
     readable = tokens.norm.isfinite().flatten(1).all(dim=1)
     inputs: list[Tensor] = []
-    needs = policy.base.needs
+    needs = policy.base.needs_of(policy.state.base_policy.params)
     if "instruction" in needs and tokens.instruction is not None:
         if tokens.instruction.patches is not tokens.features:
             inputs.append(tokens.instruction.patches)
@@ -23,6 +23,11 @@ def inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
         inputs.append(torch.where(used, tokens.instruction.text, 0.0))
     if "cls_attention" in needs and tokens.cls_attention is not None:
         inputs.append(tokens.cls_attention[:, :, None])
+    if "encoder" in needs and tokens.encoder is not None:
+        inputs.append(tokens.encoder)
+    if "words" in needs and tokens.words is not None:
+        used = tokens.words.used[:, :, None]
+        inputs.append(torch.where(used, tokens.words.embeddings, 0.0))
     if "tower" in needs and tokens.tower is not None:
         inputs += [tokens.tower.patches, tokens.tower.keys]
     if "next_layer" in needs and tokens.tower is not None:

@@ -11,7 +11,7 @@ from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.tpdsl.atoms.budget import run_budget
 from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicy
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 from vllm_autoprune.tpdsl.states.state import SCHEMA, Core, PruningState, required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -66,7 +66,7 @@ class PruningPolicy:
     @property
     def reads_instruction(self) -> bool:
         """Whether two questions about one image may keep different tokens."""
-        return not self.needs.isdisjoint({"instruction", "language"})
+        return not self.needs.isdisjoint(INSTRUCTION_NEEDS)
 
     @property
     def falls_back(self) -> bool:

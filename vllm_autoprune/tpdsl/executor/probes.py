@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 _BATCH = 2
 _WIDTH = 32
@@ -41,13 +48,19 @@ class _Probe:
         features, patches = self._clustered(_WIDTH), self._clustered(16)
         used = torch.ones(_BATCH, 1, dtype=torch.bool)
         instruction = Instruction(patches, self._normal(_BATCH, 1, 16), used, sign=1)
+        attention = self._normal(_BATCH, self._grid.tokens).softmax(dim=1)
+        tower, language = self._tower(), self._language(features)
+        text = language.recorded_embeddings
+        assert text is not None
         return VisualTokens(
             features,
             self._grid,
-            cls_attention=self._normal(_BATCH, self._grid.tokens).softmax(dim=1),
+            cls_attention=attention,
             instruction=instruction,
-            tower=self._tower(),
-            language=self._language(features),
+            tower=tower,
+            language=language,
+            encoder=tower.patches,
+            words=Words(text[:, -_TEXT:], language.text),
         )
 
     def _tower(self) -> TowerStates:

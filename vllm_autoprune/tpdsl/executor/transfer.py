@@ -201,7 +201,7 @@ def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[Re
         means = f"redundancy is measured {scope}"
         fields.append(Resolved("/source/tokens/tile_scope", view.tile_scope, means))
     no_cls = backbone is not None and not backbone.has_cls
-    if no_cls and "cls_attention" in policy.base.needs:
+    if no_cls and "cls_attention" in policy.base.needs_of(state.base_policy.params):
         fields.append(Resolved("/base_policy/name", policy.base.name, _NO_CLS))
     for index, call in enumerate(state.scoring.signals):
         where = f"/scoring/signals/{index}"

@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly import (
     PRINTED,
 )
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Atom, AtomCall, Group
 from vllm_autoprune.tpdsl.states.state import Core
 
@@ -38,10 +38,8 @@ _AXES = {
 }
 
 
-CORE_POLICIES = tuple(
-    name for name, policy in BASE_POLICIES.items() if policy.needs.isdisjoint(INSTRUCTION_NEEDS)
-)
-"""Base policies that may choose the core: those that do not read the question."""
+CORE_POLICIES = tuple(name for name, policy in BASE_POLICIES.items() if policy.core is not None)
+"""Base policies that may choose the core: those with a form that does not read the question."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    INSTRUCTION_NEEDS,
+    BasePolicyCall,
+)
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState, required_inputs
@@ -24,7 +28,7 @@ NEAREST = {
     "pyramiddrop": ("visionzip", "attention of the vision tower in place of the language model's"),
     "sparsevlm": ("visionzip", "attention of the vision tower in place of the language model's"),
 }
-"""Base policy that reads the instruction -> the most similar one that does not, with the reason."""
+"""Base policy that always reads the instruction -> the most similar one that does not, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,8 @@ def instruction_free(state: PruningState, name: str | None = None) -> Instructio
     if state.core is not None and state.core.share < 1:
         del after["core"]
         why["/core"] = "without the instruction, questions share all KV blocks anyway"
-    if BASE_POLICIES[policy].needs & INSTRUCTION_NEEDS:
-        other, why["/base_policy"] = NEAREST[policy]
-        after["base_policy"] = {"name": other, "params": {}}
+    if BASE_POLICIES[policy].needs_of(state.base_policy.params) & INSTRUCTION_NEEDS:
+        after["base_policy"], why["/base_policy"] = _question_free(state.base_policy)
     scoring = after["scoring"]
     assert isinstance(scoring, dict)
     kept: list[JsonValue] = [
@@ -78,6 +81,17 @@ def instruction_free(state: PruningState, name: str | None = None) -> Instructio
             for change in list_changes(before, variant.model_dump(mode="json"))
         ),
     )
+
+
+def _question_free(call: BasePolicyCall) -> tuple[JsonValue, str]:
+    """The base policy's own form without the question, else the most similar policy; and why."""
+    policy = BASE_POLICIES[call.name]
+    if policy.core is not None:
+        params = policy.question_free_params(call.params)
+        own = {"name": call.name, "params": params.model_dump(mode="json")}
+        return own, "the same policy in its form that reads no question"
+    other, reason = NEAREST[call.name]
+    return {"name": other, "params": {}}, reason
 
 
 def _reason(where: str, why: dict[str, str]) -> str:

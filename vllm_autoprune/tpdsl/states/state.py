@@ -24,7 +24,12 @@ from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
 from vllm_autoprune.tpdsl.atoms.scoring import Signal
 from vllm_autoprune.tpdsl.atoms.source import Source, is_idle
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, AnyBasePolicy, QuestionFreePolicy
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    AnyBasePolicy,
+    BasePolicyCall,
+    QuestionFreePolicy,
+)
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
@@ -241,11 +246,15 @@ def known_base_policies() -> list[str]:
     return list(BASE_POLICIES)
 
 
+def _needs(call: BasePolicyCall) -> frozenset[Need]:
+    return BASE_POLICIES[call.name].needs_of(call.params)
+
+
 def required_inputs(state: PruningState, *, exchange: bool) -> frozenset[Need]:
     """Optional inputs that a state reads, with or without its exchange."""
-    needs = set(BASE_POLICIES[state.base_policy.name].needs)
+    needs = set(_needs(state.base_policy))
     if state.core is not None:
-        needs |= BASE_POLICIES[state.core.policy.name].needs
+        needs |= _needs(state.core.policy)
     calls: list[AtomCall] = [state.reassembly]
     if exchange or orders_by_quality(state.reassembly):
         signals = [call for call in state.scoring.signals if call.weight > 0]

@@ -1,0 +1,191 @@
+"""FSR: focus on relevant and attended tokens, scan for the rest of the image, refine by merging.
+
+Source: "Focus, Scan, Refine" (arXiv 2602.05809), the paper's formulas: there is no code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.farthest import weighted_farthest_points
+from vllm_autoprune.ops.rowwise import gather_rows, min_max_normalise, rank_descending
+from vllm_autoprune.ops.similarity import matmul_each
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    Given,
+    PublishedSelection,
+    ReferenceSelection,
+    base_policy,
+    require_budget,
+)
+from vllm_autoprune.tpdsl.tiles import (
+    TileGroup,
+    join_groups,
+    join_tiles,
+    split_over_tiles,
+    tile_groups,
+)
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+
+FLOOR = 1e-6
+"""Distance at or below which the other tokens come by priority."""
+
+
+class FSRParams(BasePolicyParams):
+    """Parameters of FSR."""
+
+    alpha: float = Field(
+        3.0, ge=0.0, le=8.0, description="exponent of relevance in a token's priority; 0: none"
+    )
+    beta: float = Field(
+        1.0, ge=0.0, le=8.0, description="exponent of the attention of [CLS] in the priority"
+    )
+    rho: float = Field(
+        0.9, ge=0.0, le=1.0, description="share of all priority that the focus reaches"
+    )
+    kappa: float = Field(
+        1.0,
+        ge=0.0,
+        le=64.0,
+        description="tokens merged into those of the scan, per token of the scan; 0: none",
+    )
+
+
+class FSRCoreParams(FSRParams):
+    """Parameters of FSR without the question."""
+
+    alpha: float = Field(0.0, ge=0.0, le=0.0, description="a core reads no question")
+
+
+def _reads(params: FSRParams) -> frozenset[Need]:
+    attention: frozenset[Need] = frozenset({"cls_attention"})
+    return attention | {"instruction"} if params.alpha > 0 else attention
+
+
+def _continue(params: FSRParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Tokens of highest priority: the scan has no part in a continuation [ours]."""
+    order = tokens.by_tile(priority(params, tokens).masked_fill(given.closed, -torch.inf))
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = rank_descending(order)[:, : shares[0]]
+    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+
+
+def native(params: FSRParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+    """Per tile, focus by priority and then the scan, with merged rows in float32."""
+    share = require_budget("fsr", budget) // tokens.grid.tiles
+    whole = TileGroup(0, tokens.grid.tiles, share)
+    chosen = _choose(params, tokens, whole)
+    rows = merge_into_scan(params, chosen, whole.of(tokens.features, tokens).float())
+    picks = whole.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
+    return PublishedSelection(tuple(picks), tuple(rows.reshape(*picks.shape, -1)))
+
+
+@base_policy(
+    FSRParams,
+    needs=frozenset({"cls_attention", "instruction"}),
+    native=native,
+    given=_continue,
+    reads=_reads,
+    core=FSRCoreParams,
+)
+def fsr(params: FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Tokens of high priority, then those farthest from them, with their neighbours merged in."""
+    groups = tile_groups(tokens, budget)
+    picks, merged = [], []
+    for group in groups:
+        chosen = _choose(params, tokens, group)
+        picks.append(group.within_image(chosen.picks, tokens))
+        if params.kappa > 0:
+            rows = group.of(tokens.features, tokens).float()
+            merged.append(merge_into_scan(params, chosen, rows).to(tokens.features.dtype))
+    return ReferenceSelection(
+        join_groups(picks, groups, tokens), join_groups(merged, groups, tokens) if merged else None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Picks ``(R, K)`` of R tiles: the first focus ``(R, 1)`` of them, then the scan.
+
+    priority ``(R, n)``; similarity ``(R, n, n)``.
+    """
+
+    picks: Tensor
+    focus: Tensor
+    priority: Tensor
+    similarity: Tensor
+
+
+def priority(params: FSRParams, tokens: VisualTokens) -> Tensor:
+    """phi = relevance^alpha * attention^beta ``(B, N)``, attention normalised in each tile."""
+    attention = min_max_normalise(tokens.by_tile(tokens.require_cls_attention().float()))
+    phi = tokens.by_image(attention**params.beta)
+    if params.alpha == 0:
+        return phi
+    instruction = tokens.require_instruction()
+    relevance = instruction.sign * instruction_relevance(instruction)
+    return phi * min_max_normalise(relevance) ** params.alpha
+
+
+def focus_size(phi: Tensor, rho: float) -> Tensor:
+    """Least number ``(R, 1)`` of tokens whose priority reaches the share rho of all ``(R, n)``."""
+    reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
+    total = reached[:, -1:]
+    # Where all priorities are 0 no token is needed.
+    return torch.where(total > 0, (reached < rho * total).sum(dim=1, keepdim=True) + 1, 0)
+
+
+def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> Chosen:
+    phi = group.of(priority(params, tokens), tokens)
+    size, count = phi.shape[1], group.share
+    similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
+    focus = focus_size(phi, params.rho).clamp_max(count)
+    leading = rank_descending(phi)[:, :count]
+    leading = leading.where(torch.arange(count, device=phi.device) < focus, -1)
+    nothing = torch.zeros_like(phi, dtype=torch.bool)
+    picks = weighted_farthest_points(
+        1 - similarity,
+        torch.ones_like(phi),
+        count,
+        nearest=torch.full_like(phi, torch.inf),
+        taken=nothing,
+        floor=FLOOR,
+        leading=leading,
+        fill=phi,
+    )
+    assert similarity.shape[-1] == size
+    return Chosen(picks, focus, phi, similarity)
+
+
+def merge_into_scan(params: FSRParams, chosen: Chosen, rows: Tensor) -> Tensor:
+    """Rows ``(R, K, D)`` of the picks, from rows ``(R, n, D)`` float32 of all tokens.
+
+    Each other token goes with its most similar pick of the scan; the most similar of these pairs
+    are merged, by priority.
+    """
+    picks, count = chosen.picks, chosen.picks.shape[1]
+    size = rows.shape[1]
+    in_scan = torch.arange(count, device=picks.device) >= chosen.focus
+    towards = chosen.similarity.gather(2, picks[:, None, :].expand(-1, size, -1))
+    towards = towards.masked_fill(~in_scan[:, None, :], -torch.inf)
+    nearness, owner = towards.max(dim=2)
+    nearness = nearness.scatter(1, picks, -torch.inf)
+    turn = torch.arange(size, device=picks.device).expand(len(picks), -1)
+    place = torch.zeros_like(turn).scatter_(1, rank_descending(nearness), turn)
+    pairs = (params.kappa * in_scan.sum(dim=1, keepdim=True).double()).floor()
+    merges = (place < pairs) & (nearness > -torch.inf)
+    share = torch.where(merges, chosen.priority, 0.0)
+    weights = rows.new_zeros(len(picks), size, count).scatter_(
+        2, owner[:, :, None], share[:, :, None]
+    )
+    own = chosen.priority.gather(1, picks)
+    total = own + weights.sum(dim=1)
+    plain = gather_rows(rows, picks)
+    mixed = own[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
+    changed = in_scan & (total > 0) & (weights.sum(dim=1) > 0)
+    return torch.where(changed[:, :, None], mixed / total[:, :, None], plain)

@@ -1,0 +1,144 @@
+"""IDPruner's selection: maximal marginal relevance of important and dissimilar tokens.
+
+Source: IDPruner (arXiv 2602.13315) and its published code in AngelSlim, whose importance is a
+trained network. Here importance is attention or relevance [ours], so its published accuracy does
+not carry over.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.farthest import distance_to_kept
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+
+_OFFSET = 1e-6
+"""Added to the range that importance is divided by, as published."""
+
+
+class IDPrunerParams(BasePolicyParams):
+    """Parameters of IDPruner."""
+
+    balance: float = Field(
+        0.5, ge=0.0, le=1.0, description="share of importance; the rest is dissimilarity (lambda)"
+    )
+    importance: Literal["attention", "relevance"] = Field(
+        "attention", description="attention of [CLS], or relevance to the question"
+    )
+
+
+class IDPrunerCoreParams(IDPrunerParams):
+    """Parameters of IDPruner without the question."""
+
+    importance: Literal["attention"] = Field("attention", description="a core reads no question")
+
+
+def _reads(params: IDPrunerParams) -> frozenset[Need]:
+    if params.importance == "attention":
+        return frozenset({"cls_attention"})
+    return frozenset({"instruction"})
+
+
+def _continue(params: IDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Marginal relevance, starting from the similarity to the given tokens."""
+    kept = mask_from_indices(given.indices, tokens.count)
+    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
+
+
+@base_policy(
+    IDPrunerParams,
+    needs=frozenset({"cls_attention", "instruction"}),
+    given=_continue,
+    reads=_reads,
+    core=IDPrunerCoreParams,
+)
+def idpruner(params: IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Marginal relevance: the most important tokens that are unlike those picked before."""
+    nothing = torch.zeros(
+        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
+    )
+    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
+
+
+def _picks(
+    params: IDPrunerParams,
+    tokens: VisualTokens,
+    budget: int,
+    kept: Tensor,
+    closed: Tensor,
+    first: int,
+) -> Tensor:
+    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = marginal_relevance(
+        _importance(params, tokens),
+        tokens.precise_tile_cosine,
+        shares[0],
+        params.balance,
+        kept=tokens.by_tile(kept),
+        taken=tokens.by_tile(closed),
+    )
+    return join_tiles(picks, tokens, shares, first)
+
+
+def _importance(params: IDPrunerParams, tokens: VisualTokens) -> Tensor:
+    """Importance ``(B * T, n)`` in [0, 1], normalised within each tile."""
+    if params.importance == "attention":
+        score = tokens.require_cls_attention().float()
+    else:
+        instruction = tokens.require_instruction()
+        score = instruction.sign * instruction_relevance(instruction)
+    score = tokens.by_tile(score)
+    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
+    return (score - low) / (high - low + _OFFSET)
+
+
+def marginal_relevance(
+    importance: Tensor,
+    similarity: Tensor,
+    count: int,
+    balance: float,
+    *,
+    kept: Tensor,
+    taken: Tensor,
+) -> Tensor:
+    """Picks ``(R, count)`` by balance * importance - (1 - balance) * similarity to the picks.
+
+    importance ``(R, n)``, similarity ``(R, n, n)``; kept ``(R, n)`` bool are picked already, taken
+    ``(R, n)`` bool excludes tokens. Unique in each row; ties go to the lower index.
+    """
+    rows, size = importance.shape
+    first = torch.arange(0, rows * size, size, device=importance.device)
+    flat = similarity.reshape(rows * size, size)
+    closest = -distance_to_kept(-similarity, kept)
+    free, begins = ~taken, ~kept.any(dim=1, keepdim=True)
+    picks: list[Tensor] = []
+    for _ in range(count):
+        score = balance * importance - (1 - balance) * closest
+        # Where nothing is kept yet, the most important token comes first.
+        score = torch.where(begins, importance, score)
+        score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        # NaN counts less than any number, but more than a token that is taken.
+        score = torch.where(free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf)
+        pick = score.argmax(dim=1)
+        picks.append(pick)
+        free = free.scatter(1, pick[:, None], False)
+        row = flat.index_select(0, first + pick)
+        closest = torch.where(begins, row, torch.fmax(closest, row))
+        begins = torch.zeros_like(begins)
+    if not picks:
+        return torch.empty(rows, 0, dtype=torch.int64, device=importance.device)
+    return torch.stack(picks, dim=1)

@@ -1,0 +1,119 @@
+"""MMTok: greedy coverage of the question's words and of all tokens of the image.
+
+Source: MMTok (ICLR 2026, arXiv 2508.18264) and its published code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.ops.similarity import cosines, cosines_between
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+
+FLOOR = 1e-12
+"""Gain at or below which the other tokens come by index."""
+
+
+class MMTokParams(BasePolicyParams):
+    """Parameters of MMTok."""
+
+    alpha: float = Field(
+        0.5, ge=0.0, le=4.0, description="weight of covering the image beside covering the words"
+    )
+    tau_text: float = Field(
+        0.02,
+        ge=0.005,
+        le=1.0,
+        description="temperature between words and tokens; published for Qwen2.5-VL: 0.01",
+    )
+    tau_vision: float = Field(
+        0.2, ge=0.005, le=1.0, description="temperature between tokens of the image"
+    )
+    words: bool = Field(True, description="false: cover the image alone")
+
+
+class MMTokCoreParams(MMTokParams):
+    """Parameters of MMTok without the question."""
+
+    words: Literal[False] = Field(False, description="a core reads no question")
+
+
+def _reads(params: MMTokParams) -> frozenset[Need]:
+    return frozenset({"encoder", "words"}) if params.words else frozenset({"encoder"})
+
+
+def _continue(params: MMTokParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Greedy coverage, starting from what the given tokens cover."""
+    kept = mask_from_indices(given.indices, tokens.count)
+    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
+
+
+@base_policy(
+    MMTokParams,
+    needs=frozenset({"encoder", "words"}),
+    given=_continue,
+    reads=_reads,
+    core=MMTokCoreParams,
+)
+def mmtok(params: MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Greedy coverage of the question's words and of the image's own tokens."""
+    nothing = torch.zeros(
+        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
+    )
+    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
+
+
+def _picks(
+    params: MMTokParams,
+    tokens: VisualTokens,
+    budget: int,
+    kept: Tensor,
+    closed: Tensor,
+    first: int,
+) -> Tensor:
+    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
+    degrees = _image_degrees(params, tokens)
+    if params.words:
+        degrees = torch.cat([_word_degrees(params, tokens), degrees], dim=2)
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = greedy_coverage(
+        degrees,
+        degrees.new_zeros(degrees.shape[:2]),
+        shares[0],
+        covered=covered_by(degrees, tokens.by_tile(kept)),
+        taken=tokens.by_tile(closed),
+        floor=FLOOR,
+        scale=False,
+    )
+    return join_tiles(picks, tokens, shares, first)
+
+
+def _image_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:
+    """How well each token covers each token of its tile, ``(B * T, n, n)``."""
+    rows = tokens.by_tile(tokens.require_encoder())
+    shares = cosines(rows, rows.norm(dim=-1, keepdim=True)).div_(params.tau_vision).softmax(dim=2)
+    return shares.transpose(1, 2) * (params.alpha / rows.shape[1])
+
+
+def _word_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:
+    """How well each token covers each word of the question, ``(B * T, n, W)``; 0 for padding."""
+    words = tokens.require_words()
+    tiles = tokens.grid.tiles
+    embeddings = words.embeddings.to(tokens.features.dtype).repeat_interleave(tiles, dim=0)
+    cosine = cosines_between(tokens.by_tile(tokens.features), embeddings)
+    used = words.used.repeat_interleave(tiles, dim=0)[:, None, :]
+    share = (cosine / params.tau_text).softmax(dim=1) / used.sum(dim=2, keepdim=True).clamp_min(1)
+    return torch.where(used, share, 0.0)

@@ -1,0 +1,182 @@
+"""PruneSID: groups of tokens by their principal directions, and the most attended of each group.
+
+Source: PruneSID (ICLR 2026, arXiv 2603.09480) and its published code, whose decomposition is
+randomised and not seeded: here it is exact [ours].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.base_policies.tile_merging import TileRows, merge_by_tile
+from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.principal_groups import (
+    count_members,
+    find_distinct,
+    group_quotas,
+    mean_of_pairs,
+    principal_loadings,
+)
+from vllm_autoprune.ops.rowwise import rank_descending
+from vllm_autoprune.ops.similarity import cosines
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    PublishedSelection,
+    ReferenceSelection,
+    base_policy,
+    require_budget,
+)
+from vllm_autoprune.tpdsl.tiles import TileGroup, join_groups, tile_groups
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+
+Mode = Literal["patch", "cls", "qwen"]
+
+
+class PruneSIDParams(BasePolicyParams):
+    """Parameters of PruneSID."""
+
+    groups: int | None = Field(
+        None, ge=1, le=256, description="groups per tile; null: a quarter of its tokens, K / 4"
+    )
+    threshold: float | None = Field(
+        None,
+        ge=0.0,
+        le=100.0,
+        description="similarity, in multiples of the mean, above which a token repeats a more "
+        "attended one of its group; null: K / 32, as published",
+    )
+    mode: Mode = Field(
+        "patch",
+        description="cls: one row is [CLS], as published; patch: K patches; qwen: projected tokens "
+        "scored by their group's direction, as published for Qwen2-VL, without attention",
+    )
+
+
+def _reads(params: PruneSIDParams) -> frozenset[Need]:
+    if params.mode == "qwen":
+        return frozenset()
+    reads: frozenset[Need] = frozenset({"cls_attention", "encoder"})
+    return reads | {"tower"} if params.mode == "cls" else reads
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTokens:
+    """Tokens of R tiles in groups.
+
+    group ``(R, n)``; take ``(R, q)`` tokens are kept of each group. order ``(R, n)`` are the tokens
+    group by group, in the order in which each group gives them; rank ``(R, n)`` is the position of
+    a token in its group.
+    """
+
+    group: Tensor
+    take: Tensor
+    order: Tensor
+    rank: Tensor
+
+    def picks(self, count: int) -> Tensor:
+        """The kept tokens ``(R, count)``, group by group."""
+        places = self._kept().gather(1, self.order).to(torch.uint8)
+        ahead = torch.sort(places, dim=1, descending=True, stable=True).indices
+        return self.order.gather(1, ahead[:, :count])
+
+    def picks_by_rank(self, score: Tensor, count: int) -> Tensor:
+        """The kept tokens ``(R, count)``: the first of every group by descending score, and so on.
+
+        Earlier picks mean higher confidence, as consumers of a reference selection expect.
+        """
+        last = self.rank.shape[1]
+        best = rank_descending(score)
+        turn = self.rank.masked_fill(~self._kept(), last).gather(1, best)
+        return best.gather(1, turn.argsort(dim=1, stable=True)[:, :count])
+
+    def _kept(self) -> Tensor:
+        return self.rank < self.take.gather(1, self.group)
+
+
+def native(params: PruneSIDParams, tokens: VisualTokens, budget: int | None) -> PublishedSelection:
+    """Per tile, [CLS] in mode ``cls``, then tokens group by group."""
+    share = require_budget("prunesid", budget) // tokens.grid.tiles
+    whole = TileGroup(0, tokens.grid.tiles, share)
+    count = share - (params.mode == "cls")
+    grouped, _ = group_tokens(params, tokens, whole, count)
+    picks = whole.within_image(grouped.picks(count), tokens)
+    if params.mode == "cls":
+        picks = torch.cat([picks.new_full((len(picks), 1), -1), picks], dim=1)
+    return PublishedSelection(tuple(picks.reshape(tokens.batch, -1)))
+
+
+@base_policy(
+    PruneSIDParams,
+    needs=frozenset({"cls_attention", "encoder", "tower"}),
+    native=native,
+    reads=_reads,
+)
+def prunesid(params: PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """The most attended tokens of every principal direction that repeat no better one."""
+
+    def pick(group: TileGroup, count: int) -> Tensor:
+        grouped, score = group_tokens(params, tokens, group, count)
+        return grouped.picks_by_rank(score, count)
+
+    def run(group: TileGroup) -> TileRows:
+        cls = tokens.require_tower().cls
+        if cls is None:
+            raise SelectionError("this vision tower has no [CLS] token: use mode 'patch'")
+        own = cls.narrow(1, group.first, group.tiles).flatten(0, 1)[:, None]
+        # With a single row, keep a patch: [CLS] alone would leave no token.
+        extra = own if group.share > 1 else own[:, :0]
+        return TileRows(pick(group, group.share - extra.shape[1]), own[:, :0], extra)
+
+    if params.mode == "cls":
+        return merge_by_tile(tokens, budget, run)
+    groups = tile_groups(tokens, budget)
+    picks = [group.within_image(pick(group, group.share), tokens) for group in groups]
+    return ReferenceSelection(join_groups(picks, groups, tokens))
+
+
+def group_tokens(
+    params: PruneSIDParams, tokens: VisualTokens, tiles: TileGroup, count: int
+) -> tuple[GroupedTokens, Tensor]:
+    """Groups of the tiles' tokens, of which ``count`` are kept per tile, and scores ``(R, n)``.
+
+    With one row of [CLS], ``count`` is one less than the tiles' share, which the rules count by.
+    """
+    qwen, budget = params.mode == "qwen", tiles.share
+    rows = tiles.of(tokens.features if qwen else tokens.require_encoder(), tokens)
+    size = rows.shape[1]
+    wanted = max(budget // 4, 4 if qwen else 1) if params.groups is None else params.groups
+    loadings = principal_loadings(rows, min(wanted, size))
+    group = loadings.argmax(dim=2)
+    if qwen:
+        score = loadings.gather(2, group[:, :, None])[:, :, 0]
+    else:
+        score = tiles.of(tokens.require_cls_attention().float(), tokens)
+    similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
+    bound = _threshold(params, budget, size) * mean_of_pairs(similarity)
+    if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
+        own = torch.stack([one.diagonal().sum() for one in similarity])[:, None]
+        mean = (mean_of_pairs(similarity) * (size * (size - 1)) / 2 + own) / size**2
+        bound = _threshold(params, budget, size) * mean
+    best = rank_descending(score)
+    distinct = find_distinct(similarity, best, group, bound)
+    sizes = count_members(group, loadings.shape[2])
+    take = group_quotas(sizes, count_members(group, loadings.shape[2], distinct), budget, count)
+
+    order = best.gather(1, (~distinct).gather(1, best).to(torch.uint8).argsort(dim=1, stable=True))
+    order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
+    begins = (sizes.cumsum(dim=1) - sizes).gather(1, group.gather(1, order))
+    places = torch.arange(size, device=order.device) - begins
+    rank = torch.zeros_like(places).scatter_(1, order, places)
+    return GroupedTokens(group, take, order, rank), score
+
+
+def _threshold(params: PruneSIDParams, budget: int, size: int) -> float:
+    """Multiple of the mean similarity from which on a token repeats another."""
+    if params.threshold is not None:
+        return params.threshold
+    return max(18 * budget / size, 1.0) if params.mode == "qwen" else budget / 32

@@ -1,0 +1,71 @@
+"""SCOPE: greedy coverage of all tokens, weighted by the attention of [CLS].
+
+Source: SCOPE (NeurIPS 2025, arXiv 2510.24214) and its published code.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.ops.similarity import plain_cosines
+from vllm_autoprune.tpdsl.base_policy import (
+    BasePolicyParams,
+    Given,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+FLOOR = 1e-9
+"""Weighted gain at or below which the other tokens come by weight."""
+
+
+class ScopeParams(BasePolicyParams):
+    """Parameters of SCOPE."""
+
+    alpha: float = Field(
+        1.0, ge=0.0, le=4.0, description="exponent of the attention that weighs a token's gain"
+    )
+
+
+def _continue(params: ScopeParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+    """Greedy coverage, starting from what the given tokens cover."""
+    kept = mask_from_indices(given.indices, tokens.count)
+    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
+
+
+@base_policy(ScopeParams, needs=frozenset({"cls_attention", "encoder"}), given=_continue)
+def scope(params: ScopeParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS]."""
+    nothing = torch.zeros(
+        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
+    )
+    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
+
+
+def _picks(
+    params: ScopeParams,
+    tokens: VisualTokens,
+    budget: int,
+    kept: Tensor,
+    closed: Tensor,
+    first: int,
+) -> Tensor:
+    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
+    attention = tokens.require_cls_attention().float()
+    similarity = plain_cosines(tokens.by_tile(tokens.require_encoder()).float())
+    shares = split_over_tiles(budget, tokens.grid.tiles)
+    picks = greedy_coverage(
+        similarity,
+        tokens.by_tile(attention**params.alpha),
+        shares[0],
+        covered=covered_by(similarity, tokens.by_tile(kept)),
+        taken=tokens.by_tile(closed),
+        floor=FLOOR,
+    )
+    return join_tiles(picks, tokens, shares, first)
