@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
-from vllm_autoprune.tpdsl.executor.state_cost import REFERENCE, state_cost
+from vllm_autoprune.tpdsl.executor.state_cost import state_cost
+from vllm_autoprune.tpdsl.executor.work import REFERENCE
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states
 from vllm_autoprune.tpdsl.states.state import PruningState
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 HEADS, TEXT = 32, 16
 
@@ -58,6 +59,8 @@ def draw_image() -> VisualTokens:
             recorded_keys=rows(HEADS, length, 16),
             recorded_attention=rows(HEADS, TEXT, length).softmax(dim=-1),
         ),
+        encoder=patches,
+        words=Words(rows(TEXT, width), torch.ones(1, TEXT, dtype=torch.bool)),
     )
 
 
@@ -119,6 +122,8 @@ def measure(state: PruningState, seconds: float) -> float:
             tokens.instruction,
             tower=tokens.tower,
             language=tokens.language,
+            encoder=tokens.encoder,
+            words=tokens.words,
         )  # nothing computed yet
         begin = time.process_time()
         refine(policy, fresh)

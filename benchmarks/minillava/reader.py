@@ -17,7 +17,15 @@ from benchmarks.minillava.prefix import LlamaPrefix
 from benchmarks.minillava.render import normalize_pixels
 from benchmarks.minillava.split import Example
 from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+from vllm_autoprune.serving.api.content_words import split_content_words
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,8 @@ class Reader:
             instruction=self._instruction(examples, patches),
             tower=states,
             language=self._prefix(examples, features),
+            encoder=patches,
+            words=self._words(examples),
         )
 
     def _instruction(self, examples: Sequence[Example], patches: Tensor) -> Instruction:
@@ -87,6 +97,14 @@ class Reader:
         segments = torch.ones(len(examples), 1, dtype=torch.bool)
         sign = int(self.clip.config.autoprune_relevance_sign)
         return Instruction(image, text[:, None], segments, sign)
+
+    def _words(self, examples: Sequence[Example]) -> Words:
+        words = [split_content_words(example.question) for example in examples]
+        ids = [[token for word in own for token in self._ids(word)] for own in words]
+        lengths = torch.tensor([len(own) for own in ids])
+        longest = int(lengths.max())
+        padded = torch.tensor([own + [0] * (longest - len(own)) for own in ids])
+        return Words(self._embed(padded), torch.arange(longest) < lengths[:, None])
 
     def _prefix(self, examples: Sequence[Example], features: Tensor) -> LlamaPrefix:
         questions = self._question_ids(examples)

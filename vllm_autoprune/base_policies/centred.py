@@ -6,24 +6,19 @@ and Cen-CDPruner.
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.centring import (
-    EPSILON,
+    WeightMap,
+    map_weight,
     mean_dissimilarity,
     scale_to_unit_variance,
     subtract_mean,
 )
-from vllm_autoprune.ops.rowwise import FLAT
 from vllm_autoprune.ops.similarity import plain_cosines
 from vllm_autoprune.tpdsl.base_policy import BasePolicyParams
 from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens
-
-WeightMap = Literal["none", "minmax", "sigmoid"]
 
 
 class CentredParams(BasePolicyParams):
@@ -57,19 +52,3 @@ def centred_geometry(params: CentredParams, tokens: VisualTokens) -> tuple[Tenso
         rows = scale_to_unit_variance(rows)
     similarity = plain_cosines(subtract_mean(rows) if params.centre else rows)
     return similarity, map_weight(mean_dissimilarity(rows), params.weight)
-
-
-def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
-    """Weight ``(R, n)`` in [0, 1] of a score; all ones where the score is constant."""
-    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
-    spread = high - low
-    ones = torch.ones_like(score)
-    if kind == "none":
-        return ones
-    if kind == "minmax":
-        mapped = (score - low) / (spread + EPSILON)
-    else:
-        apart = score - score.mean(dim=1, keepdim=True)
-        deviation = apart.square().mean(dim=1, keepdim=True).sqrt()
-        mapped = torch.sigmoid(apart / (deviation + EPSILON))
-    return torch.where(spread < FLAT, ones, mapped)

@@ -136,8 +136,8 @@ def focus_size(phi: Tensor, rho: float) -> Tensor:
     """Least number ``(R, 1)`` of tokens whose priority reaches the share rho of all ``(R, n)``."""
     reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
     total = reached[:, -1:]
-    # Where all priorities are 0 no token is needed.
-    return torch.where(total > 0, (reached < rho * total).sum(dim=1, keepdim=True) + 1, 0)
+    # No token is needed to reach a share of nothing.
+    return torch.where(rho * total > 0, (reached < rho * total).sum(dim=1, keepdim=True) + 1, 0)
 
 
 def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> Chosen:

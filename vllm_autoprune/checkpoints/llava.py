@@ -16,13 +16,21 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
+from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.api.instruction_tokens import truncate_clip_ids, truncate_text
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, NextLayer, TowerStates, VisualTokens
+from vllm_autoprune.tpdsl.tokens import (
+    Grid,
+    Instruction,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 if TYPE_CHECKING:
     from transformers import LlavaConfig, PreTrainedTokenizerBase
@@ -169,7 +177,17 @@ class LlavaVision:
             self._instruction(patches, features, instruction),
             tower=states,
             language=self._language(features[0], instruction),
+            encoder=patches,
+            words=self._words_of(instruction),
         )
+
+    def _words_of(self, instruction: str) -> Words:
+        tokenizer = self.processor.tokenizer
+        parts = split_content_words(truncate_text(instruction))
+        ids = [token for part in parts for token in self._tokenize(tokenizer, part, special=False)]
+        ids = ids[-LANGUAGE_IDS:]
+        rows = self.model.get_input_embeddings()(torch.tensor(ids, dtype=torch.int64))
+        return Words(rows[None], torch.ones(1, len(ids), dtype=torch.bool))
 
     def _language(self, image: Tensor, instruction: str) -> LanguagePrefix:
         tokenizer = self.processor.tokenizer

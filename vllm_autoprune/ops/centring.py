@@ -7,10 +7,16 @@ may be rounded in another way.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.rowwise import FLAT
 from vllm_autoprune.ops.similarity import NONZERO_NORM
+
+WeightMap = Literal["none", "minmax", "sigmoid"]
+"""How a score becomes a weight."""
 
 EPSILON = 1e-6
 """Added to a variance, a range or a deviation that is divided by."""
@@ -33,4 +39,21 @@ def mean_dissimilarity(rows: Tensor) -> Tensor:
     # The sum of cosines with all tokens is one product with the sum of unit vectors.
     total = torch.stack([one @ one.sum(dim=0) for one in unit])
     own = unit.square().sum(dim=-1)
-    return (own - total) / max(1, rows.shape[1] - 1)
+    mean: Tensor = (own - total) / max(1, rows.shape[1] - 1)
+    return mean
+
+
+def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
+    """Weight ``(R, n)`` in [0, 1] of a score; all ones where the score is constant."""
+    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
+    spread = high - low
+    ones = torch.ones_like(score)
+    if kind == "none":
+        return ones
+    if kind == "minmax":
+        mapped = (score - low) / (spread + EPSILON)
+    else:
+        apart = score - score.mean(dim=1, keepdim=True)
+        deviation = apart.square().mean(dim=1, keepdim=True).sqrt()
+        mapped = torch.sigmoid(apart / (deviation + EPSILON))
+    return torch.where(spread < FLAT, ones, mapped)

@@ -23,7 +23,8 @@ def principal_loadings(rows: Tensor, groups: int) -> Tensor:
     squashed = torch.sigmoid(rows.double().nan_to_num())
     centred = squashed - squashed.mean(dim=2, keepdim=True)
     _, vectors = torch.linalg.eigh(matmul_each(centred, centred.transpose(1, 2)))
-    return vectors[:, :, -groups:].flip(2).abs()
+    loadings: Tensor = vectors[:, :, -groups:].flip(2).abs()
+    return loadings
 
 
 def mean_of_pairs(similarity: Tensor) -> Tensor:

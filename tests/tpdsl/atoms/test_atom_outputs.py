@@ -43,6 +43,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "channel_entropy_informativeness": (0, 1),
     "reference_selection_confidence": (0, 1),
     "local_detail_energy": (0, 2),
+    "mean_dissimilarity_saliency": (0, 1),
 }
 """Range of each signal, to rounding."""
 

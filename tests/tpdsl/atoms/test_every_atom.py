@@ -56,7 +56,13 @@ class TestRegistry:
 
     def test_extensions_are_marked(self) -> None:
         extensions = [name for name in EVERY if ATOMS[name].origin == "extension"]
-        assert set(extensions) == {"ratio_budget", "per_tile_budget", "local_detail_energy"}
+        assert set(extensions) == {
+            "ratio_budget",
+            "per_tile_budget",
+            "local_detail_energy",
+            "mean_dissimilarity_saliency",
+            "centred_cosine_kernel",
+        }
 
     def test_every_atom_has_a_test_of_its_values(self) -> None:
         for package in (tests.tpdsl, tests.ops):

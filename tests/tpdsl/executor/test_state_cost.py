@@ -14,12 +14,11 @@ from vllm_autoprune import Grid, PruningState, StateError, load_state, materiali
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.state_cost import (
     DEFAULT_COST,
-    REFERENCE,
-    Shape,
     atom_costs,
     require_affordable,
     state_cost,
 )
+from vllm_autoprune.tpdsl.executor.work import REFERENCE, Shape
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states
 

@@ -84,7 +84,7 @@ def test_single_problem_is_reported_at_its_pointer(
         ({"/base_policy/name": "zzz"}, f"use one of: {', '.join(BASE_POLICIES)}"),
         (
             {"/reassembly/atom": "pairwise_cosine_kernal"},
-            f"use one of: {', '.join(ATOMS.names('reassembly')[:12])}",
+            f"use one of: {', '.join(ATOMS.names('reassembly')[:20])}",
         ),
         ({"/budget/atom": 7}, "name it in a string"),
         ({"/reassembly/strength": 2}, "input should be less than or equal to 0.5"),

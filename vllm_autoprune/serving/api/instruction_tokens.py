@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.tpdsl.tokens import Need
@@ -48,11 +49,16 @@ class InstructionTokenizer:
         self._image_token = image_token
 
     def tokenize(self, text: str, needs: Collection[Need]) -> tuple[Ids, Ids]:
-        """Ids for (relevance, language model); empty where ``needs`` lacks the input."""
+        """Ids for (relevance, language model); empty where ``needs`` lacks the input.
+
+        The second ones are the whole text for the language model's first layers, else the words
+        that a policy covers, each tokenized alone.
+        """
         end = truncate_text(text)
         relevance = self._relevance(end) if "instruction" in needs else ()
-        language = self._language(end)[-LANGUAGE_IDS:] if "language" in needs else ()
-        return relevance, language
+        if "language" in needs:
+            return relevance, self._language(end)[-LANGUAGE_IDS:]
+        return relevance, self._words(end)[-LANGUAGE_IDS:] if "words" in needs else ()
 
     def tokenize_each(
         self, texts: Sequence[str], needs: Sequence[frozenset[Need]]
@@ -75,6 +81,10 @@ class InstructionTokenizer:
         return lambda text: truncate_clip_ids(
             tuple(clip(text, truncation=False, verbose=False)["input_ids"])
         )
+
+    def _words(self, text: str) -> Ids:
+        parts = [self._language(word) for word in split_content_words(text)]
+        return tuple(token for part in parts for token in part)
 
     def _language(self, text: str) -> Ids:
         ids = self._info.get_tokenizer().encode(text, add_special_tokens=False)

@@ -111,7 +111,8 @@ class RequestPlanner:
         hashes = self._hash_inputs(inputs)
         policy = self._served.policy()
         instruction, _ = self._tokenizer.tokenize("profile", policy.needs)
-        longest = (0,) * LANGUAGE_IDS if "language" in policy.needs else ()
+        reads = not policy.needs.isdisjoint({"language", "words"})
+        longest = (0,) * LANGUAGE_IDS if reads else ()
         plans = []
         for i in range(len(hashes.get("image", []))):
             whole = self._count_tokens(inputs, inputs.mm_data_items["image"].get_image_size(i))

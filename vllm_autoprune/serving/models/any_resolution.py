@@ -100,6 +100,7 @@ def join_features(tiles: Tiles, join: Join, newline: Tensor, side: int) -> Image
                 None if tiles.tower is None else _tower(tiles.tower, join, place, order, first),
                 order=order,
                 share=place.share,
+                encoder=None if tiles.encoder is None else _rows(tiles.encoder, join)[order],
             )
         )
         first += place.share

@@ -34,6 +34,7 @@ def refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Pr
 
 
 _ROWS: dict[Need, str] = {
+    "encoder": "the tokens before the projector or the merger",
     "tower": "the vision tower's states, one a token",
     "next_layer": "the vision tower's next layer",
     "language": "the language model's first layers",

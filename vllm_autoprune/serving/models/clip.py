@@ -54,7 +54,7 @@ class ClipVision(Vision):
             model = self._model.language_model.model
             self._language = FirstLanguageLayers(model, (first,), self.sample_weight.device)
         language = None if self._language is None else self._language.read
-        return ModelParts(self.project, self.relevance(), language)
+        return ModelParts(self.project, self.relevance(), language, self.word_embedding())
 
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]
@@ -78,11 +78,13 @@ class ClipVision(Vision):
         states = model.vision_tower(pixels)
         hidden = states[:, 1:]
         last = None if self._last is None else self._last.take()
+        tower = None if last is None else self._inside(states, last)
         return Tiles(
             model.multi_modal_projector(hidden),
             last.cls_attention() if last and "cls_attention" in self.needs else None,
             None if relevance is None else relevance.patches(hidden),
-            None if last is None else self._inside(states, last),
+            tower,
+            hidden if tower is None and "encoder" in self.needs else None,
         )
 
     def _inside(self, states: Tensor, last: QueriesAndKeys) -> TowerFeatures | None:

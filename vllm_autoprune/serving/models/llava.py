@@ -68,6 +68,7 @@ class LlavaVision(ClipVision):
                 None if tiles.patches is None else tiles.patches[i].clone(),
                 VisualTokens(tiles.projected[i : i + 1], self.grid).cosine[0],
                 None if tiles.tower is None else tiles.tower.copy_image(i),
+                encoder=None if tiles.encoder is None else tiles.encoder[i].clone(),
             )
             for i in range(len(images))
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +38,15 @@ class Tiles:
     """M tiles of n tokens each, after the vision tower; a field is None if it is not read.
 
     projected ``(M, n, D)``, attention that a token gets ``(M, n)``, patches where relevance is
-    measured ``(M, n, C)``, tower with M in front of each shape.
+    measured ``(M, n, C)``, tower with M in front of each shape, tokens before the projector
+    ``(M, n, Dv)`` where no tower holds them.
     """
 
     projected: Tensor
     attention: Tensor | None = None
     patches: Tensor | None = None
     tower: TowerFeatures | None = None
+    encoder: Tensor | None = None
 
     def split(self, counts: Sequence[int]) -> Iterator[Tiles]:
         """The tiles of each image, as many as it has."""
@@ -56,6 +58,7 @@ class Tiles:
                 None if self.attention is None else self.attention[some],
                 None if self.patches is None else self.patches[some],
                 None if self.tower is None else self.tower.select(some),
+                None if self.encoder is None else self.encoder[some],
             )
             first += count
 
@@ -115,7 +118,13 @@ class Vision(ABC):
 
     def model_parts(self) -> ModelParts:
         """Parts of the model that policies read in addition to image features."""
-        return ModelParts(self.project, self.relevance())
+        return ModelParts(self.project, self.relevance(), embed=self.word_embedding())
+
+    def word_embedding(self) -> Callable[[Tensor], Tensor] | None:
+        """The language model's input embedding, None where the state reads no words."""
+        if "words" not in self.needs:
+            return None
+        return embed_without_lora(self._model.get_language_model())
 
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]

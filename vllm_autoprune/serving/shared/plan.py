@@ -86,11 +86,11 @@ class ItemPlan:
     ``core`` is that of its image's core where it is a part of it, else 0.
 
     The instruction comes once for each need that reads it, since their tokenizers differ:
-    ``instruction`` for relevance, ``language`` for the language model's first layers. Empty
-    where the policy does not read it. ``profile`` marks vLLM's memory profiling: the unpruned
-    size is returned, after paying for a selection as well. ``state`` is one that the request
-    names or holds, as :mod:`~vllm_autoprune.serving.shared.state_codec` encodes it; empty for the
-    server's own.
+    ``instruction`` for relevance, ``language`` for the language model's first layers, or its words
+    for a policy that covers those. Empty where the policy does not read it. ``profile`` marks
+    vLLM's memory profiling: the unpruned size is returned, after paying for a selection as well.
+    ``state`` is one that the request names or holds, as
+    :mod:`~vllm_autoprune.serving.shared.state_codec` encodes it; empty for the server's own.
     ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
     ``earlier`` has, where the item is a recall, K of the image with its own question, and then
     every recall before this one: its tokens are chosen among those that are left.

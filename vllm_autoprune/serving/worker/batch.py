@@ -21,6 +21,7 @@ from vllm_autoprune.serving.worker.region_selection import (
 )
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import Need
 
 
 def prune_images(
@@ -59,6 +60,10 @@ def _possible(plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter) 
     return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
 
 
+_ALONE: frozenset[Need] = frozenset({"language", "words"})
+"""Inputs of which an image's length depends on its instruction."""
+
+
 def _groups(
     served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> Iterator[list[int]]:
@@ -72,7 +77,7 @@ def _groups(
     for members in sorted(groups.values(), key=lambda group: plans[group[0]].kept_before):
         plan = plans[members[0]]
         selects = not _all_kept(plan, images[members[0]]) and runs_policy(plan.keep)
-        if selects and "language" in served.policy_for_plan(plan).needs:
+        if selects and _ALONE & served.policy_for_plan(plan).needs:
             # Instructions differ in length, and neither padding nor a batch may change a selection.
             yield from ([i] for i in members)
         else:

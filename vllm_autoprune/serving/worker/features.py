@@ -64,11 +64,12 @@ class Region:
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
     where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the projected tokens; tower only where the state reads it. extra_channels ``(N, E)``
-    are appended to each row as they are: nothing selects by them or merges them. order
-    ``(N,)`` is the position of each token among all rows that the model makes of the image, None
-    where it is its own index. share is the region's part of the budget, in tiles of the vision
-    tower.
+    between the projected tokens; tower only where the state reads it; encoder ``(N, Dv)``, the
+    tokens before the projector, only where the state reads them and no tower holds them.
+    extra_channels ``(N, E)`` are appended to each row as they are: nothing selects by them or
+    merges them. order ``(N,)`` is the position of each token among all rows that the model makes
+    of the image, None where it is its own index. share is the region's part of the budget, in
+    tiles of the vision tower.
     """
 
     grid: Grid
@@ -80,14 +81,20 @@ class Region:
     extra_channels: Tensor | None = None
     order: Tensor | None = None
     share: int = 1
+    encoder: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the record."""
         parts = (self.projected, self.cls_attention, self.patches, self.cosine)
-        more = (self.extra_channels, self.order)
+        more = (self.extra_channels, self.order, self.encoder)
         yield from (part for part in (*parts, *more) if part is not None)
         if self.tower is not None:
             yield from self.tower.tensors()
+
+    @property
+    def encoder_rows(self) -> Tensor | None:
+        """``(N, Dv)``: the tokens before the projector, None where the state reads none."""
+        return self.encoder if self.tower is None else self.tower.patches
 
     @property
     def rows(self) -> Tensor:

@@ -31,7 +31,7 @@ from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
 from vllm_autoprune.tpdsl.executor.refine import give_core, give_kept, keep_evenly
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import Instruction, NextLayer, TowerStates, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Instruction, NextLayer, TowerStates, VisualTokens, Words
 
 T = TypeVar("T")
 
@@ -41,13 +41,15 @@ class ModelParts:
     """Parts of the model that a policy's inputs are made with, beside the image features.
 
     project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; language reads the
-    language model's first layers over one image ``(N, D)`` and its instruction. None where the
-    served state needs none.
+    language model's first layers over one image ``(N, D)`` and its instruction; embed maps token
+    ids ``(W,)`` to the language model's input embeddings ``(W, D)``. None where the served state
+    needs none.
     """
 
     project: Callable[[Tensor], Tensor]
     relevance: RelevanceSpace | None = None
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+    embed: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,9 @@ def _conditioned(
     condition = policy.base.condition
     if condition is None:
         return given
+    # Another policy compares tokens in another way, upon the same core.
+    by = policy.state.base_policy.model_dump_json()
+    keys = [None if key is None else (key, by) for key in keys]
     conditioned = [context.cores.conditioned(key) for key in keys]
     if any(one is None for one in conditioned):
         fresh = condition(policy.state.base_policy.params, tokens, given.indices)
@@ -203,7 +208,7 @@ def _tokens(
     parts: ModelParts,
 ) -> VisualTokens:
     features = torch.stack([region.projected for region in regions])
-    instruction, language = None, None
+    instruction, language, words = None, None, None
     if "instruction" in policy.needs and parts.relevance is not None:
         text, segments = parts.relevance.instructions([plan.instruction for plan in plans])
         patches = stack_present([region.patches for region in regions])
@@ -213,6 +218,9 @@ def _tokens(
     if "language" in policy.needs and parts.language is not None:
         (plan,) = plans
         language = parts.language(features[0], plan.language)
+    if "words" in policy.needs and parts.embed is not None:
+        (plan,) = plans
+        words = _words(plan.language, parts.embed, features)
     return VisualTokens(
         features,
         regions[0].grid,
@@ -221,7 +229,16 @@ def _tokens(
         stack_present([region.cosine for region in regions]),
         _tower(regions, parts.project),
         language,
+        encoder=stack_present([region.encoder_rows for region in regions]),
+        words=words,
     )
+
+
+def _words(ids: Ids, embed: Callable[[Tensor], Tensor], features: Tensor) -> Words:
+    """The words of one image's instruction; none of an empty one."""
+    # Looked up in any case: under tensor parallelism every lookup is a collective.
+    rows = embed(torch.tensor(ids or (0,), device=features.device))[None, : len(ids)]
+    return Words(rows, torch.ones(1, len(ids), dtype=torch.bool, device=features.device))
 
 
 def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> TowerStates | None:

@@ -13,7 +13,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_autoprune.ops.centring import scale_to_unit_variance, subtract_mean
 from vllm_autoprune.ops.rowwise import min_max_normalise
+from vllm_autoprune.ops.similarity import plain_cosines
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -49,6 +51,15 @@ class ConditionalKernel(AtomCall):
     )
 
 
+class CentredKernel(AtomCall):
+    """Parameters of centred_cosine_kernel."""
+
+    scale_variance: bool = Field(
+        False, description="divide every channel by its deviation in the image first"
+    )
+    weighted: bool = Field(False, description="scale by the normalised token quality on both sides")
+
+
 SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
 
 
@@ -77,6 +88,16 @@ def runtime_conditional_similarity_kernel(
 ) -> Kernel:
     """Cosine of token features, scaled on both sides by the normalised token quality."""
     return conditional_kernel(tokens, g, call.eps, call.theta)
+
+
+@atom("similarity_kernel", CentredKernel, origin="extension")
+def centred_cosine_kernel(call: CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+    """Cosine of token features less the mean token of their tile (Cen-Prune's similarity)."""
+    rows = tokens.by_tile(tokens.features).float()
+    if call.scale_variance:
+        rows = scale_to_unit_variance(rows)
+    similarity = plain_cosines(tokens.by_image(subtract_mean(rows)))
+    return Kernel(similarity, min_max_normalise(g, 1e-6) if call.weighted else torch.ones_like(g))
 
 
 def run_kernel(call: AtomCall, tokens: VisualTokens, g: Tensor) -> Kernel:

@@ -15,6 +15,7 @@ import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
+from vllm_autoprune.ops.centring import map_weight, mean_dissimilarity, scale_to_unit_variance
 from vllm_autoprune.ops.rowwise import pick_confidence
 from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
 from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
@@ -107,6 +108,17 @@ class Detail(SignalCall):
     """Parameters of local_detail_energy."""
 
     radius: int = Field(1, ge=1, le=3, description="the window has 2 radius + 1 tokens per side")
+
+
+class Dissimilarity(SignalCall):
+    """Parameters of mean_dissimilarity_saliency."""
+
+    scale_variance: bool = Field(
+        False, description="divide every channel by its deviation in the image first"
+    )
+    curve: Literal["minmax", "sigmoid"] = Field(
+        "minmax", description="sigmoid: flattens the extremes, as Cen-Prune on Qwen2.5-VL"
+    )
 
 
 Signal = Annotated[SignalCall, OneOf("scoring")]
@@ -231,6 +243,16 @@ def local_detail_energy(call: Detail, tokens: VisualTokens, picks: Tensor) -> Te
         pooled = functional.avg_pool2d(maps, side, 1, call.radius, count_include_pad=False)
         means = pooled.reshape(means.shape).transpose(1, 2)
     return tokens.by_image(1 - means.diagonal(dim1=1, dim2=2))
+
+
+@atom("scoring", Dissimilarity, origin="extension")
+def mean_dissimilarity_saliency(call: Dissimilarity, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Minus the mean cosine to all other tokens of the tile or image (Cen-Prune's weight)."""
+    whole = tokens.tile_scope == "global"
+    rows = (tokens.features if whole else tokens.by_tile(tokens.features)).float()
+    if call.scale_variance:
+        rows = scale_to_unit_variance(rows)
+    return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))
 
 
 def run_signal(call: SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:

@@ -18,13 +18,24 @@ from typing import TypeVar
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.kernels import CentredKernel
 from vllm_autoprune.tpdsl.atoms.partitions import ClusterPartition, PartitionCall
 from vllm_autoprune.tpdsl.atoms.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
 from vllm_autoprune.tpdsl.atoms.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
 from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
+from vllm_autoprune.tpdsl.executor.base_policy_cost import base_policy_work
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.work import (
+    REFERENCE,
+    Shape,
+    Work,
+    centring_work,
+    cosines_work,
+    farthest_work,
+    greedy_work,
+)
 from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.states.state import Core, PruningState
 
@@ -32,49 +43,6 @@ FLAG = "--autoprune-request-cost"
 
 DEFAULT_COST = 200.0
 """Milliseconds that a state of a request may cost; those that ship cost 2 to 50."""
-
-MS_PER_CALL = 1e-3
-MS_PER_NUMBER = 4e-7
-MS_PER_PRODUCT = 1.75e-8
-"""Rates of one core of the machine that the model was fitted on: a call of torch, one float32 read
-and written, one multiply-add of a matrix product."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """An image of N tokens of width D, of which K are kept; Dv is the width of the tower."""
-
-    tokens: int = 576
-    budget: int = 192
-    width: int = 4096
-    tower: int = 1024
-
-
-REFERENCE = Shape()
-"""The image that states of requests are judged by: LLaVA-1.5's, with a third of it kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Work of one atom: torch calls, numbers read or written, and multiplications."""
-
-    calls: float = 0.0
-    numbers: float = 0.0
-    products: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.calls + other.calls,
-            self.numbers + other.numbers,
-            self.products + other.products,
-        )
-
-    @property
-    def milliseconds(self) -> float:
-        """Predicted time on one CPU core."""
-        return (
-            self.calls * MS_PER_CALL + self.numbers * MS_PER_NUMBER + self.products * MS_PER_PRODUCT
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +58,11 @@ C = TypeVar("C", bound=AtomCall)
 Rule = Callable[[C, Shape], Work]
 
 
-def _cosines(shape: Shape) -> Work:
-    n, d = shape.tokens, shape.width
-    return Work(12, 3 * n * d + n * n, 0.65 * n * n * d)
-
-
 def _clusters(clusters: int, rounds: int, shape: Shape) -> Work:
     """Work of spherical k-means, seeded with farthest points."""
     n, c = shape.tokens, min(clusters, shape.tokens)
     begin = Work(12 + 5 * c, 3 * n * n + 2 * c * n, 0)
     return begin + Work(rounds * 14, rounds * 12 * n * c, rounds * n * n * c)
-
-
-def _greedy(shape: Shape, steps: int) -> Work:
-    """Work of greedy MAP: every step reads all earlier steps."""
-    n = shape.tokens
-    return Work(14 * steps, 8 * n * steps + n * steps * steps / 2, n * steps * steps / 2)
-
-
-def _farthest(tokens: int, steps: int) -> Work:
-    return Work(4 + 5 * steps, 2 * tokens * steps, 0)
 
 
 _SIGNALS: Mapping[str, Callable[..., Work]] = {
@@ -124,6 +77,9 @@ _SIGNALS: Mapping[str, Callable[..., Work]] = {
     "channel_entropy_informativeness": lambda call, s: Work(9, 14 * s.tokens * s.width),
     "reference_selection_confidence": lambda call, s: Work(10, 4 * s.tokens),
     "local_detail_energy": lambda call, s: _detail(call, s),
+    "mean_dissimilarity_saliency": lambda call, s: Work(
+        20, (6 + 4 * call.scale_variance) * s.tokens * s.width
+    ),
 }
 
 
@@ -161,7 +117,7 @@ def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[Work, int]:
     if call.atom == "quality_pool_builder":
         return Work(14, 40 * n), size
     gathered = candidates * (n + candidates + k)
-    return Work(20, 40 * n + 3 * gathered) + _farthest(candidates, size), size
+    return Work(20, 40 * n + 3 * gathered) + farthest_work(candidates, size), size
 
 
 def _quota(state: PruningState, shape: Shape) -> int:
@@ -184,35 +140,15 @@ def _selector(state: PruningState, shape: Shape) -> Work:
         case "constrained_pool_dpp_selector":
             return _partition(state.constraints.partition, shape) + Work(22 * k, 0.8 * k * n * n)
         case "anchor_controlled_pool_dpp_selector" | "runtime_reference_anchor_pool_dpp_selector":
-            return sort + _greedy(shape, k)
+            return sort + greedy_work(shape, k)
     return sort
-
-
-def _base_policy(name: str, shape: Shape) -> Work:
-    """Work of a base policy on given inputs."""
-    n, k, d = shape.tokens, shape.budget, shape.tower
-    match name:
-        case "cdpruner":
-            return Work(20, 4 * n * d) + _greedy(shape, k)
-        case "divprune":
-            gram = Work(10, 3 * n * shape.width + 8 * n * n, n * n * shape.width)
-            return gram + _farthest(n, k)
-        case "visionzip":
-            return Work(60, 6 * n * d + 2 * n * k, n * k * d / 3)
-        case "prumerge_plus":
-            return Work(80, 8 * n * d + 30 * n * k, 2 * n * k * d)
-        case "trim":
-            return Work(40, 6 * n * d)
-        case "dart":
-            return Work(400, 500 * n + 3 * n * shape.width)
-    return Work(40, 256 * n * 8)  # by attention of the language model's first layers
 
 
 def _prior(call: PriorCall, state: PruningState, shape: Shape) -> Work:
     if isinstance(call, ExternalPolicy):
-        return Work(10, 4 * shape.tokens) + _base_policy(call.policy, shape)
+        return Work(10, 4 * shape.tokens) + base_policy_work(call.policy, shape)
     if call.atom == "native_teacher_mask_prior":
-        return Work(30, 4 * shape.tokens) + _base_policy(state.base_policy.name, shape)
+        return Work(30, 4 * shape.tokens) + base_policy_work(state.base_policy.name, shape)
     return Work(6, 4 * shape.tokens)
 
 
@@ -237,13 +173,13 @@ def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
         return _core_costs(state.core, core, shape, alone=True)
     quota = _quota(state, shape)
     base, scores = state.base_policy.name, quota > 0 or orders_by_quality(state.reassembly)
-    own = _base_policy(base, shape)
-    if base in ("visionzip", "prumerge_plus", "trim"):
+    own = base_policy_work(base, shape)
+    if base in ("visionzip", "prumerge_plus", "trim", "fsr"):
         own += Work(10, 7 * shape.tokens * shape.width)  # every row is written anew
     costs = [_priced("/base_policy", base, own)]
     cosines = scores or base == "cdpruner"
     if cosines:
-        costs.append(_priced("", "cosines between all tokens", _cosines(shape)))
+        costs.append(_priced("", "cosines between all tokens", cosines_work(shape)))
     if scores:
         costs += _quality_costs(state, shape)
     if quota > 0:
@@ -275,8 +211,11 @@ def _exchange_costs(state: PruningState, shape: Shape) -> list[AtomCost]:
     for i, pool in enumerate(state.constraints.pool):
         work, candidates = _pool(pool, shape, candidates)
         costs.append(_priced(f"/constraints/pool/{i}", pool.atom, work))
-    selector = state.constraints.selector
+    selector, kernel = state.constraints.selector, state.scoring.kernel
     costs.append(_priced("/constraints/selector", selector.atom, _selector(state, shape)))
+    if isinstance(kernel, CentredKernel):  # the others take the cosines that are known
+        work = centring_work(shape, scaled=kernel.scale_variance) + cosines_work(shape)
+        costs.append(_priced("/scoring/kernel", kernel.atom, work))
     return costs
 
 
@@ -287,7 +226,8 @@ def _core_costs(core: Core, count: int, shape: Shape, *, alone: bool) -> list[At
     """
     own = replace(shape, budget=count)
     name = core.policy.name
-    costs = [_priced("/core/policy", name, _base_policy(name, own) + Work(10, 4 * shape.tokens))]
+    chosen = base_policy_work(name, own) + Work(10, 4 * shape.tokens)
+    costs = [_priced("/core/policy", name, chosen)]
     if core.cover == 0:
         return costs
     cover = Work(24, shape.tokens * count + 60 * shape.tokens)
@@ -295,7 +235,7 @@ def _core_costs(core: Core, count: int, shape: Shape, *, alone: bool) -> list[At
         cover += Work(40, 14 * shape.tokens * count, shape.tokens * count * shape.width)
     costs.append(_priced("/core/cover", "cover of the core", cover))
     if alone:
-        costs.append(_priced("", "cosines between all tokens", _cosines(shape)))
+        costs.append(_priced("", "cosines between all tokens", cosines_work(shape)))
     return costs
 
 

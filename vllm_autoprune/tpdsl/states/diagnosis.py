@@ -43,6 +43,9 @@ _MESSAGES = {
 }
 """Pydantic error type -> message in terms of JSON instead of Python."""
 
+_LISTED = 20
+"""Allowed names that a message lists."""
+
 _RULES = ("value_error", "assertion_error")
 """Pydantic error types raised by this project's validators, for rules beyond the schema."""
 
@@ -150,7 +153,7 @@ def _item(value: JsonValue, step: int | str) -> JsonValue:
 def suggest_name(name: str, allowed: Sequence[str]) -> str:
     """Fix for an unknown name: the most similar allowed one, or the list of allowed names."""
     near = _near(name, allowed)
-    listed = ", ".join(allowed[:12]) + (", ..." if len(allowed) > 12 else "")
+    listed = ", ".join(allowed[:_LISTED]) + (", ..." if len(allowed) > _LISTED else "")
     return f"did you mean {near!r}?" if near else f"use one of: {listed or 'none installed'}"
 
 
