@@ -12,6 +12,8 @@ from tests.tpdsl.samples import with_relevance
 from vllm_autoprune import Grid, VisualTokens
 from vllm_autoprune.base_policies.fsr import FSRParams, focus_size, priority
 
+LINEAR = FSRParams(alpha=1.0, beta=1.0, rho=0.9, kappa=1.0)
+
 
 def scaled(values: Tensor) -> Tensor:
     return (values - values.min()) / (values.max() - values.min())
@@ -107,7 +109,7 @@ def test_without_priority_the_scan_begins_as_divprune() -> None:
     tokens = images(4, noise=1.0)
     attention, relevance = torch.eye(36)[:2], 1 - torch.eye(36)[:2]
     nothing = replace(with_relevance(tokens, relevance), cls_attention=attention)
-    assert not bool(priority(FSRParams(alpha=1.0, beta=1.0), nothing).any())
+    assert not bool(priority(LINEAR, nothing).any())
     wanted = select("divprune", tokens, 9).picks
     assert torch.equal(select("fsr", nothing, 9).picks, wanted)
     assert torch.equal(select("fsr", tokens, 9, rho=0.0).picks, wanted)
@@ -118,7 +120,7 @@ def test_relevance_is_normalised_over_all_tiles_and_attention_in_each() -> None:
     relevance = -tokens.require_instruction().cosines[0].mean(dim=1)
     attention = tokens.require_cls_attention()[0]
     expected = torch.cat([scaled(attention[16 * t : 16 * t + 16]) for t in range(3)])
-    actual = priority(FSRParams(alpha=1.0, beta=1.0), tokens)[0]
+    actual = priority(LINEAR, tokens)[0]
     torch.testing.assert_close(actual, expected * scaled(relevance))
 
 

@@ -75,6 +75,22 @@ def test_the_next_layer_follows_the_layer_that_is_read(
     torch.testing.assert_close(following.keys, keys[:, 1:])
 
 
+def test_words_and_tokens_before_the_projector(vision: LlavaVision, scene: Image.Image) -> None:
+    tokens = vision.encode(scene, "what is the red circle").tokens
+    assert torch.equal(tokens.require_encoder(), tokens.require_tower().patches)
+    words = tokens.require_words()
+    tokenizer = vision.processor.tokenizer
+    ids = [
+        token
+        for word in ("red", "circle")
+        for token in tokenizer(word, add_special_tokens=False)["input_ids"]
+    ]
+    expected = vision.model.get_input_embeddings()(torch.tensor([ids]))
+    assert torch.equal(words.embeddings, expected)
+    assert words.used.tolist() == [[True] * expected.shape[1]]
+    assert vision.encode(scene, "").tokens.require_words().used.shape == (1, 0)
+
+
 def test_the_language_models_layers_are_those_that_transformers_runs(scene: Image.Image) -> None:
     vision = open_vision(LLAVA, CLIP)
     assert isinstance(vision, LlavaVision)

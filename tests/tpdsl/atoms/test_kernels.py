@@ -54,7 +54,7 @@ def test_the_centred_kernel_compares_what_tokens_do_not_share() -> None:
     """The mean token is (2, 4): less it, two tokens are opposite and one stands across them."""
     tokens = plain(torch.tensor([[1.0, 4.0], [3.0, 4.0], [2.0, 7.0], [2.0, 1.0]]))
     kernel = run_kernel(call("centred_cosine_kernel"), tokens, torch.rand(1, 4))
-    expected = [[1, -1, 0, 0], [-1, 1, 0, 0], [0, 0, 1, -1], [0, 0, -1, 1]]
+    expected = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
     assert kernel.similarity[0].tolist() == approx(expected)
     assert kernel.quality.tolist() == [[1, 1, 1, 1]]
 
@@ -63,7 +63,7 @@ def test_each_tile_has_a_mean_of_its_own() -> None:
     features = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]])
     tokens = plain(features, Grid(1, 2, tiles=2))
     kernel = run_kernel(call("centred_cosine_kernel"), tokens, torch.ones(1, 4))
-    expected = [[1, -1, 0, 0], [-1, 1, 0, 0], [0, 0, 1, -1], [0, 0, -1, 1]]
+    expected = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
     assert kernel.similarity[0].tolist() == approx(expected)
 
 

@@ -87,9 +87,11 @@ def _question_free(call: BasePolicyCall) -> tuple[JsonValue, str]:
     """The base policy's own form without the question, else the most similar policy; and why."""
     policy = BASE_POLICIES[call.name]
     if policy.core is not None:
-        params = policy.question_free_params(call.params)
-        own = {"name": call.name, "params": params.model_dump(mode="json")}
-        return own, "the same policy in its form that reads no question"
+        params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
+        return {
+            "name": call.name,
+            "params": params,
+        }, "the same policy in its form that reads no question"
     other, reason = NEAREST[call.name]
     return {"name": other, "params": {}}, reason
 

@@ -44,6 +44,17 @@ def test_instructions_are_given_only_to_states_that_read_them() -> None:
     assert words.tokenize("ab", {"instruction", "language"}) == ((97, 98), (97, 98))
 
 
+def test_words_are_tokenized_one_by_one_without_frequent_ones() -> None:
+    tokenizer = InstructionTokenizer(info(), None, IMAGE)
+    assert tokenizer.tokenize("is ab the c?", {"words"}) == ((), (97, 98, 99))
+    # The language model's first layers read the whole text, and then the words are those.
+    both = tokenizer.tokenize("is ab", {"words", "language"})
+    assert both == tokenizer.tokenize("is ab", {"language"})
+    assert tokenizer.tokenize("", {"words"}) == ((), ())
+    many = " ".join(["ab"] * LANGUAGE_IDS)
+    assert tokenizer.tokenize(many, {"words"})[1] == (97, 98) * (LANGUAGE_IDS // 2)
+
+
 def test_a_text_tower_has_words_of_its_own(tiny_clip: TinyClip) -> None:
     words = InstructionTokenizer(info(), read_text_tower(str(tiny_clip.folder)), IMAGE)
     said, read = words.tokenize("the cat", {"instruction", "language"})

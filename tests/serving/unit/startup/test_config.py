@@ -93,7 +93,8 @@ def test_unavailable_inputs_only_limit_request_states() -> None:
     served_state = resolve_settings({"state": "autoprune", "requests": "states"}, config)
     ((need, reason),) = served_state.unavailable
     assert (need, reason.partition(":")[0]) == ("language", "--enable-lora")
-    assert served_state.needs == {"cls_attention", "instruction", "tower", "next_layer"}
+    available = {"cls_attention", "instruction", "encoder", "tower", "next_layer", "words"}
+    assert served_state.needs == available
     resolve_settings({"state": "autoprune", "requests": "budget:16-64"}, config)
 
 

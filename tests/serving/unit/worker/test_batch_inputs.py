@@ -113,6 +113,32 @@ def test_the_tower_alone_is_read_of_many_images_at_once(
     assert torch.equal(reading[0].require_tower().patches[1], third.patches)
 
 
+def test_a_policy_is_given_words_and_tokens_before_the_projector(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset({"encoder", "words"})
+    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    encoder = torch.randn(N, 5, generator=torch.Generator().manual_seed(4))
+    alone = ImageFeatures((dataclasses.replace(region(1, GRID), encoder=encoder),))
+    plans = [plan(8, 1, language=(5, 6)), plan(8, 2, language=())]
+    model = ModelParts(
+        lambda rows: rows, Space(), embed=lambda ids: ids[:, None].float() * torch.ones(16)
+    )
+    reporter = FallbackReporter()
+    prune_images(SelectionContext(blind(), model, reporter), plans, [alone, towered(2)])
+    assert reporter.meter.errors == {}
+    first, second = reading
+    assert first.batch == second.batch == 1, "questions differ in length; nothing is padded"
+    words = first.require_words()
+    assert words.embeddings[0, :, 0].tolist() == [5, 6] and words.used.tolist() == [[True, True]]
+    assert second.require_words().embeddings.shape == (1, 0, 16)
+    assert torch.equal(first.require_encoder()[0], encoder)
+    # A tower holds the same tokens, so they are not kept twice.
+    tower = second.require_tower().patches
+    assert torch.equal(second.require_encoder(), tower)
+
+
 def test_a_state_that_reads_no_instruction_embeds_none() -> None:
     space = Space()
     image_list = images(2)

@@ -42,6 +42,16 @@ def test_nbytes_includes_tower_features() -> None:
     assert more.nbytes == image.nbytes + 5 * 4 + 5 * 8 * 2
 
 
+def test_tokens_before_the_projector_count_once() -> None:
+    half = torch.zeros(5, 8, dtype=torch.bfloat16)
+    alone = Region(FIVE, torch.zeros(5, 4), encoder=half)
+    assert ImageFeatures((alone,)).nbytes == 5 * 4 * 4 + 5 * 8 * 2
+    assert alone.encoder_rows is half
+    tower = TowerFeatures(half, half[:1], torch.zeros(5, 2))
+    assert Region(FIVE, torch.zeros(5, 4), tower=tower).encoder_rows is half
+    assert Region(FIVE, torch.zeros(5, 4)).encoder_rows is None
+
+
 def test_copied_image_does_not_keep_its_batch_alive() -> None:
     batch = TowerFeatures(
         torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 5, 2),

@@ -116,6 +116,19 @@ def test_a_further_question_neither_chooses_the_core_nor_conditions_on_it_again(
     assert torch.equal(again, first[1])
 
 
+def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
+    """Cen-CDPruner compares centred tokens: CDPruner's conditioned cosines are not its own."""
+    cores = CoreCache(1 << 20)
+    first, second = with_core("cdpruner"), with_core("cen_cdpruner")
+    for seed, key in enumerate(range(1, 5)):
+        alone = region(seed, SIX)
+        one = ImageFeatures((replace(alone, projected=alone.projected + 4),))
+        for state in (first, second):
+            (expected,) = kept([delta_plan((8,), key)], [one], state, CoreCache(1 << 20))
+            (actual,) = kept([delta_plan((8,), key)], [one], state, cores)
+            assert torch.equal(actual, expected)
+
+
 _CONDITION = BASE_POLICIES["cdpruner"].condition
 
 
