@@ -13,7 +13,7 @@ from benchmarks.cost.selection.timing import Settings
 if TYPE_CHECKING:
     from benchmarks.common.report import Section
 
-PARTS = ("selection", "memory", "share", "refinement", "batches")
+PARTS = ("selection", "memory", "share", "policies", "refinement", "batches")
 
 NO_GPU = 2
 """Exit status where a GPU is required and there is none."""
@@ -57,12 +57,13 @@ def _run_on_cpu(options: argparse.Namespace) -> int:
 
 def _measure_part(name: str, settings: Settings) -> Section:
     # Imported here, because measurements on a GPU need torch and triton only.
-    from benchmarks.cost.selection import memory, refinement, share, speed
+    from benchmarks.cost.selection import memory, policies, refinement, share, speed
 
     measure = {
         "selection": speed.measure,
         "memory": memory.measure,
         "share": share.measure,
+        "policies": policies.measure,
         "refinement": refinement.measure,
         "batches": speed.measure_batches,
     }

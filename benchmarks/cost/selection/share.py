@@ -64,7 +64,7 @@ def build_section(dtype: str, by_size: dict[Size, Times]) -> Section:
         )
         name = f"{NAMES[size.tiles]}, {size.tokens} → {size.kept}"
         promise = f"{name}: selection at most {BOUND:.0%} of the pruned prefill"
-        claims.append(Claim(promise, _format_percent(share), at_most(share, BOUND)))
+        claims.append(Claim(promise, format_percent(share), at_most(share, BOUND)))
         layer, selection = spread(times["layer"]), spread(times["selection"])
         rows.append(
             (name, format_spread(selection), format_spread(layer), f"{LAYERS * layer.median:.2f}")
@@ -81,7 +81,8 @@ def build_section(dtype: str, by_size: dict[Size, Times]) -> Section:
     return Section("share", "Selection's share of the prefill", setup, claims, [table], data)
 
 
-def _format_percent(share: Estimate) -> str:
+def format_percent(share: Estimate) -> str:
+    """A share in per cent, with its interval."""
     value, low, high = (f"{100 * x:.2f}" for x in (share.value, share.low, share.high))
     return f"{value} % (95 %: {low} to {high})"
 

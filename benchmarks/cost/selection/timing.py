@@ -17,7 +17,13 @@ Times = dict[str, list[float]]
 _BEGIN = time.monotonic()
 
 
-def measure_alternately(works: Mapping[str, Work], rounds: int, *, warm_up: int = 2) -> Times:
+def measure_alternately(
+    works: Mapping[str, Work],
+    rounds: int,
+    *,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
     """Seconds of each work in each round; every second round is in reverse order."""
     names = list(works)
     seconds: Times = {name: [] for name in names}
@@ -27,10 +33,10 @@ def measure_alternately(works: Mapping[str, Work], rounds: int, *, warm_up: int 
         for turn in range(rounds):
             for name in names if turn % 2 == 0 else reversed(names):
                 _synchronize()
-                begin = time.perf_counter()
+                begin = clock()
                 works[name]()
                 _synchronize()
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return seconds
 
 

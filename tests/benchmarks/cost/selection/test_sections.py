@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common.report import Section
-from benchmarks.cost.selection import memory, refinement, share, speed
+from benchmarks.cost.selection import memory, policies, refinement, share, speed
 from benchmarks.cost.selection.images import LLAVA, Size, size_keeping
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 
 def verdicts(section: Section) -> list[str]:
@@ -44,6 +45,28 @@ def test_a_prefill_is_32_layers(selection: float, verdict: str) -> None:
     section = share.build_section("bfloat16", times_by_size)
     assert verdicts(section) == [verdict]
     assert section.tables[0].rows[0][-1] == "3.20"
+
+
+@pytest.mark.parametrize(("selection", "verdict"), [(0.02, "holds"), (0.2, "does not hold")])
+def test_every_policy_has_a_share_of_the_prefill(selection: float, verdict: str) -> None:
+    layers = {policies.LAYER: [0.1] * 9, policies.FULL_LAYER: [0.5] * 9}
+    own = {"divprune": [selection] * 9, "cdpruner": [0.01] * 9, "fastv": [0.01] * 9}
+    section = policies.build_section({LLAVA[1]: own | layers})
+    assert verdicts(section) == [verdict]
+    assert "`divprune` is slowest" in section.claims[0].measured
+    shares = {row[0]: row[-1] for row in section.tables[0].rows}
+    # FastV runs one layer over all tokens: 0.51 of 3.2 seconds.
+    assert shares == {
+        "`cdpruner`": "0.31",
+        "`divprune`": f"{selection / 0.032:.2f}",
+        "`fastv`": "15.94",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(BASE_POLICIES))
+def test_every_policy_runs_on_the_measured_images(name: str) -> None:
+    size = Size(16, 5, 1, 8)
+    assert policies.select_once(name, size).picks.shape[0] == 1
 
 
 @pytest.mark.parametrize(("full", "verdict"), [(1.09, "holds"), (1.11, "does not hold")])
