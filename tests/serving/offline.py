@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests.serving.paths import CLIP, LLAVA
 from vllm_autoprune import Grid, Instruction, PruningPolicy, VisualTokens, refine
+from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates
+from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 BOS = 1
 
@@ -120,7 +121,16 @@ class Offline:
                 next_layer=NextLayer(wide[:, 0, 1:], key[:, 1:]),
             ),
             language=WholePrefix(model.language_model, projected[0], words),
+            encoder=states[:, 1:],
+            words=self._words(question),
         )
+
+    def _words(self, question: str) -> Words:
+        encode = self._processor.tokenizer.encode
+        parts = split_content_words(question)
+        ids = [token for part in parts for token in encode(part, add_special_tokens=False)]
+        rows = self._model.get_input_embeddings()(torch.tensor([ids], dtype=torch.int64))
+        return Words(rows, torch.ones(1, len(ids), dtype=torch.bool))
 
     def _relevance(self, patches: Tensor, question: str) -> Instruction:
         clip = self._clip

@@ -38,7 +38,7 @@ def test_a_base_policy_alone_exchanges_nothing_and_reads_no_signal() -> None:
     for name, policy in BASE_POLICIES.items():
         alone = materialize(load_state(name), 16)
         assert alone.base.name == name and not alone.refines
-        assert alone.needs == policy.needs
+        assert alone.needs == policy.needs_of(policy.default_params)
 
 
 def test_the_quota_sweep_has_its_exchange_quotas() -> None:

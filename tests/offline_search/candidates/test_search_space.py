@@ -158,7 +158,7 @@ class TestCore:
 
     def test_every_core_policy_is_sampled(self, split: Settings) -> None:
         drawn: set[str] = set()
-        for seed in range(60):
+        for seed in range(200):
             proposal = sample_proposal(RandomSource(Random(seed)), BUDGET, core=True)
             state = assemble_state(proposal, split)
             drawn.add("none" if state.core is None else state.core.policy.name)
