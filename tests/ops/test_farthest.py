@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.farthest import (
+    distance_to_kept,
+    distance_to_others,
+    farthest_points,
+    weighted_farthest_points,
+)
 
 
 def on_a_line(places: list[float]) -> Tensor:
@@ -88,3 +93,49 @@ def test_non_finite_input_repeats_no_index(bad: set[int], value: float) -> None:
     distance[:, list(bad)] = value
     picks = farthest_points(distance, 8, nearest=distance[:, 0], taken=none_taken(8))
     assert sorted(picks[0].tolist()) == list(range(8))
+
+
+class TestWeighted:
+    """Weight times distance to what is chosen."""
+
+    LINE = on_a_line([0.0, 1.0, 4.0, 9.0, 10.0])
+
+    def run(self, weight: list[float], count: int, **options: Tensor) -> list[int]:
+        nearest = options.pop("nearest", torch.full((1, 5), torch.inf))
+        taken = options.pop("taken", none_taken(5))
+        picks: list[int] = weighted_farthest_points(
+            self.LINE,
+            torch.tensor([weight]),
+            count,
+            nearest=nearest,
+            taken=taken,
+            floor=1e-6,
+            leading=options.get("leading"),
+            fill=options.get("fill"),
+        )[0].tolist()
+        return picks
+
+    def test_the_first_is_farthest_from_its_neighbour_whatever_its_weight(self) -> None:
+        assert self.run([1.0, 1.0, 0.0, 1.0, 1.0], 1) == [2]
+
+    def test_then_weight_times_distance_decides(self) -> None:
+        # From 4: distances 4, 3, 5, 6 times the weights are 4, 0.3, 5, 0.6.
+        assert self.run([1.0, 0.1, 1.0, 1.0, 0.1], 3) == [2, 3, 0]
+
+    def test_without_weight_tokens_come_last_and_by_weight(self) -> None:
+        assert self.run([0.0, 0.0, 1.0, 1.0, 0.0], 5) == [2, 3, 0, 1, 4]
+        fill = torch.tensor([[0.1, 0.9, 0.0, 0.0, 0.5]])
+        assert self.run([0.0, 0.0, 1.0, 1.0, 0.0], 5, fill=fill) == [2, 3, 1, 4, 0]
+
+    def test_it_continues_from_what_is_chosen(self) -> None:
+        taken = torch.tensor([[True, False, False, False, False]])
+        nearest = distance_to_kept(self.LINE, taken)
+        assert nearest.tolist() == [[0, 1, 4, 9, 10]]
+        assert self.run([1.0] * 5, 2, nearest=nearest, taken=taken) == [4, 2]
+
+    def test_forced_picks_come_first_and_condition_the_others(self) -> None:
+        leading = torch.tensor([[4, -1, -1]])
+        assert self.run([1.0] * 5, 3, leading=leading) == [4, 0, 2]
+
+    def test_the_nearest_other_is_never_the_token_itself(self) -> None:
+        assert distance_to_others(self.LINE).tolist() == [[1, 1, 3, 1, 1]]

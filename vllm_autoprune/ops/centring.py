@@ -34,26 +34,32 @@ def subtract_mean(rows: Tensor) -> Tensor:
 
 
 def mean_dissimilarity(rows: Tensor) -> Tensor:
-    """Minus the mean cosine of each token with the others ``(B, n)``, of rows ``(B, n, D)``."""
-    unit = rows / rows.norm(dim=-1, keepdim=True).clamp_min(NONZERO_NORM)
-    # The sum of cosines with all tokens is one product with the sum of unit vectors.
-    total = torch.stack([one @ one.sum(dim=0) for one in unit])
-    own = unit.square().sum(dim=-1)
-    mean: Tensor = (own - total) / max(1, rows.shape[1] - 1)
-    return mean
+    """Minus the mean cosine of each token with the others ``(B, n)``, of rows ``(B, n, D)``.
+
+    Summed in float64: in concentrated spaces the means differ little, and where all tokens are
+    alike they must not differ at all.
+    """
+    directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(NONZERO_NORM)
+    means = []
+    for one in directions:
+        unit = one.double()
+        # The cosines with all tokens are one product with the sum of unit vectors, the own is 1.
+        own = one.square().sum(dim=-1).round()
+        means.append(own - unit @ unit.sum(dim=0))
+    return torch.stack(means) / max(1, rows.shape[1] - 1)
 
 
 def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
-    """Weight ``(R, n)`` in [0, 1] of a score; all ones where the score is constant."""
+    """Weight ``(R, n)`` float32 in [0, 1] of a score; all ones where the score is constant."""
     low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
     spread = high - low
     ones = torch.ones_like(score)
     if kind == "none":
-        return ones
+        return ones.float()
     if kind == "minmax":
         mapped = (score - low) / (spread + EPSILON)
     else:
         apart = score - score.mean(dim=1, keepdim=True)
         deviation = apart.square().mean(dim=1, keepdim=True).sqrt()
         mapped = torch.sigmoid(apart / (deviation + EPSILON))
-    return torch.where(spread < FLAT, ones, mapped)
+    return torch.where(spread < FLAT, ones, mapped).float()

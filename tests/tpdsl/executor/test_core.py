@@ -125,7 +125,11 @@ def test_every_core_of_every_base_policy(base: str, core: str) -> None:
             assert_split(policy, tokens)
 
 
-@pytest.mark.parametrize("base", ["cdpruner", "divprune"])
+CONTINUING = ["cdpruner", "cen_cdpruner", "cen_divprune", "divprune", "fsr", "idpruner"]
+"""Base policies that continue from a core by features, attention and relevance."""
+
+
+@pytest.mark.parametrize("base", CONTINUING)
 @pytest.mark.parametrize("tiles", [2, 3, 5])
 def test_every_size_of_core_next_to_all_tokens_of_all_tiles(base: str, tiles: int) -> None:
     tokens = images(4, grid=Grid(2, 2, tiles=tiles))
@@ -134,7 +138,7 @@ def test_every_size_of_core_next_to_all_tokens_of_all_tiles(base: str, tiles: in
         assert_split(materialize(split, tokens.count - 1, core), tokens)
 
 
-@pytest.mark.parametrize("base", ["cdpruner", "divprune"])
+@pytest.mark.parametrize("base", CONTINUING)
 def test_core_and_delta_together_are_spread_over_tiles_as_k_is(base: str) -> None:
     tokens = images(4, grid=Grid(4, 4, tiles=3))
     split = with_core({"share": 0.5}, {"/base_policy": {"name": base}, **UNCHANGED})
@@ -195,6 +199,39 @@ def test_the_delta_of_divprune_continues_its_own_core() -> None:
     alone = state({"/base_policy": {"name": "divprune"}, **UNCHANGED})
     kept = refine(materialize(split, 12), tokens).indices.sort(dim=1).values
     assert torch.equal(kept, refine(materialize(alone, 12), tokens).indices)
+
+
+@pytest.mark.parametrize("base", ["cen_divprune", "scope", "idpruner"])
+def test_a_policy_without_a_question_continues_its_own_core(base: str) -> None:
+    (tokens, *_) = synthetic_probes(12)
+    own: dict[str, object] = {"/base_policy": {"name": base}, **UNCHANGED}
+    split = with_core({"share": 0.5, "policy": {"name": base}}, own)
+    kept = refine(materialize(split, 12), tokens).indices.sort(dim=1).values
+    assert torch.equal(kept, refine(materialize(state(own), 12), tokens).indices)
+
+
+@pytest.mark.parametrize(
+    ("base", "params"), [("cen_cdpruner", {"relevance": False}), ("mmtok", {"words": False})]
+)
+def test_the_core_of_a_policy_is_its_form_without_the_question(
+    base: str, params: dict[str, object]
+) -> None:
+    (tokens, *_) = synthetic_probes(12)
+    own: dict[str, object] = {"/base_policy": {"name": base}, **UNCHANGED}
+    split = with_core({"share": 0.5, "policy": {"name": base}}, own)
+    assert (
+        split.core is not None and split.core.policy.params.model_dump().items() >= params.items()
+    )
+    silent = state({**own, "/base_policy": {"name": base, "params": params}})
+    core = refine(materialize(split, 12), tokens).indices[:, :6]
+    assert torch.equal(core, refine(materialize(silent, 6), tokens).indices)
+    asking = with_core({"share": 0.5, "policy": {"name": base, "params": params}}, own)
+    assert asking.digest == split.digest
+    on = dict.fromkeys(params, True)
+    call = {"share": 0.5, "policy": {"name": base, "params": on}}
+    ((where, _),) = refused_with({"/core": call})
+    assert where.startswith("/core/policy/params/")
+    assert not accepts(call)
 
 
 @pytest.mark.parametrize("base", ["trim", "dart"])
