@@ -28,7 +28,7 @@ def cen_divprune(case: Case) -> Problems:
     """Pick order; of duplicates, each kind before a repeat."""
     tokens = RECORDS["cen_divprune"](case)
     picks = _select(case, "cen_divprune", tokens, _centred(case))
-    yield from compare_picks(case, picks, case.recorded("order"), case.recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
     yield from _find_early_repeats(case, tokens.features, picks)
 
 
@@ -37,7 +37,7 @@ def cen_cdpruner(case: Case) -> Problems:
     tokens = RECORDS["cen_cdpruner"](case)
     params, core = _centred(case), {"relevance": False}
     picks = _select(case, "cen_cdpruner", tokens, params, {**params, **core})
-    yield from compare_picks(case, picks, case.recorded("order"), case.recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
     yield from _find_early_repeats(case, tokens.features, picks)
 
 
@@ -45,7 +45,7 @@ def scope(case: Case) -> Problems:
     """Pick order; of duplicates, each kind before a repeat."""
     tokens = RECORDS["scope"](case)
     picks = _select(case, "scope", tokens, {"alpha": float(case.recipe.get("alpha", 1))})
-    yield from compare_picks(case, picks, case.recorded("order"), case.recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
     yield from _find_early_repeats(case, tokens.require_encoder(), picks)
 
 
@@ -59,22 +59,24 @@ def mmtok(case: Case) -> Problems:
         "tau_vision": recipe.get("t_vv", 0.2),
     }
     picks = _select(case, "mmtok", tokens, params, {**params, "words": False})
-    yield from compare_picks(case, picks, case.recorded("order"), recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
     yield from _find_early_repeats(case, tokens.require_encoder(), picks)
 
 
 def prunesid(case: Case) -> Problems:
     """Order group by group, the groups and what each of them gives."""
     tokens = RECORDS["prunesid"](case)
-    mode, count = case.recipe["mode"], case.recipe["K"]
+    mode = case.recipe["mode"]
     params = _params("prunesid", {"mode": mode})
     assert isinstance(params, PruneSIDParams)
+    count = min(case.recipe["K"], tokens.count + (mode == "cls"))
     kept = count - (mode == "cls")
     native = BASE_POLICIES["prunesid"].native(params, tokens, count)
     picks = torch.stack([own[own >= 0] for own in native.indices])
     yield from compare_picks(case, picks, case.recorded("order"), kept)
-    served = BASE_POLICIES["prunesid"].select(params, tokens, count).picks
-    yield from find_differences("served", _set(served), _set(picks))
+    if kept:  # one row is a patch where it is served, and [CLS] as published
+        served = BASE_POLICIES["prunesid"].select(params, tokens, count).picks
+        yield from find_differences("served", _set(served), _set(picks))
     if demand(case) is not Demand.SOUND:
         grouped, _ = group_tokens(params, tokens, TileGroup(0, 1, count), kept)
         yield from find_differences("groups", grouped.group, case.recorded("groups"))
@@ -84,7 +86,7 @@ def prunesid(case: Case) -> Problems:
 def holov(case: Case) -> Problems:
     """The kept set, band by band, and what each band gives."""
     tokens = RECORDS["holov"](case)
-    bands, count = case.recipe["bands"], case.recipe["K"]
+    bands, count = case.recipe["bands"], _budget(case)
     params = HoloVParams(bands=bands)
     native = torch.stack(BASE_POLICIES["holov"].native(params, tokens, count).indices)
     yield from compare_picks(case, _set(native), _set(case.recorded("order")), count)
@@ -98,7 +100,7 @@ def holov(case: Case) -> Problems:
 def fsr(case: Case) -> Problems:
     """Focus by priority and then the scan, in each tile; rows after the merge."""
     tokens, recipe = RECORDS["fsr"](case), case.recipe
-    tiles, count = tokens.grid.tiles, recipe["K"]
+    tiles, count = tokens.grid.tiles, _budget(case)
     params = _params(
         "fsr",
         {
@@ -124,7 +126,7 @@ def idpruner(case: Case) -> Problems:
     """Pick order."""
     tokens = RECORDS["idpruner"](case)
     picks = _select(case, "idpruner", tokens, {"balance": case.recipe.get("lam", 0.5)})
-    yield from compare_picks(case, picks, case.recorded("order"), case.recipe["K"])
+    yield from compare_picks(case, picks, case.recorded("order"), _budget(case))
 
 
 SELECTIONS: Mapping[str, Callable[[Case], Problems]] = {
@@ -148,6 +150,11 @@ def _params(policy: str, params: dict[str, object]) -> BasePolicyParams:
     return BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params}).params
 
 
+def _budget(case: Case) -> int:
+    """Tokens kept of a tile: all of them where K is larger."""
+    return int(min(case.recipe["K"], case.recipe["N"]))
+
+
 def _set(picks: Tensor) -> Tensor:
     return picks.sort(dim=1).values
 
@@ -166,7 +173,7 @@ def _select(
     """
     recipe, chosen = case.recipe, BASE_POLICIES[policy]
     tiles = tokens.grid.tiles
-    count, first = recipe["K"] * tiles, recipe.get("core", 0) * tiles
+    count, first = _budget(case) * tiles, recipe.get("core", 0) * tiles
     picks = torch.empty(tokens.batch, 0, dtype=torch.int64)
     if first and core is not None:
         picks = chosen.select(_params(policy, core), tokens, first).picks

@@ -142,23 +142,21 @@ def focus_size(phi: Tensor, rho: float) -> Tensor:
 
 def _choose(params: FSRParams, tokens: VisualTokens, group: TileGroup) -> Chosen:
     phi = group.of(priority(params, tokens), tokens)
-    size, count = phi.shape[1], group.share
+    count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
     focus = focus_size(phi, params.rho).clamp_max(count)
     leading = rank_descending(phi)[:, :count]
     leading = leading.where(torch.arange(count, device=phi.device) < focus, -1)
-    nothing = torch.zeros_like(phi, dtype=torch.bool)
     picks = weighted_farthest_points(
         1 - similarity,
         torch.ones_like(phi),
         count,
         nearest=torch.full_like(phi, torch.inf),
-        taken=nothing,
+        taken=torch.zeros_like(phi, dtype=torch.bool),
         floor=FLOOR,
         leading=leading,
         fill=phi,
     )
-    assert similarity.shape[-1] == size
     return Chosen(picks, focus, phi, similarity)
 
 

@@ -107,7 +107,8 @@ def band_quotas(attention: Tensor, bands: int, count: int) -> Tensor:
     member = _members(band_of_tokens(size, bands, attention.device), bands)
     sizes = member.sum(dim=0)
     finite = attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0)
-    weight = _SCALE * torch.stack([one @ member.double() for one in finite.double()]) / sizes
+    total = torch.stack([one @ member.to(one.dtype) for one in finite])
+    weight = _SCALE * total / sizes.clamp_min(1)
     fair = count * weight / weight.sum(dim=1, keepdim=True)
     take = (count * weight / (weight.sum(dim=1, keepdim=True) + _OFFSET)).floor().to(torch.int64)
     rest = count - take.sum(dim=1, keepdim=True)

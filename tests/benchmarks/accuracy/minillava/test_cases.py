@@ -13,7 +13,7 @@ from vllm_autoprune.tpdsl.states.load import load_state
 def test_the_paper_s_tables_by_default() -> None:
     cases = build_cases(144, BUDGETS, FAMILIES)
     assert Counter(case.arm for case in cases) == {
-        "full": 1, "random": 5, "resized": 5, "base": 45, "autoprune": 45, "found": 10,
+        "full": 1, "random": 5, "resized": 5, "base": 85, "autoprune": 85, "found": 10,
         "component": 15, "quota": 15,
     }  # fmt: skip
     names = [case.name for case in cases]
