@@ -86,8 +86,8 @@ def two_front_ends(runner: Runner) -> Iterator[Server]:
 
     The endpoint that describes the served state is on.
     """
-    flags = (*COMMON, *PRUNED, "--autoprune-budget", "16", "--autoprune-recall", "5")
-    flags = (*flags, "--api-server-count", "2")
+    budgets = ("--autoprune-budget", "16", "--autoprune-recall", "5")
+    flags = (*COMMON, *PRUNED, *budgets, "--api-server-count", "2")
     env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
     with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:
         # The health check is answered by the first process that is up.

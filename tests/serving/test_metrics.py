@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,11 +47,14 @@ def measure_increase(server: Server, send_requests: Callable[[], None]) -> Calla
 
 def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Server) -> None:
     example = examples(12)[-5]
-    request = body(two_front_ends, example)
-    later = [{"role": "assistant", "content": "red"}, {"role": "user", "content": "And its shape?"}]
-    conversation = {**request, "messages": [*request["messages"], *later]}
+    conversation: dict[str, Any] = body(two_front_ends, example)
+    conversation["messages"] += [
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "And its shape?"},
+    ]
 
     def send_requests() -> None:
+        counted: Any
         status, counted = two_front_ends.post(
             "/tokenize", {"model": two_front_ends.model, "messages": conversation["messages"]}
         )

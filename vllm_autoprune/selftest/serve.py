@@ -266,7 +266,8 @@ def _complete(
     parts: list[dict[str, object]] = [
         {"type": "image_pil", "image_pil": image, **named} for image in images
     ]
-    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text + _PADDING}]}]
+    content = [*parts, {"type": "text", "text": text + _PADDING}]
+    messages: list[dict[str, object]] = [{"role": "user", "content": content}]
     requested = budget if budget is None or isinstance(budget, int) else list(budget)
     entry = {} if budget is None else {"budget": requested}
     return _chat(llm, observer, messages, entry, preempted)
