@@ -122,6 +122,8 @@ def entries() -> list[Any]:
         {"budget": 8, "keep": "reference"},
         {"keep": "random", "enabled": True},
         {"budget": 8, "keep": "resized"},
+        {"budget": 8, "recall": 4},
+        {"recall": 4, "recall_turns": [{"images": 1, "text": "and now?"}]},
         {"enabled": False},
         {"state": "visionzip", "budget": 8},
         *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
@@ -170,12 +172,12 @@ def _draw_huge_entry(random: Random) -> Any:
 def _change_body(request: dict[str, object], random: Random) -> None:
     """Mutate one to three fields that vLLM reads, with a valid entry or none."""
     if random.random() < 0.5:
-        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:10])}
+        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(entries()[:12])}
     messages = request["messages"]
     assert isinstance(messages, list)
     parts: list[dict[str, Any]] = messages[0]["content"]
     for _ in range(random.choice((1, 1, 2, 3))):
-        change = random.choice(("uuid", "uuid", "twice", "detail", "text", *_ODD))
+        change = random.choice(("uuid", "uuid", "twice", "detail", "text", "turns", *_ODD))
         images = [part for part in parts if part["type"] == "image_url"]
         if change in _ODD:
             request[change] = random.choice(_ODD[change])
@@ -185,6 +187,11 @@ def _change_body(request: dict[str, object], random: Random) -> None:
             random.choice(images)["uuid"] = random.choice((*_NAMES, *_NAMES, 1, None, ["a"]))
         elif change == "twice":
             parts.insert(0, copy.deepcopy(random.choice(images)))
+        elif change == "turns":
+            for _ in range(random.choice((1, 2, 5, 40))):
+                text = random.choice((*SPECIAL, *ODD_TEXTS, "and now?", "and now?", "and now?"))
+                messages.append({"role": "assistant", "content": "red"})
+                messages.append({"role": "user", "content": text})
         elif change == "detail":
             image = random.choice(images)["image_url"]
             image["detail"] = random.choice(_DETAILS)

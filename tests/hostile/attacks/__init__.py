@@ -1,5 +1,15 @@
 """All attacks; importing this package registers them."""
 
-from tests.hostile.attacks import cores, cost, counting, images, places, plans, texts, uuids
+from tests.hostile.attacks import (
+    cores,
+    cost,
+    counting,
+    images,
+    places,
+    plans,
+    recalls,
+    texts,
+    uuids,
+)
 
-__all__ = ["cores", "cost", "counting", "images", "places", "plans", "texts", "uuids"]
+__all__ = ["cores", "cost", "counting", "images", "places", "plans", "recalls", "texts", "uuids"]

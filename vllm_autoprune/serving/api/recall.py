@@ -20,6 +20,12 @@ from vllm_autoprune.serving.api.pruning_choice import ImageChoice, split_shared_
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, RecallTurn, request_error
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS
 
+MAX_TURNS = 256
+"""Turns of a conversation that may recall, the first ones: more would take seconds to plan."""
+
+MAX_ITEMS = 64
+"""Items that the turns of a request recall: each brings the pixels of its image to the engine."""
+
 _EMBEDDINGS = "image_embeds"
 """Kind of a part that brings an image without the signals that states read."""
 
@@ -104,20 +110,20 @@ def choose_recalls(
 
     An image that is shown several times is recalled after its last place. Nothing is recalled of an
     image that has no tokens left, that ``MAX_RECALLS`` turns have recalled, or that is resized.
+    What a turn recalls does not depend on later ones.
     """
     items: list[RecallItem] = []
-    recalled = [0] * len(choices)
+    left = [0 if one.keep == "resized" else one.tokens - one.kept for one in choices]
     times = [0] * len(choices)
-    for number, turn in enumerate(turns):
+    for number, turn in enumerate(turns[:MAX_TURNS]):
         last = {contents[i]: i for i in range(min(turn.images, len(choices)))}
-        images = [i for i in sorted(last.values()) if times[i] < MAX_RECALLS]
-        images = [i for i in images if choices[i].keep != "resized"]
-        left = [choices[i].tokens - choices[i].kept - recalled[i] for i in images]
-        for i, budget in zip(images, split_shared_budget(recall, left), strict=True):
-            if budget:
-                items.append(RecallItem(i, number, budget))
-                recalled[i] += budget
-                times[i] += 1
+        images = [i for i in sorted(last.values()) if left[i] and times[i] < MAX_RECALLS]
+        budgets = split_shared_budget(recall, [left[i] for i in images])
+        own = [RecallItem(i, number, k) for i, k in zip(images, budgets, strict=True) if k]
+        for item in own[: MAX_ITEMS - len(items)]:
+            items.append(item)
+            left[item.image] -= item.budget
+            times[item.image] += 1
     return items
 
 

@@ -56,7 +56,7 @@ Their attention to all earlier tokens is stored, which would take gigabytes for 
 MAX_STATE = 1 << 14
 """Bytes of the state that a plan carries; those that ship take 1,200."""
 
-MAX_RECALLS = 32
+MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
 
 _VERSION = 4

@@ -8,6 +8,8 @@ import pytest
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.recall import (
+    MAX_ITEMS,
+    MAX_TURNS,
     RecallItem,
     choose_recalls,
     expand_marks,
@@ -126,6 +128,15 @@ def test_later_turns_do_not_change_what_earlier_ones_recall() -> None:
 def test_only_so_many_turns_recall_an_image() -> None:
     items = choose_recalls(turns(*[1] * (MAX_RECALLS + 5)), 1, images((8, 144)), ["a"])
     assert [item.turn for item in items] == [*range(MAX_RECALLS)]
+
+
+def test_a_request_has_a_bounded_number_of_items() -> None:
+    items = choose_recalls(
+        turns(*[40] * 300), 1000, images(*[(8, 1000)] * 40), [*map(str, range(40))]
+    )
+    assert len(items) == MAX_ITEMS
+    late = choose_recalls(turns(*[1] * MAX_TURNS, 2), 1, images((8, 8), (8, 9)), ["a", "b"])
+    assert late == []
 
 
 def test_marks_become_an_image_token_for_every_item() -> None:

@@ -79,7 +79,7 @@ def test_malformed_plans_are_refused_with_a_reason() -> None:
         (forged(10, 4), "K_c = 4"),
         (forged(11, 1), "numbers"),
         (forged(11, -1), "-1 earlier choices"),
-        (forged(11, 33), "33 earlier choices"),
+        (forged(11, 17), "17 earlier choices"),
         (forged(12, -1), "N = -1"),
         (forged(13, -1), "more than its state"),
         (forged(15, -3), "negative"),
