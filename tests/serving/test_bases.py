@@ -34,7 +34,6 @@ def test_a_prompt_is_shorter_by_exactly_what_was_removed(
     report = runner.run("base_policies")
     for full, case in zip(report["full"], report["policies"][name][str(budget)], strict=True):
         assert case["prompt_tokens"] == full - (TOKENS - budget)
-        assert case["text"]
 
 
 @pytest.mark.parametrize("budget", [16, 8])
