@@ -33,7 +33,7 @@ _RGB = (
 )  # fmt: skip
 # Dark digits on light colours, light digits on dark ones.
 _INK = (255, 255, 255, 10, 255, 10, 10, 10)
-_GLYPHS = (
+GLYPHS = (
     "01110 10001 10011 10101 11001 10001 01110", "00100 01100 00100 00100 00100 00100 01110",
     "01110 10001 00001 00110 01000 10000 11111", "11111 00010 00100 00010 00001 10001 01110",
     "00010 00110 01010 10010 11111 00010 00010", "11111 10000 11110 00001 00001 10001 01110",
@@ -89,7 +89,7 @@ def _distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def _ink(digits: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Coverage (M, 1, h, w) of digits centred on the origin of the pixel offsets x and y."""
-    rows = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in _GLYPHS]
+    rows = [[[float(bit) for bit in row] for row in glyph.split()] for glyph in GLYPHS]
     glyphs = torch.tensor(rows)
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
     return F.grid_sample(glyphs[digits][:, None], grid, align_corners=False)

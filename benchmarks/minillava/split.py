@@ -11,7 +11,7 @@ import hashlib
 import io
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -152,8 +152,15 @@ def grade_answers(examples: Sequence[Example], answers: Sequence[str]) -> Scores
     return aggregate(examples, [is_right(answer, one.answer) for one, answer in pairs])
 
 
-def aggregate(examples: Sequence[Example], rights: Sequence[bool]) -> Scores:
-    """Scores of questions of which it is known whether they were answered right."""
+def aggregate(
+    examples: Sequence[Example],
+    rights: Sequence[bool],
+    groups: Mapping[str, Sequence[str]] = CATEGORIES,
+) -> Scores:
+    """Scores of questions of which it is known whether they were answered right.
+
+    `groups` are the kinds of every category.
+    """
     kinds: dict[str, list[bool]] = {}
     pairs: dict[int, list[bool]] = {}
     for example, right in zip(examples, rights, strict=True):
@@ -162,11 +169,12 @@ def aggregate(examples: Sequence[Example], rights: Sequence[bool]) -> Scores:
             pairs.setdefault(example.pair, []).append(right)
     categories = {
         name: [right for kind in members for right in kinds.get(kind, ())]
-        for name, members in CATEGORIES.items()
+        for name, members in groups.items()
     }
+    order = [kind for members in groups.values() for kind in members]
     return Scores(
         accuracy=_mean([right for rights in kinds.values() for right in rights]),
         accuracy_plus=_mean([all(pair) for pair in pairs.values()]),
-        by_kind={kind: _mean(kinds[kind]) for kind in KINDS if kind in kinds},
+        by_kind={kind: _mean(kinds[kind]) for kind in order if kind in kinds},
         by_category={name: _mean(rights) for name, rights in categories.items() if rights},
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import (
     AddedToken,
     Regex,
@@ -59,13 +61,15 @@ def _trainer(size: int, specials: list[AddedToken]) -> BpeTrainer:
     )
 
 
-def language_tokenizer() -> Tokenizer:
-    """Train the byte-level BPE tokenizer of the language model.
+def train_tokenizer(
+    texts: Sequence[str], specials: Sequence[str], unknown: str, size: int
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer in which a name is one token.
 
     It adds no special tokens to a prompt, so chat and completion prompts agree. No training text
     has a number of two digits, so every digit of a number is a token of its own.
     """
-    tokenizer = Tokenizer(BPE(unk_token=UNKNOWN))
+    tokenizer = Tokenizer(BPE(unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_NAME + _WORDS), "isolated"),
@@ -73,11 +77,16 @@ def language_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(token, special=True) for token in _LANGUAGE_SPECIALS]
+    tokens = [AddedToken(token, special=True) for token in specials]
+    tokenizer.train_from_iterator(texts, _trainer(size, tokens))
+    return tokenizer
+
+
+def language_tokenizer() -> Tokenizer:
+    """Train the tokenizer of the language model."""
     texts = [prompt(text) for text in tokenizer_texts()]
     texts += [f" {word}" for word in answer_words()] * 50
-    tokenizer.train_from_iterator(texts, _trainer(VOCABULARY, specials))
-    return tokenizer
+    return train_tokenizer(texts, _LANGUAGE_SPECIALS, UNKNOWN, VOCABULARY)
 
 
 def clip_tokenizer() -> Tokenizer:

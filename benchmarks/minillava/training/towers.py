@@ -72,7 +72,7 @@ def tower_batch(seed: int, size: int, tokenizer: Tokenizer, canvas: Canvas) -> T
     )
 
 
-def _classification_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, float]:
+def classification_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Cross entropy and accuracy over the patches where the target applies."""
     labelled = target >= 0
     predicted, expected = logits[labelled].float(), target[labelled]
@@ -86,8 +86,8 @@ def reading_loss(
     """Loss of the reading stage: the digit and the colour of every patch of images of digits."""
     images, digit, colour = render_characters(seed, size, canvas)
     logits, _ = heads(penultimate_states(clip, normalize_pixels(images))[:, 1:])
-    digit_loss, accuracy = _classification_loss(logits["digit"], digit)
-    colour_loss, _ = _classification_loss(logits["colour"], colour)
+    digit_loss, accuracy = classification_loss(logits["digit"], digit)
+    colour_loss, _ = classification_loss(logits["colour"], colour)
     parts = {"digit": float(digit_loss.detach()), "digit_acc": accuracy}
     return digit_loss + 0.3 * colour_loss, parts
 
@@ -103,14 +103,14 @@ def _dense_loss(heads: DenseHeads, patches: Tensor, labels: Labels) -> tuple[Ten
     losses: list[Tensor] = []
     parts: LossParts = {}
     for name, target in targets.items():
-        loss, accuracy = _classification_loss(logits[name], target)
+        loss, accuracy = classification_loss(logits[name], target)
         losses.append(loss * (2.0 if name == "digit" else 1.0))
         parts[name] = accuracy
     accuracies: list[float] = []
     for place, (colour, shape) in enumerate(near):
         for neighbour_logits, field in ((colour, 0), (shape, 1)):
             target = labels.near[:, :, place, field]
-            loss, accuracy = _classification_loss(neighbour_logits, target)
+            loss, accuracy = classification_loss(neighbour_logits, target)
             losses.append(loss * 0.5)
             accuracies.append(accuracy)
     parts["near"] = sum(accuracies) / len(accuracies)
