@@ -1,0 +1,1 @@
+"""Tests of mini-Qwen3-VL."""

@@ -1,0 +1,1 @@
+"""Tests of the training of mini-Qwen3-VL."""
