@@ -42,6 +42,13 @@ def test_a_word_labels_two_patches_of_its_token_and_one_at_half_size() -> None:
             assert set(tokens.tolist()) == {row * seen.columns + column}
 
 
+def test_a_patch_that_shows_several_words_is_labelled_with_none() -> None:
+    pictures = draw_pictures(2, 0, 4, View(SIZE, Size(2, 2)), plain=True)
+    kinds, words = (pictures.labels[FIELD[name]] for name in ("kind", "word"))
+    assert (kinds > 0).float().mean() > 0.9
+    assert (words >= 0).float().mean() < 0.2
+
+
 def test_numbers_are_labelled_with_their_digits_and_words() -> None:
     pictures = draw_pictures(4, 0, 3, View(SIZE, SIZE))
     for index, page in enumerate(pictures.contents):
