@@ -62,8 +62,9 @@ def resolve_choices(
     Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
     """
     _require_permission(served.rules, request)
-    if request.recall:
-        _require_in_range(served.rules, request.recall, "recall", "K_r")
+    if (recall := request.recall or 0) > (most := served.rules.maximum):
+        what = f"K_r = {recall}, and requests may recall {most} tokens at most"
+        raise request_error("recall", what, f"ask for 0 to {most}")
     sizes = [image.tokens for image in images]
     if not request.enabled:
         for size in sizes:

@@ -121,6 +121,16 @@ def test_as_many_details_as_images_or_none_count() -> None:
         assert kept({"details": details}, N, N, on=with_detail()) == [8, 8]
 
 
+def test_only_the_end_of_the_range_bounds_what_is_recalled() -> None:
+    """The least K of an image is no bound on what later turns add to it."""
+    narrow = server("budget", 16, 64)
+    for recall in (0, 1, 64):
+        chosen({"recall": recall}, on=narrow)
+    assert "K_r = 65, and requests may recall 64" in refused({"recall": 65}, on=narrow)
+    assert "--autoprune-requests" in refused({"recall": 1}, on=server("none"))
+    chosen({"recall": 0}, on=server("none"))
+
+
 def test_a_range_bounds_every_way_to_ask() -> None:
     bounded = server(least=8, most=64)
     for asked in (
