@@ -22,6 +22,13 @@ from vllm_autoprune.selftest.checks import (
     SPLIT_QUESTION,
 )
 from vllm_autoprune.selftest.engine_observer import EngineObserver
+from vllm_autoprune.selftest.questions import (
+    PADDING,
+    QUESTIONS,
+    QUESTIONS_WITH_BUDGETS,
+    SECOND,
+    picture,
+)
 from vllm_autoprune.selftest.report import Completion, Report
 from vllm_autoprune.tpdsl.states.load import load_state
 
@@ -30,40 +37,6 @@ Engine = Any
 
 SETTINGS = {"state": "autoprune", "budget": 4096, "requests": "budget"}
 """K above N of every image here; requests ask for less."""
-
-
-def picture(width: int, height: int, seed: int) -> Image.Image:
-    """A picture of coloured blocks."""
-    source = numpy.random.default_rng(seed)
-    blocks = source.integers(0, 255, (height // 8, width // 8, 3), dtype=numpy.uint8)
-    return Image.fromarray(blocks).resize((width, height))
-
-
-_WIDE, _TALL = picture(200, 112, 1), picture(96, 208, 2)
-QUESTIONS: Mapping[str, tuple[str, tuple[Image.Image, ...]]] = {
-    "square": ("what colour is the cat", (picture(112, 112, 0),)),
-    "wide": ("what colour is the cat", (_WIDE,)),
-    "high": ("what colour is the cat", (_TALL,)),
-    "large": ("what colour is the cat", (picture(330, 300, 4),)),
-    "two": ("how many are there", (_TALL, picture(120, 96, 3))),
-    "other question": ("which dog is on the left", (_WIDE,)),
-}
-QUESTIONS_WITH_BUDGETS: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequence[int]]] = {
-    "two at once": (*QUESTIONS["two"], (SMALL_BUDGET, SMALL_BUDGET)),
-    "one pruned, one whole": (
-        QUESTIONS["two"][0],
-        (picture(96, 96, 5), _WIDE),
-        (SMALL_BUDGET, 4096),
-    ),
-    "first": (*QUESTIONS["high"], (SMALL_BUDGET,)),
-    "second": (*QUESTIONS["wide"], (SMALL_BUDGET,)),
-}
-"""Requests whose images all have the same `uuid`; each image has a budget."""
-_SECOND = ("which dog is on the left", QUESTIONS[SPLIT_QUESTION][1])
-"""Another question about the same image."""
-
-_PADDING = " and the sky is blue on the right" * 6
-"""Added to every question, so that image and text fill a block of the prefix cache."""
 
 
 def serve(name: str) -> Report:
@@ -138,9 +111,9 @@ def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
     with observer.recording_rows():
         split["third"] = _converse(llm, observer)
     recalled = list(observer.kept_rows)
-    split["second"] = _complete(llm, observer, *_SECOND, None)
+    split["second"] = _complete(llm, observer, *SECOND, None)
     _empty_caches(llm)
-    split["alone second"] = _complete(llm, observer, *_SECOND, None)
+    split["alone second"] = _complete(llm, observer, *SECOND, None)
     split["again first"] = _ask(llm, observer, SPLIT_QUESTION)
     _empty_caches(llm)
     split["alone third"] = _converse(llm, observer)
@@ -148,12 +121,12 @@ def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
 
     llm, observer = _start_engine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
     split["chunked first"] = _ask(llm, observer, SPLIT_QUESTION)
-    split["chunked second"] = _complete(llm, observer, *_SECOND, None)
+    split["chunked second"] = _complete(llm, observer, *SECOND, None)
     llm.reset_prefix_cache()
     split["chunked third"] = _converse(llm, observer)
     llm.reset_prefix_cache()
     with _preempting(llm):
-        split["preempted second"] = _complete(llm, observer, *_SECOND, None, preempted=True)
+        split["preempted second"] = _complete(llm, observer, *SECOND, None, preempted=True)
         split["preempted third"] = _converse(llm, observer, preempted=True)
     _stop_engine(llm)
     return {
@@ -266,7 +239,7 @@ def _complete(
     parts: list[dict[str, object]] = [
         {"type": "image_pil", "image_pil": image, **named} for image in images
     ]
-    content = [*parts, {"type": "text", "text": text + _PADDING}]
+    content = [*parts, {"type": "text", "text": text + PADDING}]
     messages: list[dict[str, object]] = [{"role": "user", "content": content}]
     requested = budget if budget is None or isinstance(budget, int) else list(budget)
     entry = {} if budget is None else {"budget": requested}
@@ -276,7 +249,7 @@ def _complete(
 def _converse(llm: Engine, observer: EngineObserver, preempted: bool = False) -> Completion:
     """The completion of a third turn, where the second and the third recall tokens."""
     text, (image,) = QUESTIONS[SPLIT_QUESTION]
-    first = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": text + _PADDING}]
+    first = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": text + PADDING}]
     messages: list[dict[str, object]] = [{"role": "user", "content": first}]
     for later in ("which dog is on the left", "how many are there"):
         messages += [{"role": "assistant", "content": "blue"}, {"role": "user", "content": later}]

@@ -14,7 +14,7 @@ from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.serve import picture
+from vllm_autoprune.selftest.questions import picture
 
 POLICIES = ("visionzip", "prumerge_plus", "fastv")
 """They read the vision tower, its next layer, and the language model's first layers."""
