@@ -26,6 +26,10 @@ _MESSAGE_FIELDS = "_autoprune_message_fields"
 """Key of a prompt under which the fields extracted from its messages wait."""
 
 
+_MAX_TEMPLATES = 32
+"""Chat templates whose white space is kept: where they are trusted, clients may send their own."""
+
+
 class AutopruneHfRenderer(HfRenderer):
     """HfRenderer that hands instruction and detail of every image to the multi-modal processor.
 
@@ -90,6 +94,8 @@ class AutopruneHfRenderer(HfRenderer):
             _, found, between = str(text).partition(mark)[0].rpartition(token)
             # A template that takes no parts has vLLM put its image token on a line of its own.
             space = between if found else "\n"
+            if len(self._spaces) >= _MAX_TEMPLATES:
+                self._spaces.clear()
             self._spaces[chat_template] = space if not space.strip() else ""
         return self._spaces[chat_template]
 
