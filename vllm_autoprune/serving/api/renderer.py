@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from vllm_autoprune.serving.api.instruction import extract_details, extract_instructions
@@ -89,7 +90,7 @@ class AutopruneHfRenderer(HfRenderer):
                     chat_template=chat_template,
                     tokenize=False,
                 )
-            except ValueError:
+            except (ValueError, VLLMValidationError):
                 text = ""
             _, found, between = str(text).partition(mark)[0].rpartition(token)
             # A template that takes no parts has vLLM put its image token on a line of its own.

@@ -3,9 +3,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from tests.serving.unit.samples import served
+from vllm_autoprune.serving.api import renderer as under_test
 from vllm_autoprune.serving.api.renderer import (
     _MESSAGE_FIELDS,
     AutopruneHfRenderer,
@@ -102,3 +105,32 @@ def test_the_cache_salt_reaches_the_processor_in_a_type_of_its_own() -> None:
 def test_a_prompt_without_a_salt_is_left_as_it_is() -> None:
     prompt: Any = {"prompt_token_ids": [1]}
     assert _add_salt(prompt) == {"prompt_token_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("template", "space"),
+    [
+        ("{% for p in messages[0].content %}{{ '<image>\n' if p.type == 'image' else p.text }}"
+         "{% endfor %}", "\n"),
+        ("{% for p in messages[0].content %}{{ '<v><image></v>' if p.type == 'image' else p.text }}"
+         "{% endfor %}", ""),
+        ("{{ 'USER: ' + messages[0].content }}", "\n"),
+    ],
+    ids=["a line of its own", "a wrapper", "text alone"],
+)  # fmt: skip
+def test_white_space_after_an_image_is_the_template_s(
+    monkeypatch: pytest.MonkeyPatch, template: str, space: str
+) -> None:
+    """The last template takes no parts: vLLM answers by an error, and joins by line breaks."""
+
+    def apply(config: object, tokenizer: object, conversation: object, **options: Any) -> str:
+        try:
+            return str(jinja2.Template(options["chat_template"]).render(messages=conversation))
+        except TypeError as error:
+            raise VLLMValidationError(str(error)) from error
+
+    monkeypatch.setattr(under_test, "safe_apply_chat_template", apply)
+    renderer: Any = SimpleNamespace(_spaces={}, model_config=None, get_tokenizer=lambda: None)
+    found = AutopruneHfRenderer._space_after_image(renderer, "<image>", template)
+    assert found == space
+    assert renderer._spaces == {template: space}
