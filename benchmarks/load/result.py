@@ -71,8 +71,8 @@ def format_result(result: Result) -> Iterator[str]:
         yield f"  note: {note}"
     yield (
         f"  {summary.requests} requests counted, {summary.failed} failed, in "
-        f"{summary.seconds:.1f} s: "
-        f"{summary.request_rate:.2f} requests/s, {summary.image_rate:.2f} images/s, "
+        f"{summary.seconds:.1f} s: {format_rates(result)} requests/s, "
+        f"{summary.image_rate:.2f} images/s, "
         f"{summary.output_token_rate:.1f} output tokens/s"
     )
     for name, values in (
@@ -96,6 +96,14 @@ def format_result(result: Result) -> Iterator[str]:
         f"  caches: {format_hits(metrics.mm_cache_hits, metrics.mm_cache_queries)} images, "
         f"{format_hits(metrics.prefix_cache_hits, metrics.prefix_cache_queries)} prompt tokens"
     )
+
+
+def format_rates(result: Result) -> str:
+    """Offered and achieved requests a second; a closed loop has no offered rate."""
+    achieved, offered = result.summary.request_rate, result.summary.offered_rate
+    if result.load.rate is None or offered is None:
+        return f"{achieved:.2f}"
+    return f"{offered:.2f} offered, {achieved:.2f} achieved"
 
 
 def format_percentiles(values: Distribution) -> str:

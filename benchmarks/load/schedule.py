@@ -45,7 +45,9 @@ class Load(StrictModel):
         """When each of ``count`` requests is due, seconds; 0 in a closed loop."""
         if self.rate is None:
             return [0.0] * count
-        return [float(at) for at in draw_arrivals(count, self.rate, self.burstiness, self.seed)]
+        ramp = self.phases(count).count("ramp")
+        arrivals = draw_arrivals(count, self.rate, self.burstiness, self.seed, ramp)
+        return [float(at) for at in arrivals]
 
     def phases(self, count: int) -> list[Phase]:
         """Which of ``count`` requests count, by their place in the schedule.
@@ -89,12 +91,14 @@ class Slo(StrictModel):
 
 
 def draw_arrivals(
-    count: int, rate: float, burstiness: float = 1.0, seed: int = 0
+    count: int, rate: float, burstiness: float = 1.0, seed: int = 0, ramp: int = 0
 ) -> NDArray[np.float64]:
     """Seconds from the start at which each request is due, (count,), rising.
 
     Gaps are gamma distributed with mean 1 / ``rate`` seconds and shape ``burstiness``: 1 is a
     Poisson process, less is burstier, more is more regular (as ``vllm bench serve`` counts it).
+    They are scaled so that the requests after the first ``ramp`` come at exactly ``rate``, and so
+    do those up to there: the mean of a few hundred random gaps would be several per cent off.
     The same seed gives the same pattern at every rate, only faster or slower, so that the points
     of a sweep differ in nothing else. Raises :class:`BenchmarkError` for an empty schedule.
     """
@@ -106,4 +110,8 @@ def draw_arrivals(
     if problems:
         raise BenchmarkError(f"schedule is empty or has no end: {'; '.join(problems)}")
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / burstiness, size=count)
+    # The gap before the first measured request belongs to the ramp.
+    for part in (gaps[: ramp + 1], gaps[ramp + 1 :]):
+        # A very bursty draw may be all zeros: such gaps stay as they are.
+        part *= len(part) / (part.sum() or 1.0)
     return np.asarray(np.cumsum(gaps) / rate, dtype=np.float64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common import BenchmarkError
-from benchmarks.load.schedule import draw_arrivals
+from benchmarks.load.schedule import Load, draw_arrivals
 
 
 def test_a_poisson_schedule_has_its_rate_and_exponential_gaps() -> None:
@@ -29,6 +29,18 @@ def test_the_seed_fixes_the_pattern_at_every_rate() -> None:
     assert np.allclose(slow, 4 * fast)
     assert not np.allclose(slow, draw_arrivals(50, 1.0, seed=4))
     assert (np.diff(slow) > 0).all()
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_measured_requests_come_at_exactly_the_rate(burstiness: float, seed: int) -> None:
+    load = Load(rate=6.0, burstiness=burstiness, seed=seed)
+    due = load.due(100)
+    measured = [at for at, phase in zip(due, load.phases(100), strict=True) if phase == "measured"]
+    assert len(measured) == 95
+    assert (len(measured) - 1) / (measured[-1] - measured[0]) == pytest.approx(6.0)
+    assert len(due) / due[-1] == pytest.approx(6.0)
+    assert (np.diff(due) >= 0).all()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.load.result import format_result
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.summary import summarize
-from tests.benchmarks.load.samples import record
+from tests.benchmarks.load.samples import record, result
 
 
 def test_rates_are_over_the_whole_time_and_latencies_over_answers() -> None:
@@ -73,3 +74,11 @@ def test_a_load_has_either_a_rate_or_users() -> None:
         Load(rate=1.0, users=2)
     assert Load(users=2).due(3) == [0.0, 0.0, 0.0]
     assert Load(rate=2.0).describe() == "open loop, Poisson arrivals at 2 requests/s"
+
+
+def test_a_run_at_a_rate_states_the_offered_and_the_achieved_rate() -> None:
+    records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
+    lines = "\n".join(format_result(result(records, Load(rate=2.0))))
+    assert "2.00 offered, 2.00 achieved requests/s" in lines
+    closed = "\n".join(format_result(result(records, Load(users=1))))
+    assert "offered" not in closed and "2.00 requests/s" in closed
