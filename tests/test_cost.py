@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
+    GEMMA3_4B,
     LLAVA_7B,
     LLAVA_13B,
     LLAVA_NEXT_7B,
@@ -103,9 +106,31 @@ def test_backbones_are_known_by_name() -> None:
         "llava-1.5-7b": 576,
         "llava-1.5-13b": 576,
         "llava-next-7b": 2880,
+        "llava-onevision-7b": 3645,
+        "qwen2-vl-7b": 1296,
         "qwen2.5-vl-7b": 1296,
+        "qwen3-vl-8b": 1024,
+        "internvl3-8b": 1280,
+        "gemma-3-4b": 256,
     }
     assert find_backbone("qwen2.5-vl-7b") is QWEN_7B
     assert (LLAVA_7B.sign, QWEN_7B.sign) == ("-", "+")
     with pytest.raises(ConfigError, match=r"llava-1\.5-7b"):
         find_backbone("llava")
+    with pytest.raises(ConfigError, match=r"did you mean 'qwen2\.5-vl-7b'"):
+        find_backbone("qwen2.5vl-7b")
+
+
+def test_every_served_family_has_a_shape() -> None:
+    from vllm_autoprune.serving.models import BACKBONES
+
+    families = {backbone.name for backbone in BACKBONES.values()}
+    assert families == {shape.family for shape in BACKBONE_SHAPES.values()}
+
+
+def test_queries_may_be_narrower_than_the_model() -> None:
+    """Gemma 3's 8 heads of 256 in a model 2560 wide: the projections by hand, one layer."""
+    one = replace(GEMMA3_4B, layers=1)
+    projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
+    attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
+    assert prefill_flops(one, (1,)) == projections + attention + feed_forward

@@ -40,7 +40,11 @@ def repository_imports(path: Path) -> set[str]:
 
 
 def test_the_wheel_has_packages_states_and_data(wheel_files: dict[str, Path]) -> None:
-    assert {name.split("/")[0] for name in wheel_files} == {"vllm_autoprune", "offline_search"}
+    assert {name.split("/")[0] for name in wheel_files} == {
+        "vllm_autoprune",
+        "vllm_autoprune_command.py",
+        "offline_search",
+    }
     assert "vllm_autoprune/policies/autoprune.json" in wheel_files
     assert "vllm_autoprune/evaluation/published.json" in wheel_files
 

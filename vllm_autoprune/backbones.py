@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_autoprune.errors import ConfigError, Problem
@@ -34,6 +35,13 @@ class BackboneShape:
     """Whether the vision tower has exactly one output row for each visual token."""
     source: str
     """Checkpoint and image size that these numbers are taken from."""
+    query_width: int = 0
+    """Width of the queries (heads x head width), where it is not ``width``."""
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries."""
+        return self.query_width or self.width
 
     @property
     def tokens(self) -> int:
@@ -114,16 +122,86 @@ QWEN_7B = BackboneShape(
     source="Qwen/Qwen2.5-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
 )
 
+ONEVISION_7B = replace(
+    QWEN_7B,
+    name="llava-onevision-7b",
+    family="llava_onevision",
+    grid_height=27,
+    grid_width=27,
+    tiles=5,
+    tower_rows=True,
+    source="llava-hf/llava-onevision-qwen2-7b-ov-hf; 768 x 768 pixels: one base view and 2 x 2 "
+    "crops, no newlines",
+)
+
+QWEN2_7B = replace(
+    QWEN_7B,
+    name="qwen2-vl-7b",
+    family="qwen2_vl",
+    source="Qwen/Qwen2-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
+)
+
+QWEN3_8B = replace(
+    QWEN_7B,
+    name="qwen3-vl-8b",
+    family="qwen3_vl",
+    layers=36,
+    width=4096,
+    feed_forward=12288,
+    kv_width=8 * 128,
+    grid_height=32,
+    grid_width=32,
+    source="Qwen/Qwen3-VL-8B-Instruct; 1024 x 1024 pixels, 32 pixels a merged token",
+)
+
+INTERNVL3_8B = replace(
+    QWEN_7B,
+    name="internvl3-8b",
+    family="internvl",
+    grid_height=16,
+    grid_width=16,
+    tiles=5,
+    source="OpenGVLab/InternVL3-8B-hf; 896 x 896 pixels: 2 x 2 tiles and a thumbnail",
+)
+
+GEMMA3_4B = replace(
+    QWEN_7B,
+    name="gemma-3-4b",
+    family="gemma3",
+    layers=34,
+    width=2560,
+    feed_forward=10240,
+    kv_width=4 * 256,
+    query_width=8 * 256,
+    grid_height=16,
+    grid_width=16,
+    source="google/gemma-3-4b-it; 896 x 896 pixels, no crops; sliding windows counted as full "
+    "attention",
+)
+
 BACKBONE_SHAPES: dict[str, BackboneShape] = {
-    g.name: g for g in (LLAVA_7B, LLAVA_13B, LLAVA_NEXT_7B, QWEN_7B)
+    shape.name: shape
+    for shape in (
+        LLAVA_7B,
+        LLAVA_13B,
+        LLAVA_NEXT_7B,
+        ONEVISION_7B,
+        QWEN2_7B,
+        QWEN_7B,
+        QWEN3_8B,
+        INTERNVL3_8B,
+        GEMMA3_4B,
+    )
 }
+"""One shape or more of every family that is served pruned."""
 
 
 def find_backbone(name: str) -> BackboneShape:
     """Look up a backbone by name; :class:`ConfigError` lists the known names."""
     if name not in BACKBONE_SHAPES:
         known = ", ".join(BACKBONE_SHAPES)
-        raise ConfigError(
-            "backbone", [Problem(name, "not a known backbone", f"use one of {known}")]
-        )
+        near = difflib.get_close_matches(name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75)
+        fix = f"did you mean {near[0]!r}? (" if near else "use one of "
+        fix += known + (")" if near else "")
+        raise ConfigError("backbone", [Problem(name, "not a known backbone", fix)])
     return BACKBONE_SHAPES[name]

@@ -16,11 +16,12 @@ TERA = 10**12
 MIB = 2**20
 
 ASSUMPTIONS = (
-    "FLOPs = sum over layers of 2 x (n d (2 d + 2 k) + 2 n^2 d + 3 n d m): q, k, v and o "
+    "FLOPs = sum over layers of 2 x (n d (2 q + 2 k) + 2 n^2 q + 3 n d m): q, k, v and o "
     "projections, full n x n attention (no causal halving), three gated feed-forward matrices; "
     "a multiply-accumulate is 2 FLOPs.",
     "KV cache = sum over layers of n x 2 (key, value) x k x 2 bytes (16-bit); MiB = 2^20 bytes.",
-    "n: tokens of one prompt in that layer; d: width, m: feed-forward width, k: key-value width.",
+    "n: tokens of one prompt in that layer; d: width, m: feed-forward width, k: key-value width, "
+    "q: query width, which is d unless said otherwise.",
     "Language model only, prefill only: no vision tower, projector, embedding or output head, "
     "and nothing for the selection itself.",
 )
@@ -54,8 +55,8 @@ class Cost:
 
 def prefill_flops(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
-    d, m, k = shape.width, shape.feed_forward, shape.kv_width
-    return sum(2 * (n * d * (2 * d + 2 * k) + 2 * n * n * d + 3 * n * d * m) for n in schedule)
+    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.queries
+    return sum(2 * (n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m) for n in schedule)
 
 
 def kv_bytes(shape: BackboneShape, schedule: tuple[int, ...]) -> int:

@@ -20,6 +20,7 @@ from benchmarks.common.pictures import draw_picture
 from benchmarks.common.report import Table
 from benchmarks.common.shapes import write_llava_next
 from benchmarks.server import run_engine
+from vllm_autoprune.statistics import Verdict
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,9 +77,21 @@ class Comparison:
     """Concurrent requests, pruned over stock."""
 
     @property
-    def holds(self) -> bool:
-        """Whether blocks are as predicted and enough requests run at once."""
-        return self.pruned.blocks_each == self.predicted and self.ratio >= PROMISE
+    def saturated(self) -> bool:
+        """Whether the pruned engine was sent more requests than it could run at once."""
+        return self.pruned.at_once < self.pruned.answered
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether blocks are as predicted and enough requests run at once.
+
+        Inconclusive where every request ran at once: more could have run, and were not sent.
+        """
+        if self.pruned.blocks_each != self.predicted:
+            return "does not hold"
+        if self.ratio >= PROMISE:
+            return "holds"
+        return "does not hold" if self.saturated else "inconclusive"
 
 
 def predicted_blocks(prompt_tokens: int, output_tokens: int) -> int:
@@ -105,7 +118,12 @@ def markdown(comparison: Comparison, blocks: int) -> str:
     columns = (
         "", "prompt tokens", "blocks a request", "requests at once", "blocks in use", "preempted",
     )  # fmt: skip
-    verdict = "holds" if comparison.holds else "DOES NOT HOLD"
+    verdict: str = comparison.verdict
+    if verdict == "inconclusive":
+        verdict += (
+            f" (too few requests: all {comparison.pruned.answered} ran at once; send more with "
+            "--requests)"
+        )
     return (
         f"KV cache of {blocks - 1} blocks of {BLOCK} tokens, answers of {OUTPUT_TOKENS} tokens, "
         f"{comparison.stock.answered} different images sent at once\n\n"
@@ -209,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: the promise holds; 1: it does not."""
+    """0: the promise holds; 1: it does not, or too few requests were sent to say."""
     folder = write_llava_next(options.out / "shape", layers=1, tower_layers=2, width=128)
     settings = EngineSettings(
         model=str(folder), side=SIDE, blocks=BLOCKS, requests=options.requests,
@@ -222,7 +240,7 @@ def run(options: argparse.Namespace) -> int:
     content = {**asdict(comparison), "stock": stock.model_dump(), "pruned": pruned.model_dump()}
     (options.out / "capacity.json").write_text(json.dumps(content, indent=1) + "\n")
     print(json.dumps(content) if options.json else markdown(comparison, BLOCKS))
-    return 0 if comparison.holds else 1
+    return 0 if comparison.verdict == "holds" else 1
 
 
 def _run_engine(settings: EngineSettings, folder: Path) -> EngineCounts:

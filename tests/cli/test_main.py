@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from vllm_autoprune.cli.main import COMMANDS, main
+from vllm_autoprune.cli.main import COMMANDS, main, parser
 from vllm_autoprune.serving.startup.support import SUPPORT, as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +55,14 @@ def test_schema_and_atoms_are_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_wrong_arguments_exit_with_2() -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["valdate"])
+        main(["validate"])
     assert caught.value.code == 2
+
+
+def test_a_misspelt_command_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["valdate"]) == 2
+    output = capsys.readouterr().err
+    assert "did you mean 'validate'?" in output and output.count("\n") == 1
 
 
 def test_the_readme_shows_the_support_table() -> None:
@@ -73,6 +81,43 @@ def test_every_command_has_help_and_json_output(
     assert caught.value.code == 0
     output = capsys.readouterr().out
     assert "--json" in output and COMMANDS[command].help[1:] in " ".join(output.split())
+
+
+def options() -> list[tuple[str, argparse.Action]]:
+    """Every option of every command that has a default worth telling."""
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return [
+        (name, action)
+        for name, command in commands.choices.items()
+        for action in command._actions
+        if action.option_strings and action.default not in (None, False, argparse.SUPPRESS, (), [])
+    ]
+
+
+def test_every_help_states_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    texts: dict[str, str] = {}
+    for command in {command for command, _ in options()}:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        texts[command] = " ".join(capsys.readouterr().out.split())
+    for command, action in options():
+        flag = action.option_strings[-1]
+        entry = texts[command].rpartition(f"{flag} ")[2].partition(" --")[0]
+        assert "default" in entry, (command, flag, entry)
+    assert len(options()) > 15
+
+
+def test_the_version_is_printed_without_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['vllm-autoprune', '--version']; "
+        "from vllm_autoprune_command import main; assert main() == 0; "
+        "print(sorted({'torch', 'vllm_autoprune'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ran.stdout.split() == [version("vllm-autoprune"), "[]"]
 
 
 def test_starting_loads_neither_server_nor_model_nor_pictures() -> None:

@@ -107,3 +107,11 @@ def test_refusal_has_pointer_and_fix(pruned: Server) -> None:
     assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
     huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert "a request may bring" in refusal(pruned, state=huge)
+
+
+def test_fields_in_the_wrong_place_are_answered(pruned: Server) -> None:
+    example = examples(1)[0]
+    for misplaced in ({"autoprune": {"budget": 8}}, {"mm_processor_kwargs": {"budget": 8}}):
+        status, answer = pruned.post("/v1/chat/completions", body(pruned, example, **misplaced))
+        assert status == 400, answer
+        assert "one level down" in str(answer) or "at the top of a request" in str(answer)

@@ -16,6 +16,7 @@ from vllm_autoprune.cli.commands import (
     eval,
     explain,
     language,
+    list_states,
     materialize,
     search,
     select,
@@ -23,10 +24,12 @@ from vllm_autoprune.cli.commands import (
     show,
     validate,
 )
-from vllm_autoprune.cli.output import as_json, error_record, format_error
+from vllm_autoprune.cli.output import HelpFormatter, as_json, error_record, format_error
+from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 
 COMMANDS: dict[str, Command] = {
     "validate": validate.COMMAND,
+    "list": list_states.COMMAND,
     "show": show.SHOW,
     "diff": show.DIFF,
     "atoms": language.ATOMS_COMMAND,
@@ -43,13 +46,21 @@ COMMANDS: dict[str, Command] = {
     "support": doctor.SUPPORT_TABLE,
 }
 
+WRONG_ARGUMENTS = 2
+"""Exit status of argparse."""
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        fix = suggest_name(given[0], list(COMMANDS))
+        print(f"vllm-autoprune: no command {given[0]!r}: {fix}", file=sys.stderr)
+        return WRONG_ARGUMENTS
+    options = parser().parse_args(given)
     try:
         return int(options.run(options))
     except AutopruneError as error:
@@ -80,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
             help=command.help,
             description=command.help[:1].upper() + command.help[1:] + ".",
             epilog=command.epilog,
+            formatter_class=HelpFormatter,
         )
         command.arguments(entry)
         entry.add_argument("--json", action="store_true", help="print machine-readable output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -13,6 +14,18 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help that states the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        unset = default is None or default is False or default in (argparse.SUPPRESS, (), [])
+        if text is None or unset or not action.option_strings or "default" in text:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
+        return f"{text} (default: {str(shown).replace('%', '%%')})"
 
 
 def write_file(path: Path, content: bytes) -> None:

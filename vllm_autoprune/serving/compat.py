@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from packaging.version import Version
 
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem, RequestError
 
 LOWEST, BELOW = Version("0.32"), Version("0.34")
 """The hooks below were read in these releases; another one needs a look at each of them."""
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from torch import Tensor, nn
     from vllm.config import ModelConfig, MultiModalConfig
     from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
@@ -117,6 +119,42 @@ def allow_mm_kwarg(key: str) -> None:
 
     setattr(validate, _MARK, True)
     online_renderer.validate_request_mm_kwargs = validate
+
+
+RequestCheck = Callable[["ModelConfig", Mapping[str, object], Mapping[str, object], bool], None]
+"""Takes a request's fields that vLLM does not know, its kwargs, and whether those are trusted."""
+
+
+def check_requests(check: RequestCheck) -> None:
+    """Call ``check`` with every chat and completion request before it is rendered.
+
+    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
+    what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
+    Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
+    """
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    for name in ("preprocess_chat", "preprocess_cmpl"):
+        wrap(OnlineRenderer, name, functools.partial(_wrap_preprocess, check))
+
+
+def _wrap_preprocess(check: RequestCheck, stock: Callable[..., object]) -> Callable[..., object]:
+    def preprocess(
+        self: OnlineRenderer, request: BaseModel, *args: object, **named: object
+    ) -> object:
+        from vllm.exceptions import VLLMValidationError
+
+        kwargs = getattr(request, "mm_processor_kwargs", None) or {}
+        try:
+            check(
+                self.model_config, request.model_extra or {}, kwargs, self.trust_request_mm_kwargs
+            )
+        except RequestError as error:
+            # Of all errors of this step every endpoint answers only vLLM's own by 400.
+            raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
+        return stock(self, request, *args, **named)
+
+    return preprocess
 
 
 def uses_rust_frontend() -> bool:

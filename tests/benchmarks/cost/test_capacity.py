@@ -39,12 +39,20 @@ def test_the_last_token_needs_no_block(prompt: int, output: int, blocks: int) ->
 def test_the_promise_needs_predicted_blocks_and_enough_requests() -> None:
     assert OUTPUT_TOKENS == 12
     comparison = compare(STOCK, pruned())
-    assert comparison.holds and comparison.ratio == 8.4 and comparison.predicted == 11
-    assert not compare(STOCK, pruned(blocks_each=12)).holds
-    assert not compare(STOCK, pruned(at_once=79)).holds
-    assert "11 blocks a request predicted, 12 measured: DOES NOT HOLD" in markdown(
+    assert comparison.verdict == "holds"
+    assert comparison.ratio == 8.4 and comparison.predicted == 11
+    assert compare(STOCK, pruned(blocks_each=12)).verdict == "does not hold"
+    assert compare(STOCK, pruned(at_once=79)).verdict == "does not hold"
+    assert "11 blocks a request predicted, 12 measured: does not hold" in markdown(
         compare(STOCK, pruned(blocks_each=12)), 931
     )
+
+
+def test_requests_that_all_ran_at_once_are_said_to_be_too_few() -> None:
+    stock = STOCK.model_copy(update={"at_once": 8, "answered": 8})
+    few = compare(stock, pruned(at_once=8, answered=8))
+    assert few.verdict == "inconclusive"
+    assert "inconclusive (too few requests: all 8 ran at once" in markdown(few, 931)
 
 
 def test_a_tiled_shape_may_be_narrow(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRule
 from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
-from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy
 from vllm_autoprune.tpdsl.tokens import Need
 
 Size = tuple[int, int]
@@ -67,6 +67,7 @@ def resolve_choices(
         raise request_error("recall", what, f"ask for 0 to {most}")
     sizes = [image.tokens for image in images]
     if not request.enabled:
+        _require_no_contradiction(request)
         for size in sizes:
             _require_in_range(served.rules, size, "enabled", "all tokens of an image")
         return tuple(ImageChoice(size, size, request.keep) for size in sizes)
@@ -77,6 +78,9 @@ def resolve_choices(
     budgets, details = _budgets(request, sizes), _detail_budgets(served.rules, request, len(sizes))
     for budget, by_detail, image in zip(budgets, details, images, strict=True):
         size = image.tokens
+        if budget is not None and not 1 <= budget <= MAX_BUDGET:
+            what = f"K = {budget}, and the image has N = {size} tokens"
+            raise request_error("budget", what, f"give 1 to {size}; {size} keeps all of them")
         if request.state is None and budget is None:
             policy = served.policy(by_detail, request.keep)
         else:
@@ -126,6 +130,16 @@ def _require_permission(rules: RequestRules, request: PruningRequest) -> None:
         if not rules.allows(level):
             what = f"this server's requests may set: {rules} ({FLAG})"
             raise request_error(field, what, f"leave it out, or serve with {FLAG} {level}")
+
+
+def _require_no_contradiction(request: PruningRequest) -> None:
+    """Raise where a request wants no pruning and says how to prune."""
+    fields = {"budget": request.budget, "state": request.state}
+    given = [name for name, value in fields.items() if value is not None]
+    given += ["keep"] if request.keep != "state" else []
+    if given:
+        what = f"false keeps every token, but {', '.join(map(repr, given))} is given as well"
+        raise request_error("enabled", what, f"leave out 'enabled' or {given[0]!r}")
 
 
 def _require_in_range(rules: RequestRules, budget: int, field: str, name: str) -> None:

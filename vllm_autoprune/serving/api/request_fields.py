@@ -14,6 +14,7 @@ from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.shared.detail_budgets import Detail
 from vllm_autoprune.serving.shared.plan import Chooser
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 
 logger = logging.getLogger("vllm.autoprune")
@@ -135,6 +136,8 @@ def parse_request(entry: object) -> PruningRequest:
             place = [str(step) for step in detail["loc"]]
             where = "/".join([ENTRY, *(escape_unprintable(step, 40) for step in place)])
             fix = _FIX.get(place[0] if place else "", f"use: {', '.join(_FIX)}")
+            if detail["type"] == "extra_forbidden" and len(place) == 1:
+                fix = suggest_name(place[0], list(_FIX))
             problems.setdefault(where, Problem(where, escape_unprintable(detail["msg"], 200), fix))
         raise RequestError("request", list(problems.values())) from None
 

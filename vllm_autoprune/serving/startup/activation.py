@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api import engine_requests, misplaced_fields
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.served_state import served_state
 
@@ -30,6 +30,7 @@ def activate(architecture: str) -> None:
     if backbone.mrope:
         compat.request_positions_on_cpu()
     engine_requests.watch_requests()
+    compat.check_requests(misplaced_fields.check_request)
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     compat.refuse_sleep(sleep_problem)
 

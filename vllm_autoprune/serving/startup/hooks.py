@@ -68,7 +68,11 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.renderers.online_renderer",
-        ("validate_request_mm_kwargs",),
+        (
+            "validate_request_mm_kwargs",
+            "OnlineRenderer.preprocess_chat",
+            "OnlineRenderer.preprocess_cmpl",
+        ),
         "compat: requests may set what --autoprune-requests says",
     ),
     Hook(

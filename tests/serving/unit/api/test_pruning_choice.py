@@ -63,7 +63,7 @@ def test_a_budget_for_each_or_for_all() -> None:
         ({"budget": {"shared": -5}}, "-5 tokens"),
         ({"budget": 0}, "K = 0"),
         ({"budget": [8, -1]}, "K = -1"),
-        ({"budget": 10**30}, "is not a number of tokens"),
+        ({"budget": 10**30}, f"and the image has N = {N} tokens -> give 1 to {N}"),
     ],
 )
 def test_budgets_that_cannot_be(asked: object, said: str) -> None:
@@ -182,6 +182,14 @@ def test_no_pruning_is_what_stock_vllm_does() -> None:
     (choice,) = chosen({"enabled": False})
     assert choice.keeps_all
     assert (choice.kept, choice.needs, choice.state) == (N, frozenset(), b"")
+
+
+@pytest.mark.parametrize(
+    "more", [{"budget": 16}, {"budget": [16]}, {"state": "visionzip"}, {"keep": "random"}], ids=str
+)
+def test_no_pruning_and_a_way_to_prune_are_refused(more: dict[str, object]) -> None:
+    said = refused({"enabled": False, **more})
+    assert f"enabled: false keeps every token, but '{next(iter(more))}' is given as well" in said
 
 
 def test_a_policy_brings_its_state_its_budget_and_its_identity() -> None:

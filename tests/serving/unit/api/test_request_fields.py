@@ -89,6 +89,13 @@ def test_other_values_are_refused_with_their_pointer(asked: object, where: str |
     assert problem.fix
 
 
+def test_a_misspelt_field_is_answered_with_its_name() -> None:
+    with pytest.raises(RequestError, match="did you mean 'budget'"):
+        parse_request({"buget": 16})
+    with pytest.raises(RequestError, match="use one of: budget, state"):
+        parse_request({"colour": 16})
+
+
 def test_all_problems_are_reported_in_one_error() -> None:
     with pytest.raises(RequestError) as caught:
         parse_request({"budget": "x", "keep": "y", "z": 1})

@@ -25,6 +25,8 @@ LOOKED_AT: Mapping[str, str] = {
     "vllm.renderers.hf.HfRenderer.render_messages": "prompt embeddings that the chat template "
     "leaves out are dropped; messages and the prompt that is returned are what they were",
     "vllm.renderers.hf.HfRenderer.render_messages_async": "as render_messages",
+    "vllm.renderers.online_renderer.OnlineRenderer.preprocess_chat": "reasoning effort and the "
+    "token ids of the prompt are handed on; we read the request and change nothing",
     "vllm.model_executor.models.interfaces.SupportsMultiModal.get_language_model": "a child is "
     "the language model by its methods, `embed_input_ids` among them, no longer by a protocol; "
     "no tower here has that one",

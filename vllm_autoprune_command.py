@@ -1,0 +1,19 @@
+"""Entry point of the installed command: answers ``--version`` without importing torch.
+
+Importing any module of ``vllm_autoprune`` imports torch, which takes two seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+
+def main() -> int:
+    """Run ``vllm-autoprune``."""
+    if sys.argv[1:] == ["--version"]:
+        print(version("vllm-autoprune"))
+        return 0
+    from vllm_autoprune.cli.main import main as run
+
+    return run()
