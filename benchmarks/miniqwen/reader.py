@@ -1,6 +1,6 @@
-"""mini-Qwen3-VL with transformers: answers given any tokens of an image of any size.
+"""mini-Qwen3-VL with transformers: inputs of policies, and answers given any tokens of an image.
 
-No vLLM is involved: figures measured with it check the model, not the plugin.
+No vLLM is involved: figures measured with it check the model and the policies, not the plugin.
 """
 
 from __future__ import annotations
@@ -17,16 +17,26 @@ from benchmarks.minillava.reader import AnswerScores
 from benchmarks.minillava.split import Example
 from benchmarks.miniqwen.sizes import MERGE, TOKEN, Size
 from benchmarks.miniqwen.split import convert_image
+from benchmarks.miniqwen.tower_inputs import TowerHooks
 from benchmarks.miniqwen.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
+from vllm_autoprune.serving.api.content_words import split_content_words
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens, Words
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """Rows (N, D) of an image for the first layer, and those added after the next layers."""
+    """An image after the vision tower.
+
+    rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
+    attention (N,) is what a token gets from all patches in the tower's last layer, and encoder
+    (N, Dv) the mean of its patches before the merger.
+    """
 
     size: Size
     rows: Tensor
     levels: tuple[Tensor, ...]
+    attention: Tensor
+    encoder: Tensor
 
 
 class Reader:
@@ -48,20 +58,60 @@ class Reader:
             size |= {"longest_edge": budget * TOKEN * TOKEN}
         inputs = images(convert_image(image), size=size, return_tensors="pt")
         grid = inputs["image_grid_thw"]
-        values = inputs["pixel_values"].to(torch.bfloat16)
-        encoded = self.model.model.visual(values, grid_thw=grid)
+        tower = self.model.model.visual
+        with TowerHooks(tower) as hooks:
+            encoded = tower(inputs["pixel_values"].to(torch.bfloat16), grid_thw=grid)
         _, rows, columns = (int(side) for side in grid[0])
-        levels = tuple(encoded.deepstack_features)
-        return EncodedImage(Size(rows // MERGE, columns // MERGE), encoded.pooler_output, levels)
+        return EncodedImage(
+            Size(rows // MERGE, columns // MERGE),
+            encoded.pooler_output,
+            tuple(encoded.deepstack_features),
+            hooks.attention(),
+            hooks.encoder(),
+        )
+
+    @torch.no_grad()
+    def policy_inputs(self, examples: Sequence[Example], image: EncodedImage) -> VisualTokens:
+        """What policies read of one image and M questions about it, as a server gives it to them.
+
+        Relevance is measured in the language model's input embeddings, of which a question has the
+        mean.
+        """
+        count = len(examples)
+        grid = Grid(image.size.rows, image.size.columns)
+        features = image.rows.expand(count, -1, -1)
+        questions = [self._ids(one.question) for one in examples]
+        text = torch.stack([self._embed(ids).float().mean(0) for ids in questions])
+        segments = torch.ones(count, 1, dtype=torch.bool)
+        words = [
+            [token for word in split_content_words(one.question) for token in self._ids(word)]
+            for one in examples
+        ]
+        used = torch.arange(max(map(len, words))) < torch.tensor([[len(own)] for own in words])
+        padded = [own + own[-1:] * (used.shape[1] - len(own)) for own in words]
+        return VisualTokens(
+            features,
+            grid,
+            cls_attention=image.attention.expand(count, -1),
+            instruction=Instruction(features, text[:, None], segments, sign=1),
+            known_cosine=VisualTokens(image.rows[None], grid).cosine.expand(count, -1, -1),
+            encoder=image.encoder.expand(count, -1, -1),
+            words=Words(self._embed(padded), used),
+        )
 
     @torch.no_grad()
     def score_answers(
-        self, examples: Sequence[Example], image: EncodedImage, kept: Tensor | None = None
+        self,
+        examples: Sequence[Example],
+        image: EncodedImage,
+        kept: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> AnswerScores:
         """Score the reference answers of M questions about one image.
 
-        `kept` (M, K) are ascending raster tokens of the image; they keep their positions. Without
-        it, all are kept.
+        `kept` (M, K) are raster tokens of the image; they keep their positions. Without it, all are
+        kept. `rows` (M, K, D) take the place of their rows for the first layer, where a policy
+        merges tokens.
         """
         count, size = len(examples), image.size
         if kept is None:
@@ -76,7 +126,8 @@ class Reader:
         texts = torch.tensor([ids + ids[-1:] * (longest - len(ids)) for ids in full])
         language = self.model.model.language_model
         embed, first = language.embed_tokens, len(before)
-        embeds = torch.cat((embed(before).expand(count, -1, -1), image.rows[kept], embed(texts)), 1)
+        rows = image.rows[kept] if rows is None else rows.to(image.rows.dtype)
+        embeds = torch.cat((embed(before).expand(count, -1, -1), rows, embed(texts)), 1)
         visual = torch.zeros(embeds.shape[:2], dtype=torch.bool)
         visual[:, first : first + kept.shape[1]] = True
         hidden = language(
@@ -94,6 +145,10 @@ class Reader:
             right.append(bool((predicted.argmax(-1) == expected).all()))
             logprob.append(predicted.gather(1, expected[:, None]).sum())
         return AnswerScores(torch.tensor(right), torch.stack(logprob))
+
+    def _embed(self, ids: list[int] | list[list[int]]) -> Tensor:
+        embedded: Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
+        return embedded
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False).input_ids

@@ -6,6 +6,7 @@ the test split has unseen wordings and sizes.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,11 @@ MAX_IMAGES = 5000
 
 # How often a kind is tried for one picture; the other kinds are tried once.
 _ATTEMPTS = {"count": 2, "digit": 2, "value": 3, "word": 3, "cell": 4, "compare": 4, "find": 2}
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """First twelve digits of the SHA-256 of the weights."""
+    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def convert_image(image: Tensor) -> Image.Image:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.minillava.split import CHECKPOINT
+from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS, open_yardstick
 from benchmarks.search.comparison import as_markdown
 from benchmarks.search.scenes import write_data
 from offline_search.dataset import Split
@@ -62,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("--yardstick", choices=YARDSTICKS, default="minillava")
     compare.add_argument(
-        "--checkpoint", type=Path, default=CHECKPOINT, help="folder with llava and clip"
+        "--checkpoint", type=Path, help="another training of the yardstick's model"
     )
     compare.add_argument("--base-policy", default="visionzip")
     compare.add_argument("--budget", type=int, nargs="+", default=[8])
@@ -122,7 +123,7 @@ def _menu_width(options: argparse.Namespace) -> int:
 
 def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.comparison import CachingEvaluator, RecordedProposer, run_comparison
-    from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
+    from benchmarks.search.yardstick_evaluator import YardstickEvaluator
     from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
     from offline_search.proposers.embedded_server import serve_model
     from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
@@ -130,8 +131,9 @@ def _run_comparison(options: argparse.Namespace) -> None:
     from offline_search.settings import Settings
     from offline_search.strategies import STRATEGIES
 
-    minillava = MiniLlavaEvaluator(options.checkpoint, _scenes(options), each=options.each)
-    evaluator = CachingEvaluator(minillava)
+    yardstick = open_yardstick(options.yardstick, options.checkpoint)
+    own = YardstickEvaluator(yardstick, _scenes(options), each=options.each)
+    evaluator = CachingEvaluator(own)
     recorded = RecordedProposer(options.replies) if options.replies else None
     proposer_name = options.proposer_model or EMBEDDED_MODEL
     if recorded is not None:

@@ -18,13 +18,18 @@ from offline_search.dataset import SPLITS, Example, Split, write_split
 def select_questions(
     split: Split, scenes: int, *, each: int | None = None
 ) -> Sequence[SceneQuestion]:
-    """Questions about the first scenes of a split.
+    """Questions about the first scenes of a split, at most ``each`` about one."""
+    return sample_questions(draw_examples(split, scenes), each)
 
-    ``each`` limits the questions about one scene to a random sample that keeps pairs together.
-    Scores of questions about one scene are correlated, so few questions about many scenes give a
+
+def sample_questions(
+    questions: Sequence[SceneQuestion], each: int | None
+) -> Sequence[SceneQuestion]:
+    """At most ``each`` questions about every image, a random sample that keeps pairs together.
+
+    Scores of questions about one image are correlated, so few questions about many images give a
     more precise estimate than many about few.
     """
-    questions = draw_examples(split, scenes)
     if each is None:
         return questions
     by_scene = groupby(questions, key=lambda question: question.image_id)

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
+from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.common.progress import log_progress
 from benchmarks.minillava.split import CHECKPOINT
-from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
 from benchmarks.search.split.candidates import (
     FAMILIES,
     Family,
@@ -31,6 +31,7 @@ from benchmarks.search.split.candidates import (
 )
 from benchmarks.search.split.comparison import Entrant, Row, compare, tables, verdicts, winners
 from benchmarks.search.split.halving import Effort, Measurement, climb, judge_at, judge_worst
+from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 from offline_search.dataset import Example, Split
 from offline_search.evaluation.answers import accuracy
 from offline_search.evaluation.evaluator import Evaluator, RecordedEvaluator
@@ -83,13 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _evaluator(options: argparse.Namespace) -> MiniLlavaEvaluator:
+def _evaluator(options: argparse.Namespace) -> YardstickEvaluator:
     scenes: dict[Split, int] = {
         "search": 1,
         "validation": options.scenes[-1],
         "test": options.test_scenes,
     }
-    return MiniLlavaEvaluator(options.checkpoint, scenes, each=options.each)
+    yardstick = open_yardstick("minillava", options.checkpoint)
+    return YardstickEvaluator(yardstick, scenes, each=options.each)
 
 
 async def run(options: argparse.Namespace, ledger: Ledger, evaluator: Evaluator) -> Report:

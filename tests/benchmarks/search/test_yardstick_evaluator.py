@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.minillava.split import CHECKPOINT
-from benchmarks.search.minillava_evaluator import MiniLlavaEvaluator
+from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
+from benchmarks.search.yardstick_evaluator import YardstickEvaluator
+from offline_search.dataset import Split
 from offline_search.evaluation.answers import accuracy, relative_logprob
 from offline_search.evaluation.candidate_check import selection_fingerprint
 from offline_search.evaluation.evaluator import EvaluationJob
@@ -16,15 +17,18 @@ from vllm_autoprune import load_state
 SCENES = 10
 
 
+def _images(search: int) -> dict[Split, int]:
+    return {"search": search, "validation": 1, "test": 1}
+
+
 @pytest.fixture(scope="module")
-def evaluator() -> MiniLlavaEvaluator:
+def evaluator() -> YardstickEvaluator:
     torch.set_num_threads(1)
-    scenes = {"search": SCENES, "validation": 1, "test": 1}
-    return MiniLlavaEvaluator(CHECKPOINT, scenes)  # type: ignore[arg-type]
+    return YardstickEvaluator(open_yardstick("minillava"), _images(SCENES))
 
 
 async def test_scores_follow_the_quality_of_the_selection(
-    evaluator: MiniLlavaEvaluator,
+    evaluator: YardstickEvaluator,
 ) -> None:
     count = len(evaluator.dataset.examples("search"))
     full = await evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
@@ -34,7 +38,7 @@ async def test_scores_follow_the_quality_of_the_selection(
     assert 0 > relative_logprob(guided, full).mean() > relative_logprob(blind, full).mean() + 0.5
 
 
-async def test_partial_jobs_add_up_to_the_whole(evaluator: MiniLlavaEvaluator) -> None:
+async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -> None:
     count = len(evaluator.dataset.examples("search"))
     state = load_state("visionzip")
     cuts: Sequence[int] = (0, 1, 7, count // 2 + 3, count)
@@ -48,10 +52,25 @@ async def test_partial_jobs_add_up_to_the_whole(evaluator: MiniLlavaEvaluator) -
     assert torch.equal(joined, torch.tensor(whole.logprob))
 
 
-def test_probes_distinguish_states(evaluator: MiniLlavaEvaluator) -> None:
+def test_probes_distinguish_states(evaluator: YardstickEvaluator) -> None:
     probes = evaluator.probes()
     assert probes
     names = ("cdpruner", "visionzip", "autoprune", "divprune")
     seen = {name: selection_fingerprint(load_state(name), (8,), probes) for name in names}
     assert len(set(seen.values())) == len(names)
     assert seen["cdpruner"] == selection_fingerprint(load_state("ablation-quota-0"), (8,), probes)
+
+
+async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
+    torch.set_num_threads(1)
+    evaluator = YardstickEvaluator(open_yardstick("miniqwen"), _images(3), each=4)
+    sizes = [tokens.count for tokens in evaluator.probes()]
+    assert len(set(sizes)) > 1
+    count = len(evaluator.dataset.examples("search"))
+    full = await evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
+    state = load_state("divprune")
+    # 72 of 72 tokens are all tokens of an image of any size; 9 of 72 are an eighth.
+    whole = await evaluator.evaluate(EvaluationJob(state, 72, "search", 0, count))
+    assert whole == full
+    eighth = await evaluator.evaluate(EvaluationJob(state, 9, "search", 0, count))
+    assert relative_logprob(eighth, full).mean() < -0.1

@@ -1,0 +1,92 @@
+"""The cases of the table: full, controls, base policies and states, each at several budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, Literal
+
+from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE
+from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Need
+
+Control = Literal["full", "resized", "random", "oracle"]
+FULL: Final = "full"
+RESIZED: Final = "resized"
+RANDOM: Final = "random"
+ORACLE: Final = "oracle"
+
+STATES = (SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
+"""Shipped states that are measured beside every base policy alone."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """K as a share of N, and its name in tables."""
+
+    label: str
+    share: Fraction
+
+    def tokens(self, count: int) -> int:
+        """K of an image of N tokens, rounded down."""
+        return max(1, int(self.share * count))
+
+
+ALL_TOKENS = Budget("all", Fraction(1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to choose tokens, at one budget.
+
+    ``base`` is the base policy that a state refines, the one it is compared with.
+    """
+
+    name: str
+    budget: Budget
+    control: Control | None = None
+    state: PruningState | None = None
+    base: str = ""
+
+    @property
+    def key(self) -> str:
+        """Identifies what is measured: name, budget, and the state's digest."""
+        digest = "" if self.state is None else f" {self.state.digest[:12]}"
+        return f"{self.name} {self.budget.label}{digest}"
+
+    @property
+    def reads_question(self) -> bool | None:
+        """Whether the question changes what is kept; None where that has no meaning."""
+        if self.state is None:
+            return None
+        return materialize(self.state, max(16, self.state.budget.range()[1])).reads_instruction
+
+
+def build_cases(
+    budgets: Sequence[Budget], available: frozenset[Need], names: Sequence[str] = ()
+) -> list[Case]:
+    """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
+
+    The full model and the resize control are always among them.
+    """
+    assert _policies_are_loaded, "importing the package registers its policies"
+    wanted = {*names, FULL, RESIZED}
+    cases = [Case(FULL, ALL_TOKENS, FULL)]
+    for budget in budgets:
+        cases += [Case(RESIZED, budget, RESIZED), Case(RANDOM, budget, RANDOM)]
+        cases.append(Case(ORACLE, budget, ORACLE))
+        cases += _state_cases(budget, available)
+    return [case for case in cases if not names or case.name in wanted]
+
+
+def _state_cases(budget: Budget, available: frozenset[Need]) -> Iterator[Case]:
+    for name in (*BASE_POLICIES, *STATES):
+        state = load_state(name)
+        if materialize(state, 16).needs <= available:
+            base = "" if name in BASE_POLICIES else state.base_policy.name
+            yield Case(name, budget, state=state, base=base)

@@ -1,0 +1,75 @@
+"""The journal of one yardstick: scores of each case and batch, from which a run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import TypeAdapter
+
+from offline_search.ledger.record_file import FileErrors, RecordFile
+from offline_search.settings import FrozenModel
+from vllm_autoprune.evaluation.records import EvaluationError
+
+_ERRORS = FileErrors(
+    error_type=EvaluationError,
+    file_label="",
+    writer="another run",
+    fix_locked="wait for it, or name another --out",
+    fix_disk_full="make room and run the command again: everything up to here is kept",
+    fix_inaccessible="name a folder that can be written with --out",
+    fix_invalid_line="name another folder with --out",
+)
+
+
+class BatchScores(FrozenModel):
+    """Scores of one case on one batch of questions.
+
+    ``right`` has a digit 0 or 1 for each question; ``model`` and ``questions`` identify what was
+    measured, so that scores of other weights or questions are not used.
+    """
+
+    model: str
+    questions: str
+    case: str
+    right: str
+    logprob: tuple[float, ...]
+    tokens: int
+
+
+_RECORD: TypeAdapter[BatchScores] = TypeAdapter(BatchScores)
+
+
+class YardstickJournal:
+    """Append-only file of the scores of one model; one process at a time may write it."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        """Open or create the file; raises :class:`EvaluationError`."""
+        self._model = model
+        self._file = RecordFile(path, _RECORD, _ERRORS)
+        self._scores = {
+            (record.case, record.questions): record
+            for record in self._file.records
+            if record.model == model
+        }
+
+    def __enter__(self) -> YardstickJournal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def find(self, case: str, questions: str) -> BatchScores | None:
+        """The scores of a case on a batch, if they were measured."""
+        return self._scores.get((case, questions))
+
+    def append(self, records: Sequence[BatchScores]) -> None:
+        """Write scores durably."""
+        self._file.append(records)
+        self._scores |= {(record.case, record.questions): record for record in records}

@@ -1,0 +1,91 @@
+"""Evaluator on a yardstick in this process, for comparisons that need thousands of evaluations.
+
+Vision features of every image are computed once, so a candidate costs a selection and one forward
+pass of the language model over K tokens and the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from benchmarks.accuracy.yardsticks.cases import ALL_TOKENS, FULL, Budget, Case
+from benchmarks.accuracy.yardsticks.yardstick import EncodedBatch, Yardstick, batches
+from benchmarks.minillava.split import Example as SceneQuestion
+from benchmarks.search.scenes import as_example, sample_questions
+from offline_search.dataset import SPLITS, Dataset, Split
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+_PROBE_IMAGES = 16
+
+
+class YardstickEvaluator:
+    """Evaluator of one yardstick on a number of images of each split.
+
+    K of a job is that of an image with the yardstick's usual number of tokens; an image of another
+    size keeps the same share.
+    """
+
+    def __init__(
+        self, yardstick: Yardstick, images: dict[Split, int], *, each: int | None = None
+    ) -> None:
+        """``each`` is the maximum number of questions about one image."""
+        self._yardstick = yardstick
+        self._batches: dict[Split, list[list[SceneQuestion]]] = {}
+        for split in SPLITS:
+            questions = sample_questions(yardstick.draw(split, images[split]), each)
+            self._batches[split] = list(batches(yardstick, questions))
+        examples = {
+            split: [as_example(split, one) for batch in self._batches[split] for one in batch]
+            for split in SPLITS
+        }
+        self.dataset = Dataset(Path(yardstick.name), examples)
+        self._encoded: dict[tuple[Split, int], EncodedBatch] = {}
+        data = self.dataset.digest[:12]
+        self.name = f"{yardstick.model} with transformers, data {data}"
+
+    def probes(self) -> Sequence[VisualTokens]:
+        """Visual tokens of the first batches of the search split."""
+        count = -(-_PROBE_IMAGES // self._yardstick.images_per_batch)
+        found = self._batches["search"][:count]
+        return [self._encode("search", number, batch).tokens for number, batch in enumerate(found)]
+
+    async def prepare(self) -> None:
+        """Does nothing: the checkpoint is loaded at the first use."""
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+    async def evaluate(self, job: EvaluationJob) -> Answers:
+        """The answers to a job, computed in whole batches of images."""
+        logprob: list[float] = []
+        right: list[bool] = []
+        case = self._case(job)
+        begin = 0
+        try:
+            for number, batch in enumerate(self._batches[job.split]):
+                selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
+                begin += len(batch)
+                if batch[selected]:
+                    scores = self._encode(job.split, number, batch).score(case).answers
+                    logprob += scores.logprob[selected].tolist()
+                    right += scores.right[selected].tolist()
+        except AutopruneError as error:
+            raise EvaluationFailed(str(error)) from None
+        return Answers(tuple(logprob), tuple(map(bool, right)))
+
+    def _case(self, job: EvaluationJob) -> Case:
+        if job.state is None:
+            return Case(FULL, ALL_TOKENS, FULL)
+        budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
+        return Case(job.state.name, budget, state=job.state)
+
+    def _encode(self, split: Split, number: int, batch: list[SceneQuestion]) -> EncodedBatch:
+        key = (split, number)
+        if key not in self._encoded:
+            self._encoded[key] = self._yardstick.encode(batch)
+        return self._encoded[key]

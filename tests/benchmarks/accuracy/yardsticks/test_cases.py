@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+from benchmarks.accuracy.yardsticks.cases import Budget, build_cases
+from benchmarks.accuracy.yardsticks.minillava import MiniLlava
+from benchmarks.accuracy.yardsticks.miniqwen import MiniQwen
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+EIGHTH = Budget("K = N/8", Fraction(1, 8))
+
+
+def test_a_fixed_grid_has_every_base_policy_and_its_own_budgets() -> None:
+    names = {case.name for case in build_cases(MiniLlava.budgets, MiniLlava.available)}
+    assert {*BASE_POLICIES, "full", "resized", "random", "oracle", "minillava"} <= names
+    assert [budget.tokens(144) for budget in MiniLlava.budgets] == [72, 36, 18, 16, 9, 8]
+    assert MiniLlava.eighth == "K = 18"
+
+
+def test_qwen_has_the_policies_whose_inputs_its_server_provides() -> None:
+    names = {case.name for case in build_cases(MiniQwen.budgets, MiniQwen.available)}
+    assert {"cdpruner", "divprune", "mmtok", "holov", "autoprune"} <= names
+    assert not {"visionzip", "trim", "prumerge_plus", "fastv", "dart", "sparsevlm"} & names
+
+
+def test_a_share_of_the_tokens_is_rounded_down_and_at_least_one() -> None:
+    assert [EIGHTH.tokens(count) for count in (36, 54, 108, 4)] == [4, 6, 13, 1]
+
+
+def test_named_cases_keep_what_they_are_compared_with() -> None:
+    cases = build_cases([EIGHTH], MiniQwen.available, ["divprune"])
+    assert [case.name for case in cases] == ["full", "resized", "divprune"]
+    assert cases[2].reads_question is False and cases[1].reads_question is None
+
+
+def test_the_key_of_a_state_changes_with_its_digest() -> None:
+    (case,) = [one for one in build_cases([EIGHTH], MiniQwen.available) if one.name == "autoprune"]
+    assert case.state is not None and case.state.digest[:12] in case.key
+    assert case.base == "cdpruner" and case.reads_question
