@@ -24,6 +24,7 @@ LAYERS = (
     {"vllm_autoprune.backbones"},
     {"vllm_autoprune.cost"},
     {"vllm_autoprune.statistics"},
+    {"vllm_autoprune.pages"},
     {"vllm_autoprune.advice"},
     {"vllm_autoprune.ops"},
     {"vllm_autoprune.tpdsl"},

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_autoprune.evaluation.tables import Table as Table  # exported from here too
+from vllm_autoprune.pages.table import Table as Table  # exported from here too
 from vllm_autoprune.statistics import Estimate, Spread, Verdict
 
 MIB = 1 << 20

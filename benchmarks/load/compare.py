@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.common import StrictModel
 from benchmarks.load.percentiles import ratio, share
 from benchmarks.load.points import Point, Run, Values, e2e, tpot, ttft
+from benchmarks.load.schedule import Load
 from vllm_autoprune.statistics import Estimate
 
 FIGURES: Mapping[str, tuple[Values, int]] = {
@@ -20,7 +21,7 @@ FIGURES: Mapping[str, tuple[Values, int]] = {
 class Comparison(StrictModel):
     """One arm against the first at one load."""
 
-    load: str
+    load: Load
     arm: str
     against: str
     figure: str
@@ -33,7 +34,7 @@ class Comparison(StrictModel):
 class Agreement(StrictModel):
     """How often two arms gave exactly the same answer to the same request."""
 
-    load: str
+    load: Load
     arm: str
     against: str
     same: Estimate | None
@@ -65,11 +66,11 @@ def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
     if not points:
         return []
     first = points[0].arm
-    reference = {point.load.label: point for point in points if point.arm == first}
+    reference = {point.load: point for point in points if point.arm == first}
     return [
-        (point, reference[point.load.label])
+        (point, reference[point.load])
         for point in points
-        if point.arm != first and point.load.label in reference
+        if point.arm != first and point.load in reference
     ]
 
 
@@ -81,7 +82,7 @@ def _comparison(point: Point, reference: Point, name: str) -> Comparison:
         for mine, other in zip(point.runs, reference.runs, strict=False)
     ]
     return Comparison(
-        load=point.load.label,
+        load=point.load,
         arm=point.arm,
         against=reference.arm,
         figure=name,
@@ -108,4 +109,4 @@ def _share_of_same_answers(first: Sequence[Run], second: Sequence[Run]) -> Estim
 
 
 def _agreement(point: Point, against: str, same: Estimate | None) -> Agreement:
-    return Agreement(load=point.load.label, arm=point.arm, against=against, same=same)
+    return Agreement(load=point.load, arm=point.arm, against=against, same=same)

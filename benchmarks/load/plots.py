@@ -1,133 +1,173 @@
-"""The plots of a load report, as SVG.
-
-Points that are not valid are hollow, and lines through them pale.
-"""
+"""Charts of a load report; points that are not valid are hollow and not on the solid lines."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from benchmarks.load.percentiles import Distribution
+from benchmarks.load.links import records_link
 from benchmarks.load.points import Point, ttft
-from benchmarks.load.schedule import Slo
-from vllm_autoprune.statistics import Estimate
-
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's palette, which colour-blind readers can distinguish."""
-MARKS = ("o", "s", "^", "D", "v", "P")
-SIZE = (6.4, 4.2)
+from benchmarks.load.schedule import Load, Slo
+from benchmarks.load.sweep import is_past_saturation
+from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
 
 XValue = Callable[[Point], float]
 
+CURVE_LEVELS = (50, 90, 95, 99)
+"""Percentiles that are marked on a distribution."""
+CURVE_POINTS = 200
+"""Points at most of one curve of a distribution."""
 
-def throughput_latency(points: Sequence[Point], slo: Slo) -> str:
+
+def draw_charts(points: Sequence[Point], slo: Slo) -> list[Chart]:
+    """All charts for which there are points."""
+    charts = [throughput_latency(points, slo)]
+    if any(point.load.rate is not None for point in points):
+        charts += [rate_latency(points, slo), goodput_rate(points)]
+    load = choose_common_load(points)
+    if load is not None:
+        charts.append(ttft_distribution([point for point in points if point.load == load], load))
+    return charts
+
+
+def throughput_latency(points: Sequence[Point], slo: Slo) -> Chart:
     """Median TTFT over completed requests a second: solid in a closed loop, dashed in an open."""
-    figure, axes = build_axes("completed, requests/s", "median TTFT, ms (bars: 95 % interval)")
-    for number, (arm, mine) in enumerate(_arms(points)):
-        for kind, chosen in _kinds(mine):
-            # In order of load: beyond the knee throughput may fall, and the line turns back.
-            style = "-" if kind == "closed" else "--"
-            _line(axes, chosen, lambda p: p.completed, 50, number, style, f"{arm}, {kind} loop")
-    _draw_objective(axes, slo)
-    axes.set_yscale("log")
-    return render_svg(figure, axes)
+    series = [
+        # In order of load: beyond the knee throughput may fall, and the line turns back.
+        _line(chosen, lambda p: p.completed, 50, colour, f"{arm}, {kind} loop", kind == "open")
+        for colour, (arm, mine) in enumerate(_arms(points))
+        for kind, chosen in _kinds(mine)
+    ]
+    return Chart(
+        "Latency over throughput",
+        "achieved, requests/s",
+        "median TTFT, ms",
+        series,
+        _objective(slo),
+        y_scale="log",
+        x_zero=True,
+    )
 
 
-def rate_latency(points: Sequence[Point], slo: Slo) -> str:
+def rate_latency(points: Sequence[Point], slo: Slo) -> Chart:
     """Median and p99 TTFT over the offered rate: the sweep."""
-    figure, axes = build_axes("offered, requests/s", "TTFT from the scheduled time, ms")
-    for number, (arm, mine) in enumerate(_arms(_open_loop(points))):
-        for level, style in ((50, "-"), (99, ":")):
-            _line(axes, mine, _offered, level, number, style, f"{arm}, p{level}")
-    _draw_objective(axes, slo)
-    axes.set_yscale("log")
-    return render_svg(figure, axes)
+    series = [
+        _line(mine, _offered, level, colour, f"{arm}, p{level}", level == 99)
+        for colour, (arm, mine) in enumerate(_arms(_open_loop(points)))
+        for level in (50, 99)
+    ]
+    return Chart(
+        "Latency over rate",
+        "offered, requests/s",
+        "TTFT from the scheduled time, ms",
+        series,
+        _objective(slo),
+        y_scale="log",
+        x_zero=True,
+    )
 
 
-def goodput_rate(points: Sequence[Point]) -> str:
+def goodput_rate(points: Sequence[Point]) -> Chart:
     """Requests a second that met the objective, over the offered rate."""
-    figure, axes = build_axes("offered, requests/s", "good, requests/s")
-    most = 0.0
-    for number, (arm, mine) in enumerate(_arms(_open_loop(points))):
-        colour, mark = COLOURS[number % 6], MARKS[number % 6]
-        axes.plot([_offered(p) for p in mine], [p.good for p in mine], color=colour, label=arm)
-        for point in mine:
-            face = colour if point.valid else "white"
-            axes.plot(_offered(point), point.good, mark, color=colour, markerfacecolor=face)
-            most = max(most, _offered(point))
-    axes.plot([0, most], [0, most], color="#999", linewidth=0.8, label="all requests")
-    return render_svg(figure, axes)
+    open_loop = _open_loop(points)
+    most = max(_offered(point) for point in open_loop)
+    series = [
+        Series(
+            arm,
+            [
+                Mark(
+                    _offered(point),
+                    point.good,
+                    _tip(point, f"{point.good:.2f} of {_offered(point):.2f} requests/s good"),
+                    hollow=not point.valid,
+                    link=records_link(point.runs[0]),
+                )
+                for point in mine
+            ],
+            colour=colour,
+        )
+        for colour, (arm, mine) in enumerate(_arms(open_loop))
+    ]
+    everything = Series("all requests", path=[(0.0, 0.0), (most, most)], dashed=True, colour=5)
+    return Chart(
+        "Goodput over rate",
+        "offered, requests/s",
+        "within the objective, requests/s",
+        [*series, everything],
+        x_zero=True,
+        y_zero=True,
+    )
 
 
-def ttft_distribution(points: Sequence[Point]) -> str:
+def ttft_distribution(points: Sequence[Point], load: Load) -> Chart:
     """The share of requests whose first token came within a time, at one load."""
-    figure, axes = build_axes("TTFT, ms", "share of requests")
-    for number, (arm, mine) in enumerate(_arms(points)):
+    series = []
+    for colour, (arm, mine) in enumerate(_arms(points)):
         for point in mine:
-            values = sorted(v for own in point.by_request(ttft).values() for v in own)
-            shares = [(place + 1) / len(values) for place in range(len(values))]
-            style = "-" if point.valid else ":"
-            label = arm if point.valid else f"{arm} (not valid)"
-            milliseconds = [1000 * value for value in values]
-            axes.step(
-                milliseconds,
-                shares,
-                where="post",
-                color=COLOURS[number % 6],
-                linestyle=style,
-                label=label,
-            )
-    axes.set_xscale("log")
-    return render_svg(figure, axes)
+            values = sorted(1000 * v for own in point.by_request(ttft).values() for v in own)
+            if not values:
+                continue
+            name = arm if point.valid else f"{arm} (not valid)"
+            places = {round(n * (len(values) - 1) / CURVE_POINTS) for n in range(CURVE_POINTS + 1)}
+            path = [(values[n], 100 * (n + 1) / len(values)) for n in sorted(places)]
+            ranks = [(level, values[-(-level * len(values) // 100) - 1]) for level in CURVE_LEVELS]
+            marks = [
+                Mark(value, level, f"{name}\np{level} {value:.0f} ms", hollow=not point.valid)
+                for level, value in ranks
+            ]
+            series.append(Series(name, marks, path, "steps", dashed=not point.valid, colour=colour))
+    return Chart(
+        f"Distribution of TTFT, {load.describe()}",
+        "TTFT, ms",
+        "requests answered within it, %",
+        series,
+        x_scale="log",
+        y_zero=True,
+    )
+
+
+def choose_common_load(points: Sequence[Point]) -> Load | None:
+    """The highest load that every arm has, if possible valid and below saturation for all.
+
+    Beyond saturation a queue grows as long as a run lasts, so that its latencies mean nothing.
+    """
+    arms = {point.arm for point in points}
+    common = [
+        load
+        for load in dict.fromkeys(point.load for point in points)
+        if {p.arm for p in points if p.load == load} == arms
+    ]
+    valid = [load for load in common if all(p.valid for p in points if p.load == load)]
+    below = [
+        load for load in valid if not any(is_past_saturation(p) for p in points if p.load == load)
+    ]
+    best = below or valid or common
+    return max(best, key=lambda load: (load.rate or 0, load.users or 0)) if best else None
 
 
 def _line(
-    axes: Axes,
-    points: Sequence[Point],
-    x_value: XValue,
-    level: int,
-    number: int,
-    style: str,
-    name: str,
-) -> None:
-    colour, mark = COLOURS[number % 6], MARKS[number % 6]
-    values = [(p, x_value(p), d.at(level)) for p in points if (d := _ttft(p)) is not None]
-    if not values:
-        return
-    valid = [(x, e.value) for p, x, e in values if p.valid]
-    every = [(x, e.value) for _, x, e in values]
-    axes.plot([x for x, _ in every], [1000 * y for _, y in every], style, color=colour, alpha=0.25)
-    axes.plot(
-        [x for x, _ in valid], [1000 * y for _, y in valid], style, color=colour, label=name, lw=1.2
-    )
-    for point, x, estimate in values:
-        face = colour if point.valid else "white"
-        below, above = _bars(estimate)
-        axes.errorbar(
-            x,
-            1000 * estimate.value,
-            yerr=[[below], [above]],
-            fmt=mark,
-            color=colour,
-            markerfacecolor=face,
-            markersize=4,
-            elinewidth=0.8,
-            capsize=2,
+    points: Sequence[Point], x_value: XValue, level: int, colour: int, name: str, dashed: bool
+) -> Series:
+    marks = []
+    for point in points:
+        times = point.distribution(ttft)
+        if times is None:
+            continue
+        value, low, high = (
+            1000 * figure
+            for figure in (times.at(level).value, times.at(level).low, times.at(level).high)
         )
+        text = f"TTFT p{level} {value:.0f} ms ({low:.0f}–{high:.0f})"
+        text += f"\n{point.completed:.2f} requests/s achieved"
+        link = records_link(point.runs[0])
+        marks.append(
+            Mark(x_value(point), value, _tip(point, text), low, high, not point.valid, link)
+        )
+    return Series(name, marks, dashed=dashed, colour=colour)
 
 
-def _bars(estimate: Estimate) -> tuple[float, float]:
-    below, above = estimate.value - estimate.low, estimate.high - estimate.value
-    return max(1000 * below, 0.0), max(1000 * above, 0.0)
-
-
-def _ttft(point: Point) -> Distribution | None:
-    return point.distribution(ttft)
+def _tip(point: Point, text: str) -> str:
+    lines = [f"{point.arm}, {point.load.describe()}", text, f"{point.requests} requests"]
+    return "\n".join(lines if point.valid else [*lines, "not valid"])
 
 
 def _offered(point: Point) -> float:
@@ -144,34 +184,10 @@ def _kinds(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
 
 
 def _arms(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """Points by arm; an arm has the same colour in every plot."""
+    """Points by arm; an arm has the same colour in every chart."""
     names = list(dict.fromkeys(point.arm for point in points))
     return [(name, [p for p in points if p.arm == name]) for name in names]
 
 
-def _draw_objective(axes: Axes, slo: Slo) -> None:
-    if slo.ttft is not None:
-        axes.axhline(1000 * slo.ttft, color="#999", linewidth=0.8, label="TTFT objective")
-
-
-def build_axes(across: str, up: str) -> tuple[Figure, Axes]:
-    """An empty figure with labelled axes."""
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(color="#ddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def render_svg(figure: Figure, axes: Axes) -> str:
-    """The figure with its legend as an SVG element."""
-    if axes.has_data():
-        figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=3)
-    out = io.StringIO()
-    # A fixed salt and no date: the same figures give the same file.
-    with mpl.rc_context({"svg.hashsalt": "load", "svg.fonttype": "none", "font.family": "sans"}):
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+def _objective(slo: Slo) -> list[Rule]:
+    return [] if slo.ttft is None else [Rule(1000 * slo.ttft, f"objective {1000 * slo.ttft:g} ms")]

@@ -34,6 +34,13 @@ class Load(StrictModel):
         """Short, unique, fit for a file name."""
         return f"rate-{self.rate:g}" if self.rate is not None else f"users-{self.users}"
 
+    @property
+    def title(self) -> str:
+        """Short, for the rows of a table."""
+        if self.rate is not None:
+            return f"{self.rate:g} requests/s"
+        return "1 user" if self.users == 1 else f"{self.users} users"
+
     def describe(self) -> str:
         """In words."""
         if self.rate is None:

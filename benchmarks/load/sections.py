@@ -1,116 +1,77 @@
-"""The tables of a load report, each with the text that explains how to read it."""
+"""The sections of a load report, each with the text that explains how to read it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from benchmarks.common.report import Table, format_estimate
-from benchmarks.load.compare import FIGURES, compare_answers, compare_arms
+from benchmarks.load.compare import FIGURES, Comparison, compare_answers, compare_arms
+from benchmarks.load.links import records_link, result_link
 from benchmarks.load.paired import Paired
+from benchmarks.load.percentiles import LEVELS, Distribution
 from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
-from benchmarks.load.result import format_hits, format_percentiles
+from benchmarks.load.result import format_hits
 from benchmarks.load.sweep import KNEE, Sweep, build_sweep
 from benchmarks.load.workload import CACHES, Workload, format_mix
+from vllm_autoprune.pages.document import Section
+from vllm_autoprune.pages.table import Cell, CellTone, PageRow, PageTable
 from vllm_autoprune.statistics import Estimate
 
-
-@dataclass(frozen=True)
-class Section:
-    """A title, a paragraph, and a table."""
-
-    title: str
-    text: str
-    table: Table
+NO_ANSWER = Cell("no answer")
 
 
-@dataclass(frozen=True)
-class Sections:
-    """All sections, those that stand before the plots and those after them."""
-
-    before_plots: Sequence[Section]
-    after_plots: Sequence[Section]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The command, and tables of arms, workload and machine."""
-
-    command: str
-    tables: Sequence[Table]
-
-
-def sections(paired: Paired, runs: Sequence[Run], points: Sequence[Point]) -> Sections:
-    """All sections that have rows."""
-    before = [_ratios(points), _sweeps(paired, points)]
-    after = [
-        _latencies(points),
-        _decoding(points),
-        _server_figures(points),
-        _same_answers(points),
-        _every_run(runs),
-    ]
-    return Sections(*([one for one in part if one.table.rows] for part in (before, after)))
-
-
-def settings(paired: Paired, runs: Sequence[Run]) -> Settings:
-    """Command, arms, workload, machine."""
-    arms = [
-        [
-            arm.name,
-            (arm.digest or "none")[:16],
-            arm.url or " ".join([arm.model, *arm.flags]),
-            _server_info(arm.name, runs),
-        ]
-        for arm in paired.plan.arms
-    ]
-    rows = [[key, value] for key, value in _workload(paired.plan.workload)]
-    rows += [[key, value] for key, value in (runs[0].result.environment.items() if runs else ())]
-    busy = [run.result.environment["load average"] for run in runs]
-    rows.append(["load average after each run", ", ".join(busy)])
-    head = ["arm", "digest of the state", "served as", "server information"]
-    return Settings(shlex.join(paired.command), [Table("", head, arms), Table("", ["", ""], rows)])
-
-
-def _ratios(points: Sequence[Point]) -> Section:
+def build_ratios(points: Sequence[Point]) -> Section:
     """Every arm against the first, load by load."""
     compared = compare_arms(points)
-    rows = []
-    for load, arm in dict.fromkeys((one.load, one.arm) for one in compared):
-        by_figure = {one.figure: one for one in compared if (one.load, one.arm) == (load, arm)}
-        cells = [_ratio(by_figure[name].ratio, by_figure[name].by_pass) for name in FIGURES]
-        rows.append([load, arm, *cells])
     against = compared[0].against if compared else ""
+    head = ["load", "arm", *FIGURES]
+    rows: list[PageRow] = []
+    passes: list[PageRow] = []
+    for load, arm in dict.fromkeys((one.load, one.arm) for one in compared):
+        own = [one for one in compared if (one.load, one.arm) == (load, arm)]
+        rows.append([load.title, arm, *map(_ratio_cell, own)])
+        ratios = [", ".join(f"{ratio:.3f}" for ratio in one.by_pass) for one in own]
+        passes.append([load.title, arm, *ratios])
     return Section(
         f"Against {against}",
-        f"Ratio to {against} on the same requests, with its 95 % interval; in brackets the ratio "
-        "of each pass alone. Below 1 is less. The interval covers the choice of requests, but not "
-        "differences between passes, so look at both.",
-        Table("", ["load", "arm", *FIGURES], rows),
+        [
+            f"Ratios to {against} on the same requests, with 95 % intervals: below 1 is less. An "
+            "interval covers the choice of requests, but not differences between passes, so "
+            "compare the passes too."
+        ],
+        tables=[
+            PageTable(head, rows, left=2),
+            PageTable(head, passes, left=2, caption="Ratios of each pass", folded=True),
+        ]
+        if rows
+        else [],
     )
 
 
-def _ratio(estimate: Estimate | None, by_pass: Sequence[float]) -> str:
-    if estimate is None:
-        return "not valid"
-    return f"{format_estimate(estimate, 1, 3)} [{', '.join(f'{one:.3f}' for one in by_pass)}]"
+def _ratio_cell(one: Comparison) -> Cell:
+    ratio = one.ratio
+    if ratio is None:
+        return Cell("not valid")
+    tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
+    return Cell(f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", tone=tone)
 
 
-def _sweeps(paired: Paired, points: Sequence[Point]) -> Section:
+def build_sweeps(paired: Paired, points: Sequence[Point]) -> Section:
     """The knee and the highest rate of each arm."""
     slo = paired.plan.slo
     arms = dict.fromkeys(point.arm for point in points if point.load.rate is not None)
     rows = [_sweep_row(build_sweep([p for p in points if p.arm == arm], slo)) for arm in arms]
-    head = ["arm", "knee", "highest rate that meets it", "by the upper bound", "saturation"]
+    head = ["arm", "knee", "within the objective", "by the upper bound", "saturation"]
     return Section(
-        "Knee and highest rate",
-        f"Objective: {slo.describe()} for 99 % of requests. Knee: the highest rate that the server "
-        f"keeps up with, median TTFT at most {KNEE:g} times that of the lowest valid rate. The "
-        "highest rate that meets the objective is kept up with, too. Rates in requests/s; only "
-        "measured ones, and two of them where a run between them is not valid. The upper bound is "
-        "that of the interval of p99 TTFT.",
-        Table("", head, rows),
+        "Knee and highest rate, requests/s",
+        [
+            f"Objective: {slo.describe()} for 99 % of requests. Knee: the highest rate that the "
+            f"server keeps up with, median TTFT at most {KNEE:g} times that of the lowest valid "
+            "rate. The highest rate within the objective is kept up with, too. Only measured "
+            "rates, two of them where a run between them is not valid. The upper bound is that of "
+            "the interval of p99 TTFT."
+        ],
+        tables=[PageTable(head, rows)] if rows else [],
     )
 
 
@@ -119,53 +80,83 @@ def _sweep_row(sweep: Sweep) -> list[str]:
     return [sweep.arm, str(sweep.knee), str(sweep.highest), str(sweep.surely), note]
 
 
-def _validity(point: Point) -> str:
-    return "valid" if point.valid else "not valid"
-
-
-def _latencies(points: Sequence[Point]) -> Section:
+def build_latencies(points: Sequence[Point]) -> Section:
     """Times to the first token, all passes together."""
-    rows = []
+    rows: list[PageRow] = []
     for point in points:
-        times, good = point.distribution(ttft), point.goodput
+        good = point.goodput
+        offered = point.offered if point.load.rate is not None else None
         rows.append(
             [
-                point.load.label,
-                point.arm,
-                _validity(point),
+                *_head_cells(point),
                 str(point.requests),
-                format_percentiles(times) if times else "no answer",
+                *_percentile_cells(point.distribution(ttft), LEVELS),
+                "–" if offered is None else f"{offered:.2f}",
                 f"{point.completed:.2f}",
-                format_estimate(good, 100) if good else "",
+                _estimate_cell(good, 100) if good else NO_ANSWER,
             ]
         )
-    head = ["load", "arm", "", "requests", "TTFT, ms", "completed/s", "goodput, %"]
+    head = ["load", "arm", "requests", *(f"TTFT p{level}, ms" for level in LEVELS)]
     return Section(
         "Time to first token",
-        "All passes together; in an open loop from the scheduled time. †: this percentile rests on "
-        "too few requests.",
-        Table("", head, rows),
+        [
+            "All passes together; in an open loop from the scheduled time, which a closed loop "
+            "does not have. Goodput: the share of requests within the objective. †: too few "
+            "requests for this percentile."
+        ],
+        tables=[PageTable([*head, "offered/s", "achieved/s", "goodput, %"], rows, left=2)]
+        if rows
+        else [],
     )
 
 
-def _decoding(points: Sequence[Point]) -> Section:
+def build_decoding(points: Sequence[Point]) -> Section:
     """Times after the first token, and of the whole answer."""
-    rows = []
-    for point in points:
-        times = [point.distribution(values) for values in (itl, tpot, e2e)]
-        cells = [format_percentiles(one) if one else "no answer" for one in times]
-        rows.append([point.load.label, point.arm, _validity(point), *cells])
+    kinds = {"ITL": itl, "TPOT": tpot, "E2E": e2e}
+    rows = [
+        [
+            *_head_cells(point),
+            *(
+                cell
+                for values in kinds.values()
+                for cell in _percentile_cells(point.distribution(values), (50, 99))
+            ),
+        ]
+        for point in points
+    ]
+    head = [f"{name} p{level}, ms" for name in kinds for level in (50, 99)]
     return Section(
         "After the first token",
-        "ITL: gaps between deltas, which may contain more than one token. TPOT: by the server's "
-        "count of tokens. E2E: to the last text.",
-        Table("", ["load", "arm", "", "ITL, ms", "TPOT, ms", "E2E, ms"], rows),
+        [
+            "ITL: gaps between deltas, which may contain more than one token. TPOT: by the "
+            "server's count of tokens. E2E: to the last text."
+        ],
+        tables=[PageTable(["load", "arm", *head], rows, left=2)] if rows else [],
     )
 
 
-def _server_figures(points: Sequence[Point]) -> Section:
+def _head_cells(point: Point) -> list[Cell]:
+    arm = Cell(point.arm) if point.valid else Cell(point.arm, "not valid", tone="bad")
+    return [Cell(point.load.title), arm]
+
+
+def _percentile_cells(times: Distribution | None, levels: Sequence[int]) -> list[Cell]:
+    if times is None:
+        return [NO_ANSWER for _ in levels]
+    enough = {quantile.level: quantile.enough for quantile in times.quantiles}
+    return [_estimate_cell(times.at(level), 1000, "" if enough[level] else "†") for level in levels]
+
+
+def _estimate_cell(estimate: Estimate, unit: float = 1.0, mark: str = "") -> Cell:
+    figures = [unit * x for x in (estimate.value, estimate.low, estimate.high)]
+    digits = 0 if figures[0] > 100 else 1
+    value, low, high = (f"{figure:,.{digits}f}" for figure in figures)
+    return Cell(value + mark, f"{low}–{high}")
+
+
+def build_server_figures(points: Sequence[Point]) -> Section:
     """The server's own figures."""
-    rows = []
+    rows: list[PageRow] = []
     for point in points:
         before = point.mean(lambda r: r.metrics.visual_tokens_before)
         after = point.mean(lambda r: r.metrics.visual_tokens_after)
@@ -173,8 +164,7 @@ def _server_figures(points: Sequence[Point]) -> Section:
         first = point.runs[0].result
         rows.append(
             [
-                point.load.label,
-                point.arm,
+                *_head_cells(point),
                 f"{first.summary.image_rate:.2f}",
                 f"{first.summary.output_token_rate:.1f}",
                 f"{first.summary.prompt_tokens or 0:.1f}",
@@ -190,41 +180,77 @@ def _server_figures(points: Sequence[Point]) -> Section:
     ]  # fmt: skip
     return Section(
         "Figures of the server",
-        "From its /metrics and usage, first pass; visual tokens before and after pruning, as the "
-        "plugin counts them. Token throughput is for information only: pruning lowers it.",
-        Table("", head, rows),
+        [
+            "From its /metrics and usage, first pass; visual tokens before and after pruning, as "
+            "the plugin counts them. Token throughput is for information only: pruning lowers it."
+        ],
+        tables=[PageTable(head, rows, left=2)] if rows else [],
+        folded=True,
     )
 
 
-def _same_answers(points: Sequence[Point]) -> Section:
+def build_agreement(points: Sequence[Point]) -> Section:
     """How often two arms give the same answer."""
-    rows = [
-        [one.load, one.arm, one.against, format_estimate(one.same, 100) if one.same else ""]
+    rows: list[PageRow] = [
+        [
+            one.load.title,
+            one.arm,
+            one.against,
+            _estimate_cell(one.same, 100) if one.same else NO_ANSWER,
+        ]
         for one in compare_answers(points)
     ]
     return Section(
         "Same answers",
-        "Share of requests with exactly the same answer, %. Greedy and of fixed length. It detects "
-        "broken output; it does not measure accuracy.",
-        Table("", ["load", "arm", "against", "same, %"], rows),
+        [
+            "Share of requests with exactly the same answer. Greedy and of fixed length. It "
+            "detects broken output; it does not measure accuracy."
+        ],
+        tables=[PageTable(["load", "arm", "against", "same, %"], rows, left=3)] if rows else [],
+        folded=True,
     )
 
 
-def _every_run(runs: Sequence[Run]) -> Section:
-    """Each run with its verdict."""
-    rows = [
+def build_runs(runs: Sequence[Run]) -> Section:
+    """Each run with its verdict, and links to its files."""
+    rows: list[PageRow] = [
         [
             f"{run.number + 1}",
             run.arm,
             run.result.load.describe(),
-            run.result.verdict.describe(),
+            Cell(run.result.verdict.describe(), tone="" if run.result.verdict.valid else "bad"),
             "; ".join(run.result.verdict.notes),
-            f"{run.folder}/records.jsonl",
+            Cell(f"{len(run.records)} requests", link=records_link(run)),
+            Cell("run.json", link=result_link(run)),
         ]
         for run in runs
     ]
-    head = ["pass", "arm", "load", "verdict", "notes", "records"]
-    return Section("Every run, in order of time", "", Table("", head, rows))
+    head = ["pass", "arm", "load", "verdict", "notes", "records", "figures"]
+    return Section("Every run, in order of time", tables=[PageTable(head, rows, left=7)])
+
+
+def build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
+    """Command, arms, workload, machine."""
+    arms = [
+        [
+            arm.name,
+            (arm.digest or "none")[:16],
+            arm.url or " ".join([arm.model, *arm.flags]),
+            _server_info(arm.name, runs),
+        ]
+        for arm in paired.plan.arms
+    ]
+    rows = [[key, value] for key, value in _workload(paired.plan.workload)]
+    rows += [[key, value] for key, value in (runs[0].result.environment.items() if runs else ())]
+    busy = [run.result.environment["load average"] for run in runs]
+    rows.append(["load average after each run", ", ".join(busy)])
+    head = ["arm", "digest of the state", "served as", "server information"]
+    return Section(
+        "Settings",
+        code=shlex.join(paired.command),
+        tables=[PageTable(head, arms, left=4), PageTable(["setting", "value"], rows, left=2)],
+        folded=True,
+    )
 
 
 def _server_info(arm: str, runs: Sequence[Run]) -> str:

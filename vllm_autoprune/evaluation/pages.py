@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from vllm_autoprune.evaluation.published import read_published
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.resizing import format_verdicts
-from vllm_autoprune.evaluation.tables import Table, build_tables, compare_with_published
+from vllm_autoprune.evaluation.tables import build_tables, compare_with_published
+from vllm_autoprune.pages.table import Table
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
             **{sign: f"\\{sign}" for sign in "&%$#_{}"}}  # fmt: skip

@@ -5,43 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import jinja2
-
 from vllm_autoprune.evaluation import published
 from vllm_autoprune.evaluation.records import MME, Arm
 from vllm_autoprune.evaluation.report import Differences, Report, Row
 from vllm_autoprune.evaluation.resizing import format_difference
+from vllm_autoprune.pages.table import Table
 from vllm_autoprune.statistics import Estimate
 
 NO_VALUE = "-"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Caption, column names and rows of text; ``align`` has ``l`` or ``r`` for each column."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    align: str = ""
-
-    def markdown(self) -> str:
-        """The table without its caption; ``|`` within cells is escaped."""
-        sides = self.align or "-" * len(self.columns)
-        rule = [{"l": ":--", "r": "--:"}.get(side, "---") for side in sides]
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
-
-    def html(self) -> str:
-        """The table without its caption; cells are escaped."""
-        return _TABLE.render(table=self)
-
-
-_TABLE = jinja2.Environment(autoescape=True).from_string(
-    '<div class="wide"><table><tr>{% for name in table.columns %}<th>{{ name }}</th>{% endfor %}'
-    "</tr>{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>"
-    "{% endfor %}</table></div>"
-)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import BenchmarkError
+from benchmarks.common.figure import COLOURS, build_axes, render_svg
 from benchmarks.common.report import Claim, Section, Table, format_estimate
 from benchmarks.cost.depth import compose_seconds, read_efficiency
 from benchmarks.cost.efficiency.models import SHAPES
 from benchmarks.cost.questions.arms import SPLIT, STOCK
-from benchmarks.load.plots import COLOURS, build_axes, render_svg
 from vllm_autoprune.statistics import (
     DRAWS,
     Estimate,

@@ -35,11 +35,6 @@ def test_a_section_reads_as_markdown() -> None:
     assert text.endswith("Environment: vllm 0.\n")
 
 
-def test_cells_are_escaped_in_html() -> None:
-    text = SECTION.tables[0].html()
-    assert "<th>request</th>" in text and "<td>a|b &lt;i&gt;</td>" in text
-
-
 def test_a_summary_covers_all_sections_in_the_folder_in_order(tmp_path: Path) -> None:
     for name in ("second", "first"):
         section = Section(name, f"Part {name}", [], [], SECTION.tables, {}, {})

@@ -21,7 +21,7 @@ def test_ratios_recover_a_common_factor_exactly() -> None:
     pruned = point("AutoPrune", LOAD, [HALF, [0.9 * t for t in HALF]])
     comparisons = {one.figure: one for one in compare_arms([stock, pruned])}
     first = comparisons["TTFT p50"]
-    assert (first.arm, first.against, first.load) == ("AutoPrune", "stock", "users-2")
+    assert (first.arm, first.against, first.load) == ("AutoPrune", "stock", Load(users=2))
     assert first.by_pass == pytest.approx((0.5, 0.45))
     assert first.ratio is not None and 0.44 < first.ratio.low <= first.ratio.high < 0.51
     tpot = comparisons["TPOT p50"].ratio
@@ -42,7 +42,7 @@ def test_only_loads_that_both_arms_have_are_compared() -> None:
             point("AutoPrune", Load(rate=9.0), [HALF]),
         ]
     )
-    assert {one.load for one in comparisons} == {"users-2"}
+    assert {one.load for one in comparisons} == {Load(users=2)}
     assert compare_arms([]) == []
 
 

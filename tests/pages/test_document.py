@@ -1,0 +1,117 @@
+"""Documents: self-contained, escaped, with one script that the policy of the page allows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series, draw_chart
+from vllm_autoprune.pages.document import Details, Document, Section, render_document
+from vllm_autoprune.pages.table import Cell, PageTable, Table, as_page_table, split_interval
+
+HOSTILE = "<script>alert(1)</script>\"'"
+VOID = {"meta", "br", "path", "circle", "rect"}
+
+
+def chart(**changes: object) -> Chart:
+    marks = [
+        Mark(1.0, 10.0, f"first {HOSTILE}", 9.0, 12.0, link="runs/a.jsonl"),
+        Mark(2.0, 30.0, "second", hollow=True),
+        Mark(3.0, 20.0, "third"),
+    ]
+    series = [Series(f"stock {HOSTILE}", marks), Series("other", path=[(0, 0), (3, 30)], colour=2)]
+    return Chart("Title", "across", "up", series, [Rule(15.0, "objective")], **changes)  # type: ignore[arg-type]
+
+
+def document() -> Document:
+    table = PageTable(["a", "b"], [["x", Cell("1.0", "0.9–1.1", "runs/a", "good")]])
+    inner = Details("inner", name="one", code=HOSTILE)
+    return Document(
+        f"Report {HOSTILE}",
+        f"The answer {HOSTILE}",
+        "good",
+        [f"A warning {HOSTILE}"],
+        [f"A fact {HOSTILE}"],
+        [
+            Section("Charts", [f"Text {HOSTILE}"], [chart()]),
+            Section("Tables", tables=[table], code=HOSTILE, folded=True),
+            Section("Entries", entries=[Details(HOSTILE, ["text"], ["item"], entries=[inner])]),
+        ],
+    )
+
+
+class Tags(HTMLParser):
+    """Checks that tags are balanced, and collects those with attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
+    tags = Tags()
+    tags.feed(page := render_document(document()))
+    assert tags.stack == []
+    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in tags.seen}
+    assert {attrs["href"] for _, attrs in tags.seen if "href" in attrs} == {
+        "runs/a",
+        "runs/a.jsonl",
+    }
+    assert not any(name.startswith("on") or name == "src" for _, a in tags.seen for name in a)
+    assert "url(" not in page and "@import" not in page
+
+
+def test_only_the_script_of_the_page_may_run() -> None:
+    page = render_document(document())
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 1 and "alert" not in scripts[0]
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page and "default-src 'none'" in page
+
+
+def test_equal_documents_are_equal_bytes() -> None:
+    assert render_document(document()) == render_document(document())
+
+
+def test_a_chart_has_its_ticks_points_intervals_and_rules() -> None:
+    svg = draw_chart(chart())
+    assert svg.count('class="mark') == 3 and svg.count('class="mark hollow"') == 1
+    assert svg.count('class="bar"') == 1 and "objective" in svg
+    ticks = re.findall(r'class="tick"[^>]*>([^<]+)<', svg)
+    assert "1" in ticks and "3" in ticks and "10" in ticks
+    # Through all points pale, through the others solid; and the line without points.
+    assert svg.count('class="line pale"') == 1 and svg.count('class="line"') == 2 + 2
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_no_point_is_moved_to_the_edge_of_a_chart(scale: str) -> None:
+    marks = [Mark(n, y, str(y)) for n, y in enumerate((0.001, 5.0, 1000.0), 1)]
+    svg = draw_chart(Chart("t", "x", "y", [Series("s", marks)], y_scale=scale))  # type: ignore[arg-type]
+    heights = [float(y) for y in re.findall(r'data-y="([^"]+)"', svg)]
+    assert heights == sorted(heights, reverse=True) and len(set(heights)) == 3
+    assert all(30.0 <= height <= 276.0 for height in heights)
+
+
+def test_intervals_stand_under_their_figures() -> None:
+    assert split_interval("12.3 (11.0–14.0)") == Cell("12.3", "11.0–14.0")
+    assert split_interval("+5.1 (+2.0 to +8.1)") == Cell("+5.1", "+2.0 to +8.1")
+    assert split_interval("CDPruner (base)") == Cell("CDPruner (base)")
+    assert split_interval("-") == Cell("-")
+    page_table = as_page_table(Table("c", ["m", "v"], [["x", "1 (0 to 2)"]], "lr"))
+    assert page_table.left == 1 and page_table.rows == [[Cell("x"), Cell("1", "0 to 2")]]

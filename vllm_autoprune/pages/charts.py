@@ -1,0 +1,167 @@
+"""Charts of report pages as SVG: points with intervals, lines, steps and reference lines.
+
+Colours come from the page's style sheet, so that they follow its light or dark mode. Every point
+has a tooltip, also without JavaScript; the page's script shows it at once and hides a series whose
+legend entry is clicked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from markupsafe import Markup
+
+from vllm_autoprune.pages.axes import Axis, Scale, fit_axis, format_tick
+from vllm_autoprune.pages.environment import page_environment
+
+WIDTH, HEIGHT = 480.0, 320.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54.0, 14.0, 30.0, 44.0
+
+Line = Literal["none", "straight", "steps"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One point; ``low`` and ``high``: its interval; hollow where it is not to be relied on."""
+
+    x: float
+    y: float
+    tip: str
+    low: float | None = None
+    high: float | None = None
+    hollow: bool = False
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one colour; ``path``: points of a line without marks."""
+
+    name: str
+    marks: Sequence[Mark] = ()
+    path: Sequence[tuple[float, float]] = ()
+    line: Line = "straight"
+    dashed: bool = False
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A horizontal reference line."""
+
+    y: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its title and the labels of its axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    rules: Sequence[Rule] = ()
+    x_scale: Scale = "linear"
+    y_scale: Scale = "linear"
+    x_zero: bool = False
+    y_zero: bool = False
+    edges: Sequence[tuple[float, float, float, float]] = ()
+    """Thin lines behind the points, each from (x, y) to (x, y)."""
+
+
+def draw_chart(chart: Chart) -> Markup:
+    """The chart as a ``<figure>``: title, legend, SVG."""
+    frame = _fit_frame(chart)
+    series = [
+        {
+            "name": one.name,
+            "colour": one.colour % 6,
+            "dashed": one.dashed,
+            "lines": _draw_lines(one, frame),
+            "marks": [_place_mark(mark, frame) for mark in one.marks if frame.shows(mark)],
+        }
+        for one in chart.series
+    ]
+    return Markup(
+        _FIGURE.render(
+            chart=chart,
+            series=series,
+            rules=[(rule, frame.y(rule.y)) for rule in chart.rules],
+            edges=[(frame.x(a), frame.y(b), frame.x(c), frame.y(d)) for a, b, c, d in chart.edges],
+            x_ticks=[(format_tick(tick), frame.x(tick)) for tick in frame.across.ticks()],
+            y_ticks=[(format_tick(tick), frame.y(tick)) for tick in frame.up.ticks()],
+            width=WIDTH,
+            height=HEIGHT,
+            left=_LEFT,
+            right=WIDTH - _RIGHT,
+            top=_TOP,
+            bottom=HEIGHT - _BOTTOM,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The two axes, and where they put a value."""
+
+    across: Axis
+    up: Axis
+
+    def x(self, value: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * self.across.share(value)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * self.up.share(value)
+
+    def shows(self, mark: Mark) -> bool:
+        """Whether a point has a place on both axes; 0 has none on a logarithmic axis."""
+        return self.has_place(mark.x, mark.y)
+
+    def has_place(self, x: float, y: float) -> bool:
+        pairs = ((x, self.across), (y, self.up))
+        return all(math.isfinite(v) and (v > 0 or axis.scale != "log") for v, axis in pairs)
+
+
+def _fit_frame(chart: Chart) -> _Frame:
+    marks = [mark for one in chart.series for mark in one.marks]
+    points = [point for one in chart.series for point in one.path]
+    across = [mark.x for mark in marks] + [x for x, _ in points]
+    up = [mark.y for mark in marks] + [y for _, y in points] + [rule.y for rule in chart.rules]
+    up += [end for mark in marks for end in (mark.low, mark.high) if end is not None]
+    return _Frame(
+        fit_axis(across, chart.x_scale, zero=chart.x_zero),
+        fit_axis(up, chart.y_scale, zero=chart.y_zero),
+    )
+
+
+def _draw_lines(series: Series, frame: _Frame) -> list[tuple[str, bool]]:
+    """SVG paths, each with whether it is pale: one through all points, one through solid ones."""
+    points = list(series.path) or [(mark.x, mark.y) for mark in series.marks]
+    if series.line == "none" or len(points) < 2:
+        return []
+    solid = list(series.path) or [(mark.x, mark.y) for mark in series.marks if not mark.hollow]
+    paths = [(solid, False)] if solid == points else [(points, True), (solid, False)]
+    return [(_draw_path(own, series.line, frame), pale) for own, pale in paths if len(own) > 1]
+
+
+def _draw_path(points: Sequence[tuple[float, float]], line: Line, frame: _Frame) -> str:
+    places = [(frame.x(x), frame.y(y)) for x, y in points if frame.has_place(x, y)]
+    if not places:
+        return ""
+    first, *others = places
+    form = "H{:.1f}V{:.1f}" if line == "steps" else "L{:.1f} {:.1f}"
+    return f"M{first[0]:.1f} {first[1]:.1f}" + "".join(form.format(x, y) for x, y in others)
+
+
+def _place_mark(mark: Mark, frame: _Frame) -> dict[str, object]:
+    bar = None
+    if mark.low is not None and mark.high is not None and frame.has_place(mark.x, mark.low):
+        bar = (frame.y(mark.low), frame.y(mark.high))
+    return {"mark": mark, "x": frame.x(mark.x), "y": frame.y(mark.y), "bar": bar}
+
+
+_FIGURE = page_environment().get_template("chart.html.jinja")
