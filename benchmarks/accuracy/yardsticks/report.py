@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.yardsticks.cases import FULL
 from benchmarks.accuracy.yardsticks.table import Row
-from vllm_autoprune.evaluation.tables import Table
+from vllm_autoprune.pages.table import Table
 from vllm_autoprune.statistics import Estimate
 
 BEGIN, END = "<!-- yardsticks -->", "<!-- /yardsticks -->"
