@@ -46,7 +46,7 @@ def images(
     tower = TowerStates(
         patches=clustered(TOWER_WIDTH),
         keys=clustered(8),
-        project=lambda rows: rows @ projector.to(rows.device),
+        project=lambda rows: rows @ projector.to(rows.device, non_blocking=True),
         cls=bell(batch, grid.tiles, TOWER_WIDTH),
         next_layer=NextLayer(
             bell(batch, grid.tokens).float().softmax(dim=1), clustered(TOWER_WIDTH)

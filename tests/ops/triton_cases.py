@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned, condition, greedy_map_torch
 
-GPUS = (80, 90)
-"""Compute capabilities of an A100 and an H100."""
+GPUS = (90, 100, 120, 80)
+"""Compute capabilities of an H100, a B200, an RTX 5090 and an A100."""
 
 
 @dataclass(frozen=True)

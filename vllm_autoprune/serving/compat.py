@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+    from vllm.v1.worker.gpu.mm.rope import RopeState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -230,6 +231,32 @@ def _wrap_load_model(stock: Callable[..., None]) -> Callable[..., None]:
             self.is_multimodal_pruning_enabled = config.is_multimodal_pruning_enabled()
 
     return load_model
+
+
+UNCHANGED_DELTA = -(2**31)
+"""In place of what decoding adds to a prompt's length: what was known when the request arrived."""
+
+
+def keep_deltas() -> None:
+    """Let a model leave a request's delta as it is when it places the tokens of its images.
+
+    Why: Model Runner V2 takes the delta as a number of the host, while positions are on the device;
+    a model that computed it from them would wait for all that the device still has to do.
+    Remove when: ``RopeState.update_prefill_positions`` takes a tensor, or no delta.
+    """
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    wrap(RopeState, "update_prefill_positions", _wrap_update_positions)
+
+
+def _wrap_update_positions(
+    stock: Callable[[RopeState, int, Tensor, int], None],
+) -> Callable[[RopeState, int, Tensor, int], None]:
+    def update(self: RopeState, req_idx: int, positions: Tensor, delta: int) -> None:
+        known = int(self.prefill_delta.np[req_idx])
+        stock(self, req_idx, positions, known if delta == UNCHANGED_DELTA else delta)
+
+    return update
 
 
 _WORKER_RESETS = (

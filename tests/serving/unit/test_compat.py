@@ -137,6 +137,23 @@ def test_only_the_plugin_s_entry_passes_vllm_s_check(monkeypatch: pytest.MonkeyP
             validate(kwargs, media)
 
 
+@pytest.mark.compat
+def test_a_model_may_leave_a_request_s_delta_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    name, deltas = "update_prefill_positions", list[int]()
+
+    def update(self: object, req_idx: int, positions: object, delta: int) -> None:
+        deltas.append(delta)
+
+    monkeypatch.setattr(RopeState, name, update)
+    compat.keep_deltas()
+    requests = SimpleNamespace(prefill_delta=SimpleNamespace(np=[0, -7]))
+    for delta in (compat.UNCHANGED_DELTA, 3):
+        getattr(RopeState, name)(requests, 1, None, delta)
+    assert deltas == [-7, 3]
+
+
 def test_models_are_asked_for_positions_where_positions_are_kept() -> None:
     """Only the marked instance reports support, and only for images."""
 

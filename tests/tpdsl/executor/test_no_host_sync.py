@@ -1,4 +1,4 @@
-"""No host synchronisation: reading a value back would stall the whole batch on a GPU."""
+"""No host synchronisation: waiting for a GPU would stall the whole batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.stand_in_device import forbid_waiting
 from tests.tpdsl.executor.test_core import CORES, with_core
 from tests.tpdsl.selection_assertions import VARIANTS, policy_of
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
@@ -54,10 +55,10 @@ def shapes_alone(device: str, grid: Grid, dtype: torch.dtype) -> VisualTokens:
 @pytest.mark.parametrize("name", shipped_states())
 @pytest.mark.parametrize("grid", [Grid(12, 12), Grid(6, 6, tiles=5)])
 def test_shipped_states_do_not_synchronise(name: str, grid: Grid) -> None:
-    # Tensors of the meta device have no values to read, and mixing in one of the host's fails.
     tokens = shapes_alone("meta", grid, torch.float16)
     policy = materialize(load_state(name)).at(grid.tokens)
-    actual = refine(policy, tokens)
+    with forbid_waiting():
+        actual = refine(policy, tokens)
     assert actual.features.shape == (3, min(policy.budget, grid.tokens), 32)
     assert actual.features.dtype == torch.float16
     assert actual.features.is_meta and actual.indices.is_meta and actual.fallback.is_meta
@@ -66,9 +67,10 @@ def test_shipped_states_do_not_synchronise(name: str, grid: Grid) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_atoms_do_not_synchronise(variant: str) -> None:
     tokens = shapes_alone("meta", Grid(4, 4, tiles=3), torch.bfloat16)
-    assert refine(policy_of(variant), tokens).features.shape == (3, 8, 32)
-    assert keep_reference(policy_of(variant), tokens).features.shape == (3, 8, 32)
-    assert keep_evenly(8, tokens).indices.shape == (3, 8)
+    with forbid_waiting():
+        assert refine(policy_of(variant), tokens).features.shape == (3, 8, 32)
+        assert keep_reference(policy_of(variant), tokens).features.shape == (3, 8, 32)
+        assert keep_evenly(8, tokens).indices.shape == (3, 8)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,6 +90,8 @@ def test_core_and_delta_do_not_synchronise(base: str, core: str) -> None:
         "/constraints/selector": selector,
         "/reassembly": {"atom": "mean_residual", "strength": 0.5},
     }
-    actual = refine(materialize(with_core(CORES[core], changes), 8), tokens)
+    policy = materialize(with_core(CORES[core], changes), 8)
+    with forbid_waiting():
+        actual = refine(policy, tokens)
     assert actual.features.shape == (3, 8, 32) and actual.indices.shape == (3, 8)
     assert actual.features.is_meta and actual.indices.is_meta and actual.fallback.is_meta

@@ -17,7 +17,7 @@ from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.compat import request_positions
+from vllm_autoprune.serving.compat import UNCHANGED_DELTA, keep_deltas, request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage, Vision
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
@@ -182,7 +182,7 @@ class QwenVision(Vision):
             return received
         # This tower processes patches in window order.
         back = self._model.visual.prepare_encoder_metadata(grids.tolist())["reverse_indices"]
-        joined = torch.cat(received)[back.to(received[0].device)]
+        joined = torch.cat(received)[back.to(received[0].device, non_blocking=True)]
         return list(joined.split([len(part) for part in received]))
 
 
@@ -203,6 +203,7 @@ class PrunedQwen(PrunedModel, _Stock):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if served_state(vllm_config.model_config) is not None:
             request_positions(vllm_config.model_config.multimodal_config)
+            keep_deltas()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.autoprune is not None:
             # Videos are handled by the stock model.
@@ -246,8 +247,9 @@ class PrunedQwen(PrunedModel, _Stock):
         """Split position channels off the rows, and set the positions of this step's image tokens.
 
         Not by the stock method (``SupportsMultiModalPruning``): it moves text on by an image's
-        width, which is wrong for one that is higher than wide. A prompt that ends in an image,
-        without the token that closes it, goes on after the last token that was kept.
+        width, which is wrong for one that is higher than wide. What decoding adds to the prompt's
+        length was known before. Model Runner V1 has no way to leave it as it is, so there a prompt
+        that ends in an image, without the token that closes it, goes on after the last kept token.
         """
         vision = self.autoprune
         assert isinstance(vision, QwenVision)
@@ -264,6 +266,8 @@ class PrunedQwen(PrunedModel, _Stock):
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
             image = self.config.image_token_id
             positions = place_image_tokens(ids, positions, carried, image, num_computed_tokens)
+        if isinstance(input_ids, Tensor):
+            return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)
 
 

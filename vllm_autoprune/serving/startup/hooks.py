@@ -184,6 +184,12 @@ HOOKS: tuple[Hook, ...] = (
         only="worker",
     ),
     Hook(
+        "vllm.v1.worker.gpu.mm.rope",
+        ("RopeState.update_prefill_positions",),
+        "compat: positions of kept tokens under Model Runner V2",
+        only="worker",
+    ),
+    Hook(
         "vllm.multimodal.utils",
         ("group_and_batch_mm_items",),
         "models: unpruned tokens of an item",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.worker.tensor_parallel import gather_over_ranks, world_size
 from vllm_autoprune.tpdsl.language_prefix import attention_rows
@@ -35,7 +36,7 @@ class FirstLanguageLayers:
         An empty instruction is the start token once more: policies ask for at least one word.
         """
         words = instruction or self._start
-        ids = torch.tensor([*self._start, *words], device=self._device)
+        ids = upload(torch.tensor([*self._start, *words]), self._device)
         embedded = self._model.embed_tokens(ids)
         before, after = embedded.split([len(self._start), len(words)])
         sequence = torch.cat([before, image.to(embedded.dtype), after])

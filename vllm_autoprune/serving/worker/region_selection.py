@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
+from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan, runs_policy
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache
@@ -237,7 +238,7 @@ def _tokens(
 def _words(ids: Ids, embed: Callable[[Tensor], Tensor], features: Tensor) -> Words:
     """The words of one image's instruction; none of an empty one."""
     # Looked up in any case: under tensor parallelism every lookup is a collective.
-    rows = embed(torch.tensor(ids or (0,), device=features.device))[None, : len(ids)]
+    rows = embed(upload(torch.tensor(ids or (0,)), features.device))[None, : len(ids)]
     return Words(rows, torch.ones(1, len(ids), dtype=torch.bool, device=features.device))
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 
@@ -48,13 +49,13 @@ class InputEmbeddings:
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """One segment each; an empty instruction has none."""
         # One lookup for the batch: under tensor parallelism every lookup is a collective.
-        flat = torch.tensor([t for row in ids for t in row] or [0], device=self._device)
+        flat = upload(torch.tensor([t for row in ids for t in row] or [0]), self._device)
         embedded = self._embed(flat).float()
         lengths = [len(row) for row in ids]
         parts = embedded[: sum(lengths)].split(lengths)
         zero = embedded.new_zeros(embedded.shape[1])
         means = [part.mean(dim=0) if len(part) else zero for part in parts]
-        used = torch.tensor([[n > 0] for n in lengths], device=self._device)
+        used = upload(torch.tensor([[n > 0] for n in lengths]), self._device)
         return torch.stack(means)[:, None], used
 
 
@@ -94,7 +95,7 @@ class ClipTower:
         parts = [self._known[row] if row in self._known else fresh_rows[row] for row in ids]
         self._cache_texts(fresh_rows)
         text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
-        counts = torch.tensor([len(part) for part in parts], device=self._device)
+        counts = upload(torch.tensor([len(part) for part in parts]), self._device)
         used = torch.arange(text.shape[1], device=self._device)[None] < counts[:, None]
         return text, used
 
@@ -107,17 +108,11 @@ class ClipTower:
             self._known.popitem(last=False)
 
     def _pooled(self, rows: Sequence[Ids]) -> Tensor:
-        # The tower is causal and pools at the end token, so padding behind the longest row
-        # would change nothing but the time it takes.
+        # The tower is causal and pools at the end token, so padding behind changes nothing: neither
+        # its length nor a mask, whose values transformers would read from the device.
         length = max(1, *map(len, rows))  # some tokenizers return no ids for an empty instruction
-        ids = torch.zeros(len(rows), length, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row)
-            mask[i, : len(row)] = 1
-        output = self._text["model"](
-            input_ids=ids.to(self._device), attention_mask=mask.to(self._device)
-        )
+        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], dtype=torch.int64)
+        output = self._text["model"](input_ids=upload(ids, self._device))
         projected: Tensor = self._text["projection"](output.pooler_output)
         return projected
 

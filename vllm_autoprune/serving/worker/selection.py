@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.serving.shared.plan import Key
 from vllm_autoprune.serving.worker.fallbacks import FallbackReason, FallbackReporter
 from vllm_autoprune.serving.worker.tensor_parallel import broadcast_rank_zero, world_size
@@ -91,7 +92,7 @@ def select_at_random(
     for high, _ in keys:
         generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
         picks.append(torch.randperm(tokens.count, generator=generator)[before : before + budget])
-    return keep_indices(tokens, torch.stack(picks).to(tokens.features.device))
+    return keep_indices(tokens, upload(torch.stack(picks), tokens.features.device))
 
 
 def _broadcast_selection(chosen: TokenSelection) -> TokenSelection:

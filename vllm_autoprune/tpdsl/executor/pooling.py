@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.tpdsl.executor.refine import keep_all, keep_indices
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
 from vllm_autoprune.tpdsl.tiles import split_over_tiles
@@ -28,7 +29,8 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     """
     if budget >= tokens.count:
         return keep_all(tokens)
-    weights, centres = (part.to(tokens.features.device) for part in _cells(budget, tokens.grid))
+    device = tokens.features.device
+    weights, centres = (upload(part, device) for part in _cells(budget, tokens.grid))
     finite = tokens.features.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     # One image at a time: a batched product may round differently.
     rows = torch.stack([weights @ image for image in finite])
