@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "depth": "time to first token at full depth, composed from two efficiency tables",
     "questions": "cost of the first and of further questions on an image: stock, pruned, split",
     "capacity": "concurrent requests that a KV cache of fixed size holds, stock and pruned",
+    "gpu": "what a machine with a GPU shows in eight minutes, with or without vLLM",
     "selection": "time and memory of token selection, compared with the published code",
     "state-cost": "predicted and measured time of one selection, for many states",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from tests.selftest.test_checks import good
 from vllm_autoprune.cli.commands import selftest
@@ -25,7 +27,7 @@ def fake_runs(
     """Replace the runs of backbones; returns the list of calls."""
     calls: Calls = []
 
-    def run_backbone(name: str, environment: Mapping[str, str]) -> Report:
+    def run_backbone(name: str, environment: Mapping[str, str], timeout: float) -> Report:
         (runner,) = (runner for runner, given in RUNNERS.items() if given == environment)
         calls.append((name, runner))
         changes = (broken_reports or {}).get((name, runner), {})
@@ -114,3 +116,72 @@ def test_a_different_runner_than_requested_fails(
 def test_a_backbone_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "gpt"]) == 2
     assert "no such backbone: gpt" in capsys.readouterr().err
+
+
+def stand_in_gpu(monkeypatch: pytest.MonkeyPatch, broken: str = "") -> None:
+    """The host in the place of a GPU, with results that do not depend on it."""
+    from vllm_autoprune.selftest.device import SelectionResult
+
+    results = [
+        SelectionResult("cdpruner", 1.0, 0.002, ""),
+        SelectionResult("trim", 0.5, 0.1, broken),
+    ]
+    monkeypatch.setattr(selftest, "find_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(selftest, "check_kernel", lambda device: "")
+    monkeypatch.setattr(selftest, "check_selections", lambda device: iter(results))
+
+
+def test_a_gpu_is_needed_for_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert main(["selftest", "--gpu"]) == 2
+    assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_selections_and_two_backbones_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in_gpu(monkeypatch)
+    calls = fake_runs(monkeypatch)
+    assert main(["selftest", "--gpu"]) == 0
+    assert calls == [(name, "v2") for name in selftest.GPU_BACKBONES]
+    output = capsys.readouterr().out
+    assert "trim" in output and "2.00" in output
+    assert rows(output)["kept rows are the model's own"] == ["yes", "yes"]
+    assert "All checks that were run passed." in output
+
+
+def test_a_selection_that_fails_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in_gpu(monkeypatch, broken="unique: the same index twice")
+    fake_runs(monkeypatch)
+    assert main(["selftest", "--gpu", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["holds"]
+    assert report["selections"][1]["wrong"] == "unique: the same index twice"
+
+
+def test_on_a_gpu_without_vllm_nothing_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in_gpu(monkeypatch)
+    calls = fake_runs(monkeypatch)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name)
+    )
+    assert main(["selftest", "--gpu"]) == 0
+    assert calls == []
+    assert "qwen3_vl: not served, vLLM is not installed" in capsys.readouterr().out
+
+
+def test_on_a_gpu_no_backbone_starts_without_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in_gpu(monkeypatch)
+    calls = fake_runs(monkeypatch)
+    monkeypatch.setattr(selftest, "GPU_SECONDS", 30)
+    assert main(["selftest", "--gpu"]) == 0
+    assert calls == []
+    assert "llava_next: not served, no time left" in capsys.readouterr().out

@@ -21,6 +21,8 @@ from benchmarks.cost.selection.timing import log_medians, measure_alternately
 AIM = 5.0
 """How many times as fast as the published loop the Triton form has to be."""
 
+SECONDS, FASTER = "seconds (median, quartiles)", "published loop / triton loop"
+
 Json = dict[str, object]
 
 
@@ -44,7 +46,7 @@ def sizes(quick: bool) -> list[Size]:
 
 def measure(quick: bool) -> Json:
     """Seconds of each, whether the picks agree, and whether the aim is met."""
-    _import_package_without_init()
+    import_package_without_init()
     from vllm_autoprune.ops.dpp_triton import works
 
     if not works():
@@ -59,13 +61,13 @@ def measure(quick: bool) -> Json:
     }
 
 
-def measure_size(size: Size, rounds: int) -> Json:
+def measure_size(size: Size, rounds: int, device: str = "cuda") -> Json:
     """Times of the loops on a given kernel, and of selections from features to indices."""
     from vllm_autoprune.ops.dpp_torch import greedy_map_torch
     from vllm_autoprune.ops.dpp_triton import greedy_map_triton
     from vllm_autoprune.ops.similarity import cosines
 
-    images = draw_images(size, device="cuda")
+    images = draw_images(size, device=device)
     count = size.kept // size.tiles
     tiled = images.features.view(size.batch * size.tiles, size.per_tile, -1)
     matrix = published.kernel(images.features, images.patches, images.text, size.tiles)
@@ -93,10 +95,8 @@ def measure_size(size: Size, rounds: int) -> Json:
     ours = greedy_map_triton(similarity, quality, count)
     faster = median(times["published loop"]) / median(times["triton loop"])
     return {
-        "seconds (median, quartiles)": {
-            name: [median(t), *quantiles(t, n=4)[::2]] for name, t in times.items()
-        },
-        "published loop / triton loop": faster,
+        SECONDS: {name: [median(t), *quantiles(t, n=4)[::2]] for name, t in times.items()},
+        FASTER: faster,
         "aim met": faster >= AIM,
         "picks as the published loop's": _agreement(ours, published.greedy(matrix, count)),
         "picks as the torch form's": _agreement(ours, greedy_map_torch(similarity, quality, count)),
@@ -109,7 +109,7 @@ def _agreement(first: torch.Tensor, second: torch.Tensor) -> float:
     return float(same.float().mean())
 
 
-def _import_package_without_init() -> None:
+def import_package_without_init() -> None:
     """Make ``vllm_autoprune.ops`` importable where the package's dependencies are missing."""
     if importlib.util.find_spec("pydantic") is None:
         package = ModuleType("vllm_autoprune")

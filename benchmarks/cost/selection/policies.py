@@ -62,9 +62,9 @@ def measure(settings: Settings) -> Section:
 
 
 def _measure_size(size: Size, layer: Layer, rounds: int) -> Times:
-    draw = _TokenSource(size)
+    draw = TokenSource(size)
     works: dict[str, Work] = {
-        name: partial(_select, name, draw, size.kept) for name in sorted(BASE_POLICIES)
+        name: partial(select, name, draw, size.kept) for name in sorted(BASE_POLICIES)
     }
     for name, tokens in ((LAYER, size.kept), (FULL_LAYER, size.tokens)):
         works[name] = partial(layer, torch.randn(tokens + TEXT, WIDTH, dtype=torch.bfloat16))
@@ -73,25 +73,27 @@ def _measure_size(size: Size, layer: Layer, rounds: int) -> Times:
 
 def select_once(name: str, size: Size) -> ReferenceSelection:
     """One selection of a policy from random images."""
-    return _select(name, _TokenSource(size), size.kept)
+    return select(name, TokenSource(size), size.kept)
 
 
-def _select(name: str, draw: _TokenSource, budget: int) -> ReferenceSelection:
+def select(name: str, draw: TokenSource, budget: int) -> ReferenceSelection:
+    """One selection of a policy, from features to indices."""
     policy = BASE_POLICIES[name]
     return policy.select(policy.default_params, draw.tokens(), budget)
 
 
-class _TokenSource:
+class TokenSource:
     """Random images with every input of a policy; each call has nothing computed yet."""
 
-    def __init__(self, size: Size) -> None:
-        self._size, self._images = size, draw_images(size)
+    def __init__(self, size: Size, device: str = "cpu") -> None:
+        self._size, self._images = size, draw_images(size, device=device)
         source = torch.Generator().manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(size.batch, *shape, generator=source).bfloat16()
+            return torch.randn(size.batch, *shape, generator=source).bfloat16().to(device)
 
-        patches, projector = normal(size.tokens, TOWER), torch.randn(TOWER, WIDTH).bfloat16()
+        patches = normal(size.tokens, TOWER)
+        projector = torch.randn(TOWER, WIDTH).bfloat16().to(device)
         following = NextLayer(self._images.cls_attention, normal(size.tokens, TOWER))
         self._tower = TowerStates(
             patches=patches,
@@ -100,7 +102,7 @@ class _TokenSource:
             cls=normal(size.tiles, TOWER),
             next_layer=following,
         )
-        used = torch.ones(size.batch, WORDS, dtype=torch.bool)
+        used = torch.ones(size.batch, WORDS, dtype=torch.bool, device=device)
         length = 1 + size.tokens + WORDS
         entering = normal(length, WIDTH)
         self._words = Words(entering[:, -WORDS:], used)

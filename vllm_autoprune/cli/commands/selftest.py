@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, format_table
 from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
+from vllm_autoprune.selftest.device import (
+    KERNEL,
+    SelectionResult,
+    check_kernel,
+    check_selections,
+    describe_device,
+    find_gpu,
+)
 from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.selftest.run import RUNNERS, SelftestError, available_runners, run_backbone
+from vllm_autoprune.selftest.run import (
+    RUNNERS,
+    TIMEOUT,
+    SelftestError,
+    available_runners,
+    run_backbone,
+)
 
 Verdicts = Mapping[str, str]
 """Check -> the empty string if it passes, else what is wrong."""
@@ -22,6 +38,17 @@ Results = Mapping[str, Mapping[str, Verdicts]]
 
 BOTH = "both"
 SERVED, AGREE = "served", runners_agree.__name__
+
+GPU_BACKBONES = ("llava_next", "qwen3_vl")
+"""One backbone with tiles and a text tower's attention, one with M-RoPE and deepstack."""
+
+_GPU_NAMES = " and ".join(GPU_BACKBONES)
+
+GPU_SECONDS = 420
+"""Seconds that ``--gpu`` may take: machines with a GPU are often lent for minutes."""
+
+LEAST_SECONDS = 60.0
+"""Seconds within which no backbone is started any more."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +60,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*RUNNERS, BOTH),
         help="vLLM's model runner (default: both, or v1 where vLLM cannot run v2)",
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="check selections on this machine's GPU, which needs no vLLM; then serve "
+        f"{_GPU_NAMES} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -41,18 +74,15 @@ def _run(options: argparse.Namespace) -> int:
         known = ", ".join(BUILDERS)
         print(f"no such backbone: {', '.join(unknown)}; use: {known}", file=sys.stderr)
         return 2
+    if options.gpu:
+        return _run_on_gpu(options)
     available = available_runners()
     runners = _select_runners(options.runner, available)
     if absent := [runner for runner in runners if runner not in available]:
         print(f"no model runner {', '.join(absent)} here: {_NO_V2}", file=sys.stderr)
         return 2
     results = {name: _check_backbone(name, runners, not options.json) for name in names}
-    failed = any(
-        message
-        for by_runner in results.values()
-        for verdicts in by_runner.values()
-        for message in verdicts.values()
-    )
+    failed = _any_failed(results)
     if options.json:
         print(as_json({"holds": not failed, "runners": runners, "found": results}))
     else:
@@ -61,6 +91,76 @@ def _run(options: argparse.Namespace) -> int:
         print(_format_results(results, runners))
         print("\nSome checks failed: see above." if failed else "\nAll checks passed.")
     return 1 if failed else 0
+
+
+def _any_failed(results: Results) -> bool:
+    return any(
+        message
+        for by_runner in results.values()
+        for verdicts in by_runner.values()
+        for message in verdicts.values()
+    )
+
+
+def _run_on_gpu(options: argparse.Namespace) -> int:
+    device = find_gpu()
+    if device is None:
+        print("no CUDA device here; `selftest` without --gpu needs none", file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + GPU_SECONDS
+    kernel, selections = check_kernel(device), list(check_selections(device))
+    results: dict[str, Mapping[str, Verdicts]] = {}
+    left_out: dict[str, str] = {}
+    runners: tuple[str, ...] = ()
+    names: list[str] = options.backbones or list(GPU_BACKBONES)
+    if importlib.util.find_spec("vllm") is None:
+        left_out = dict.fromkeys(names, "vLLM is not installed")
+    else:
+        runners = _select_runners(options.runner, available_runners()[-1:])
+    for name in names if runners else ():
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS * len(runners):
+            left_out[name] = "no time left"
+        else:
+            results[name] = _check_backbone(name, runners, not options.json, left / len(runners))
+    failed = bool(kernel) or any(one.wrong for one in selections) or _any_failed(results)
+    if options.json:
+        print(
+            as_json(
+                {
+                    "holds": not failed,
+                    "device": describe_device(device),
+                    "kernel": kernel,
+                    "selections": [asdict(one) for one in selections],
+                    "runners": runners,
+                    "found": results,
+                    "left_out": left_out,
+                }
+            )
+        )
+        return 1 if failed else 0
+    print(f"{describe_device(device)}\n\n{_format_selections(kernel, selections)}\n")
+    if results:
+        print(
+            f"vLLM's model runner {' and '.join(runners)}\n\n{_format_results(results, runners)}\n"
+        )
+    for name, reason in left_out.items():
+        print(f"{name}: not served, {reason}")
+    print("Some checks failed: see above." if failed else "All checks that were run passed.")
+    return 1 if failed else 0
+
+
+def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:
+    """A table with a line for each state, and one line for each that failed."""
+    rows = [[KERNEL, "-", "-", "no" if kernel else "yes"]]
+    rows += [
+        [one.name, f"{one.share:.0%}", f"{1000 * one.seconds:.2f}", "no" if one.wrong else "yes"]
+        for one in selections
+    ]
+    lines = [format_table(("selection", "as on the host", "ms", "holds"), rows)]
+    lines += [f"{KERNEL}: {kernel}"] if kernel else []
+    lines += [f"{one.name}: {one.wrong}" for one in selections if one.wrong]
+    return "\n".join(lines)
 
 
 def _select_runners(runner: str | None, available: tuple[str, ...]) -> tuple[str, ...]:
@@ -72,14 +172,16 @@ def _select_runners(runner: str | None, available: tuple[str, ...]) -> tuple[str
 _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
 
 
-def _check_backbone(name: str, runners: Sequence[str], progress: bool) -> dict[str, Verdicts]:
+def _check_backbone(
+    name: str, runners: Sequence[str], progress: bool, timeout: float = TIMEOUT
+) -> dict[str, Verdicts]:
     """Verdicts on one backbone under each runner, and on both together."""
     reports: dict[str, Report] = {}
     verdicts: dict[str, Verdicts] = {}
     for runner in runners:
         start = time.monotonic()
         try:
-            report = run_backbone(name, RUNNERS[runner])
+            report = run_backbone(name, RUNNERS[runner], timeout)
         except SelftestError as error:
             verdicts[runner] = {SERVED: str(error)}
         else:

@@ -24,29 +24,39 @@ _TEXT = 6
 _HEADS, _HEAD_WIDTH = 2, 8
 
 
-def synthetic_probes(budget: int) -> list[VisualTokens]:
-    """Clustered, constant and tiled images with N just above K, which include degenerate cases."""
+_HOST = torch.device("cpu")
+
+
+def synthetic_probes(budget: int, device: torch.device = _HOST) -> list[VisualTokens]:
+    """Clustered, constant and tiled images with N just above K, which include degenerate cases.
+
+    They have the same values on every device.
+    """
     side = max(4, math.ceil(math.sqrt(budget + 1)))
     tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
     return [
-        _Probe(Grid(side, side), seed=1, clusters=6, noise=0.5).tokens(),
-        _Probe(Grid(side, side), seed=2, clusters=1, noise=0.0).tokens(),
-        _Probe(Grid(tile, tile, tiles=5), seed=3, clusters=3, noise=0.0).tokens(),
+        _Probe(Grid(side, side), device, seed=1, clusters=6, noise=0.5).tokens(),
+        _Probe(Grid(side, side), device, seed=2, clusters=1, noise=0.0).tokens(),
+        _Probe(Grid(tile, tile, tiles=5), device, seed=3, clusters=3, noise=0.0).tokens(),
     ]
 
 
 class _Probe:
     """Two images whose tokens form clusters, in the feature space and in every other input."""
 
-    def __init__(self, grid: Grid, *, seed: int, clusters: int, noise: float) -> None:
+    def __init__(
+        self, grid: Grid, device: torch.device, *, seed: int, clusters: int, noise: float
+    ) -> None:
         self._grid, self._clusters, self._noise = grid, clusters, noise
+        self._device = device
         self._source = torch.Generator().manual_seed(seed)
-        self._owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=self._source)
+        owner = torch.randint(clusters, (_BATCH, grid.tokens), generator=self._source)
+        self._owner = owner.to(device)
 
     def tokens(self) -> VisualTokens:
         """The images, with every optional input present."""
         features, patches = self._clustered(_WIDTH), self._clustered(16)
-        used = torch.ones(_BATCH, 1, dtype=torch.bool)
+        used = torch.ones(_BATCH, 1, dtype=torch.bool, device=self._device)
         instruction = Instruction(patches, self._normal(_BATCH, 1, 16), used, sign=1)
         attention = self._normal(_BATCH, self._grid.tokens).softmax(dim=1)
         tower, language = self._tower(), self._language(features)
@@ -84,7 +94,7 @@ class _Probe:
         rows = self._normal(_BATCH, _HEADS, _TEXT, length)
         return RecordedPrefix(
             start=1,
-            text=text,
+            text=text.to(self._device),
             # More layers than any state may name; the recorded tensors serve for all of them.
             layers=1024,
             recorded_embeddings=entering,
@@ -99,4 +109,4 @@ class _Probe:
         return centres[self._owner] + self._noise * self._normal(*self._owner.shape, width)
 
     def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._source)
+        return torch.randn(*shape, generator=self._source).to(self._device)

@@ -74,7 +74,7 @@ def test_the_gpu_s_run_imports_torch_and_triton_but_no_engine_and_no_pydantic() 
         "util.find_spec = lambda name, *more: None if name == 'pydantic' else real(name, *more)\n"
         "from benchmarks.cost import __main__\n"
         "from benchmarks.cost.selection import gpu\n"
-        "gpu._import_package_without_init()\n"
+        "gpu.import_package_without_init()\n"
         "from vllm_autoprune.ops import dpp, dpp_triton, similarity\n"
         "print([n for n in ('vllm', 'transformers', 'numpy.random') if n in sys.modules][:2])"
     )

@@ -1,0 +1,62 @@
+"""Selections compared between the host and a device; here the host is both."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from vllm_autoprune.selftest import device as under_test
+from vllm_autoprune.selftest.device import check_kernel, check_selections
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    BasePolicyParams,
+    ReferenceSelection,
+)
+from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+CPU = torch.device("cpu")
+
+
+def test_every_base_policy_and_shipped_state_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "ROUNDS", 1)
+    results = list(check_selections(CPU))
+    assert {one.name for one in results} == {*BASE_POLICIES, *shipped_states()}
+    assert [one for one in results if one.wrong] == []
+    assert all(one.share == 1 and one.seconds > 0 for one in results)
+
+
+def test_a_device_that_keeps_other_tokens_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "ROUNDS", 1)
+    calls = iter(range(10_000))
+
+    def different(
+        params: BasePolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
+        first = 0 if next(calls) == 0 else tokens.count - budget
+        return ReferenceSelection(torch.arange(first, first + budget).expand(tokens.batch, -1))
+
+    def failing(params: BasePolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    broken = {"cdpruner": different, "divprune": failing}
+    for name, function in broken.items():
+        policy = dataclasses.replace(BASE_POLICIES[name], function=function)
+        monkeypatch.setitem(BASE_POLICIES, name, policy)
+    wrong = {one.name: one.wrong for one in check_selections(CPU)}
+    assert "of the host's tokens are kept" in wrong["cdpruner"]
+    assert wrong["divprune"] == "RuntimeError: called a synchronizing CUDA operation"
+    assert wrong["trim"] == ""
+
+
+def test_the_kernel_needs_a_gpu() -> None:
+    assert check_kernel(CPU) == "runs on a GPU only"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_selections_on_a_gpu() -> None:
+    assert check_kernel(torch.device("cuda")) == ""
+    assert [one for one in check_selections(torch.device("cuda")) if one.wrong] == []

@@ -1,0 +1,133 @@
+"""Selections on a GPU, without an engine: the host's tokens, and no waiting for the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+BUDGET = 64
+
+LEAST_SHARE = 0.9
+"""Share of the host's tokens that a device has to keep: it adds products up in another order, so
+that a few tokens of nearly equal rank change places."""
+
+ROUNDS = 5
+
+KERNEL = "greedy MAP in Triton"
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionResult:
+    """What one state did on the device.
+
+    ``share`` of the tokens that the host keeps, median ``seconds`` of a selection on two images of
+    a few more than K tokens, and what is ``wrong``, empty where nothing is.
+    """
+
+    name: str
+    share: float
+    seconds: float
+    wrong: str
+
+
+def find_gpu() -> torch.device | None:
+    """This machine's CUDA device, None where there is none."""
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def describe_device(device: torch.device) -> str:
+    """The device's name and the version of torch."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"
+
+
+def check_selections(device: torch.device) -> Iterator[SelectionResult]:
+    """The result of every base policy under the shipped state, then of every shipped state."""
+    for base in sorted(BASE_POLICIES):
+        yield _check(base, _with_base(load_state("autoprune"), base), device)
+    for name in sorted(shipped_states()):
+        if name not in BASE_POLICIES:
+            yield _check(name, load_state(name), device)
+
+
+def check_kernel(device: torch.device) -> str:
+    """What is wrong with the Triton kernel on this device; empty where nothing is."""
+    if device.type != "cuda":
+        return "runs on a GPU only"
+    try:
+        from vllm_autoprune.ops.dpp_triton import works
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return "" if works() else "does not work: the log says why"
+
+
+def _with_base(state: PruningState, base: str) -> PruningState:
+    document = state.model_dump(mode="json")
+    document["base_policy"] = {"name": base, "params": {}}
+    return PruningState.model_validate(document)
+
+
+def _check(name: str, state: PruningState, device: torch.device) -> SelectionResult:
+    policy = materialize(state, BUDGET)
+    try:
+        return _compare(name, policy, device)
+    except Exception as error:  # whatever a device raises is a result of this check
+        return SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
+
+
+def _compare(name: str, policy: PruningPolicy, device: torch.device) -> SelectionResult:
+    probes = synthetic_probes(BUDGET, device)
+    # The first probe alone has tokens of different rank everywhere.
+    host, image = synthetic_probes(BUDGET)[0], probes[0]
+    share = _common_share(refine(policy, host), refine(policy, image))
+    seconds = []
+    for _ in range(ROUNDS):
+        _synchronize(device)
+        start = time.perf_counter()
+        with _forbid_waiting(device):
+            refine(policy, image)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
+    if share < LEAST_SHARE:
+        wrong.append(f"{share:.0%} of the host's tokens are kept")
+    return SelectionResult(name, share, median(seconds), "; ".join(wrong))
+
+
+def _common_share(host: RefinedTokens, device: RefinedTokens) -> float:
+    there = device.indices.cpu()
+    same = (host.indices[:, :, None] == there[:, None, :]).any(dim=2)
+    return float(same.float().mean())
+
+
+@contextmanager
+def _forbid_waiting(device: torch.device) -> Iterator[None]:
+    """Within it, torch raises where the host waits for a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
