@@ -1,106 +1,206 @@
-"""HTML report: one self-contained page without scripts or external resources.
-
-The template escapes everything that a proposer wrote, and the page's content security policy
-forbids scripts as well.
-"""
+"""HTML report of a search: who won and why, its progress, and every candidate."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
 
-import jinja2
-
+from offline_search.ledger.records import WinnerRecord
 from offline_search.report import markdown
+from offline_search.report.charts import anchor, draw_charts
+from offline_search.report.family import build_family
+from offline_search.report.importance import rank_parameters
 from offline_search.report.markdown import format_percent
 from offline_search.report.search_report import CandidateRow, SearchReport
+from offline_search.report.winner import explain_winner
+from vllm_autoprune.pages.document import Details, Document, Section, Tone, render_document
+from vllm_autoprune.pages.table import Cell, PageRow, PageTable, split_interval
+from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.states.differences import Change
 
-_WIDTH, _LEFT, _BOTTOM, _HEIGHT = 920, 60, 280, 250
+_OBJECTIVE = (
+    "Objective: log-probability of the reference answer minus that of the unpruned model, in nats; "
+    "0 is as good as unpruned. Intervals: 95 %, images resampled."
+)
 
 
 def as_html(report: SearchReport) -> str:
     """The whole page."""
-    others = [row for row in report.rows if row not in report.ranked]
-    return _template().render(
-        report=report,
-        chart=_draw_chart(report),
-        tables=markdown,
-        candidates=[*report.ranked, *others],
-        describe_result=_describe_result,
-        describe_change=_describe_change,
-        to_json=lambda value: json.dumps(value, indent=1),
+    settings, winner = report.settings, report.winner
+    answer, tone = _answer(report)
+    document = Document(
+        title=f"Search for a state: {settings.strategy} on {settings.base_policy}, "
+        f"K = {settings.source_budget}",
+        answer=answer,
+        tone=tone,
+        facts=_list_facts(report),
+        sections=[
+            *([] if winner is None else _winner_sections(report, winner)),
+            *_progress_sections(report),
+            *_table_sections(report),
+            build_family(report),
+            _candidate_section(report),
+        ],
+    )
+    return render_document(document)
+
+
+def _answer(report: SearchReport) -> tuple[str, Tone]:
+    winner, base = report.winner, report.settings.base_policy
+    if winner is None:
+        best = report.ranked[0] if report.ranked else None
+        leader = f"; {best.name} leads on the search split" if best else ""
+        return f"The search has not ended{leader}.", "open"
+    gain = winner.test.gain
+    tone: Tone = "good" if gain.low > 0 else "bad" if gain.high < 0 else "open"
+    verdict = {
+        "good": f"is better than {base} alone",
+        "bad": f"is worse than {base} alone",
+        "open": f"shows no difference to {base} alone",
+    }[tone]
+    return (
+        f"Candidate {winner.winner} won and {verdict} on the test split: objective "
+        f"{gain.value:+.4f} nats ({gain.low:+.4f} to {gain.high:+.4f}), accuracy "
+        f"{format_percent(winner.test.accuracy)} % against "
+        f"{format_percent(winner.base.accuracy)} %.",
+        tone,
     )
 
 
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+def _list_facts(report: SearchReport) -> list[str]:
+    settings = report.settings
+    facts = [settings.evaluator, f"proposer {settings.proposer or 'none'}", f"seed {settings.seed}"]
+    facts.append(f"{len(report.rows)} candidates")
+    if report.winner is not None:
+        facts.append(f"{report.winner.test.examples} test examples")
+    return [fact for fact in facts if fact]
+
+
+def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Section]:
+    yield Section(
+        "Why this candidate",
+        [*explain_winner(report, winner), _OBJECTIVE],
+        tables=[_finalists(report, winner)],
     )
-    return environment.get_template("page.html.jinja")
+    rows = markdown.result_rows(winner.test, winner.base)
+    table = PageTable(
+        markdown.RESULT_HEAD, [[split_interval(cell) for cell in row] for row in rows]
+    )
+    yield Section(
+        "Result on the test split", ["Examples that no candidate was chosen on."], tables=[table]
+    )
+    if winner.front:
+        head, front = markdown.front_table(winner)
+        yield Section("Pareto front", [markdown.FRONT_CAPTION], tables=[PageTable(head, front)])
 
 
-@dataclass(frozen=True)
-class _Dot:
-    x: float
-    y: float
-    status: str
-    label: str
-
-
-@dataclass(frozen=True)
-class _Chart:
-    """Objective over answers spent: candidates as dots, the best so far as a step curve."""
-
-    dots: tuple[_Dot, ...]
-    path: str
-    low: float
-    high: float
-    answers: int
-
-
-def _draw_chart(report: SearchReport) -> _Chart | None:
-    measured = [
-        (row, row.result.objective) for row in report.rows if row.result.objective is not None
-    ]
-    if not measured:
-        return None
-    answers = max(row.spent for row, _ in measured)
-    values = sorted(value for _, value in measured)
-    # The axis starts at the lowest decile, so that a few very poor candidates do not flatten it.
-    low, high = values[len(values) // 10], values[-1]
-
-    def position(spent: int, value: float) -> tuple[float, float]:
-        height = (max(value, low) - low) / ((high - low) or 1.0)
-        return _LEFT + _WIDTH * spent / answers, _BOTTOM - _HEIGHT * height
-
-    dots = tuple(
-        _Dot(
-            *position(row.spent, value),
-            row.result.status,
-            f"{row.name}: {value:+.4f} ({row.result.status})",
+def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
+    """Search, validation and test of the finalists and of the base policy, side by side."""
+    scores = {row.name: row.result.objective for row in report.rows}
+    rows: list[PageRow] = []
+    for name in sorted(winner.confirmed, key=lambda each: -winner.estimates.get(each, 0.0)):
+        chosen = name == winner.winner
+        estimate = winner.estimates.get(name)
+        rows.append(
+            [
+                Cell(
+                    name, "winner" if chosen else "", f"#{anchor(name)}", "good" if chosen else ""
+                ),
+                _value_cell(scores.get(name)),
+                _estimate_cell(winner.confirmed[name].objective),
+                _value_cell(estimate),
+                _estimate_cell(winner.test.objective) if chosen else Cell("not measured"),
+                _estimate_cell(winner.confirmed[name].gain),
+                _estimate_cell(winner.test.gain) if chosen else Cell("not measured"),
+            ]
         )
-        for row, value in measured
+    own = winner.confirmed[winner.winner]
+    base_validation = own.objective.value - own.gain.value
+    blank = Cell("")
+    rows.append(
+        [
+            "base policy",
+            _value_cell(report.base_objective),
+            _value_cell(base_validation),
+            blank,
+            _estimate_cell(winner.base.objective),
+            blank,
+            blank,
+        ]
     )
-    path = _draw_steps([position(spent, value) for spent, value in report.curve()])
-    return _Chart(dots, path, low, high, answers)
+    head = ["candidate", "search", "validation", "search and validation", "test",
+            "gain, validation", "gain, test"]  # fmt: skip
+    return PageTable(head, rows)
 
 
-def _draw_steps(points: Sequence[tuple[float, float]]) -> str:
-    """SVG path of a step curve through points, prolonged to the right edge."""
-    if not points:
-        return ""
-    x, y = points[0]
-    steps = " ".join(f"H{x:.1f} V{y:.1f}" for x, y in points[1:])
-    return f"M{x:.1f} {y:.1f} {steps} H{_LEFT + _WIDTH}"
+def _value_cell(value: float | None) -> Cell:
+    return Cell("unknown" if value is None else f"{value:+.4f}")
+
+
+def _estimate_cell(estimate: Estimate) -> Cell:
+    return Cell(f"{estimate.value:+.4f}", f"{estimate.low:+.4f} to {estimate.high:+.4f}")
+
+
+def _progress_sections(report: SearchReport) -> Iterator[Section]:
+    charts = draw_charts(report)
+    texts = ["Nothing has been measured yet."]
+    if charts:
+        texts = [
+            f"{_OBJECTIVE} Hollow: stopped early, measured on a part of the search split. Click a "
+            "point for the candidate."
+        ]
+    yield Section("Progress", [*texts, markdown.count_candidates(report)], charts)
+
+
+def _table_sections(report: SearchReport) -> Iterator[Section]:
+    if parameters := rank_parameters(report.rows):
+        rows: list[PageRow] = [
+            [
+                one.name,
+                Cell(f"{100 * one.share:.0f}"),
+                Cell(str(one.values)),
+                Cell(one.best, f"{one.best_count} candidates"),
+                Cell(f"{one.best_mean:+.4f}"),
+            ]
+            for one in parameters
+        ]
+        head = ["parameter", "variance explained, %", "values", "best value", "its mean objective"]
+        yield Section(
+            "Parameter importance",
+            [
+                "Share of the variance of all measured objectives that a parameter explains by "
+                "itself (adjusted R squared). A search does not vary parameters independently, so "
+                "shares overlap, and a large one is a hint, not an effect."
+            ],
+            tables=[PageTable(head, rows)],
+        )
+    if report.common_atoms:
+        head = ["atom", "of the best five, %", "of all, %"]
+        table = PageTable(head, markdown.common_atom_rows(report))
+        yield Section("What the best five have in common", tables=[table], folded=True)
+    if report.causes:
+        table = PageTable(["cause", "times"], markdown.cause_rows(report))
+        yield Section("Why candidates were not evaluated", tables=[table], folded=True)
+    yield Section("Cost", list(markdown.describe_cost(report)), folded=True)
+
+
+def _candidate_section(report: SearchReport) -> Section:
+    others = [row for row in report.rows if row not in report.ranked]
+    entries = [_candidate(row) for row in (*report.ranked, *others)]
+    text = "Best on the search split first, then the others in order of proposal."
+    return Section("Candidates", [text], entries=entries, folded=True)
+
+
+def _candidate(row: CandidateRow) -> Details:
+    changes = [_describe_change(change) for change in row.changes]
+    against = [f"Against {', '.join(row.proposal.parents)}:"] if changes else []
+    return Details(
+        _describe_result(row),
+        [*row.proposal.problems, *against],
+        changes,
+        json.dumps(row.components, indent=1) if row.components else "",
+        name=anchor(row.name),
+    )
 
 
 def _describe_result(row: CandidateRow) -> str:

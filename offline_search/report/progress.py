@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import Cost, WinnerRecord
 from offline_search.report.markdown import format_interval
+from offline_search.report.winner import describe_leader
 
 
 class ProgressLog:
@@ -19,6 +20,7 @@ class ProgressLog:
         self._clock = clock
         self._created = clock()
         self._rounds_started = self._created
+        self._leader: str | None = None
 
     def on_start(self, history: History, examples: int) -> None:
         """Write the base policy's objective."""
@@ -31,11 +33,13 @@ class ProgressLog:
         self, number: int, trials: Sequence[Trial], history: History, share: float, cost: Cost
     ) -> None:
         """Write the results of a round, the best so far, and the remaining time."""
+        best = history.best()
+        self._leader = None if best is None else best.name
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
         tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
         self._write(
-            f"{share:4.0%} round {number}: {statuses}; best {_describe_best(history)}{tokens}, "
+            f"{share:4.0%} round {number}: {statuses}; {_describe_leader(history)}{tokens}, "
             f"{self._remaining_time(share)}"
         )
         for trial in trials:
@@ -45,12 +49,14 @@ class ProgressLog:
                 )
 
     def on_finish(self, winner: WinnerRecord) -> None:
-        """Write the winner's scores on the test split."""
+        """Write the winner's scores on the test split, and whether it led the search."""
         test = winner.test
         self._write(
             f"winner {winner.winner}: test objective {format_interval(test.objective)}, gain over "
             f"the base policy {format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
         )
+        if self._leader is not None:
+            self._write(describe_leader(winner, self._leader))
 
     def _remaining_time(self, share: float) -> str:
         elapsed = self._clock() - self._rounds_started
@@ -60,6 +66,8 @@ class ProgressLog:
         return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
 
 
-def _describe_best(history: History) -> str:
+def _describe_leader(history: History) -> str:
     best = history.best()
-    return "none" if best is None else f"{best.score:+.4f} ({best.name} by {best.proposal.origin})"
+    if best is None:
+        return "no leader on the search split"
+    return f"{best.name} by {best.proposal.origin} leads on the search split, {best.score:+.4f}"

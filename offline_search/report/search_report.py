@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 from pydantic import JsonValue
 
 from offline_search.candidates.components import JsonObject, searched_components
 from offline_search.ledger.records import (
+    ALL_TOKENS,
     Cost,
     EvaluationRecord,
     ProposalRecord,
@@ -21,6 +23,7 @@ from offline_search.ledger.records import (
     WinnerRecord,
 )
 from offline_search.settings import Settings
+from offline_search.strategies.start_states import base_state
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 
@@ -73,6 +76,7 @@ class SearchCost:
 class SearchReport:
     """Everything that a report shows.
 
+    ``base_objective`` is that of the base policy alone on the search split, if it was measured;
     ``origins`` has the number of candidates of each origin, and how many of them became the best
     so far; ``common_atoms`` has atoms that are more frequent among the best candidates than among
     all, with both shares.
@@ -80,6 +84,7 @@ class SearchReport:
 
     settings: Settings
     rows: tuple[CandidateRow, ...]
+    base_objective: float | None
     winner: WinnerRecord | None
     statuses: Mapping[str, int]
     causes: Mapping[str, int]
@@ -114,6 +119,7 @@ def read_report(records: Iterable[Record]) -> SearchReport:
     return SearchReport(
         settings=settings[0].settings,
         rows=rows,
+        base_objective=_measure_base(known, settings[0].settings),
         winner=winners[0] if winners else None,
         statuses=dict(Counter(row.result.status for row in rows).most_common()),
         causes=_count_causes(rows),
@@ -122,6 +128,24 @@ def read_report(records: Iterable[Record]) -> SearchReport:
         cost=_sum_cost(known),
         duration=_measure_duration(known),
     )
+
+
+def _measure_base(records: Sequence[Record], settings: Settings) -> float | None:
+    """The base policy's objective on the search split; None until it is measured."""
+    digest = base_state(settings).digest
+    answers = {
+        (record.digest, record.budget): np.asarray(record.logprob)
+        for record in _of_type(records, EvaluationRecord)
+        if record.split == "search" and record.start == 0 and not record.failure
+        if record.digest in (digest, ALL_TOKENS)
+    }
+    full = answers.get((ALL_TOKENS, 0))
+    own = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
+    if full is None or len(own) < len(settings.budgets):
+        return None
+    means = [float((values - full[: len(values)]).mean()) for values in own]
+    value = min(means) if settings.across == "worst" else sum(means) / len(means)
+    return round(value, 6)
 
 
 def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:

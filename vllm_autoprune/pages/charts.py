@@ -8,8 +8,8 @@ legend entry is clicked.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from markupsafe import Markup
@@ -71,6 +71,8 @@ class Chart:
     y_zero: bool = False
     edges: Sequence[tuple[float, float, float, float]] = ()
     """Thin lines behind the points, each from (x, y) to (x, y)."""
+    x_names: Mapping[float, str] = field(default_factory=dict)
+    """Names of places along the x axis, in place of numbers."""
 
 
 def draw_chart(chart: Chart) -> Markup:
@@ -92,7 +94,7 @@ def draw_chart(chart: Chart) -> Markup:
             series=series,
             rules=[(rule, frame.y(rule.y)) for rule in chart.rules],
             edges=[(frame.x(a), frame.y(b), frame.x(c), frame.y(d)) for a, b, c, d in chart.edges],
-            x_ticks=[(format_tick(tick), frame.x(tick)) for tick in frame.across.ticks()],
+            x_ticks=[(name, frame.x(tick)) for tick, name in _x_names(chart, frame)],
             y_ticks=[(format_tick(tick), frame.y(tick)) for tick in frame.up.ticks()],
             width=WIDTH,
             height=HEIGHT,
@@ -129,13 +131,19 @@ class _Frame:
 def _fit_frame(chart: Chart) -> _Frame:
     marks = [mark for one in chart.series for mark in one.marks]
     points = [point for one in chart.series for point in one.path]
-    across = [mark.x for mark in marks] + [x for x, _ in points]
+    across = [mark.x for mark in marks] + [x for x, _ in points] + list(chart.x_names)
     up = [mark.y for mark in marks] + [y for _, y in points] + [rule.y for rule in chart.rules]
     up += [end for mark in marks for end in (mark.low, mark.high) if end is not None]
     return _Frame(
         fit_axis(across, chart.x_scale, zero=chart.x_zero),
         fit_axis(up, chart.y_scale, zero=chart.y_zero),
     )
+
+
+def _x_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
+    if chart.x_names:
+        return list(chart.x_names.items())
+    return [(tick, format_tick(tick)) for tick in frame.across.ticks()]
 
 
 def _draw_lines(series: Series, frame: _Frame) -> list[tuple[str, bool]]:

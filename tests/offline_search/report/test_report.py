@@ -8,15 +8,29 @@ import numpy as np
 import pytest
 
 from offline_search.dataset import Dataset
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.history import History, Trial
-from offline_search.ledger import read_ledger
+from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import Cost, ProposalRecord, TrialRecord, WinnerRecord
 from offline_search.proposers.prompt import summarize
+from offline_search.proposers.proposal_client import SpendingLimits
+from offline_search.replay import replay
 from offline_search.report import as_html, as_markdown, read_report
+from offline_search.report.charts import draw_charts
+from offline_search.report.importance import rank_parameters
 from offline_search.report.progress import ProgressLog
+from offline_search.report.search_report import CandidateRow
+from offline_search.report.winner import describe_leader
+from offline_search.search import Search
 from offline_search.settings import Settings
+from offline_search.strategies.start_states import base_state
 from tests.offline_search.replies import HOSTILE, valid_replies
-from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
+from tests.offline_search.synthetic import (
+    ScriptedProposer,
+    SyntheticEvaluator,
+    records_of_kind,
+    run_search,
+)
 from vllm_autoprune.errors import SearchError
 
 SCRIPT_TAG = "<script>alert(1)</script>"
@@ -62,19 +76,120 @@ async def test_markdown_has_the_result_and_both_costs(ledger: Path) -> None:
     assert best == sorted(best) and best[-1] == report.ranked[0].result.objective
 
 
-async def test_the_page_is_self_contained_and_without_scripts(ledger: Path) -> None:
+async def test_the_page_is_self_contained_and_runs_no_script_of_others(ledger: Path) -> None:
     page = as_html(read_report(read_ledger(ledger)))
     collector = TagCollector()
     collector.feed(page)
-    assert not collector.tags & {"script", "link", "img", "iframe", "object"}
-    assert not {name for name in collector.attributes if name.startswith("on")} | (
-        collector.attributes & {"src", "href"}
-    )
+    assert not collector.tags & {"link", "img", "iframe", "object"}
+    assert not {name for name in collector.attributes if name.startswith("on") or name == "src"}
+    assert page.count("<script") == 1 and "script-src 'sha256-" in page
     assert "default-src 'none'" in page and SCRIPT_TAG not in page
     assert "&lt;script&gt;" in page
+    assert all(link.startswith("#candidate-") for link in re.findall(r'href="([^"]+)"', page))
     for row in read_report(read_ledger(ledger)).rows:
-        assert f"<summary>{row.name} " in page
+        assert f'<details id="candidate-{row.name}"><summary>{row.name} ' in page
     assert re.search(r"Against \d+\.\d+", page), "a candidate's difference to its parent"
+
+
+def text_of(page: str) -> str:
+    body = re.sub(r"<svg.*?</svg>|<script>.*?</script>", "", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", body[body.index("<body>") :]).split())
+
+
+async def test_the_page_says_who_won_and_why(ledger: Path) -> None:
+    report = read_report(read_ledger(ledger))
+    winner, text = report.winner, text_of(as_html(report))
+    assert winner is not None
+    answer = text[: text.index("Why this candidate")]
+    assert f"Candidate {winner.winner} won" in answer and f"{winner.test.gain.value:+.4f}" in answer
+    row = next(row for row in report.rows if row.name == winner.winner)
+    own = winner.confirmed[winner.winner]
+    objective, test = row.objective, winner.test.objective
+    side_by_side = (
+        f"{winner.winner} winner {objective:+.4f} {own.objective.value:+.4f} "
+        f"{own.objective.low:+.4f} to {own.objective.high:+.4f} "
+        f"{winner.estimates[winner.winner]:+.4f} {test.value:+.4f}"
+    )
+    assert side_by_side in text
+    assert f"base policy {report.base_objective:+.4f}" in text
+    assert "Tree of parents" in text
+
+
+async def test_the_base_policy_is_measured_on_the_search_split(
+    ledger: Path, data: Dataset, settings: Settings
+) -> None:
+    report = read_report(read_ledger(ledger))
+    base = await SyntheticEvaluator(data).evaluate(
+        EvaluationJob(base_state(report.settings), report.settings.budgets[0], "search", 0, 24)
+    )
+    full = await SyntheticEvaluator(data).evaluate(EvaluationJob(None, 0, "search", 0, 24))
+    wanted = np.mean(np.subtract(base.logprob, full.logprob))
+    assert report.base_objective == pytest.approx(wanted, abs=1e-6)
+    assert as_html(report).count('<path class="rule"') >= 1
+
+
+async def test_charts_place_every_candidate_and_join_parents(ledger: Path) -> None:
+    report = read_report(read_ledger(ledger))
+    measured = [row for row in report.rows if row.result.objective is not None]
+    progress, *others = draw_charts(report)
+    marks = [mark for series in progress.series for mark in series.marks]
+    assert sorted(mark.y for mark in marks) == sorted(row.result.objective or 0 for row in measured)
+    assert {mark.link for mark in marks} == {f"#candidate-{row.name}" for row in measured}
+    parents = next(chart for chart in others if chart.title.startswith("Candidates and"))
+    joined = [row for row in measured if row.proposal.parents]
+    assert joined and len(parents.edges) > 0
+    assert all(child_x > parent_x for parent_x, _, child_x, _ in parents.edges)
+    finalists = others[-1]
+    assert finalists.x_names == {1.0: "search", 2.0: "validation", 3.0: "test"}
+
+
+def row(number: int, objective: float, **components: object) -> CandidateRow:
+    proposal = ProposalRecord.model_validate(
+        {"round": number, "index": 0, "origin": "llm", "state": components}
+    )
+    result = TrialRecord(round=number, index=0, status="evaluated", objective=objective)
+    return CandidateRow(proposal, result, number, ())
+
+
+def test_importance_finds_the_parameter_that_decides() -> None:
+    rows = [
+        row(
+            n,
+            -0.1 * (n % 2) - 0.001 * (n % 7),
+            scoring={
+                "kernel": {"atom": ("good", "bad")[n % 2]},
+                "fusion": {"atom": ("a", "b", "c")[n % 3], "scale": n / 40},
+            },
+        )
+        for n in range(40)
+    ]
+    ranked = rank_parameters(rows)
+    assert ranked[0].name == "scoring.kernel" and ranked[0].share > 0.99
+    assert (ranked[0].best, ranked[0].values, ranked[0].best_count) == ("good", 2, 20)
+    assert all(one.share < 0.2 for one in ranked[1:])
+    assert rank_parameters(rows[:9]) == []
+    assert rank_parameters([row(n, -0.1, reassembly={"atom": str(n % 2)}) for n in range(20)]) == []
+
+
+def test_importance_sorts_numbers_into_quarters() -> None:
+    rows = [
+        row(n, -abs(n - 30) / 40, reassembly={"atom": "mean", "strength": n / 40})
+        for n in range(40)
+    ]
+    (strength,) = rank_parameters(rows)
+    assert strength.name == "mean.strength" and strength.values == 4
+    low, high = (float(part) for part in strength.best.split(" to "))
+    assert low < 30 / 40 <= high + 0.01
+
+
+async def test_a_search_and_its_replay_give_the_same_bytes(
+    ledger: Path, data: Dataset, tmp_path: Path
+) -> None:
+    await replay(ledger, tmp_path / "again.jsonl", data)
+    first, again = (
+        as_html(read_report(read_ledger(p))) for p in (ledger, tmp_path / "again.jsonl")
+    )
+    assert first == again
 
 
 async def test_a_running_search_can_be_reported(ledger: Path, tmp_path: Path) -> None:
@@ -140,5 +255,29 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
     history.trials += [good, bad]
     progress.on_round(1, [good, bad], history, 0.25, Cost(prompt_tokens=9))
     assert lines[0] == "base policy -0.2000 on 24 examples (10 s)"
-    assert "25% round 1: 1 evaluated, 1 invalid; best -0.1000 (1.0 by llm)" in lines[1]
+    leader = "1.0 by llm leads on the search split, -0.1000"
+    assert f"25% round 1: 1 evaluated, 1 invalid; {leader}" in lines[1]
     assert "3 min left" in lines[1] and "no such atom" in lines[2]
+
+
+async def test_progress_and_final_word_name_the_same_winner(
+    data: Dataset, settings: Settings, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    settings = settings.model_copy(update={"rounds": 4})
+    path = tmp_path / "l.jsonl"
+    proposer, progress = ScriptedProposer(valid_replies(8)), ProgressLog(lines.append)
+    with Ledger(path) as ledger:
+        evaluator = SyntheticEvaluator(data)
+        await Search(settings, ledger, evaluator, proposer, SpendingLimits(), progress).run()
+    report = read_report(read_ledger(path))
+    assert report.winner is not None
+    leader = [line for line in lines if "leads on the search split" in line][-1]
+    assert f"{report.ranked[0].name} by " in leader
+    assert lines[-2].startswith(f"winner {report.winner.winner}: ")
+    assert lines[-1] == describe_leader(report.winner, report.ranked[0].name)
+    # Where validation chose another one, the last word says which, and why.
+    other = describe_leader(report.winner, "9.9")
+    assert other.startswith("On the search split alone 9.9 was better") and (
+        f"{report.winner.winner} is" in other
+    )
