@@ -67,7 +67,7 @@ def test_own_questions_are_measured_in_every_case(
     benchmarks = next(row["benchmarks"] for row in report["rows"] if row["case"]["name"] == "full")
     assert benchmarks == {"colour": 100.0, "shape": 100.0, "MME": 200.0}
     files = {path.name for path in out.iterdir()}
-    assert files == {"report.json", "report.md", "report.tex", "samples.jsonl"}
+    assert files == {"report.html", "report.json", "report.md", "report.tex", "samples.jsonl"}
 
 
 def test_an_invalid_report_exits_with_1(

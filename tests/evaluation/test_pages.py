@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 
 from tests.evaluation.samples import FULL, QUESTIONS, SETUP, answers, case, contents
+from vllm_autoprune.evaluation.html import as_html
+from vllm_autoprune.evaluation.journal import Contents
 from vllm_autoprune.evaluation.pages import as_latex, as_markdown
+from vllm_autoprune.evaluation.records import Answer, Case, Question
 from vllm_autoprune.evaluation.report import Report, build_report
 from vllm_autoprune.evaluation.run import as_json
 
@@ -80,8 +85,42 @@ def test_an_invalid_report_begins_with_the_reasons() -> None:
     assert "% - stopped: no server" in as_latex(build_report(journal, ["stopped: no server"]))
 
 
-def test_a_report_on_few_images_has_a_warning() -> None:
-    assert "Fewer than 20 images" in as_markdown(build_report(contents(*ALL_CASES)))
+def test_a_report_on_few_images_calls_itself_a_trial_run() -> None:
+    report = build_report(contents(*ALL_CASES))
+    assert "Verdict: valid. A trial run: 2 images are too few" in as_markdown(report)
+    answer = re.search(r'<p class="answer (\w+)">(.*?)</p>', as_html(report))
+    assert answer is not None and answer[1] == "open"
+    assert answer[2].startswith("A trial run on 2 images, no measurement: ")
+
+
+def many_images(*cases: tuple[Case, Sequence[float]]) -> Contents:
+    """One question about each of 40 images."""
+    questions = [Question(id=str(n), benchmark="colour", image=f"i{n}") for n in range(40)]
+    records = [
+        Answer(case=one.name, question=question.id, score=score, prompt_tokens=20)
+        for one, values in cases
+        for question, score in zip(questions, [*values] * 40, strict=False)
+    ]
+    return Contents([SETUP, *(one for one, _ in cases), *questions, *records])
+
+
+def test_the_page_answers_first_and_draws_accuracy_over_the_budget() -> None:
+    pruned = case("ours@8", "found").model_copy(update={"label": "ours <i>"})
+    less = case("ours@4", "found", budget=4).model_copy(update={"label": "ours <i>"})
+    cases = ((FULL, [1.0]), (pruned, [1.0, 0.0]), (less, [0.0, 0.0, 0.0, 1.0]))
+    page = as_html(build_report(many_images(*cases)))
+    answer = re.search(r'<p class="answer (\w+)">(.*?)</p>', page)
+    assert answer is not None and answer[1] == "bad" and "trial run" not in page
+    assert "ours &lt;i&gt; at K = 8 answers 50.0 % of the questions right, 50.0 points" in answer[2]
+    assert page.count('class="mark"') == 2 and "all tokens 100.0 %" in page
+    assert "K = 4" in page and "<i>" not in page
+
+
+def test_the_page_of_an_invalid_report_says_so_first() -> None:
+    journal = contents((FULL, RIGHT))
+    journal.add(BASE)
+    page = as_html(build_report(journal, ["stopped: <server>"]))
+    assert '<p class="answer bad">Not valid' in page and "stopped: &lt;server&gt;" in page
 
 
 def test_latex_is_escaped_and_has_one_line_a_row() -> None:

@@ -40,11 +40,28 @@ def as_latex(report: Report) -> str:
 
 def _verdict(report: Report) -> Iterator[str]:
     """Whether the report is valid, and every reason against it."""
-    yield "valid" if report.valid else "NOT VALID"
+    trial = format_trial(report)
+    yield "NOT VALID" if not report.valid else f"valid. {trial}" if trial else "valid"
     yield from (f"- {reason}" for reason in report.reasons)
 
 
-def _all_tables(report: Report) -> Iterator[Table]:
+def format_trial(report: Report) -> str:
+    """What a run on few images is; empty for a run on enough of them."""
+    if report.images >= _MIN_IMAGES:
+        return ""
+    return (
+        f"A trial run: {report.images} images are too few for a measurement (at least "
+        f"{_MIN_IMAGES}), and the intervals are too narrow to be quoted."
+    )
+
+
+def describe_notes(report: Report) -> Iterator[str]:
+    """What the columns of the tables mean."""
+    for note in _NOTES:
+        yield note.format(divisor=report.setup.mme_divisor, images=f"{report.images:,}")
+
+
+def all_tables(report: Report) -> Iterator[Table]:
     """The measured tables, then the comparison with the published ones."""
     if report.rows:
         yield from build_tables(report)
@@ -62,21 +79,18 @@ def _markdown(report: Report) -> Iterator[str]:
     if verdicts := list(format_verdicts(report.resizing)):
         yield "\n## Pruning or resizing?\n"
         yield from (f"- {line}" for line in verdicts)
-    for table in _all_tables(report):
+    for table in all_tables(report):
         yield f"\n## {table.caption}\n\n{table.markdown()}"
     if report.rows:
         yield ""
-        for note in _NOTES:
-            yield "- " + note.format(divisor=setup.mme_divisor, images=f"{report.images:,}")
-        if report.images < _MIN_IMAGES:
-            yield f"- Fewer than {_MIN_IMAGES} images: the intervals are too narrow to be quoted."
+        yield from (f"- {note}" for note in describe_notes(report))
 
 
 def _latex(report: Report) -> Iterator[str]:
     setup = report.setup
     yield f"% {setup.suite}: {setup.model}; {setup.data}; {setup.scorer}"
     yield from (f"% {line}" for line in _verdict(report))
-    for table in _all_tables(report):
+    for table in all_tables(report):
         yield ""
         yield r"\begin{table}[t]"
         yield r"\centering"

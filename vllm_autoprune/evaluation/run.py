@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.html import as_html
 from vllm_autoprune.evaluation.journal import JOURNAL, Contents, Journal
 from vllm_autoprune.evaluation.pages import as_latex, as_markdown
 from vllm_autoprune.evaluation.records import Case, EvaluationError, Setup
@@ -104,9 +105,10 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write ``report.json``, ``report.md`` and ``report.tex``; raises :class:`EvaluationError`."""
+    """Write the report as JSON, HTML, Markdown and LaTeX; raises :class:`EvaluationError`."""
     try:
         (folder / "report.json").write_text(as_json(report) + "\n")
+        (folder / "report.html").write_text(as_html(report))
         (folder / "report.md").write_text(as_markdown(report))
         (folder / "report.tex").write_text(as_latex(report))
     except OSError as error:

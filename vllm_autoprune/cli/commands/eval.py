@@ -110,7 +110,10 @@ def run_suite(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
     print(as_json(report) if options.json else as_markdown(report), end="")
-    print(f"{folder}/: report.md, report.tex, report.json, samples.jsonl", file=sys.stderr)
+    print(
+        f"{folder}/: report.html, report.md, report.tex, report.json, samples.jsonl",
+        file=sys.stderr,
+    )
     return 0 if report.valid else 1
 
 
