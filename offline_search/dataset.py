@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, ValidationError
 
-from offline_search.line_problems import describe_problems
+from offline_search.line_problems import describe_document, describe_problems
 from offline_search.settings import FrozenModel
 from vllm_autoprune.errors import ConfigError, Problem
 
@@ -94,13 +94,16 @@ def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int,
     """
     try:
         # Editors on Windows put a byte order mark before the first line.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        problems.append(Problem(path.name, f"cannot be read ({reason})", fix))
+        problems.append(Problem(path.name or str(path), f"cannot be read ({reason})", fix))
+        return []
+    if problem := describe_document(text, path.name):
+        problems.append(problem)
         return []
     examples = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

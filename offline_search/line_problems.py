@@ -41,6 +41,21 @@ _JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or fa
                int: "a number", float: "a number", type(None): "null"}  # fmt: skip
 
 
+def describe_document(text: str, name: str) -> Problem | None:
+    """The problem of a file that is one JSON array of objects, or one object over several lines.
+
+    Each of its lines would be a problem otherwise.
+    """
+    start = text.lstrip()
+    if start[:1] == "[" and start[1:].lstrip()[:1] in ("{", "]"):
+        fix = f"write each of its objects on one line: jq -c '.[]' {name} > questions.jsonl"
+        return Problem(name, "begins as one JSON array, not as one object a line", fix)
+    if start[:1] == "{" and not start[1:].split("\n", 1)[0].strip():
+        fix = f"write each object on one line: jq -c . {name} > questions.jsonl"
+        return Problem(name, "has its objects over several lines", fix)
+    return None
+
+
 def describe_problems(
     line: str, where: str, error: ValidationError, fields: Sequence[str]
 ) -> Iterator[Problem]:
@@ -50,7 +65,10 @@ def describe_problems(
         content = json.loads(line)
     except (ValueError, RecursionError) as wrong:
         said = str(wrong).replace("line 1 column", "column")
-        yield Problem(where, f"is not JSON: {said}", _ONE_OBJECT)
+        fix = _ONE_OBJECT
+        if line.rstrip().endswith("},"):
+            fix = "remove the comma at the end of the line"
+        yield Problem(where, f"is not JSON: {said}", fix)
         return
     if not isinstance(content, dict):
         yield Problem(where, f"is {_JSON_TYPES[type(content)]}, not an object", _ONE_OBJECT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,12 @@ def written(folder: Path, *lines: dict[str, object]) -> Path:
     return path
 
 
+NUMBERS = count()
+
+
 def line(image: str = "a.png", answer: str = "x", **more: object) -> dict[str, object]:
-    return {"image": image, "question": "?", "answer": answer, **more}
+    """One question, different in each line."""
+    return {"image": image, "question": f"{next(NUMBERS)}?", "answer": answer, **more}
 
 
 def problems(folder: Path, *lines: dict[str, object]) -> list[str]:
@@ -82,7 +87,7 @@ def test_images_that_cannot_be_sent(folder: Path) -> None:
     for number, (problem, what) in enumerate(
         zip(
             said,
-            ("does not exist", "is not an image", "cannot be read", "is an address", "cut.jpg"),
+            ("does not exist", "is not an image", "is a folder", "is an address", "cut.jpg"),
             strict=True,
         ),
         1,
@@ -117,3 +122,38 @@ def test_many_problems_are_counted(folder: Path) -> None:
     said = problems(folder, *(line(answer="") for _ in range(30)))
     assert len(said) == 21
     assert "10 more problems" in said[-1]
+
+
+def test_a_question_asked_twice_about_an_image(folder: Path) -> None:
+    same = line(answer="cat")
+    other = {**same, "answer": "dog", "question": f" {same['question']} "}
+    said = problems(folder, same, line(), {**same}, other, {**same, "image": "b.jpg"})
+    assert len(said) == 2
+    assert "questions.jsonl:3: repeats the question of line 1 -> remove one" in said[0]
+    assert "line 1 with another answer, 'dog' instead of 'cat' -> keep" in said[1]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_one_array_is_one_problem(folder: Path, indent: int | None) -> None:
+    path = folder / "questions.json"
+    path.write_text(json.dumps([line(), line()], indent=indent))
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path)
+    (problem,) = caught.value.problems
+    assert "one JSON array" in problem.what and "jq -c '.[]' questions.json" in problem.fix
+
+
+def test_objects_over_several_lines_are_one_problem(folder: Path) -> None:
+    path = folder / "questions.json"
+    path.write_text("\n".join(json.dumps(line(), indent=1) for _ in range(3)))
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path)
+    (problem,) = caught.value.problems
+    assert "over several lines" in problem.what and "jq -c ." in problem.fix
+
+
+def test_a_comma_behind_a_line_is_named(folder: Path) -> None:
+    path = folder / "questions.jsonl"
+    path.write_text(json.dumps(line()) + ",\n" + json.dumps(line()) + "\n")
+    with pytest.raises(ConfigError, match="remove the comma at the end of the line"):
+        read_questions(path)

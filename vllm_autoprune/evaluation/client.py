@@ -61,6 +61,10 @@ class AnswerClient:
             answer = await self._client.get(f"{self._url}/v1/models")
             answer.raise_for_status()
             names = [str(one["id"]) for one in answer.json()["data"]]
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+            fix = "give it as http://HOST:PORT"
+            problem = Problem(self._url, "is not the address of a server", fix)
+            raise ConfigError("eval", [problem]) from None
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             what = f"does not answer ({type(error).__name__})"
             fix = "start the server, or correct its address"

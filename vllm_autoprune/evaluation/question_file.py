@@ -31,6 +31,7 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
     numbered = read_lines(path, problems, fix)
     images = _read_images(path, numbered, problems)
     problems += _check_kinds(path.name, numbered)
+    problems += _check_repetitions(path.name, numbered)
     if not problems:
         problems += _check_pairs(path.name, numbered)
     if not numbered and not problems:
@@ -79,6 +80,8 @@ def _image_problem(folder: Path, name: str) -> tuple[str, str]:
     if name.partition(":")[0] in ("http", "https", "data"):
         return "is an address", "save the image as a file, and give its path"
     path = folder / name
+    if path.is_dir():
+        return "is a folder", "give the path of an image file in it"
     try:
         with Image.open(path) as image:
             image.verify()
@@ -104,6 +107,22 @@ def _check_kinds(name: str, numbered: Numbered) -> Iterator[Problem]:
             where = f"{name}:{spellings[other][0]}"
             what = f'"category" {other!r} is written {usual!r} in line {spellings[usual][0]}'
             yield Problem(where, what, f"write {usual!r} in all of them, or names that differ")
+
+
+def _check_repetitions(name: str, numbered: Numbered) -> Iterator[Problem]:
+    """Questions that are asked twice: they count double, and two answers cannot both be right."""
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for line, example in numbered:
+        asked = example.image, " ".join(example.question.split())
+        if asked not in first:
+            first[asked] = line, example.answer
+            continue
+        earlier, answer = first[asked]
+        what, fix = f"repeats the question of line {earlier}", "remove one of the two lines"
+        if answer != example.answer:
+            what += f" with another answer, {example.answer[:40]!r} instead of {answer[:40]!r}"
+            fix = "keep the line with the right answer"
+        yield Problem(f"{name}:{line}", what, fix)
 
 
 def _check_pairs(name: str, numbered: Numbered) -> Iterator[Problem]:
