@@ -1,23 +1,35 @@
-"""``python -m benchmarks.miniqwen.engine``: score a stock vLLM engine on a split.
+"""``python -m benchmarks.miniqwen.engine``: score a vLLM engine on a split, stock or pruned.
 
-Answers are also compared with those of transformers.
+Answers are also compared with those of transformers, which the yardsticks are measured with.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from fractions import Fraction
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from benchmarks.minillava.split import Example, Split
-from benchmarks.miniqwen.split import CHECKPOINT, convert_image, draw_examples, grade_answers
+from benchmarks.accuracy.yardsticks.cases import RESIZED, Budget, Case
+from benchmarks.accuracy.yardsticks.miniqwen import MiniQwen
+from benchmarks.accuracy.yardsticks.yardstick import Yardstick
+from benchmarks.minillava.split import Example, Split, is_right
+from benchmarks.miniqwen.split import (
+    CHECKPOINT,
+    convert_image,
+    draw_examples,
+    grade_answers,
+    image_size,
+)
 from benchmarks.miniqwen.vocabulary import prompt
+from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -26,8 +38,8 @@ MAX_ANSWER_TOKENS = 6
 """More than the longest answer and its end token."""
 
 
-def open_engine(checkpoint: Path) -> LLM:
-    """Start an engine that prunes nothing."""
+def open_engine(checkpoint: Path, settings: Mapping[str, object] | None = None) -> LLM:
+    """Start an engine; `settings` are the plugin's, and without them it prunes nothing."""
     from vllm import LLM
 
     return LLM(
@@ -37,23 +49,50 @@ def open_engine(checkpoint: Path) -> LLM:
         max_model_len=1024,
         block_size=32,
         limit_mm_per_prompt={"image": 1, "video": 0},
+        additional_config={"autoprune": dict(settings)} if settings else {},
     )
 
 
-def engine_answers(engine: LLM, examples: Sequence[Example]) -> list[str]:
-    """Greedy answers of vLLM, in the order of the examples."""
+def engine_answers(
+    engine: LLM, examples: Sequence[Example], divisor: int = 1, case: Case | None = None
+) -> list[str]:
+    """Greedy answers of vLLM in the order of the examples; K is N over the divisor.
+
+    With a case, every request brings its state or its control.
+    """
     from vllm import SamplingParams
 
     prompts = [
         {
             "prompt": prompt(example.question),
             "multi_modal_data": {"image": convert_image(example.image)},
+            **_pruning(example, divisor, case),
         }
         for example in examples
     ]
     sampling = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
+
+
+def _pruning(example: Example, divisor: int, case: Case | None) -> dict[str, object]:
+    if case is None:
+        return {}
+    entry: dict[str, object] = {"budget": image_size(example.image).tokens // divisor}
+    if case.state is None:
+        entry["keep"] = case.control
+    else:
+        entry["state"] = json.loads(case.state.dumps())
+    return {"mm_processor_kwargs": {"autoprune": entry}}
+
+
+@torch.no_grad()
+def right_in_process(
+    yardstick: Yardstick, examples: Sequence[Example], case: Case
+) -> Iterator[bool]:
+    """Which questions the yardstick answers right in a case, in the order of the examples."""
+    for _, batch in groupby(examples, key=lambda example: example.image_id):
+        yield from yardstick.encode(list(batch)).score(case).answers.right.tolist()
 
 
 @torch.no_grad()
@@ -76,24 +115,61 @@ def transformers_answers(checkpoint: Path, examples: Sequence[Example]) -> list[
 
 def main() -> None:
     """Parse the arguments, ask the questions and write scores and agreement as JSON."""
-    parser = argparse.ArgumentParser(description="Score a stock vLLM engine on a held-out split.")
+    parser = argparse.ArgumentParser(description="Score a vLLM engine on a held-out split.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--split", choices=get_args(Split), default="test")
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--state", nargs="+", default=[], help="states to serve, one after another")
+    parser.add_argument("--divisor", type=int, default=8, help="K is N over it, with a state")
     # A file, because the engine's processes write their log lines to standard output as well.
     parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     arguments = parser.parse_args()
     examples = draw_examples(arguments.split, arguments.images)
-    reference = transformers_answers(arguments.checkpoint, examples)
-    answers = engine_answers(open_engine(arguments.checkpoint), examples)
+    report: Mapping[str, object] = (
+        _compare_pruned(arguments, examples)
+        if arguments.state
+        else _compare_stock(arguments.checkpoint, examples)
+    )
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _compare_stock(checkpoint: Path, examples: Sequence[Example]) -> dict[str, object]:
+    reference = transformers_answers(checkpoint, examples)
+    answers = engine_answers(open_engine(checkpoint), examples)
     same = [one == other for one, other in zip(answers, reference, strict=True)]
-    report = {
+    return {
         "questions": len(examples),
         "same answer": sum(same) / len(same),
         "vllm": asdict(grade_answers(examples, answers)),
         "transformers": asdict(grade_answers(examples, reference)),
     }
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _compare_pruned(
+    arguments: argparse.Namespace, examples: Sequence[Example]
+) -> dict[str, dict[str, object]]:
+    """By state, and for the resize control: accuracy both ways, and the share of equal verdicts."""
+    states = {name: load_state(name) for name in arguments.state}
+    first = next(iter(states.values()))
+    engine = open_engine(
+        arguments.checkpoint, {"state": json.loads(first.dumps()), "requests": "states"}
+    )
+    yardstick, report = MiniQwen(arguments.checkpoint), dict[str, dict[str, object]]()
+    budget = Budget(f"N/{arguments.divisor}", Fraction(1, arguments.divisor))
+    cases = [Case(RESIZED, budget, RESIZED)]
+    cases += [Case(name, budget, state=state) for name, state in states.items()]
+    for case in cases:
+        answers = engine_answers(engine, examples, arguments.divisor, case)
+        served = [is_right(text, one.answer) for text, one in zip(answers, examples, strict=True)]
+        own = list(right_in_process(yardstick, examples, case))
+        same = [one == other for one, other in zip(served, own, strict=True)]
+        report[case.name] = {
+            "questions": len(examples),
+            "same verdict": sum(same) / len(same),
+            "vllm": sum(served) / len(served),
+            "in process": sum(own) / len(own),
+        }
+    return report
 
 
 if __name__ == "__main__":

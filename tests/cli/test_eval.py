@@ -138,3 +138,13 @@ def test_a_run_that_cannot_start_says_why(
 ) -> None:
     assert main(["eval", *call]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_command_with_a_wrong_address_leaves_nothing_to_resume(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["eval", "--data", str(data), "--out", str(tmp_path / "out"), "--budgets", "8"]
+    assert main([*call, "--server-url", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    with endpoint(answering) as server:
+        assert main([*call, "--server-url", server.url]) == 0

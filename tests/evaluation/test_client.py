@@ -18,6 +18,6 @@ async def test_an_address_without_http_is_named(url: str) -> None:
 
 async def test_a_server_that_is_not_running_is_to_be_started() -> None:
     client = AnswerClient("http://127.0.0.1:9", 1)
-    with pytest.raises(ConfigError, match="does not answer .* -> start the server"):
+    with pytest.raises(ConfigError, match=r"does not answer .* -> start the server"):
         await client.select_model(None)
     await client.close()

@@ -36,6 +36,14 @@ def test_a_loss_in_the_provenance_is_found_with_its_place() -> None:
     assert loss.fix
 
 
+def test_a_loss_at_a_share_of_the_tokens_names_its_model() -> None:
+    row = {**less_resized(-4.0, -7.0, -1.0), "budget": "N/8", "model": "mini-Qwen3-VL 12ab"}
+    (loss,) = find_losses(with_scores({"rows": [row]}))
+    assert loss.what == (
+        "resizing beats it at K = N/8 on mini-Qwen3-VL 12ab by 4.0 points (1.0 to 7.0)"
+    )
+
+
 @pytest.mark.parametrize("scores", [{}, {"mme": 1.0}, {"rows": 3}, {"rows": [ROW]}])
 def test_scores_that_say_nothing_about_resizing(scores: Any) -> None:
     assert list(find_losses(with_scores(scores))) == []

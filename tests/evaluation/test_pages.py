@@ -85,6 +85,17 @@ def test_an_invalid_report_begins_with_the_reasons() -> None:
     assert "% - stopped: no server" in as_latex(build_report(journal, ["stopped: no server"]))
 
 
+def test_the_page_says_how_many_answers_are_right_with_all_tokens() -> None:
+    control = case("resized@8", "resized")
+    page = as_markdown(build_report(contents((FULL, RIGHT), (control, HALF), (BASE, HALF))))
+    assert "With all tokens, 100.0 % of the answers are right." in page
+    assert "not written as the model writes it" not in page
+    few = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    page = as_markdown(build_report(contents((FULL, few), (control, few), (BASE, few))))
+    assert "With all tokens, 16.7 % of the answers are right." in page
+    assert "not written as the model writes it" in page
+
+
 def test_a_report_on_few_images_calls_itself_a_trial_run() -> None:
     report = build_report(contents(*ALL_CASES))
     assert "Verdict: valid. A trial run: 2 images are too few" in as_markdown(report)

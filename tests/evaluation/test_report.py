@@ -108,3 +108,9 @@ def test_no_right_answer_does_not_divide_by_zero() -> None:
 def test_an_empty_journal_has_no_report() -> None:
     with pytest.raises(EvaluationError, match="empty"):
         build_report(Contents())
+
+
+def test_a_report_without_a_right_answer_is_not_valid() -> None:
+    report = build_report(contents((FULL, [0.0] * 6), (case("cdpruner@8"), [0.0] * 6)))
+    assert not report.valid
+    assert "no answer is right even with all tokens" in report.reasons[0]

@@ -22,7 +22,9 @@ class _Lenient(BaseModel):
 
 
 class _Row(_Lenient):
-    budget: int
+    budget: int | str
+    """K, or a share of N such as "N/8" where images differ in size."""
+    model: str = ""
     less_resized: Estimate | None = None
 
 
@@ -54,7 +56,8 @@ def find_losses(state: PruningState) -> Iterator[Problem]:
     for number, row in enumerate(scores.rows):
         if row.less_resized is not None and row.less_resized.high < 0:
             where = f"/provenance/scores/rows/{number}"
-            yield Problem(where, _describe(row.budget, row.less_resized), _FIX)
+            model = f" on {row.model}" if row.model else ""
+            yield Problem(where, _describe(row.budget, row.less_resized, model), _FIX)
 
 
 def find_reported_losses(state: PruningState, report: Path) -> Iterator[Problem]:
@@ -90,6 +93,8 @@ def _read_report(path: Path) -> _Report:
     raise ConfigError("evidence", [Problem(str(path), what, fix)])
 
 
-def _describe(budget: int, difference: Estimate, kind: str = "") -> str:
+def _describe(budget: int | str, difference: Estimate, where: str = "") -> str:
     interval = f"{-difference.high:.1f} to {-difference.low:.1f}"
-    return f"resizing beats it at K = {budget}{kind} by {-difference.value:.1f} points ({interval})"
+    return (
+        f"resizing beats it at K = {budget}{where} by {-difference.value:.1f} points ({interval})"
+    )

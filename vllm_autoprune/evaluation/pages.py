@@ -16,6 +16,9 @@ _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 _MIN_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
 
+_FEW_RIGHT = 50
+"""Per cent right with all tokens below which the answers are probably written in another way."""
+
 _NOTES = (
     "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
     "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
@@ -78,12 +81,26 @@ def _markdown(report: Report) -> Iterator[str]:
     yield "Verdict: " + "\n".join(_verdict(report))
     if verdicts := list(format_verdicts(report.resizing)):
         yield "\n## Pruning or resizing?\n"
+        yield from _full_accuracy(report)
         yield from (f"- {line}" for line in verdicts)
     for table in all_tables(report):
         yield f"\n## {table.caption}\n\n{table.markdown()}"
     if report.rows:
         yield ""
         yield from (f"- {note}" for note in describe_notes(report))
+
+
+def _full_accuracy(report: Report) -> Iterator[str]:
+    """How many answers are right with all tokens, and what a small share may come from."""
+    full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
+    if full is not None:
+        yield f"With all tokens, {full.value:.1f} % of the answers are right."
+        if full.value < _FEW_RIGHT:
+            yield (
+                "An answer is right if the model gives exactly it: where it is not written as the "
+                "model writes it, it is wrong in every row."
+            )
+        yield ""
 
 
 def _latex(report: Report) -> Iterator[str]:

@@ -112,7 +112,7 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         setup=setup,
         questions=len(questions),
         images=len({question.image for question in questions}),
-        reasons=(*_reasons(contents), *more),
+        reasons=(*_reasons(contents), *_full_reasons(full, figures), *more),
         rows=tuple(rows),
         refused=tuple(case for case in contents.cases.values() if case.refused),
         resizing=tuple(compare_with_resizing(cases, questions, figures, lengths)),
@@ -221,6 +221,16 @@ def _reasons(contents: Contents) -> Iterator[str]:
             missing = [q for name, q in contents.questions.items() if name not in answers]
             where = _first_names(list(dict.fromkeys(question.benchmark for question in missing)))
             yield f"{case.name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
+
+
+def _full_reasons(full: Case | None, figures: Mapping[str, Figures]) -> Iterator[str]:
+    """A full model without one right answer: whatever prunes can then be no worse."""
+    right = None if full is None else figures[full.name].accuracy
+    if right is not None and right[0] == 0:
+        yield (
+            "full: no answer is right even with all tokens -> write the answers exactly as the "
+            "model does (capitals, full stop, language), and ask it for a word or a number"
+        )
 
 
 def _first_names(names: list[str]) -> str:

@@ -98,6 +98,10 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
             suite.measure(journal, progress)
         except EvaluationError as error:
             interruptions.append(f"stopped: {error}")
+        except ConfigError:
+            if not (journal.contents.answers or journal.contents.totals):
+                path.unlink()  # else the corrected command would have to say --resume
+            raise
         contents = journal.contents
         report = build_report(contents, [*interruptions, *suite.objections(contents)])
     write_report(report, folder)

@@ -30,15 +30,17 @@ from benchmarks.miniqwen.vocabulary import (
     VISION_START,
 )
 
+# An answer follows a space, as in training: the same answer in a request is the same tokens then.
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     f"{{{{- '{TURN}' + message['role'] + '\\n' -}}}}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
+    "{%- if message['role'] == 'assistant' -%}{{- ' ' -}}{%- endif -%}"
+    "{%- if message['content'] is string -%}{{- message['content'] | trim -}}"
     "{%- else -%}"
     "{%- for part in message['content'] if part['type'] == 'image' -%}"
     f"{{{{- '{VISION_START}{IMAGE_TOKEN}{VISION_END}' -}}}}{{%- endfor -%}}"
     "{%- for part in message['content'] if part['type'] == 'text' -%}"
-    "{{- part['text'] -}}{%- endfor -%}"
+    "{{- part['text'] | trim -}}{%- endfor -%}"
     "{%- endif -%}"
     f"{{{{- '{END}\\n' -}}}}"
     "{%- endfor -%}"

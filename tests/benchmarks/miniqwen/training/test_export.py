@@ -19,6 +19,15 @@ def test_the_chat_template_gives_the_prompt(checkpoint: Path) -> None:
     assert text == prompt("Is the word bird on the page?")
 
 
+def test_an_answer_in_a_request_has_the_tokens_of_training(checkpoint: Path) -> None:
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    user = {"role": "user", "content": [{"type": "text", "text": "What number is next to bird?"}]}
+    for answer in ("13", " 13"):
+        messages = [user, {"role": "assistant", "content": answer}]
+        text = processor.apply_chat_template(messages, continue_final_message=True)
+        assert text.endswith("\n 13")
+
+
 def test_prompts_have_the_tokens_of_training(checkpoint: Path) -> None:
     tokenizer = AutoProcessor.from_pretrained(checkpoint).tokenizer
     between, template = split_template()
