@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
+from benchmarks.common import BenchmarkError
 from benchmarks.common.shapes import TOWER_LAYERS, WIDTH, write_llava
 from benchmarks.load import options
 from benchmarks.load.arms import Arm, build_arms, parse_attached
 from benchmarks.load.crosscheck import CrossCheck
+from benchmarks.load.option_types import (
+    aspect_mix,
+    format_mix_type,
+    positive_number,
+    rates_list,
+    shell_words,
+    users_list,
+    whole_number,
+    whole_number_mix,
+)
 from benchmarks.load.paired import Plan
-from benchmarks.load.workload import CACHES, Workload, format_mix, parse_mix
+from benchmarks.load.workload import CACHES, Workload, format_mix
 from benchmarks.minillava.split import CLIP, LLAVA
 
 DEFAULT = Workload(model="")
@@ -31,9 +41,10 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Options of ``run``."""
     parser.add_argument("--url", required=True, help="server, such as http://127.0.0.1:8000")
-    parser.add_argument("--users", type=int, help="users of a closed loop")
-    parser.add_argument("--workers", type=int, default=0, help=WORKERS_HELP)
+    parser.add_argument("--users", type=whole_number(1), help="users of a closed loop")
+    parser.add_argument("--workers", type=whole_number(0), default=0, help=WORKERS_HELP)
     options.add_options(parser, need_workload=True)
+    add_json(parser)
 
 
 def add_paired(parser: argparse.ArgumentParser) -> None:
@@ -45,19 +56,27 @@ def add_paired(parser: argparse.ArgumentParser) -> None:
         "true widths without weights",
     )
     parser.add_argument(
-        "--tower-layers", type=int, default=TOWER_LAYERS, help="layers of a shape's vision tower"
+        "--tower-layers",
+        type=whole_number(1),
+        default=TOWER_LAYERS,
+        help="layers of a shape's vision tower",
     )
     parser.add_argument(
-        "--width", type=int, default=WIDTH, help="width of a shape's language model"
+        "--width", type=whole_number(64), default=WIDTH, help="width of a shape's language model"
     )
     parser.add_argument("--state", default="autoprune", help="pruning state, a file or a name")
-    parser.add_argument("--budget", type=int, help="K (default: the state's own)")
+    parser.add_argument("--budget", type=whole_number(1), help="K (default: the state's own)")
     parser.add_argument(
         "--text-tower", help="CLIP checkpoint of the state (default for mini-LLaVA: its own)"
     )
-    parser.add_argument("--server-flags", default=SMALL_SERVER, help="flags of all servers")
     parser.add_argument(
-        "--kv-cache-gb", type=int, default=1, help="size of a CPU server's KV cache"
+        "--server-flags",
+        type=shell_words,
+        default=shell_words(SMALL_SERVER),
+        help=f"flags of all servers (default: {SMALL_SERVER})",
+    )
+    parser.add_argument(
+        "--kv-cache-gb", type=whole_number(1), default=1, help="size of a CPU server's KV cache"
     )
     parser.add_argument(
         "--attach",
@@ -67,22 +86,31 @@ def add_paired(parser: argparse.ArgumentParser) -> None:
         help="compare running servers instead; the first is the reference",
     )
     parser.add_argument("--served-name", default=SERVED_NAME, help="name of the served model")
-    parser.add_argument("--users", default="", help="closed loops, such as 1,2,4,8,16,32")
+    parser.add_argument(
+        "--users", type=users_list, default=(), help="closed loops, such as 1,2,4,8,16,32"
+    )
     parser.add_argument(
         "--rates",
-        default="",
+        type=rates_list,
+        default=(),
         help="open loops, requests/s, such as 1,2,4; find: choose them by the capacity",
     )
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: burstier")
-    parser.add_argument("--passes", type=int, default=2, help="passes over all arms (2: ABBA)")
+    parser.add_argument(
+        "--burstiness", type=positive_number, default=1.0, help="1: Poisson; less: burstier"
+    )
+    parser.add_argument(
+        "--passes", type=whole_number(1), default=2, help="passes over all arms (2: ABBA)"
+    )
     parser.add_argument("--out", default="out/load/paired", help="folder of the report")
     _add_workload(parser, requests=DEFAULT.requests)
     _add_sending(parser)
+    add_json(parser)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Options of ``report``."""
     parser.add_argument("folder", help="folder of a paired experiment")
+    add_json(parser)
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
@@ -90,11 +118,16 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="running server (default: serve mini-LLaVA)")
     parser.add_argument("--mock", action="store_true", help="use the fake server instead")
     parser.add_argument("--model", default="", help="name of the served model, with --url")
-    parser.add_argument("--requests", type=int, default=100, help="requests a round")
-    parser.add_argument("--users", type=int, default=2, help="users of the closed loop")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds, alternating (ABBA)")
+    parser.add_argument("--requests", type=whole_number(1), default=100, help="requests a round")
+    parser.add_argument("--users", type=whole_number(1), default=2, help="users of the closed loop")
     parser.add_argument(
-        "--tolerance", type=float, default=0.1, help="relative difference that is tolerated"
+        "--rounds", type=whole_number(1), default=4, help="rounds, alternating (ABBA)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=positive_number,
+        default=0.1,
+        help="relative difference that is tolerated",
     )
     parser.add_argument("--out", default="out/load/check", help="folder of all files")
 
@@ -112,13 +145,12 @@ def parse_plan(given: argparse.Namespace) -> Plan:
     workload = parse_workload(given).model_copy(
         update={"model": given.served_name, "vocabulary": vocabulary}
     )
-    rates = "" if given.rates == "find" else given.rates
     return Plan(
         arms=arms,
         workload=workload,
-        users=tuple(int(part) for part in given.users.split(",") if part),
-        rates=tuple(sorted(float(part) for part in rates.split(",") if part)),
-        find_rates=given.rates == "find",
+        users=given.users,
+        rates=given.rates or (),
+        find_rates=given.rates is None,
         burstiness=given.burstiness,
         passes=given.passes,
         slo=options.parse_slo(given),
@@ -137,10 +169,10 @@ def _arms(given: argparse.Namespace) -> tuple[Arm, ...]:
     if given.attach:
         return parse_attached(given.attach)
     model, tower = Path(given.model), given.text_tower
-    common = shlex.split(given.server_flags)
+    common = list(given.server_flags)
     if given.model.startswith(f"{SHAPE}:"):
         layers, tower_layers, width = (
-            int(given.model.partition(":")[2]),
+            _shape_layers(given.model),
             given.tower_layers,
             given.width,
         )
@@ -149,6 +181,11 @@ def _arms(given: argparse.Namespace) -> tuple[Arm, ...]:
         common += ["--load-format", "dummy"]
     elif model == LLAVA:
         tower = tower or CLIP
+    elif not model.exists() and len(model.parts) != 2:
+        raise BenchmarkError(
+            f"--model {given.model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
+            f"Hub, or {SHAPE}:LAYERS"
+        )
     return build_arms(
         model,
         given.state,
@@ -161,47 +198,64 @@ def _arms(given: argparse.Namespace) -> tuple[Arm, ...]:
     )
 
 
+def _shape_layers(model: str) -> int:
+    try:
+        return whole_number(1)(model.partition(":")[2])
+    except argparse.ArgumentTypeError as error:
+        raise BenchmarkError(f"--model {model}: {error}") from None
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def _add_workload(parser: argparse.ArgumentParser, requests: int) -> None:
     add = parser.add_argument_group("workload").add_argument
-    add("--requests", type=int, default=requests, help="measured requests of a run")
-    add("--warm-up", type=int, default=DEFAULT.warm_up, help="requests before the clock starts")
-    add("--output-tokens", type=int, default=DEFAULT.output_tokens, help="length of every answer")
+    add("--requests", type=whole_number(1), default=requests, help="measured requests of a run")
+    add(
+        "--warm-up",
+        type=whole_number(0),
+        default=DEFAULT.warm_up,
+        help="requests before the clock starts",
+    )
+    add(
+        "--output-tokens",
+        type=whole_number(1),
+        default=DEFAULT.output_tokens,
+        help="length of every answer",
+    )
     add(
         "--cache", choices=tuple(CACHES), default=DEFAULT.cache, help="state of the server's caches"
     )
     add(
         "--pool",
-        type=int,
+        type=whole_number(1),
         default=DEFAULT.pool,
         help="different images (requests), where they are repeated",
     )
-    add("--zipf", type=float, default=DEFAULT.zipf, help="exponent of Zipf's law of repetitions")
+    add(
+        "--zipf",
+        type=positive_number,
+        default=DEFAULT.zipf,
+        help="exponent of Zipf's law of repetitions",
+    )
     for name, mix, convert in (
         ("sides", DEFAULT.sides, whole_number_mix),
-        ("aspects", DEFAULT.aspects, text_mix),
+        ("aspects", DEFAULT.aspects, aspect_mix),
         ("images", DEFAULT.images, whole_number_mix),
-        ("formats", DEFAULT.formats, text_mix),
+        ("formats", DEFAULT.formats, format_mix_type),
         ("words", DEFAULT.words, whole_number_mix),
     ):
         text = format_mix(mix)
         add(f"--{name}", type=convert, default=mix, help=f"VALUE=WEIGHT,...; default {text}")
     add("--vocabulary", choices=("english", "numbered"), default=DEFAULT.vocabulary)
     add("--dialect", choices=("vllm", "openai"), default=DEFAULT.dialect)
-    add("--seed", type=int, default=DEFAULT.seed, help="seed of requests and schedule")
-
-
-def whole_number_mix(text: str) -> tuple[tuple[int, float], ...]:
-    """A mix of whole numbers; raises ValueError for anything else."""
-    return parse_mix(text, int)
-
-
-def text_mix(text: str) -> tuple[tuple[str, float], ...]:
-    """A mix of words; raises ValueError for anything else."""
-    return parse_mix(text, str)
+    add("--seed", type=whole_number(0), default=DEFAULT.seed, help="seed of requests and schedule")
 
 
 def _add_sending(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sending")
-    group.add_argument("--workers", type=int, default=0, help=WORKERS_HELP)
+    group.add_argument("--workers", type=whole_number(0), default=0, help=WORKERS_HELP)
     options.add_limits(group)
     options.add_slo(group)

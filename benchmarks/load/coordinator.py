@@ -17,6 +17,7 @@ from locust.runners import MasterRunner, Runner
 from benchmarks.common.metrics import MetricsWatcher, server_info
 from benchmarks.common.report import command_line
 from benchmarks.common.request_record import Journal, Record
+from benchmarks.load.export import REQUESTS_CSV, write_requests_csv
 from benchmarks.load.messages import (
     DONE,
     READY,
@@ -105,6 +106,7 @@ class Coordinator:
         print("\n".join(format_result(result)), flush=True)
         try:
             result.write(self._options.out)
+            write_requests_csv(records, self._options.out / REQUESTS_CSV)
         except OSError as error:
             print(f"load: {self._options.out}: result not written: {error}", file=sys.stderr)
             return 1

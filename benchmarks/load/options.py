@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.load.option_types import limit, positive_number, whole_number
 from benchmarks.load.schedule import Load, Slo
 
 
@@ -38,11 +39,17 @@ def add_options(parser: argparse.ArgumentParser, *, need_workload: bool = False)
     group.add_argument("--out", default="out/load/run", help="folder of run.json, records.jsonl")
     group.add_argument("--label", default="", help="name of this run")
     group.add_argument(
-        "--rate", type=float, default=0.0, help="requests/s of an open loop; without it, --users"
+        "--rate", type=limit, default=0.0, help="requests/s of an open loop; without it, --users"
     )
-    group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: burstier")
-    group.add_argument("--schedule-seed", type=int, default=0, help="seed of the arrivals")
-    group.add_argument("--first", type=int, default=0, help="send the first N requests; 0: all")
+    group.add_argument(
+        "--burstiness", type=positive_number, default=1.0, help="1: Poisson; less: burstier"
+    )
+    group.add_argument(
+        "--schedule-seed", type=whole_number(0), default=0, help="seed of the arrivals"
+    )
+    group.add_argument(
+        "--first", type=whole_number(0), default=0, help="send the first N requests; 0: all"
+    )
     add_slo(group)
     add_limits(group)
 
@@ -50,18 +57,21 @@ def add_options(parser: argparse.ArgumentParser, *, need_workload: bool = False)
 def add_limits(group: argparse._ArgumentGroup) -> None:
     """Add the limits at which a request, or the whole run, is given up."""
     group.add_argument(
-        "--patience", type=float, default=300.0, help="time-out of a request, seconds"
+        "--patience", type=positive_number, default=300.0, help="time-out of a request, seconds"
     )
     group.add_argument(
-        "--most", type=int, default=512, help="requests in flight at which the run is given up"
+        "--most",
+        type=whole_number(1),
+        default=512,
+        help="requests in flight at which the run is given up",
     )
 
 
 def add_slo(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the service-level objective."""
-    parser.add_argument("--slo-ttft", type=float, default=1000.0, help="TTFT limit, ms; 0: none")
-    parser.add_argument("--slo-tpot", type=float, default=0.0, help="TPOT limit, ms; 0: none")
-    parser.add_argument("--slo-e2e", type=float, default=0.0, help="end-to-end limit, ms; 0: none")
+    parser.add_argument("--slo-ttft", type=limit, default=1000.0, help="TTFT limit, ms; 0: none")
+    parser.add_argument("--slo-tpot", type=limit, default=0.0, help="TPOT limit, ms; 0: none")
+    parser.add_argument("--slo-e2e", type=limit, default=0.0, help="end-to-end limit, ms; 0: none")
 
 
 def parse_slo(parsed: argparse.Namespace) -> Slo:

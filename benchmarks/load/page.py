@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.load.answer import answer_question
+from benchmarks.load.answer import Answer, answer_question
+from benchmarks.load.export import POINTS_CSV, summarize_experiment, write_points_csv
 from benchmarks.load.paired import Paired, read_paired
 from benchmarks.load.plots import draw_charts
 from benchmarks.load.points import Point, Run, group_runs
@@ -24,18 +26,31 @@ from vllm_autoprune.pages.document import Document, Section, render_document
 REPORT = "report.html"
 
 
-def write_report(folder: Path) -> Path:
-    """Write ``report.html`` from an experiment's folder; returns its path."""
+@dataclass(frozen=True)
+class WrittenReport:
+    """A report that has been written: its path, its answer, and its figures as JSON."""
+
+    path: Path
+    answer: Answer
+    summary: dict[str, object]
+
+
+def write_report(folder: Path) -> WrittenReport:
+    """Write ``report.html`` and ``points.csv`` from an experiment's folder."""
     paired = read_paired(folder)
-    path = folder / REPORT
-    path.write_text(render_document(build_document(paired, paired.runs(folder))))
-    return path
-
-
-def build_document(paired: Paired, runs: Sequence[Run]) -> Document:
-    """The whole report."""
+    runs = paired.runs(folder)
     points = sorted(group_runs(runs), key=_order)
     answer = answer_question(points, paired.plan.slo, paired.broken)
+    path = folder / REPORT
+    path.write_text(render_document(build_document(paired, runs, points, answer)))
+    write_points_csv(points, folder / POINTS_CSV)
+    return WrittenReport(path, answer, summarize_experiment(points, answer, path))
+
+
+def build_document(
+    paired: Paired, runs: Sequence[Run], points: Sequence[Point], answer: Answer
+) -> Document:
+    """The whole report."""
     return Document(
         title=f"Load test: {', '.join(arm.name for arm in paired.plan.arms)}",
         answer=answer.sentence,

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cost.__main__ import build_parser as build_cost_parser
 from benchmarks.load import arguments
-from benchmarks.load.__main__ import build_parser
+from benchmarks.load.__main__ import build_parser, parse_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 
@@ -34,6 +34,14 @@ def test_documented_load_commands_parse(command: str) -> None:
 def test_documented_cost_commands_parse(command: str) -> None:
     arguments = shlex.split(command)[3:]
     build_cost_parser(arguments[0]).parse_args(arguments)
+
+
+def test_the_documented_file_of_options_parses(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(# load.yaml.*?)```", PAGE.read_text(), re.DOTALL)
+    path = tmp_path / "load.yaml"
+    path.write_text(block)
+    plan = arguments.parse_plan(parse_arguments(["paired", "--config", str(path)]))
+    assert len(plan.arms) == 2 and plan.rates == (2.0, 4.0, 8.0, 16.0)
 
 
 def test_the_page_has_commands() -> None:

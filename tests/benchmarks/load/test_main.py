@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common import BenchmarkError
 from benchmarks.load import arguments, options
-from benchmarks.load.__main__ import build_parser, main
+from benchmarks.load.__main__ import build_parser, main, parse_arguments
 from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.server import free_port
@@ -27,28 +28,88 @@ def test_prepare_writes_the_described_workload(
     assert made.digest in capsys.readouterr().out
 
 
+MISTAKES = {
+    "--requests 0": "--requests: '0' is not a whole number -> give 1 or more",
+    "--sides 336x": "--sides: '336x' is not a mix of whole numbers -> write VALUE=WEIGHT",
+    "--sides 32=0": "--sides: '32=0' is not a mix of whole numbers",
+    "--sides 0": "--sides: '0' has a value below 1",
+    "--aspects 4:3": "--aspects: '4:3' is not an aspect -> give width/height",
+    "--formats gif": "--formats: 'gif' is not a format -> use jpeg or png",
+    "--zipf -1": "--zipf: '-1' is not a number -> give one above 0",
+    "--users a": "--users: 'a' is not a list of users -> give whole numbers",
+    "--users 0": "--users: '0' is not a list of users",
+    "--rates 1,fast": "--rates: '1,fast' is not a list of rates -> give numbers above 0",
+    "--rates 0": "--rates: '0' is not a list of rates",
+    "--passes 0": "--passes: '0' is not a whole number",
+    "--slo-ttft soon": "--slo-ttft: 'soon' is not a number",
+    "--sidez 336": "--sidez is not an option -> did you mean --sides?",
+    "--cache none": "--cache: invalid choice: 'none'",
+    '--server-flags "\'"': "No closing quotation",
+    "--model out/none/such": "--model out/none/such: no such folder -> name a checkpoint",
+    "--model shape:x": "--model shape:x: 'x' is not a whole number",
+    "--state nosuch": "nosuch",
+    "--attach a": "--attach a: expected NAME=http://HOST:PORT",
+    "--config none.yaml": "--config none.yaml: [Errno 2]",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_a_mistake_is_answered_in_one_line_before_anything_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("benchmarks.load.paired.serve_arm", start)
+    command = ["paired", "--users", "1", "--out", str(tmp_path / "o"), *shlex.split(given)]
+    try:
+        status: object = main(command)
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status in (1, 2) and not (tmp_path / "o").exists()
+    assert error.startswith("load: ") and error.count("\n") == 1
+    assert MISTAKES[given] in error
+
+
+def test_a_file_of_options_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "load.yaml"
+    path.write_text(
+        "users: [1, 4]\nsides: {640: 2, 1024: 1}\nwarm_up: 3\njson: true\npasses: 4\nbudget: null\n"
+        "attach: {stock: http://a:1, AutoPrune: http://b:2}\nformats: png\n"
+    )
+    parsed = parse_arguments(["paired", "--config", str(path), "--passes", "1"])
+    plan = arguments.parse_plan(parsed)
+    assert plan.users == (1, 4) and plan.passes == 1 and parsed.json and parsed.budget is None
+    assert plan.workload.sides == ((640, 2.0), (1024, 1.0)) and plan.workload.warm_up == 3
+    assert plan.workload.formats == (("png", 1.0),)
+    assert [(arm.name, arm.url) for arm in plan.arms] == [
+        ("stock", "http://a:1"), ("AutoPrune", "http://b:2"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("text", "message"),
     [
-        (["--requests", "0"], "requests: Input should be greater than or equal to 1"),
-        (["--sides", "32=0"], "sides: Value error, a mix needs"),
+        ("user: 1", "user is not an option -> did you mean --users?"),
+        ("config: x.yaml", "config is not an option"),
+        ("- users", "is not a mapping"),
+        ("users: [1", "fix the YAML"),
+        ("users: none", "--users: 'none' is not a list of users"),
     ],
 )
-def test_an_invalid_workload_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], message: str
+def test_mistakes_in_a_file_of_options_are_answered_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
-    given = ["prepare", "--model", "m", "--out", str(tmp_path / "w"), *PREPARE, *wrong]
-    assert main(given) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "w").exists()
-
-
-def test_a_mix_that_is_not_of_numbers_is_an_argument_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    path = tmp_path / "load.yaml"
+    path.write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        main(["prepare", "--model", "m", "--out", str(tmp_path / "w"), "--sides", "large"])
-    assert "argument --sides: invalid whole_number_mix value: 'large'" in capsys.readouterr().err
+        parse_arguments(["paired", f"--config={path}"])
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_a_server_that_is_down_exits_with_1_and_one_line(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import html
+import json
 import re
 from pathlib import Path
 
@@ -11,12 +13,13 @@ import pytest
 from benchmarks.load.__main__ import main
 from benchmarks.load.answer import answer_question
 from benchmarks.load.arms import Arm
+from benchmarks.load.export import write_requests_csv
 from benchmarks.load.page import REPORT
 from benchmarks.load.paired import PAIRED, Paired, Plan, RunEntry
 from benchmarks.load.points import Point
 from benchmarks.load.result import RECORDS
 from benchmarks.load.schedule import Load, Slo
-from tests.benchmarks.load.samples import WORKLOAD, point
+from tests.benchmarks.load.samples import WORKLOAD, point, record
 
 SLO = Slo(ttft=0.5)
 
@@ -115,6 +118,39 @@ def test_charts_show_invalid_points_hollow_and_off_the_line(page: str) -> None:
     assert page.count('<svg class="plot"') == 4
     # AutoPrune at 4 requests/s: in latency over throughput, in p50 and p99 over rate, in goodput.
     assert page.count('class="mark hollow"') == 4
+
+
+def test_the_report_is_given_as_json_and_csv_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = [0.1 + 0.001 * (n % 7) for n in range(200)]
+    points = [
+        point(arm, Load(rate=4.0), [[share * t for t in times]], every=0.25, slo=SLO)
+        for arm, share in (("stock", 1.0), ("AutoPrune", 0.5))
+    ]
+    experiment(tmp_path, points)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["tone"] == "good" and summary["answer"].startswith("At 4 requests/s, AutoPrune")
+    stock, pruned = summary["points"]
+    assert (stock["load"], stock["arm"], stock["requests"]) == ("rate-4", "stock", 200)
+    assert stock["offered_rate"] == pytest.approx(4.0) and stock["ttft_p50_ms"] == 103.0
+    (median, *_) = summary["comparisons"]
+    assert median["figure"] == "TTFT p50" and median["ratio"]["value"] == pytest.approx(0.5)
+    with (tmp_path / "points.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == ["stock", "AutoPrune"]
+    assert float(rows[1]["ttft_p50_ms"]) == pruned["ttft_p50_ms"]
+    assert float(rows[1]["ttft_p50_ms_low"]) <= float(rows[1]["ttft_p50_ms"])
+
+
+def test_requests_are_given_as_csv(tmp_path: Path) -> None:
+    records = [record(0, scheduled=1.0, ttft=0.25), record(1, error='status 500: a, "b"')]
+    write_requests_csv(records, tmp_path / "requests.csv")
+    with (tmp_path / "requests.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert float(first["ttft"]) == pytest.approx(0.25) and first["error"] == ""
+    assert second["ttft"] == "" and second["error"] == 'status 500: a, "b"'
 
 
 def test_an_experiment_that_ended_early_has_a_report(tmp_path: Path) -> None:
