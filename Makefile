@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all bench-check lint types policies format lock clean
+.PHONY: help venv demo test test-all bench-check lint types policies docs format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -31,13 +31,13 @@ else
 	@$(PYTHON) scripts/setup_env.py $(VENV)
 endif
 
-demo: venv ## serve the embedded model and show what pruning does
+demo: venv ## serve two models, stock and pruned, and compare (six minutes)
 	@echo "demo: benchmarks.demo"
 	@$(PY) -m benchmarks.demo
 
 # The engine tests need both cores for the engines that they start, so they follow the others.
 CORES := $(shell nproc 2>/dev/null || echo 2)
-test: lint types policies ## everything that CI runs: lint, types, shipped states, tests (13 minutes)
+test: lint types policies docs ## everything that CI runs: lint, types, states, site, tests (13 minutes)
 	@echo "tests 1/2: without an engine, on $(CORES) cores"
 	@$(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile $(PYTEST)
 	@echo "tests 2/2: on real vLLM engines and servers"
@@ -67,6 +67,10 @@ policies: venv ## shipped states, loaded and safety-checked
 	@echo "policies: vllm-autoprune validate"
 	@$(PY) -m vllm_autoprune.cli.main validate policies/*.json > /dev/null || \
 	    $(PY) -m vllm_autoprune.cli.main validate policies/*.json
+
+docs: venv ## build the documentation site in out/site, links checked
+	@echo "docs: mkdocs"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 format: venv ## fix style and format where a machine can
 	@echo "format: ruff"

@@ -22,7 +22,7 @@ HEAD = """\
 
 Seventeen published methods behind one interface. Each gives exactly K rows before the language
 model runs. Written by `python scripts/base_policies.py`; what a served model can fill today is in
-the README's table of support.
+the [table of support](support.md).
 
 `tests/golden` replays what the methods' published code returned on synthetic inputs
 (`python -m tests.golden`). DART's is a port; PruMerge+ at a given K is EffiVLM-Bench's rule; the

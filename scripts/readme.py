@@ -1,4 +1,4 @@
-"""Update the generated parts of README.md: demo results, shipped states and supported models.
+"""Update the generated parts of the pages: demo results, shipped states and supported models.
 
 Run ``make demo`` first, then ``python scripts/readme.py``.
 """
@@ -15,27 +15,36 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of what is installe
 from benchmarks.zoo.evidence import as_markdown as zoo_table  # noqa: E402
 from vllm_autoprune.serving.startup import support  # noqa: E402
 
-README = ROOT / "README.md"
+PARTS = {
+    "README.md": ("demo",),
+    "docs/support.md": ("support",),
+    "docs/shipped-states.md": ("zoo",),
+}
+"""Page -> names of its generated parts."""
 
 
-def replace_part(text: str, name: str, part: str) -> str:
+def replace_part(text: str, name: str, part: str, page: str = "README.md") -> str:
     """Replace the part between the markers ``<!-- name -->`` and ``<!-- /name -->``."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"README.md has no markers <!-- {name} --> ... <!-- /{name} -->")
+        raise SystemExit(f"{page} has no markers <!-- {name} --> ... <!-- /{name} -->")
     return pattern.sub(lambda match: match[1] + part.rstrip() + "\n" + match[2], text)
 
 
 def main() -> int:
-    """Rewrite README.md; a part without a source is kept and reported."""
-    text = replace_part(README.read_text(), "support", support.as_markdown())
-    text = replace_part(text, "zoo", zoo_table())
+    """Rewrite the pages; a part without a source is kept and reported."""
+    sources = {"support": support.as_markdown(), "zoo": zoo_table()}
     results = ROOT / "out" / "demo" / "table.md"
     if results.is_file():
-        text = replace_part(text, "demo", results.read_text())
+        sources["demo"] = results.read_text()
     else:
         print("no out/demo/table.md: run `make demo` to update the figures", file=sys.stderr)
-    README.write_text(text)
+    for page, names in PARTS.items():
+        text = (ROOT / page).read_text()
+        for name in names:
+            if name in sources:
+                text = replace_part(text, name, sources[name], page)
+        (ROOT / page).write_text(text)
     return 0
 
 

@@ -8,24 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.demo.interrupt import InterruptHandler
+from vllm_autoprune.cli.output import HelpFormatter
 
 # Slow imports are in `main`, once Ctrl-C is handled.
 
-ROUNDS = 40
-SCENES = 25
+SCENES = 20
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options; each has a default."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo",
-        description="Serve the embedded mini-LLaVA stock and pruned, and compare the two.",
+        formatter_class=HelpFormatter,
+        description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
+        "answers, and one of LLaVA-1.5's proportions with random weights, to compare times.",
     )
     parser.add_argument(
         "--scenes", type=_parse_positive, default=SCENES, help="scenes to ask about"
-    )
-    parser.add_argument(
-        "--rounds", type=_parse_sample_size, default=ROUNDS, help="timed requests for each row"
     )
     parser.add_argument("--state", default="minillava", help="pruning state: a file or a name")
     parser.add_argument("--model", type=Path, help="LLaVA checkpoint instead of the embedded one")
@@ -60,17 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse_positive(text: str) -> int:
-    return _parse_integer(text, 1)
-
-
-def _parse_sample_size(text: str) -> int:
-    return _parse_integer(text, 2)  # quartiles need at least two requests
-
-
-def _parse_integer(text: str, minimum: int) -> int:
     number = int(text) if text.isdecimal() else 0
-    if not minimum <= number <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to 1000")
+    if not 1 <= number <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1000")
     return number
 
 

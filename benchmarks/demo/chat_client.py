@@ -1,4 +1,4 @@
-"""Chat client of the demo: questions about images, sent concurrently, or one by one and timed."""
+"""Chat client of the demo: questions about images, sent concurrently."""
 
 from __future__ import annotations
 
@@ -43,15 +43,6 @@ class Answer:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds from sending to the first text and to the end, of one request alone."""
-
-    ttft: float
-    total: float
-    answer: Answer
-
-
 def build_query(example: Example, split: str) -> Query:
     """The query of an example; ``split`` distinguishes the images of two splits."""
     identity = f"{split}-{example.image_id}"
@@ -82,17 +73,6 @@ def ask_all(
         # Requests that are still running fail when the server ends, which must not wait for them.
         pool.shutdown(wait=False, cancel_futures=True)
     return answers
-
-
-def ask_timed(url: str, query: Query, extra_body: Mapping[str, object]) -> Timing:
-    """One answer of exactly ``MAX_ANSWER_TOKENS`` tokens, with its times.
-
-    The length is fixed so that a wrong answer, which may be shorter, is not a faster one.
-    """
-    record = _send(url, query.body({**extra_body, "ignore_eos": True}))
-    first, last = (record.deltas[0], record.deltas[-1]) if record.deltas else (record.done,) * 2
-    answer = Answer(record.text, record.prompt_tokens or 0)
-    return Timing(first - record.started, last - record.started, answer)
 
 
 def _send(url: str, body: bytes) -> Record:

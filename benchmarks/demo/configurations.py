@@ -1,8 +1,7 @@
-"""The rows of the table: which tokens are kept, how many, and the order of requests."""
+"""The rows of the table: which tokens are kept, and how many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +14,7 @@ NAMES: dict[Keep, str] = {
     "reference": "base policy",
     "state": "shipped state",
 }
-BUDGETS: tuple[int, ...] = (32, 16, 8, 4)
+BUDGETS: tuple[int, ...] = (16, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +49,3 @@ PRUNED: tuple[Configuration, ...] = tuple(
 def everything_kept(tokens: int) -> Configuration:
     """The control: the pruned server keeps all ``tokens`` and must equal the stock server."""
     return Configuration("state", tokens)
-
-
-def interleaved(
-    configurations: Sequence[Configuration], rounds: int
-) -> Iterator[tuple[int, Configuration]]:
-    """Every configuration once a round, each round starting one further.
-
-    Noise that lasts longer than a request then affects all configurations alike, and each one comes
-    first equally often.
-    """
-    for number in range(rounds):
-        start = number % len(configurations)
-        for configuration in (*configurations[start:], *configurations[:start]):
-            yield number, configuration

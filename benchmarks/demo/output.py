@@ -5,38 +5,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 
 import torch
-from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.progress import create_progress
 from benchmarks.common.report import Table as ReportTable
-from benchmarks.common.report import format_spread
 from benchmarks.demo.configurations import NAMES
 from benchmarks.demo.example import ExamplePicture, draw_example
 from benchmarks.demo.interrupt import InterruptHandler
 from benchmarks.demo.measure import Settings, measure
 from benchmarks.demo.results import Results, Row
+from benchmarks.demo.summary import summary, summary_notes, terminal
 from benchmarks.minillava.split import CLIP, LLAVA
 from vllm_autoprune import load_state
-from vllm_autoprune.statistics import Spread
 
-COLUMNS = (
-    "K", "tokens chosen by", "accuracy %", "accuracy+ %",
-    "prompt tokens", "KV bytes", "TTFT ms", "request ms",
-)  # fmt: skip
-_WIDE = 116
+COLUMNS = ("K", "tokens chosen by", "accuracy %", "accuracy+ %", "prompt tokens", "KV bytes")
+
+INTRODUCTION = """\
+This demo serves two models with `vllm serve`, stock and pruned, on this machine, and compares both
+with resizing the image to as many tokens:
+  mini-LLaVA, trained, tiny:                      how many answers stay right
+  LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
+It takes about six minutes on two cores, and ends with one table and a picture."""
 
 
-def cells(row: Row, visual_tokens: int, quartiles: bool = True) -> tuple[str, ...]:
+def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
     """The columns of one row, as text."""
     budget = row.configuration.budget
-    took = [times(s) if quartiles else f"{s.median:.1f}" for s in (row.ttft, row.total)]
     return (
         str(visual_tokens if budget is None else budget),
         NAMES[row.configuration.keep],
@@ -44,57 +44,27 @@ def cells(row: Row, visual_tokens: int, quartiles: bool = True) -> tuple[str, ..
         f"{100 * row.accuracy_plus:.1f}",
         f"{row.prompt_tokens:.1f}",
         f"{row.kv_bytes:,.0f}",
-        *took,
     )
 
 
-def times(sample: Spread) -> str:
-    """Median and quartiles of milliseconds."""
-    return format_spread(sample, 1.0)
-
-
-def markdown(results: Results) -> str:
-    """The table and its notes as Markdown."""
+def details(results: Results) -> str:
+    """All configurations of mini-LLaVA, as Markdown."""
     rows = [cells(row, results.visual_tokens) for row in results.rows]
     table = ReportTable("", COLUMNS, rows, "rl" + "r" * (len(COLUMNS) - 2)).markdown()
     return "\n".join([table, "", results.verdict(), "", *(f"- {n}" for n in notes(results))]) + "\n"
 
 
-def terminal(results: Results, width: int) -> Table:
-    """The table for `rich`, with a rule between budgets; only medians where it gets narrow."""
-    wide = width >= _WIDE
-    table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, name in enumerate(COLUMNS):
-        header = name if wide else name.replace(" ", "\n", 1)
-        table.add_column(header, justify="left" if number == 1 else "right", no_wrap=True)
-    budget = results.rows[0].configuration.budget
-    for row in results.rows:
-        if row.configuration.budget != budget:
-            table.add_section()
-            budget = row.configuration.budget
-        style = "dim" if row.configuration.keep in ("random", "resized") else None
-        table.add_row(*cells(row, results.visual_tokens, quartiles=wide), style=style)
-    return table
-
-
 def notes(results: Results) -> tuple[str, ...]:
-    """How to read the table."""
-    sample, control = results.full.ttft.count, results.control
+    """How to read the table of details."""
+    control = results.control
     return (
         f"{results.questions} questions on {results.scenes} scenes, the same in every row. "
         "± is half of the 95 % interval. accuracy+ counts a yes/no pair only where both are "
         "right.",
         f"KV bytes = {results.kv_formula}. Prompt tokens as the server counts them, mean over "
         "the questions.",
-        f"Times: median (quartiles) of {sample} streamed requests a row, one at a time, each of "
-        "the same length, configurations in turn, each on a new image. Prefix "
-        "caching and the plugin's feature cache are off, so no request profits from another.",
         f"Control: keeping all {results.visual_tokens} tokens, the pruned server gave "
-        f"{control.same_answers} of {control.asked} answers exactly as the stock one, "
-        f"TTFT {times(control.ttft)} ms, request {times(control.total)} ms.",
-        "This model is tiny: a request is mostly HTTP, image decoding and scheduling, so times "
-        "say little about a real model. What carries over is the number of tokens, and with it "
-        "prefill work and KV memory.",
+        f"{control.same_answers} of {control.asked} answers exactly as the stock one.",
     )
 
 
@@ -108,13 +78,13 @@ def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
         text_tower=options.text_tower or CLIP,
         state=options.state,
         scenes=options.scenes,
-        rounds=options.rounds,
         out=options.out.resolve(),
     )
     for checkpoint in (settings.model, settings.text_tower):
         if not (checkpoint / "model.safetensors").is_file():
             raise BenchmarkError(f"{checkpoint} contains no checkpoint (model.safetensors)")
     load_state(settings.state)  # fails here rather than after a minute
+    print(INTRODUCTION, file=sys.stderr, flush=True)
     progress = create_progress()
     results, questions, measured = measure(settings, progress, interrupt)
     with progress.stage("picture"):
@@ -124,12 +94,13 @@ def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
     if options.json:
         print(_as_json(results, picture))
     else:
-        _print(results, picture)
+        _print(settings, results, picture)
 
 
 def _write(settings: Settings, results: Results, picture: ExamplePicture) -> None:
     (settings.out / "results.json").write_text(_as_json(results, picture) + "\n")
-    (settings.out / "table.md").write_text(markdown(results))
+    (settings.out / "accuracy.md").write_text(details(results))
+    (settings.out / "table.md").write_text(summary(results))
 
 
 def _as_json(results: Results, picture: ExamplePicture) -> str:
@@ -137,20 +108,19 @@ def _as_json(results: Results, picture: ExamplePicture) -> str:
     return json.dumps({**results.to_json(), "picture": content}, indent=2)
 
 
-def _print(results: Results, picture: ExamplePicture) -> None:
+def _print(settings: Settings, results: Results, picture: ExamplePicture) -> None:
     console = Console()
     if console.is_terminal:
-        console.print(
-            "", terminal(results, console.width), Padding(f"[bold]{results.verdict()}[/]", (1, 0))
-        )
-        for note in notes(results):
+        console.print("", terminal(results))
+        for note in summary_notes(results):
             console.print(Padding(f"• {note}", (0, 0, 0, 2)), style="dim", highlight=False)
     else:
-        print(markdown(results), end="")
+        print(summary(results), end="")
     checked = "as served" if picture.agrees else f"different when served: {picture.served}"
     console.print(
         f"\npicture: {picture.path} (answers {checked}; patches recomputed with transformers, "
-        f"whose rounding may\nkeep a few others); {results.seconds:.0f} s in all",
+        f"whose rounding may\nkeep a few others); every configuration: "
+        f"{settings.out / 'accuracy.md'}; {results.seconds:.0f} s in all",
         highlight=False,
         markup=False,
         soft_wrap=True,

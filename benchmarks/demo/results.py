@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.demo.chat_client import Answer, Timing
+from benchmarks.demo.chat_client import Answer
 from benchmarks.demo.configurations import FULL, Configuration, Keep
 from benchmarks.demo.kv_cache import KvLayout
+from benchmarks.demo.speed import Speed
 from benchmarks.minillava.split import Example, grade_answers
-from vllm_autoprune.statistics import Spread, spread
 
 _Z = 1.96
 
@@ -27,8 +27,6 @@ class Row:
     by_kind: Mapping[str, float]
     prompt_tokens: float
     kv_bytes: float
-    ttft: Spread
-    total: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,6 @@ class Control:
 
     same_answers: int
     asked: int
-    ttft: Spread
-    total: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +48,7 @@ class Results:
     visual_tokens: int
     kv_formula: str
     environment: Mapping[str, str]
+    speed: Speed
     seconds: float = 0.0
 
     def row(self, keep: Keep, budget: int | None = None) -> Row:
@@ -90,11 +87,6 @@ _KEEPS: Mapping[str, Keep] = {
 }
 
 
-def milliseconds(seconds: Sequence[float]) -> Spread:
-    """Median and quartiles of times."""
-    return spread([1000 * value for value in seconds])
-
-
 def half_width(examples: Sequence[Example], answers: Sequence[str]) -> float:
     """Half of the 95 % interval of accuracy: the wider of two intervals.
 
@@ -120,10 +112,9 @@ def build_row(
     configuration: Configuration,
     examples: Sequence[Example],
     answers: Sequence[Answer],
-    timings: Sequence[Timing],
     layout: KvLayout,
 ) -> Row:
-    """Scores, cost and times of one configuration."""
+    """Scores and cost of one configuration."""
     texts = [answer.text for answer in answers]
     scored = grade_answers(examples, texts)
     tokens = statistics.fmean(answer.prompt_tokens for answer in answers)
@@ -135,17 +126,10 @@ def build_row(
         by_kind=scored.by_kind,
         prompt_tokens=tokens,
         kv_bytes=tokens * layout.bytes_per_token,
-        ttft=milliseconds([timing.ttft for timing in timings]),
-        total=milliseconds([timing.total for timing in timings]),
     )
 
 
-def build_control(stock: Sequence[Timing], kept: Sequence[Timing]) -> Control:
+def build_control(stock: Sequence[Answer], kept: Sequence[Answer]) -> Control:
     """Compare both servers on the same questions in the same order, with all tokens kept."""
-    same = sum(a.answer == b.answer for a, b in zip(stock, kept, strict=True))
-    return Control(
-        same_answers=same,
-        asked=len(stock),
-        ttft=milliseconds([timing.ttft for timing in kept]),
-        total=milliseconds([timing.total for timing in kept]),
-    )
+    same = sum(a == b for a, b in zip(stock, kept, strict=True))
+    return Control(same_answers=same, asked=len(stock))

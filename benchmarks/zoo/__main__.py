@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write every state; evidence that still holds is kept")
-    commands.add_parser("table", help="print the table that README.md shows")
+    commands.add_parser("table", help="print the table of docs/shipped-states.md")
     measuring = commands.add_parser(
         "measure", help="measure states without evidence; an interrupted run can be repeated"
     )

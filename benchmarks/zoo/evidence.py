@@ -1,4 +1,4 @@
-"""Accuracy measured on mini-LLaVA, kept in the provenance of state files; and its README table."""
+"""Accuracy measured on mini-LLaVA, kept in the provenance of state files; and its table."""
 
 from __future__ import annotations
 

@@ -65,9 +65,9 @@ def test_a_misspelt_command_is_answered_in_one_line(capsys: pytest.CaptureFixtur
     assert "did you mean 'validate'?" in output and output.count("\n") == 1
 
 
-def test_the_readme_shows_the_support_table() -> None:
-    """Fix with: vllm-autoprune support."""
-    assert as_markdown() in (ROOT / "README.md").read_text()
+def test_the_page_of_support_shows_the_table() -> None:
+    """Fix with: python scripts/readme.py."""
+    assert as_markdown() in (ROOT / "docs/support.md").read_text()
     assert main(["support", "--json"]) == 0
     assert {row.status for row in SUPPORT} <= {"yes", "refused", "no", "untested"}
 

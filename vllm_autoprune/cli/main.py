@@ -24,7 +24,13 @@ from vllm_autoprune.cli.commands import (
     show,
     validate,
 )
-from vllm_autoprune.cli.output import HelpFormatter, as_json, error_record, format_error
+from vllm_autoprune.cli.output import (
+    CommandParser,
+    HelpFormatter,
+    as_json,
+    error_record,
+    format_error,
+)
 from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 
 COMMANDS: dict[str, Command] = {
@@ -78,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="vllm-autoprune",
         description="Inspect, check, compare, search and evaluate pruning states.",
         epilog="Exit status: 0 success, 1 failure, 2 wrong arguments.",

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import NoReturn
 
 from pydantic import JsonValue
 
@@ -26,6 +27,14 @@ class HelpFormatter(argparse.HelpFormatter):
             return text
         shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
         return f"{text} (default: {str(shown).replace('%', '%%')})"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that answers wrong arguments in one line instead of with its whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and end with status 2."""
+        self.exit(2, f"{self.prog}: {message}; options: {self.prog} --help\n")
 
 
 def write_file(path: Path, content: bytes) -> None:

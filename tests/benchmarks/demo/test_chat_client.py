@@ -1,4 +1,4 @@
-"""The demo's client against a fake server: requests, answers, times."""
+"""The demo's client against a fake server: requests and answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.fake_server import Body, Reply, fake_server
-from benchmarks.demo.chat_client import ask, ask_all, ask_timed, build_query
+from benchmarks.demo.chat_client import ask, ask_all, build_query
 from benchmarks.demo.configurations import FULL, Configuration
 from benchmarks.demo.failure import describe_failure
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
@@ -62,17 +62,6 @@ def test_answers_come_in_the_order_of_the_questions() -> None:
 def test_an_empty_answer_is_an_answer() -> None:
     with fake_server(Reply(("",), first=0.0), model=None) as server:
         assert ask(server.url, build_query(example(), "asked"), {}).text == ""
-
-
-def test_times_to_the_first_and_to_the_last_text() -> None:
-    reply = Reply(tuple("seven"), first=0.05, gaps=(0.02,), usage={"prompt_tokens": 28})
-    with fake_server(reply, model=None) as server:
-        timing = ask_timed(server.url, build_query(example(), "timed"), K8.extra_body)
-
-    assert 0.05 <= timing.ttft < timing.total
-    assert timing.total >= 0.05 + 4 * 0.02
-    assert (timing.answer.text, timing.answer.prompt_tokens) == ("seven", 28)
-    assert server.seen[0]["ignore_eos"] is True
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,12 @@ def test_everything_kept_answers_right_and_as_the_full_image_does(explainer: Exp
 
 
 def test_the_example_is_drawn_and_its_answers_compared(tmp_path: Path) -> None:
-    questions = draw_questions(scenes=1, rounds=1)
+    questions = draw_questions(scenes=1)
     right = [Answer(f" {example.answer}", 28) for example in questions.examples]
     answers = dict.fromkeys(SHOWN, right) | {SHOWN[1]: [Answer("none", 28)] * len(right)}
-    setting = Settings(LLAVA, CLIP, "autoprune", 1, 1, tmp_path)
+    setting = Settings(LLAVA, CLIP, "autoprune", 1, tmp_path)
 
-    drawn = draw_example(setting, questions, Measured(answers, {}))
+    drawn = draw_example(setting, questions, Measured(answers))
 
     with Image.open(tmp_path / "kept.png") as sheet:
         assert sheet.width > 2000

@@ -28,7 +28,7 @@ def command(model, port, flags=()):
 
 server.command = command
 sys.exit(main(["--model", sys.argv[4], "--text-tower", sys.argv[4], "--scenes", "1",
-               "--rounds", "2", "--out", sys.argv[4]]))
+               "--out", sys.argv[4]]))
 """
 
 

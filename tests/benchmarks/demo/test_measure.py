@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -21,18 +22,32 @@ from benchmarks.demo.configurations import (
 from benchmarks.demo.example import choose_example
 from benchmarks.demo.kv_cache import KvLayout
 from benchmarks.demo.measure import Measured, Questions, draw_questions, send_questions
-from benchmarks.demo.output import COLUMNS, markdown, terminal
+from benchmarks.demo.output import COLUMNS, details
 from benchmarks.demo.results import Results, build_control, build_row, half_width
+from benchmarks.demo.speed import Speed, SpeedRow
+from benchmarks.demo.summary import HEAD, summary, terminal
 from benchmarks.minillava.wordings import KINDS
 from tests.benchmarks.demo.sample_replies import image_of, prompt_tokens, pruning, question_of
+from vllm_autoprune.statistics import Spread
 
+
+def speed_row(ttft: float, rate: float, *questions: float) -> SpeedRow:
+    one, *three = [Spread(value, value - 10, value + 10, 6) for value in (ttft, *questions)]
+    return SpeedRow(600, 600 * 32768, one, one, rate, tuple(three))
+
+
+SPEED = Speed(
+    speed_row(1600, 0.7, 1600, 90, 80),
+    speed_row(400, 2.6, 400, 90, 80),
+    speed_row(410, 2.5, 410, 200, 210),
+)
 LAYOUT = KvLayout(layers=4, kv_heads=6, head_dim=32, dtype_bytes=2)
 KEPT = everything_kept(144)
 
 
 @pytest.fixture(scope="module")
 def questions() -> Questions:
-    return draw_questions(scenes=2, rounds=2)
+    return draw_questions(scenes=2)
 
 
 @pytest.fixture(scope="module")
@@ -40,60 +55,50 @@ def measured(questions: Questions) -> Measured:
     """Answers are right, except with a random keep of at most 8 tokens."""
     right = {
         (item.identity, example.question): example.answer
-        for item, example in zip(questions.scored, questions.examples, strict=True)
+        for item, example in zip(questions.queries, questions.examples, strict=True)
     }
 
     def reply(body: Body) -> Reply:
         fields = pruning(body)
         blind = fields.get("keep") == "random" and int(str(fields["budget"])) <= 8
-        text = "none" if blind else right.get((image_of(body), question_of(body)), "1 2")
-        usage = {"prompt_tokens": prompt_tokens(body)}
-        return Reply(tuple(text), first=0.01, gaps=(0.005,), usage=usage)
+        text = "none" if blind else right[image_of(body), question_of(body)]
+        return Reply(tuple(text), usage={"prompt_tokens": prompt_tokens(body)})
 
-    def both(url: str) -> Measured:
-        progress = LineProgress(Console(file=io.StringIO()))
-        stock = send_questions(url, "stock", questions, (FULL,), (FULL,), progress)
-        some = (*PRUNED, KEPT)
-        pruned = send_questions(url, "pruned", questions, PRUNED, some, progress)
-        return Measured(stock.answers | pruned.answers, stock.timings | pruned.timings)
-
+    progress = LineProgress(Console(file=io.StringIO()))
     with fake_server(reply, model=None) as server:
-        answers = both(server.url)
-    timed = [body for body in server.seen if body.get("ignore_eos")]
-    assert len(timed) == 2 * 18
-    assert len(server.seen) - len(timed) == 17 * len(questions.scored)
+        stock = send_questions(server.url, "stock", questions, (FULL,), progress)
+        pruned = send_questions(server.url, "pruned", questions, (*PRUNED, KEPT), progress)
+    assert len(server.seen) == 10 * len(questions.queries)
     # The same questions in every configuration, whichever finished first.
     by_configuration: dict[str, list[str]] = {}
     for body in server.seen:
-        if not body.get("ignore_eos"):
-            by_configuration.setdefault(json.dumps(pruning(body)), []).append(question_of(body))
+        by_configuration.setdefault(json.dumps(pruning(body)), []).append(question_of(body))
     assert len({tuple(sorted(texts)) for texts in by_configuration.values()}) == 1
-    return answers
+    return Measured(stock.answers | pruned.answers)
 
 
 @pytest.fixture(scope="module")
 def results(questions: Questions, measured: Measured) -> Results:
-    rows = [
-        build_row(c, questions.examples, measured.answers[c], measured.timings[c], LAYOUT)
-        for c in (FULL, *PRUNED)
-    ]
+    rows = [build_row(c, questions.examples, measured.answers[c], LAYOUT) for c in (FULL, *PRUNED)]
+    # The kept answers differ in their count of tokens only.
+    kept = [dataclasses.replace(a, prompt_tokens=164) for a in measured.answers[KEPT]]
     return Results(
         rows=tuple(rows),
-        control=build_control(measured.timings[FULL], measured.timings[KEPT]),
+        control=build_control(measured.answers[FULL], kept),
         questions=len(questions.examples),
         scenes=2,
         visual_tokens=144,
         kv_formula=LAYOUT.formula,
-        environment={"vllm": "0"},
+        environment={"vllm": "0", "cores": "2"},
+        speed=SPEED,
     )
 
 
-def test_scored_and_timed_questions_share_no_image(questions: Questions) -> None:
+def test_questions_are_of_every_kind(questions: Questions) -> None:
     assert {example.kind for example in questions.examples} == set(KINDS)
-    assert len(questions.scored) == len(questions.examples) == 35
-    assert [item.identity for item in questions.timed] == ["timed-0", "timed-1"]
-    sent = json.loads(json.dumps([item.content for item in (*questions.scored, *questions.timed)]))
-    assert len({content[0]["image_url"]["url"] for content in sent}) == 2 + 2
+    assert len(questions.queries) == len(questions.examples) == 35
+    sent = json.loads(json.dumps([item.content for item in questions.queries]))
+    assert len({content[0]["image_url"]["url"] for content in sent}) == 2
 
 
 def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
@@ -106,13 +111,10 @@ def test_rows_hold_scores_tokens_and_bytes(results: Results) -> None:
             assert row.accuracy == row.accuracy_plus == (0.0 if blind else 1.0)
             assert row.prompt_tokens == 20 + budget
             assert row.kv_bytes == (20 + budget) * 3072
-            assert row.ttft.low <= row.ttft.median <= row.ttft.high
-            assert row.ttft.median < row.total.median
-            assert row.ttft.count == 2
 
 
 def test_the_control_compares_answers_with_the_stock_server(results: Results) -> None:
-    assert (results.control.same_answers, results.control.asked) == (2, 2)
+    assert (results.control.same_answers, results.control.asked) == (35, 35)
 
 
 def test_the_verdict_names_the_three_shares(results: Results) -> None:
@@ -123,30 +125,34 @@ def test_the_verdict_names_the_three_shares(results: Results) -> None:
     )
 
 
-def test_markdown_has_a_line_for_every_row(results: Results) -> None:
-    lines = markdown(results).splitlines()
+def test_the_details_have_a_line_for_every_row(results: Results) -> None:
+    lines = details(results).splitlines()
 
     assert lines[0] == "| " + " | ".join(COLUMNS) + " |"
-    assert lines[1] == "| --: | :-- | --: | --: | --: | --: | --: | --: |"
-    assert lines[2].startswith("| 144 | full | 100.0 ± 4.9 | 100.0 | 164.0 | 503,808 | ")
-    assert lines[11].startswith("| 8 | random keep | 0.0 ± 4.9 | 0.0 | 28.0 | 86,016 | ")
-    assert lines[18].startswith("| 4 | shipped state | ") and lines[19] == ""
-    assert lines[20] == results.verdict()
-    assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[:19])
-    assert any("35 questions on 2 scenes" in line for line in lines)
+    assert lines[2].startswith("| 144 | full | 100.0 ± 4.9 | 100.0 | 164.0 | 503,808 |")
+    assert lines[7].startswith("| 8 | random keep | 0.0 ± 4.9 | 0.0 | 28.0 | 86,016 |")
+    assert lines[12] == results.verdict()
+    assert any("35 of 35 answers exactly as the stock one" in line for line in lines)
 
 
-@pytest.mark.parametrize("width", [80, 116])
-def test_the_terminal_table_is_not_truncated(results: Results, width: int) -> None:
-    console = Console(file=io.StringIO(), width=width, record=True)
-    table = terminal(results, width)
-    console.print(table)
+def test_the_last_screen_has_stock_resized_and_pruned_side_by_side(results: Results) -> None:
+    lines = summary(results).splitlines()
+
+    assert lines[0] == "|  | stock | resized | pruned |"
+    assert "| **large, random weights** | **N = 576** | **K = 64** | **K = 64** |" in lines
+    assert "| first token, alone, ms | 1,600 | 400 | 410 |" in lines
+    assert "| requests/s, 8 at once | 0.70 | 2.60 | 2.50 |" in lines
+    assert "| first token, question 1/2/3, ms | 1,600/90/80 |" in " ".join(lines)
+    assert "| right answers, % | 100.0 ± 4.9 | 100.0 ± 4.9 | 100.0 ± 4.9 |" in lines
+
+
+def test_the_terminal_table_is_not_truncated(results: Results) -> None:
+    console = Console(file=io.StringIO(), width=80, record=True)
+    console.print(terminal(results))
 
     text = console.export_text()
-    assert table.row_count == 17 and "…" not in text
-    assert all(word in text for name in COLUMNS for word in name.split())
-    assert "shipped state" in text and "100.0 ± 4.9" in text
-    assert ("–" in text) == (width == 116)  # quartiles only where there is room
+    assert "…" not in text
+    assert all(name in text for name in (*HEAD, "requests/s, 8 at once", "100.0 ± 4.9"))
 
 
 def test_results_can_be_written_as_json(results: Results) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -78,18 +79,20 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _parse_layer(text: str) -> tuple[int, float]:
     tokens, _, milliseconds = text.partition("=")
-    point = int(tokens), float(milliseconds) / 1000
-    if point[0] < 1 or not 0 < point[1] < math.inf:
-        raise ValueError(text)
-    return point
+    with contextlib.suppress(ValueError):
+        point = int(tokens), float(milliseconds) / 1000
+        if point[0] >= 1 and 0 < point[1] < math.inf:
+            return point
+    raise argparse.ArgumentTypeError(f"{text!r} is not TOKENS=MS, such as 341=805.5")
 
 
 def _parse_size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
-    size = int(width), int(height)
-    if min(size) < 1:
-        raise ValueError(text)
-    return size
+    with contextlib.suppress(ValueError):
+        size = int(width), int(height)
+        if min(size) >= 1:
+            return size
+    raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -136,9 +136,10 @@ def parse_request(entry: object) -> PruningRequest:
             place = [str(step) for step in detail["loc"]]
             where = "/".join([ENTRY, *(escape_unprintable(step, 40) for step in place)])
             fix = _FIX.get(place[0] if place else "", f"use: {', '.join(_FIX)}")
+            what = detail["msg"]
             if detail["type"] == "extra_forbidden" and len(place) == 1:
-                fix = suggest_name(place[0], list(_FIX))
-            problems.setdefault(where, Problem(where, escape_unprintable(detail["msg"], 200), fix))
+                what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
+            problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
         raise RequestError("request", list(problems.values())) from None
 
 

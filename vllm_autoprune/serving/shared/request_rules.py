@@ -11,6 +11,7 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.shared.detail_budgets import NO_DETAIL_BUDGETS, DetailBudgets
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
+from vllm_autoprune.tpdsl.states.diagnosis import suggest_name
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -76,7 +77,8 @@ def parse_rules(value: object, problems: list[Problem]) -> RequestRules:
     level = None if match is None else _parse_level(match["level"])
     if match is None or level is None:
         what = f"{str(value)[:80]!r} is not known"
-        fix = f"give one of {', '.join(LEVELS)}, with a range where wanted: budget:16-256"
+        near = suggest_name(str(value).partition(":")[0], LEVELS)
+        fix = f"{near} (with a range where wanted: budget:16-256)"
         problems.append(Problem(FLAG, what, fix))
         return RequestRules("none", explicit=True)
     least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)

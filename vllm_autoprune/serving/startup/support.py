@@ -1,4 +1,4 @@
-"""Support table: backbones and features, with what was tested; the README's is made from it."""
+"""Support table: backbones and features, with what was tested; docs/support.md is made from it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ SUPPORT: tuple[Support, ...] = (
 
 
 def as_markdown() -> str:
-    """Both tables as the README shows them."""
+    """Both tables as docs/support.md shows them."""
     lines = [
         "| backbone | tokens of an image | relevance | attention | inside the tower | positions "
         "| videos | seen on |",

@@ -1,0 +1,18 @@
+# vLLM's own image with the plugin in it. Build from the repository: docker build -t vllm-autoprune .
+# The version of vLLM is one of those that pyproject.toml allows.
+ARG VLLM_VERSION=v0.32.0
+
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE vllm_autoprune_command.py ./
+COPY vllm_autoprune ./vllm_autoprune
+COPY offline_search ./offline_search
+COPY policies ./policies
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
+
+# hadolint ignore=DL3006
+FROM vllm/vllm-openai:${VLLM_VERSION}
+COPY --from=build /dist /dist
+# --no-deps: the image has every dependency, in the versions that vLLM was built with.
+RUN uv pip install --system --no-deps /dist/*.whl && rm -r /dist && vllm-autoprune validate cdpruner
+# The entry point is vLLM's, `vllm serve`: docker run ... vllm-autoprune MODEL --autoprune-state cdpruner

@@ -1,0 +1,38 @@
+"""Hook of mkdocs: links from a page to files of the repository outside docs become their paths.
+
+Where ``repo_url`` is set they stay links, to the file there. A file that is missing stops the build.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+_LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+class Config(Protocol):
+    """The setting of mkdocs that is read."""
+
+    repo_url: str | None
+
+
+def rewrite_links(text: str, repo_url: str | None) -> str:
+    """The page with links to ``../FILE`` rewritten; raises FileNotFoundError for a missing file."""
+
+    def replace(match: re.Match[str]) -> str:
+        label, path, anchor = match[1], match[2], match[3] or ""
+        if not (ROOT / path).exists():
+            raise FileNotFoundError(f"a page links to ../{path}, which is not in the repository")
+        if repo_url:
+            return f"[{label}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})"
+        return f"{label} (`{path}` in the repository)"
+
+    return _LINK.sub(replace, text)
+
+
+def on_page_markdown(markdown: str, *, config: Config, **_: object) -> str:
+    """Called by mkdocs with the source of every page."""
+    return rewrite_links(markdown, config.repo_url)
