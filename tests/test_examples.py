@@ -37,8 +37,8 @@ def require_valid(settings: dict[str, object]) -> None:
 def test_every_example_is_listed() -> None:
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
     files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*") if path.is_file()}
-    provisioning = {name for name in files if name.startswith("compose/")} - {"compose/compose.yaml"}
-    assert listed == files - provisioning - {"README.md"}
+    mounted = {name for name in files if name.startswith("compose/")} - {"compose/compose.yaml"}
+    assert listed == files - mounted - {"README.md"}
 
 
 @pytest.mark.parametrize("name", ["serve_llava.sh", "serve_qwen.sh"])

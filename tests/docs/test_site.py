@@ -1,0 +1,41 @@
+"""The documentation site: `make docs` builds it strictly; this tests its hook and its order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.site_links import rewrite_links
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_links_to_files_outside_docs_become_paths_or_links_to_the_repository() -> None:
+    page = "See [the policy](../SECURITY.md#scope) and [states](states.md)."
+    assert rewrite_links(page, None) == (
+        "See the policy (`SECURITY.md` in the repository) and [states](states.md)."
+    )
+    assert rewrite_links(page, "https://example.org/r/") == (
+        "See [the policy](https://example.org/r/blob/main/SECURITY.md#scope) "
+        "and [states](states.md)."
+    )
+
+
+def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
+    with pytest.raises(FileNotFoundError, match=r"nosuch\.md"):
+        rewrite_links("[x](../nosuch.md)", None)
+
+
+def test_every_page_has_a_place_in_the_order() -> None:
+    placed = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(placed) == sorted(pages) and placed[0] == "index.md"
+
+
+def test_the_readme_fits_on_one_screen_and_a_half() -> None:
+    words = re.sub(
+        r"<!-- demo -->.*<!-- /demo -->", "", (ROOT / "README.md").read_text(), flags=re.S
+    )
+    assert len(words.split()) < 900
