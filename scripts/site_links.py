@@ -1,6 +1,7 @@
 """Hook of mkdocs: links from a page to files of the repository outside docs.
 
-They become the path of the file, or, where ``repo_url`` is set, links to the file there. A file that is missing stops the build.
+They become the path of the file, or, where ``repo_url`` is set, links to the file there. A file
+that is missing stops the build.
 """
 
 from __future__ import annotations
