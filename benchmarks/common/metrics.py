@@ -23,6 +23,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "mm_cache_queries": ("vllm:mm_cache_queries_total", ""),
     "mm_cache_hits": ("vllm:mm_cache_hits_total", ""),
     "preemptions": ("vllm:num_preemptions_total", ""),
+    "finished": ("vllm:request_success_total", ""),
     "images": ("autoprune_images_total", ""),
     "visual_tokens_before": ("autoprune_visual_tokens_total", 'stage="before"'),
     "visual_tokens_after": ("autoprune_visual_tokens_total", 'stage="after"'),
@@ -55,6 +56,8 @@ class ServerMetrics(StrictModel):
     mm_cache_queries: float | None = None
     mm_cache_hits: float | None = None
     preemptions: float | None = None
+    finished: float | None = None
+    """Requests, of any client."""
     images: float | None = None
     visual_tokens_before: float | None = None
     visual_tokens_after: float | None = None

@@ -20,6 +20,10 @@ BUSY = 0.9
 """Share of a CPU core above which a client's time stamps are not trusted, as in locust."""
 KEPT_UP = 0.95
 """Share of the offered rate that a server which keeps up completes."""
+FOREIGN_SHARE = 0.1
+"""Limit of the CPU time of other programs on the machine of client and server."""
+FOREIGN_REQUESTS = 0.01
+"""Limit of the requests of other clients of the server, as a share of our own."""
 FAILED_SHARE = 0.01
 """Limit of failed requests, because latencies are of the others only."""
 
@@ -29,6 +33,8 @@ class Verdict(StrictModel):
 
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    too_few: str = ""
+    """That there are too few requests for a percentile, or for any verdict."""
 
     @property
     def valid(self) -> bool:
@@ -37,7 +43,9 @@ class Verdict(StrictModel):
 
     def describe(self) -> str:
         """In words."""
-        return "valid" if self.valid else f"INVALID: {'; '.join(self.reasons)}"
+        if not self.valid:
+            return f"INVALID: {'; '.join(self.reasons)}"
+        return f"valid, but {self.too_few}" if self.too_few else "valid"
 
 
 def judge_run(
@@ -57,11 +65,21 @@ def judge_run(
                 _answers(workload, records),
                 _client(load, facts, summary),
                 _caches(workload, metrics),
+                _others(records, facts, metrics),
             )
             for reason in part
         ),
-        notes=tuple(_notes(load, summary, metrics)),
+        too_few=_describe_few(summary),
+        notes=tuple(_notes(load, summary, metrics, facts)),
     )
+
+
+def _describe_few(summary: Summary) -> str:
+    if 0 < summary.requests < ENOUGH[50]:
+        return f"{summary.requests} requests are too few for a verdict ({ENOUGH[50]} needed)"
+    if 0 < summary.requests < ENOUGH[99]:
+        return f"{summary.requests} requests are too few for p99 ({ENOUGH[99]} needed)"
+    return ""
 
 
 def _complete(records: Sequence[Record], facts: RunFacts) -> Iterator[str]:
@@ -137,9 +155,26 @@ def _caches(workload: Workload, metrics: ServerMetrics) -> Iterator[str]:
         yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
 
 
-def _notes(load: Load, summary: Summary, metrics: ServerMetrics) -> Iterator[str]:
-    if 0 < summary.requests < ENOUGH[99]:
-        yield f"p99 rests on {summary.requests} requests; it needs {ENOUGH[99]}"
+def _others(records: Sequence[Record], facts: RunFacts, metrics: ServerMetrics) -> Iterator[str]:
+    """Other programs on the machine of the server, and other clients of the server."""
+    foreign = facts.foreign
+    if foreign is not None and foreign.server_known and foreign.share > FOREIGN_SHARE:
+        yield (
+            f"other programs used {100 * foreign.share:.0f} % of the CPU time of "
+            f"{foreign.cores} cores; end them, or use an idle machine"
+        )
+    others = (metrics.finished or 0.0) - len(records)
+    if others > max(FOREIGN_REQUESTS * len(records), 2):
+        yield f"the server also answered {others:.0f} requests of other clients"
+
+
+def _notes(load: Load, summary: Summary, metrics: ServerMetrics, facts: RunFacts) -> Iterator[str]:
+    foreign = facts.foreign
+    if foreign and foreign.server_here and not foreign.server_known:
+        yield (
+            "the processes of the server are not known, so load of other programs could not be "
+            "detected"
+        )
     if not metrics.read:
         yield "the server's /metrics could not be read: no cache hits, KV use or visual tokens"
     offered = summary.offered_rate
