@@ -20,6 +20,7 @@ from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.compat import wrap
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan, plan_error
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
+from vllm_autoprune.serving.shared.repeated_images import drop_repeated_tensors
 from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:
@@ -54,11 +55,14 @@ class RenderedHashes(dict[str, list[str]]):
         counts: ImageCounts | None,
         unsent: UnsentItems,
         tensors: Tensors,
+        contents: Mapping[str, str],
     ) -> None:
         super().__init__(hashes)
         self._counts = counts
         self._unsent = unsent
         self._tensors = tensors
+        self._contents = contents
+        """Content of pruned images by identity, where the engine restores repeated tensors."""
 
     def hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
         """Complete the request's features and count it, once.
@@ -70,6 +74,7 @@ class RenderedHashes(dict[str, list[str]]):
             count_request(counts.label, counts.choices, counts.kv_bytes)
         tensors, self._tensors = self._tensors, {}
         self._unsent.hand_over(features, tensors)
+        drop_repeated_tensors(features, self._contents)
 
 
 _waiting: WeakValueDictionary[int, RenderedHashes] = WeakValueDictionary()

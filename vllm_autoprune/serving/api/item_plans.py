@@ -29,6 +29,8 @@ class ItemPlans:
         self.plans: list[ItemPlan] = []
         self.identities: list[str] = []
         self.sources: list[int] = []
+        self.contents: list[str] = []
+        """What is processed for each item; items of one image have the same."""
         self._stock = stock
         self._contents = contents
         self._choices = choices
@@ -66,6 +68,7 @@ class ItemPlans:
         self.plans.append(plan)
         self.identities.append(identity)
         self.sources.append(image)
+        self.contents.append(repr((self._contents[image], self._choices[image].resized)))
         self._last[image] = plan, identity
 
     def served(self) -> tuple[ImageChoice, ...]:

@@ -11,17 +11,25 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from transformers import BatchFeature
+from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.engine_requests import ImageCounts, RenderedHashes
-from vllm_autoprune.serving.api.feature_keys import add_feature_key
+from vllm_autoprune.serving.api.feature_keys import hash_pixels
 from vllm_autoprune.serving.api.metrics import count_refused_request
+from vllm_autoprune.serving.api.processed_images import (
+    MAX_BYTES,
+    ProcessedImage,
+    ProcessedImages,
+)
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
 from vllm_autoprune.serving.api.resized_images import resize_images
 from vllm_autoprune.serving.api.unsent_items import UnsentItems, tensors_of
+from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.placeholders import Placeholders, shorten_placeholders
 from vllm_autoprune.serving.shared.plan import (
@@ -31,7 +39,6 @@ from vllm_autoprune.serving.shared.plan import (
 from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:
-    from transformers import BatchFeature
     from vllm.inputs import MultiModalHashes, MultiModalInput
     from vllm.multimodal.processing import (
         BaseDummyInputsBuilder,
@@ -93,6 +100,12 @@ class PrunedProcessor(_Stock):
         return UnsentItems()
 
     @cached_property
+    def _processed(self) -> ProcessedImages:
+        """Empty forever where the operator has turned vLLM's own cache of processed images off."""
+        gigabytes: float = self.info.ctx.get_mm_config().mm_processor_cache_gb
+        return ProcessedImages(min(MAX_BYTES, int(gigabytes * (1 << 30))))
+
+    @cached_property
     def recall_token(self) -> str | None:
         """Text that marks a turn which recalls; None where an image cannot be several items."""
         if self._placeholders.unsplittable:
@@ -138,7 +151,10 @@ class PrunedProcessor(_Stock):
         counts = None
         if plan.choices:
             counts = ImageCounts(plan.label, plan.choices, self._kv_bytes)
-        hashes = RenderedHashes(processed["mm_hashes"], counts, self._unsent, tensors)
+        contents = {}
+        if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
+            contents = plan.contents_of_pruned()
+        hashes = RenderedHashes(processed["mm_hashes"], counts, self._unsent, tensors, contents)
         processed["mm_hashes"] = hashes
         return processed
 
@@ -154,16 +170,22 @@ class PrunedProcessor(_Stock):
         cached = mm_is_cached.get("image", [])
         absent = [i for i, hit in enumerate(cached) if not hit]
         items = tuple(plan.items[i] for i in absent)
-        sources = None if plan.sources is None else tuple(plan.sources[i] for i in absent)
-        return {**kwargs, _PLAN: replace(plan, items=items, sources=sources)}
+        contents = tuple(plan.contents[i] for i in absent) if plan.contents else ()
+        return {**kwargs, _PLAN: replace(plan, items=items, contents=contents)}
 
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
         plan, plain = _split_plan(hf_kwargs)
-        data = self._process_each_once(mm_items, plain, plan.sources)
-        if plan.items and prunable(mm_items):
-            data[FIELD] = [item.encode() for item in self._add_keys(plan, data, plain)]
+        if not plan.items or not prunable(mm_items):
+            return super()._apply_hf_processor_main(mm_items, plain)
+        plans = list(plan.items)
+        if all(item.profile or item.keeps_all for item in plans):
+            data = super()._apply_hf_processor_main(mm_items, plain)
+        else:
+            data, digests = self._process_each_once(mm_items, plain, plan.contents)
+            plans = [_add_key(*pair, plan.salt) for pair in zip(plans, digests, strict=True)]
+        data[FIELD] = [item.encode() for item in plans]
         return data
 
     def _get_mm_fields_config(
@@ -190,40 +212,51 @@ class PrunedProcessor(_Stock):
             ]
         return updates
 
-    def _add_keys(
-        self, plan: RequestPlan, data: BatchFeature, kwargs: Mapping[str, object]
-    ) -> list[ItemPlan]:
-        """The plans of processed images, with the keys of the tensors that travel beside them."""
-        if all(item.profile or item.keeps_all for item in plan.items):
-            return list(plan.items)
-        fields = super()._get_mm_fields_config(data, kwargs)
-        images = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
-        algorithm = self.info.ctx.get_mm_config().mm_hasher_algorithm
-        return [
-            # A whole image is what it is in stock vLLM, which keeps no features.
-            item if item.keeps_all else add_feature_key(item, image, plan.salt, algorithm)
-            for item, image in zip(plan.items, images, strict=True)
-        ]
-
     def _process_each_once(
-        self,
-        mm_items: MultiModalDataItems,
-        kwargs: Mapping[str, object],
-        sources: Sequence[int] | None,
+        self, mm_items: MultiModalDataItems, kwargs: Mapping[str, object], contents: Sequence[str]
+    ) -> tuple[BatchFeature, list[str]]:
+        """As stock, with each image's digest; what is known by its content is not processed."""
+        if set(mm_items) != {"image"}:
+            data = super()._apply_hf_processor_main(mm_items, kwargs)
+            return data, [image.digest for image in self._digest(data, kwargs)]
+        known = {content: self._processed.find(content) for content in contents}
+        absent = [content for content, image in known.items() if image is None]
+        fresh = None
+        if absent:
+            fresh = self._process(mm_items, kwargs, [contents.index(one) for one in absent])
+            for content, image in zip(absent, self._digest(fresh, kwargs), strict=True):
+                known[content] = image
+                self._processed.remember(content, image)
+        images = [known[content] for content in contents]
+        digests = [image.digest for image in images if image is not None]
+        if fresh is not None and len(absent) == len(contents):
+            return fresh, digests
+        each = [image.tensors for image in images if image is not None]
+        fields = {name: element.field for name, element in each[0].items()}
+        data = {name: fields[name].reduce_data([item[name] for item in each]) for name in fields}
+        return BatchFeature(data), digests
+
+    def _process(
+        self, mm_items: MultiModalDataItems, kwargs: Mapping[str, object], which: Sequence[int]
     ) -> BatchFeature:
-        """As stock; items that are the same image (``sources``) are processed once."""
-        if sources is None or len(set(sources)) == len(sources):
-            return super()._apply_hf_processor_main(mm_items, kwargs)
-        images = list(dict.fromkeys(sources))
-        firsts = [mm_items["image"].get(sources.index(image)) for image in images]
-        single = self.info.parse_mm_data({"image": firsts}, validate=False)
-        data = super()._apply_hf_processor_main(single, kwargs)
+        if len(which) < len(mm_items["image"]):
+            images = [mm_items["image"].get(i) for i in which]
+            mm_items = self.info.parse_mm_data({"image": images}, validate=False)
+        return super()._apply_hf_processor_main(mm_items, kwargs)
+
+    def _digest(self, data: BatchFeature, kwargs: Mapping[str, object]) -> list[ProcessedImage]:
         fields = super()._get_mm_fields_config(data, kwargs)
-        processed = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
-        each = [processed[images.index(source)] for source in sources]
-        for name, element in each[0].items():
-            data[name] = element.field.reduce_data([item[name] for item in each])
-        return data
+        algorithm = self.info.ctx.get_mm_config().mm_hasher_algorithm
+        images = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        return [ProcessedImage(image, hash_pixels(image, algorithm)) for image in images]
+
+
+def _add_key(item: ItemPlan, digest: str, salt: str) -> ItemPlan:
+    """The plan with the key of the tensors that travel beside it.
+
+    A whole image is what it is in stock vLLM, which keeps no features.
+    """
+    return item if item.keeps_all else replace(item, key=make_feature_key(digest, salt))
 
 
 def _split_items(inputs: ProcessorInputs, plan: RequestPlan) -> ProcessorInputs:

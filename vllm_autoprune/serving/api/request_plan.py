@@ -51,6 +51,7 @@ class RequestPlan:
 
     An image that is split or recalled has several plans; ``sources`` is the image of each plan, and
     ``prompt`` the token ids with a placeholder for each, both None where every image has one.
+    ``contents`` identifies what is processed for each plan: the same for all plans of an image.
     ``choices`` are what the plans were made from, and ``label`` the name that metrics count them
     under; there are none where vLLM profiles. ``salt`` is the request's ``cache_salt``.
     """
@@ -60,8 +61,14 @@ class RequestPlan:
     choices: tuple[ImageChoice, ...] = ()
     label: str = ""
     salt: str = ""
+    contents: tuple[str, ...] = ()
     sources: tuple[int, ...] | None = None
     prompt: list[int] | None = None
+
+    def contents_of_pruned(self) -> dict[str, str]:
+        """Contents of the images that lose tokens, by the cache identities of their items."""
+        of_items = zip(self.hashes.get("image", ()), self.items, self.contents, strict=False)
+        return {identity: content for identity, item, content in of_items if not item.keeps_all}
 
 
 class RequestPlanner:
@@ -130,14 +137,14 @@ class RequestPlanner:
         request = parse_request(fields)
         if not images or not prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        contents = self._identify_contents(inputs, images, salt)
-        counts = [self._count_tokens(inputs, size) for _, size in contents]
+        images_seen = self._identify_contents(inputs, images, salt)
+        counts = [self._count_tokens(inputs, size) for _, size in images_seen]
         choices = resolve_choices(self._served, request, counts)
-        sizes = [size for _, size in contents]
+        sizes = [size for _, size in images_seen]
         choices = choose_sizes(self._info, self._placeholders, inputs, sizes, choices)
         texts = self._instructions(inputs, request.instructions, choices)
         ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
-        known = [content for content, _ in contents]
+        known = [content for content, _ in images_seen]
         prompt, entries = self._recall(inputs, request, choices, known)
         split = self._split(inputs, prompt, entries, choices, texts)
         slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
@@ -152,7 +159,8 @@ class RequestPlanner:
                 items.add(replace(slot, image=entry))
         hashes = {**hashes, "image": items.identities}
         label = state_label(self._served, request)
-        plan = RequestPlan(tuple(items.plans), hashes, items.served(), label, salt)
+        contents = tuple(items.contents)
+        plan = RequestPlan(tuple(items.plans), hashes, items.served(), label, salt, contents)
         if prompt is inputs.prompt and split is None:
             return plan
         ids_of_items = prompt if split is None else split.ids

@@ -113,6 +113,11 @@ HOOKS: tuple[Hook, ...] = (
         "unsent_items: images of refused requests",
     ),
     Hook(
+        "vllm.multimodal.cache.base",
+        ("BaseMultiModalReceiverCache.get_and_update_features", "MultiModalCacheMissError"),
+        "repeated_images: tensors that travel once",
+    ),
+    Hook(
         "vllm.multimodal.hasher",
         ("MultiModalHasher.hash_kwargs",),
         "feature_keys: digest of tensors",

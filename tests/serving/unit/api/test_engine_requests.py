@@ -99,7 +99,7 @@ def hand_over(request: object, *, fails: bool = False) -> None:
 
 def prompt() -> dict[str, object]:
     counts = ImageCounts("autoprune", CHOICES, 7)
-    hashes = RenderedHashes({"image": ["a", "b"]}, counts, UnsentItems(), {})
+    hashes = RenderedHashes({"image": ["a", "b"]}, counts, UnsentItems(), {}, {})
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
