@@ -158,6 +158,8 @@ def _check(
             continue  # another kind of input, or one that the engine has already
         if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
             raise plan_error("is not batched on the CPU")
+        if set(feature.data) == {FIELD}:
+            raise plan_error("comes without the tensors of an image")
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
         field.data = add_feature_key(plan, feature.data, salt, algorithm).encode()

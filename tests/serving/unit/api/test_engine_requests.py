@@ -168,6 +168,26 @@ def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, s
     processed(made_elsewhere, [plan], stock=True)
 
 
+def test_a_plan_from_another_process_brings_its_image() -> None:
+    """The engine would look for the tensors in another item of the request."""
+    from vllm.exceptions import VLLMValidationError
+
+    alone = feature(PLAN.encode())
+    del alone.data["pixel_values"]
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    with pytest.raises(VLLMValidationError, match="without the tensors"):
+        processed(made_elsewhere, [alone])
+
+
+def test_of_an_image_with_two_items_the_second_is_handed_over_without_tensors() -> None:
+    core, delta = feature(PLAN.encode()), feature(PLAN.encode())
+    delta.mm_hash = delta.identifier = "b"
+    hashes = RenderedHashes({"image": ["a", "b"]}, None, UnsentItems(), {}, {"a": "x", "b": "x"})
+    request = processed({"type": "multimodal", "mm_hashes": hashes}, [core, delta])
+    hand_over(request)
+    assert set(core.data) == {FIELD, "pixel_values"} and set(delta.data) == {FIELD}
+
+
 def test_valid_plans_and_images_without_a_plan_are_accepted() -> None:
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     known = SimpleNamespace(data=None)
