@@ -101,8 +101,8 @@ FIRST: dict[Way, tuple[float, ...]] = {
 }
 ANOTHER: dict[Way, tuple[float, ...]] = {
     "stock": (2, 0, 0, 7, 16, 20),  # 656 tokens are known, 640 of them in whole blocks
-    "question-reading": (5, 0, 5, 7, 64, 36),
-    "split": (5, 0, 5, 7, 16, 20),  # template and core end on a block edge
+    "question-reading": (2, 0, 5, 7, 64, 36),
+    "split": (2, 0, 5, 7, 16, 20),  # template and core end on a block edge
     "question-free": (2, 0, 0, 7, 16, 20),
     "resized": (2, 0, 0, 7, 16, 20),
 }

@@ -11,8 +11,8 @@ A row is one way to serve; "decoding" (of the image) and "processor" make up the
 
     way               visual  shared  first question pays                another question pays
     stock             N       N       decoding, processor, tower         decoding
-    question-reading  K       0       the same and a selection           front end, a selection
-    split             K       K_c     the same and two selections        front end, a selection
+    question-reading  K       0       the same and a selection           decoding, a selection
+    split             K       K_c     the same and two selections        decoding, a selection
     question-free     K       K       the same and a selection           decoding
     resized           K       K       decoding, processor, K/N of tower  decoding
 
@@ -43,8 +43,7 @@ ASSUMPTIONS = (
     "caches and the feature cache hold what the first question left there.",
     "The first question finds the template in the prefix cache, another question also what its way "
     "of serving shares, in whole KV blocks.",
-    "Decoding an image happens for every question. The image processor runs again for every "
-    "question where the identity of the image holds the question (question-reading, split).",
+    "Decoding an image happens for every question; the image processor runs once an image.",
     "A split selects twice for the first question and once for another. That is an upper bound: "
     "what the selection of the core computed is kept with the image.",
     "Decoded tokens take the same time in all ways to serve, which favours stock.",
@@ -224,7 +223,7 @@ def _another(way: Way, traffic: Traffic, timings: Timings) -> Parts:
     shared = {"question-reading": 0, "split": aligned_core(traffic)}.get(way, visual)
     image, text = _computed(traffic, visual, shared)
     return Parts(
-        front_end=timings.decode_image + (timings.processor if reads else 0.0),
+        front_end=timings.decode_image,
         tower=0.0,
         selection=timings.selection if reads else 0.0,
         request=timings.request,

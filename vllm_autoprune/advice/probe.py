@@ -76,11 +76,6 @@ def probe_server(
     tokens, kept = counted if counted[0] else (known.budget, None)
     if tokens == kept:
         kept = None  # a server without a state
-    if kept is not None:
-        notes.append(
-            "A state that reads the question runs the image processor for every question, and the "
-            "probe then counts it as decoding of images. A server without a state tells them apart."
-        )
     measured = (
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds: first "
         f"question {1000 * median(one.first.ttft for one in results):.1f} ms, another question "

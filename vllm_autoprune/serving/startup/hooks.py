@@ -109,12 +109,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.multimodal.cache",
-        ("LruKeyReplicatedSenderCache.invalidate",),
-        "unsent_items: images of refused requests",
+        ("LruKeyReplicatedSenderCache.invalidate", "MultiModalCacheMissError"),
+        "unsent_items: images of refused requests; repeated_images: requests to be sent again",
     ),
     Hook(
         "vllm.multimodal.cache.base",
-        ("BaseMultiModalReceiverCache.get_and_update_features", "MultiModalCacheMissError"),
+        ("BaseMultiModalReceiverCache.get_and_update_features",),
         "repeated_images: tensors that travel once",
     ),
     Hook(
