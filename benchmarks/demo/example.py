@@ -21,8 +21,9 @@ from benchmarks.demo.configurations import FULL, NAMES, Configuration
 from benchmarks.demo.measure import Measured, Questions, Settings
 from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, grade_answers, png
-from vllm_autoprune import VisualTokens, load_state, materialize, refine
+from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
+from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.selection import select_at_random
@@ -30,11 +31,15 @@ from vllm_autoprune.serving.worker.selection import select_at_random
 
 @dataclass(frozen=True)
 class Explanation:
-    """Raster indices of the kept patches, and the answer that they lead to."""
+    """Raster indices of the kept patches, and the answer that they lead to.
+
+    ``owners`` has for every patch the kept one that it is merged into, or -1.
+    """
 
     configuration: Configuration
     kept: tuple[int, ...]
     answer: str
+    owners: tuple[int, ...] = ()
 
 
 class Explainer:
@@ -50,22 +55,21 @@ class Explainer:
     ) -> Explanation:
         """The tokens that a server would keep, and the answer that it would give."""
         tokens = self._vision.encode(image, question).tokens
-        kept = self._kept(tokens, image, configuration)
-        return Explanation(
-            configuration, tuple(kept.tolist()), self._answer(tokens, kept, question)
-        )
-
-    def _kept(
-        self, tokens: VisualTokens, image: Image.Image, configuration: Configuration
-    ) -> Tensor:
-        budget = configuration.budget
+        budget, owners = configuration.budget, tuple[int, ...]()
         if configuration.keep == "full" or budget is None:
-            return torch.arange(tokens.count)
-        if configuration.keep == "random":
+            kept, rows = torch.arange(tokens.count), tokens.features[0]
+        elif configuration.keep == "random":
             key = make_feature_key(self._hash_pixels(image))
-            return select_at_random(budget, tokens, [key]).indices[0]
-        state = self._state if configuration.keep == "state" else self._state.without_exchange()
-        return refine(materialize(state, budget), tokens).indices[0]
+            kept = select_at_random(budget, tokens, [key]).indices[0]
+            rows = tokens.features[0, kept]
+        else:
+            state = self._state if configuration.keep == "state" else self._state.without_exchange()
+            policy = materialize(state, budget)
+            refined = refine(policy, tokens)
+            (trace,) = trace_images(policy, tokens, refined)
+            kept, rows, owners = refined.indices[0], refined.features[0], trace.owners
+        answer = self._answer(rows, question)
+        return Explanation(configuration, tuple(sorted(kept.tolist())), answer, owners)
 
     def _hash_pixels(self, image: Image.Image) -> str:
         """As a server hashes them: after its image processor, in the dtype that it serves."""
@@ -75,16 +79,16 @@ class Explainer:
         pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
         return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels.to(torch.bfloat16))
 
-    def _answer(self, tokens: VisualTokens, kept: Tensor, question: str) -> str:
+    def _answer(self, rows: Tensor, question: str) -> str:
         processor, llava = self._vision.processor, self._vision.model
         content = [{"type": "image"}, {"type": "text", "text": question}]
         chat = processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
         words, image = processor.tokenizer, processor.image_token
-        ids = words(chat.replace(image, image * len(kept)), return_tensors="pt").input_ids
+        ids = words(chat.replace(image, image * len(rows)), return_tensors="pt").input_ids
         embedded = llava.get_input_embeddings()(ids)
-        embedded[ids == words.convert_tokens_to_ids(image)] = tokens.features[0, kept]
+        embedded[ids == words.convert_tokens_to_ids(image)] = rows
         ids_out: list[int] = []
         while len(ids_out) < MAX_ANSWER_TOKENS:
             hidden = llava.model.language_model(inputs_embeds=embedded, use_cache=False)
@@ -148,6 +152,7 @@ def draw_example(settings: Settings, questions: Questions, measured: Measured) -
             title=NAMES[item.configuration.keep],
             detail=f"{len(item.kept)} tokens",
             kept=None if item.configuration == FULL else item.kept,
+            owners=item.owners,
             answer=item.answer,
             right=_is_right(example, item.answer),
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
+from vllm_autoprune.report.panels import group_colour
+
 Colour = tuple[int, int, int]
 
 PATCH = 14
@@ -25,13 +27,17 @@ _TITLE, _LABEL, _ANSWER, _LEGEND = 46, 35, 35, 30
 
 @dataclass(frozen=True)
 class Panel:
-    """One copy of the scene: a title, what is kept (None: everything), and the answer."""
+    """One copy of the scene: a title, what is kept (None: everything), and the answer.
+
+    ``owners`` has for every patch the kept one that it is merged into, or -1.
+    """
 
     title: str
     detail: str
     kept: tuple[int, ...] | None
     answer: str
     right: bool
+    owners: tuple[int, ...] = ()
 
 
 def draw(
@@ -47,14 +53,20 @@ def draw(
     for number, panel in enumerate(panels):
         left = GAP + number * (side + GAP)
         _label(pen, left, top - 16 - _LABEL, panel)
-        sheet.paste(scene(image, panel.kept, evidence), (left, top))
+        sheet.paste(scene(image, panel.kept, evidence, panel.owners), (left, top))
         _answer(pen, left, top + side + 16, panel)
-    _legend(pen, GAP, top + side + 18 + _ANSWER + 28)
+    merged = any(panel.owners for panel in panels)
+    _legend(pen, GAP, top + side + 18 + _ANSWER + 28, merged)
     return sheet
 
 
-def scene(image: Image.Image, kept: Iterable[int] | None, evidence: Sequence[int]) -> Image.Image:
-    """One panel's image, enlarged and marked."""
+def scene(
+    image: Image.Image,
+    kept: Iterable[int] | None,
+    evidence: Sequence[int],
+    owners: Sequence[int] = (),
+) -> Image.Image:
+    """One panel's image, enlarged and marked; merged patches have the colour of their group."""
     big = image.resize((image.width * SCALE, image.height * SCALE), Image.Resampling.NEAREST)
     columns = image.width // PATCH
     if kept is None:
@@ -62,6 +74,12 @@ def scene(image: Image.Image, kept: Iterable[int] | None, evidence: Sequence[int
     else:
         grey = ImageEnhance.Color(big).enhance(0.3)
         shown, chosen = ImageEnhance.Brightness(grey).enhance(0.42), set(kept)
+    colours = {patch: group_colour(n) for n, patch in enumerate(sorted(chosen))} if owners else {}
+    for patch, owner in enumerate(owners):
+        if owner >= 0:
+            box = patch_box(patch, columns)
+            tint = Image.new("RGB", (PATCH * SCALE, PATCH * SCALE), colours[owner])
+            shown.paste(Image.blend(big.crop(box), tint, 0.5), box[:2])
     for patch in chosen:
         box = patch_box(patch, columns)
         shown.paste(big.crop(box), box[:2])
@@ -69,7 +87,8 @@ def scene(image: Image.Image, kept: Iterable[int] | None, evidence: Sequence[int
     _outline(pen, evidence, columns)
     for patch in chosen:
         left, top, right, bottom = patch_box(patch, columns)
-        pen.rectangle((left, top, right - 1, bottom - 1), outline=KEPT, width=3)
+        colour, width = colours.get(patch, KEPT), 6 if patch in colours else 3
+        pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=width)
     return shown
 
 
@@ -110,9 +129,12 @@ def _answer(pen: ImageDraw.ImageDraw, left: int, top: int, panel: Panel) -> None
     pen.text((start, top), panel.answer or "(nothing)", colour, _font(_ANSWER), stroke_width=0.5)
 
 
-def _legend(pen: ImageDraw.ImageDraw, left: int, top: int) -> None:
+def _legend(pen: ImageDraw.ImageDraw, left: int, top: int, merged: bool) -> None:
     size, step = 36, 12
-    for colour, words in ((KEPT, "kept patch"), (EVIDENCE, "patches that hold the answer")):
+    entries = [(KEPT, "kept patch"), (EVIDENCE, "patches that hold the answer")]
+    if merged:
+        entries.append((group_colour(0), "merged into the framed patch of its colour"))
+    for colour, words in entries:
         pen.rectangle((left, top, left + size, top + size), fill=TEXT)
         pen.rectangle((left + 6, top + 6, left + size - 6, top + size - 6), QUIET, colour, 4)
         left += size + step

@@ -129,3 +129,49 @@ def test_an_image_of_k_tokens_has_no_core() -> None:
     tokens = images(seed=3, grid=Grid(3, 4))
     (image, _) = trace_batch(tokens, {"/core": {"share": 0.5}})
     assert image.core == () and len(image.kept) == 12
+
+
+MERGING = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+
+
+def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into() -> None:
+    tokens = images(seed=5)
+    policy = materialize(state(MERGING), 12)
+    for number, image in enumerate(trace_images(policy, tokens, refine(policy, tokens))):
+        similarity = tokens.cosine[number]
+        assert len(image.owners) == 36
+        for token, owner in enumerate(image.owners):
+            if token in image.kept:
+                assert owner == -1
+            else:
+                assert owner == max(image.kept, key=lambda kept: float(similarity[token, kept]))
+        explanation = explain(policy, Image.new("RGB", (60, 60)), "?", image)
+        assert "24 dropped ones are merged into them" in explanation.summary
+        (panel,) = [panel for panel in explanation.panels if panel.title == "merged"]
+        assert panel.owners == image.owners and panel.lit == image.kept
+
+
+def test_a_state_that_merges_nothing_has_no_owners() -> None:
+    (image, _) = trace_batch(images(), {"/reassembly/strength": 0.0})
+    assert image.owners == ()
+
+
+def test_a_token_beyond_the_radius_of_every_kept_one_is_merged_into_none() -> None:
+    local = {"atom": "spatial_local_residual_merge", "strength": 0.5, "radius": 1}
+    tokens = images(seed=5)
+    policy = materialize(state({"/reassembly": local}), 3)
+    (image, _) = trace_images(policy, tokens, refine(policy, tokens))
+    for token, owner in enumerate(image.owners):
+        if owner >= 0:
+            (row, column), (other, place) = cell(token, Grid(6, 6)), cell(owner, Grid(6, 6))
+            assert max(abs(row - other), abs(column - place)) <= 1
+    places = [cell(token, Grid(6, 6)) for token in range(36)]
+    lonely = {
+        token
+        for token, (row, column) in enumerate(places)
+        if all(
+            max(abs(row - r), abs(column - c)) > 1 for r, c in map(places.__getitem__, image.kept)
+        )
+    }
+    assert lonely
+    assert {t for t, owner in enumerate(image.owners) if owner < 0} == lonely | set(image.kept)

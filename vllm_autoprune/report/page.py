@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
-from vllm_autoprune.report.panels import Explanation, Panel, atom_title, cell
+from vllm_autoprune.report.panels import Explanation, Panel, atom_title, cell, group_colour
 from vllm_autoprune.report.picture import (
     CORE,
     ENTERED,
@@ -67,6 +67,8 @@ def _legend(panels: Sequence[Panel]) -> str:
     if any(panel.left or panel.entered for panel in panels):
         entries.append('<span><i class="left">&minus;</i>swapped out</span>')
         entries.append('<span><i class="entered">+</i>swapped in</span>')
+    if any(panel.owners for panel in panels):
+        entries.append("<span>one colour: merged into the framed token</span>")
     if any(panel.heat is not None for panel in panels):
         entries.append('<span><i class="ramp"></i>low to high, each map on its own scale</span>')
     return "".join(entries)
@@ -91,6 +93,9 @@ def _marks(panel: Panel, grid: Grid) -> Iterator[str]:
     """SVG of dropped tokens as one dark path, then frames of the others."""
     if panel.lit is None:
         return
+    if panel.owners:
+        yield from _group_marks(panel, grid)
+        return
     lit = set(panel.lit)
     dark = (cell(token, grid) for token in range(grid.tokens) if token not in lit)
     path = "".join(f"M{column} {row}h1v1h-1z" for row, column in dark)
@@ -103,6 +108,26 @@ def _marks(panel: Panel, grid: Grid) -> Iterator[str]:
             x, y = column + 0.5, row + 0.5
             upright = f"M{x} {y - 0.22}v.44" if kind == "entered" else ""
             yield f'<path class="{kind}" d="M{x - 0.22:g} {y}h.44{upright}"/>'
+
+
+def _group_marks(panel: Panel, grid: Grid) -> Iterator[str]:
+    """SVG of groups of merged tokens: each in its own colour, its kept token framed."""
+    kept = panel.lit or ()
+    colours = {token: css_colour(group_colour(number)) for number, token in enumerate(kept)}
+    for token in range(grid.tokens):
+        row, column = cell(token, grid)
+        owner = panel.owners[token]
+        if token in colours:
+            style = f"stroke:{colours[token]};stroke-width:.16"
+            yield (
+                f'<rect style="{style}" x="{column + 0.08}" y="{row + 0.08}" '
+                'width=".84" height=".84"/>'
+            )
+        elif owner >= 0:
+            style = f"fill:{colours[owner]};fill-opacity:.55"
+            yield f'<rect style="{style}" x="{column}" y="{row}" width="1" height="1"/>'
+        else:
+            yield f'<path class="dim" d="M{column} {row}h1v1h-1z"/>'
 
 
 def _kind(token: int, panel: Panel) -> str:
@@ -124,6 +149,8 @@ def _tokens(trace: Trace) -> dict[str, object]:
             word = "kept" if token in rank else "swapped in"
         if token in core:
             word = "kept for every question"
+        if trace.owners and trace.owners[token] >= 0:
+            word += f", merged into token {trace.owners[token]}"
         status.append(f"{word}, pick {rank[token]} of the reference" if token in rank else word)
     columns: dict[str, list[float]] = {}
     if trace.quality is not None:

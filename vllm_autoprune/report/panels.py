@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from dataclasses import dataclass
 
 from PIL import Image
@@ -17,7 +18,7 @@ class Panel:
 
     ``heat`` has one value 0..1 for each token, or is None. ``lit`` are the tokens that are not
     dimmed, None means all. ``left`` and ``entered`` are marked as exchanged, ``core`` as kept for
-    every question.
+    every question. ``owners`` has for every token the kept one that it is merged into, or -1.
     """
 
     title: str
@@ -27,6 +28,7 @@ class Panel:
     left: tuple[int, ...] = ()
     entered: tuple[int, ...] = ()
     core: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Explanation:
         if self.trace.fallback != "none":
             return f"{summary}; its scores were not finite, {self.trace.fallback} selection instead"
         core = f"; {len(self.trace.core)} of them are the core" if self.trace.core else ""
-        return f"{summary}{core}; {len(self.trace.entered)} exchanged"
+        merged = sum(owner >= 0 for owner in self.trace.owners)
+        into = f"; {merged} dropped ones are merged into them" if merged else ""
+        return f"{summary}{core}; {len(self.trace.entered)} exchanged{into}"
 
 
 def explain(
@@ -72,6 +76,11 @@ def explain(
         swaps = f"{len(trace.left)} out, {len(trace.entered)} in"
         exchange = (trace.kept, trace.left, trace.entered, trace.core)
         panels.append(Panel("after exchange", swaps, None, *exchange))
+    if trace.owners:
+        merged = sum(owner >= 0 for owner in trace.owners)
+        folded = f"{merged} dropped into {len(set(trace.owners) - {-1})} kept"
+        panels.append(Panel("merged", folded, lit=trace.kept, owners=trace.owners))
+    if trace.quality is not None:
         panels.append(Panel("quality g", "all signals fused", tuple(trace.quality)))
         panels += [
             Panel(atom_title(s.atom), f"weight {s.weight:g}", s.values) for s in trace.signals
@@ -84,6 +93,12 @@ def explain(
 def atom_title(atom: str) -> str:
     """``local_contrast_saliency`` -> ``local contrast saliency``."""
     return atom.replace("_", " ")
+
+
+def group_colour(number: int) -> tuple[int, int, int]:
+    """Colour of a group of merged tokens; neighbouring numbers have hues far apart."""
+    red, green, blue = colorsys.hsv_to_rgb((number * 0.618034) % 1.0, 0.75, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def cell(token: int, grid: Grid) -> tuple[int, int]:

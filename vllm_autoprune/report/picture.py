@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
-from vllm_autoprune.report.panels import Explanation, Panel, cell
+from vllm_autoprune.report.panels import Explanation, Panel, cell, group_colour
 from vllm_autoprune.tpdsl.tokens import Grid
 
 Colour = tuple[int, int, int]
@@ -68,6 +68,8 @@ COLUMNS = 3
 _QUESTION, _NOTE, _TITLE, _DETAIL = 30, 18, 20, 17
 _LINES = 6
 """Maximum number of lines of a question."""
+_GROUP = 0.55
+"""Opacity of a group's colour over the picture."""
 _HEAT = 0.72
 """Opacity of a heat map over the picture."""
 
@@ -129,6 +131,8 @@ def _draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image
     dimmed = ImageEnhance.Brightness(ImageEnhance.Color(base).enhance(0.25)).enhance(0.38)
     line = max(1, size // 14)
     pen = ImageDraw.Draw(dimmed)
+    if panel.owners:
+        return _draw_groups(base, dimmed, panel, grid, size)
     for token in (*panel.lit, *panel.left):
         box = _token_box(token, grid, size)
         if token not in panel.left:
@@ -144,6 +148,26 @@ def _draw_panel(base: Image.Image, panel: Panel, grid: Grid, size: int) -> Image
         _draw_frame(pen, box, colour, 2 * line + 1 if exchanged else line)
         if exchanged:
             _draw_sign(pen, box, colour, plus=token in panel.entered)
+    return dimmed
+
+
+def _draw_groups(
+    base: Image.Image, dimmed: Image.Image, panel: Panel, grid: Grid, size: int
+) -> Image.Image:
+    """Tint every group of merged tokens in its own colour, and frame its kept token."""
+    kept = panel.lit or ()
+    colours = {token: group_colour(number) for number, token in enumerate(kept)}
+    pen = ImageDraw.Draw(dimmed)
+    for token, owner in enumerate(panel.owners):
+        if owner < 0:
+            continue
+        box = _token_box(token, grid, size)
+        tint = Image.new("RGB", (size, size), colours[owner])
+        dimmed.paste(Image.blend(base.crop(box), tint, _GROUP), box[:2])
+    for token in kept:
+        box = _token_box(token, grid, size)
+        dimmed.paste(base.crop(box), box[:2])
+        _draw_frame(pen, box, colours[token], max(2, size // 7))
     return dimmed
 
 
@@ -200,6 +224,12 @@ def _draw_legend(pen: ImageDraw.ImageDraw, place: tuple[int, int], panels: Seque
             _draw_sign(pen, box, colour, plus=sign == "+")
         pen.text((x + side + 10, y + 1), words, QUIET, font)
         x += side + 10 + int(pen.textlength(words, font)) + GAP
+    if any(panel.owners for panel in panels):
+        words = "one colour: merged into the framed token"
+        for number in range(3):
+            pen.rectangle((x + 9 * number, y, x + 9 * number + 8, y + side), group_colour(number))
+        pen.text((x + 36, y + 1), words, QUIET, font)
+        x += 36 + int(pen.textlength(words, font)) + GAP
     if any(panel.heat is not None for panel in panels):
         bar = 160
         for step in range(bar):

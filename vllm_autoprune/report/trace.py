@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import min_max_normalise
+from vllm_autoprune.tpdsl.atoms.reassembly import find_owners
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import apply_view
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
@@ -31,7 +32,9 @@ class Trace:
     ``reference`` is in order of selection, ``kept`` ascending; ``left`` and ``entered`` are the
     exchanged tokens, ascending; ``extra`` counts merged rows of the base policy, which are not
     single tokens; ``core`` are the tokens of the core, ascending; ``quality`` is g, None if the
-    state does not score; ``fallback`` is one of ``tpdsl.outcome.FALLBACKS``.
+    state does not score; ``fallback`` is one of ``tpdsl.outcome.FALLBACKS``; ``owners`` has for
+    every token the kept one that it is merged into most, or -1, and is empty where nothing is
+    merged.
     """
 
     grid: Grid
@@ -44,6 +47,7 @@ class Trace:
     quality: tuple[float, ...] | None
     fallback: str
     core: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
 
 
 @torch.no_grad()
@@ -60,6 +64,9 @@ def trace_images(
         if call.weight > 0
     ]
     core = policy.core if policy.budget < tokens.count else 0
+    # With a core, two policies merge, each into its own part.
+    merges = policy.core == 0 and policy.budget < tokens.count
+    owners = find_owners(policy.state.reassembly, tokens, refined.indices) if merges else None
     traces = []
     for image in range(tokens.batch):
         reference = _integers(refined.reference[image])
@@ -76,9 +83,17 @@ def trace_images(
                 quality=None if refined.quality is None else _floats(refined.quality[image]),
                 fallback=FALLBACKS[int(refined.fallback[image])],
                 core=_integers(refined.indices[image, :core]),
+                owners=_owners(owners, refined, image),
             )
         )
     return tuple(traces)
+
+
+def _owners(owners: Tensor | None, refined: RefinedTokens, image: int) -> tuple[int, ...]:
+    """Owners of one image; a fallback merges nothing."""
+    if owners is None or int(refined.fallback[image]) or bool((owners[image] < 0).all()):
+        return ()
+    return _integers(owners[image])
 
 
 def _integers(row: Tensor) -> tuple[int, ...]:

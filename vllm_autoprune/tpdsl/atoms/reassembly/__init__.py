@@ -137,6 +137,21 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSel
     anchors = gather_rows(chosen.reference.rows(tokens), indices)
     if _idle(call):
         return anchors
+    weights, own, largest = _weigh(recipe, call, tokens, indices, chosen.mergeable)
+    groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
+    rows = recipe.form.function(call, groups)
+    assert isinstance(rows, Tensor)
+    return rows
+
+
+def _weigh(
+    recipe: Recipe,
+    call: AtomCall,
+    tokens: VisualTokens,
+    indices: Tensor,
+    mergeable: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
     kept = mask_from_indices(indices, tokens.count)[:, :, None]
     similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
     share = recipe.assign.function(call, similarity, indices, tokens.grid)
@@ -144,13 +159,21 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSel
     largest = torch.zeros_like(share, dtype=torch.bool)
     largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
     weight, own = _weight_pair(recipe.aggregate.function(call, tokens, similarity, indices))
-    if chosen.mergeable is not None:
-        kept = kept | ~chosen.mergeable[:, :, None]
-    weights = (share * weight).masked_fill(kept, 0.0)
-    groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
-    rows = recipe.form.function(call, groups)
-    assert isinstance(rows, Tensor)
-    return rows
+    if mergeable is not None:
+        kept = kept | ~mergeable[:, :, None]
+    return (share * weight).masked_fill(kept, 0.0), own, largest
+
+
+def find_owners(call: AtomCall, tokens: VisualTokens, indices: Tensor) -> Tensor:
+    """The kept token ``(B, N)`` that each dropped token is merged into most; -1 for none.
+
+    ``indices`` ``(B, P)`` are the kept tokens.
+    """
+    if _idle(call):
+        return torch.full((tokens.batch, tokens.count), -1, device=indices.device)
+    weights, _, _ = _weigh(RECIPES[call.atom], call, tokens, indices, None)
+    most, place = weights.max(dim=2)
+    return indices.gather(1, place).masked_fill(most <= 0, -1)
 
 
 def _weight_pair(weights: object) -> tuple[Tensor, Tensor]:
