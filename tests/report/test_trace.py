@@ -131,7 +131,7 @@ def test_an_image_of_k_tokens_has_no_core() -> None:
     assert image.core == () and len(image.kept) == 12
 
 
-MERGING = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+MERGING: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
 
 
 def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into() -> None:
