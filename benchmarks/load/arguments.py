@@ -20,7 +20,10 @@ from benchmarks.load.option_types import (
     whole_number,
     whole_number_mix,
 )
+from benchmarks.load.own_data import open_data
 from benchmarks.load.paired import Plan
+from benchmarks.load.requests import require_items
+from benchmarks.load.sweep import STEPS
 from benchmarks.load.workload import CACHES, Workload, format_mix
 from benchmarks.minillava.split import CLIP, LLAVA
 
@@ -133,8 +136,15 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_workload(given: argparse.Namespace) -> Workload:
-    """The workload."""
-    return Workload.model_validate({name: vars(given)[name] for name in Workload.model_fields})
+    """The workload; raises :class:`BenchmarkError` where its own data cannot be read."""
+    computed = ("data_digest", "first_item")
+    fields = {name: vars(given)[name] for name in Workload.model_fields if name not in computed}
+    if given.data:
+        fields["data"] = str(Path(given.data).resolve())
+        fields["data_digest"] = open_data(Path(fields["data"])).digest
+    workload = Workload.model_validate(fields)
+    require_items(workload)
+    return workload
 
 
 def parse_plan(given: argparse.Namespace) -> Plan:
@@ -145,6 +155,8 @@ def parse_plan(given: argparse.Namespace) -> Plan:
     workload = parse_workload(given).model_copy(
         update={"model": given.served_name, "vocabulary": vocabulary}
     )
+    rates = len(STEPS) + 1 if given.rates is None else len(given.rates)
+    require_items(workload, len(given.users) + rates)
     return Plan(
         arms=arms,
         workload=workload,
@@ -251,6 +263,12 @@ def _add_workload(parser: argparse.ArgumentParser, requests: int) -> None:
         add(f"--{name}", type=convert, default=mix, help=f"VALUE=WEIGHT,...; default {text}")
     add("--vocabulary", choices=("english", "numbered"), default=DEFAULT.vocabulary)
     add("--dialect", choices=("vllm", "openai"), default=DEFAULT.dialect)
+    add(
+        "--data",
+        default="",
+        help="images and questions of your own: a folder, a JSONL file, or a data set saved by "
+        "datasets.save_to_disk (default: drawn ones)",
+    )
     add("--seed", type=whole_number(0), default=DEFAULT.seed, help="seed of requests and schedule")
 
 

@@ -177,7 +177,10 @@ def _measure_ours(settings: CrossCheck, url: str, number: int) -> tuple[Mapping[
 
 def _write_their_requests(prepared: Prepared, out: Path) -> Path:
     path = out / "requests-for-vllm.jsonl"
-    lines = (json.dumps({"content": build_request_content(line.ask)}) for line in prepared.measured)
+    lines = (
+        json.dumps({"content": build_request_content(prepared.workload, line.ask)})
+        for line in prepared.measured
+    )
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -130,7 +130,12 @@ def _run_once(
 ) -> Run:
     """One run; every load has images of its own, so that none is in a cache from an earlier run."""
     seed = plan.workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
-    workload = plan.workload.model_copy(update={"seed": seed})
+    changes: dict[str, int] = {"seed": seed}
+    if plan.workload.data and plan.workload.cache == "unique":
+        labels = [*dict.fromkeys(Path(entry.folder).name for entry in entries), load.label]
+        items = plan.workload.requests + plan.workload.warm_up
+        changes["first_item"] = labels.index(load.label) * items
+    workload = plan.workload.model_copy(update=changes)
     folder = out / "workloads" / f"{load.label}"
     prepare(workload, folder)
     name = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"

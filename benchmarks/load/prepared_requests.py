@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.client import build_body, build_content
 from benchmarks.common.pictures import draw_picture, encode_picture
-from benchmarks.load.requests import PictureSpec, Request, draw_requests
+from benchmarks.load.own_data import as_data_url, open_data
+from benchmarks.load.requests import OwnPicture, PictureSpec, Request, draw_requests
 from benchmarks.load.workload import Workload
 
 WORKLOAD, REQUESTS, BODIES = "workload.json", "requests.jsonl", "bodies.bin"
@@ -98,17 +99,20 @@ def build_request_body(workload: Workload, request: Request) -> bytes:
     if workload.dialect == "vllm":
         # Without it, special tokens have no text, and their deltas would not be counted.
         fields = {"ignore_eos": True, "skip_special_tokens": False}
-    content = build_request_content(request)
+    content = build_request_content(workload, request)
     return build_body(workload.model, content, tokens=workload.output_tokens, fields=fields)
 
 
-def build_request_content(request: Request) -> list[Mapping[str, object]]:
+def build_request_content(workload: Workload, request: Request) -> list[Mapping[str, object]]:
     """The parts of the user's message, with encoded pictures."""
-    return build_content(request.question, map(_image_url, request.pictures))
+    urls = [_image_url(workload.data, picture) for picture in request.pictures]
+    return build_content(request.question, urls)
 
 
 @lru_cache(maxsize=64)
-def _image_url(spec: PictureSpec) -> str:
+def _image_url(data: str, spec: PictureSpec | OwnPicture) -> str:
+    if isinstance(spec, OwnPicture):
+        return as_data_url(open_data(Path(data)).items[spec.item].images[spec.number]())
     return encode_picture(draw_picture(spec.seed, spec.width, spec.height), spec.format)
 
 

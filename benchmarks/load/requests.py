@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import StrictModel
+from benchmarks.common import BenchmarkError, StrictModel
+from benchmarks.load.own_data import open_data
 from benchmarks.load.workload import Workload, draw_from
 
 Format = Literal["jpeg", "png"]
@@ -36,20 +38,31 @@ class PictureSpec(StrictModel):
     format: Format
 
 
+class OwnPicture(StrictModel):
+    """One image of an item of one's own data."""
+
+    item: int
+    number: int
+
+
 class Request(StrictModel):
     """One request; requests with equal pictures and question have identical bodies."""
 
     index: int
-    pictures: tuple[PictureSpec, ...]
+    pictures: tuple[PictureSpec | OwnPicture, ...]
     question: str
 
 
 def draw_requests(workload: Workload) -> tuple[list[Request], list[Request]]:
-    """Draw the measured requests and the warm-up requests; the two share no image."""
+    """Draw the measured requests and the warm-up requests; the two share no image.
+
+    Raises :class:`BenchmarkError` where one's own data has too few images for that.
+    """
+    require_items(workload)
     measured = [_draw_request(workload, index) for index in range(workload.requests)]
-    first = workload.requests
+    first = _count_distinct(workload) if workload.data else workload.requests
     warm_up = [
-        _draw_by_identity(workload, first + number, first + number)
+        _draw_by_identity(workload, workload.requests + number, first + number)
         for number in range(workload.warm_up)
     ]
     return measured, warm_up
@@ -63,17 +76,58 @@ def _draw_request(workload: Workload, index: int) -> Request:
             return _draw_by_identity(workload, index, int(_draw_repeated(workload)[index]))
         case "same-image":
             shown = _draw_by_identity(workload, index, int(_draw_repeated(workload)[index]))
-            return shown.model_copy(update={"question": _draw_question(workload, index)})
+            return shown.model_copy(update={"question": _find_question(workload, index)})
 
 
 def _draw_by_identity(workload: Workload, index: int, identity: int) -> Request:
     """The request of that identity, which determines its sizes, pictures and question."""
+    if workload.data:
+        return _take_own(workload, index, identity)
     generator = _generator(workload, 1, identity)
     pictures = tuple(
         _draw_picture(workload, generator, 1000 * identity + number)
         for number in range(draw_from(workload.images, generator))
     )
     return Request(index=index, pictures=pictures, question=_draw_question(workload, identity))
+
+
+def require_items(workload: Workload, loads: int = 1) -> None:
+    """Raise :class:`BenchmarkError` where one's own data has too few items.
+
+    Each of several loads with unique images has items of its own.
+    """
+    if not workload.data:
+        return
+    count = len(open_data(Path(workload.data)).items)
+    unique = workload.cache == "unique"
+    needed = (_count_distinct(workload) + workload.warm_up) * (loads if unique else 1)
+    if count < needed:
+        fix = "fewer --requests or loads, or --cache repeat" if unique else "a smaller --pool"
+        raise BenchmarkError(
+            f"--data {workload.data}: has {count} items, but --cache {workload.cache} needs "
+            f"{needed} (with the warm-up) -> give more images, {fix}"
+        )
+
+
+def _count_distinct(workload: Workload) -> int:
+    return workload.requests if workload.cache == "unique" else workload.pool
+
+
+def _take_own(workload: Workload, index: int, identity: int) -> Request:
+    """The request of an item of one's own data, in the order of the data."""
+    item = workload.first_item + identity
+    images = open_data(Path(workload.data)).items[item].images
+    pictures = tuple(OwnPicture(item=item, number=number) for number in range(len(images)))
+    return Request(index=index, pictures=pictures, question=_find_question(workload, identity))
+
+
+def _find_question(workload: Workload, number: int) -> str:
+    """The question of an item of one's own data, if it has one; else one that is drawn."""
+    if not workload.data:
+        return _draw_question(workload, number)
+    items = open_data(Path(workload.data)).items
+    own = items[(workload.first_item + number) % len(items)].question
+    return own if own is not None else _draw_question(workload, number)
 
 
 def _draw_picture(workload: Workload, generator: np.random.Generator, number: int) -> PictureSpec:

@@ -262,6 +262,8 @@ def _workload(workload: Workload) -> Iterator[tuple[str, str]]:
     yield "cache state", f"{workload.cache}: {CACHES[workload.cache]}"
     yield "requests", f"{workload.requests} a run, and {workload.warm_up} before the clock starts"
     yield "answers", f"{workload.output_tokens} tokens each, greedy"
+    if workload.data:
+        yield "data", f"{workload.data}, {workload.data_digest}"
     yield "longer side, pixels", format_mix(workload.sides)
     yield "aspect", format_mix(workload.aspects)
     yield "images a request", format_mix(workload.images)

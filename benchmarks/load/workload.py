@@ -67,6 +67,11 @@ class Workload(StrictModel):
     dialect: Literal["vllm", "openai"] = "vllm"
     """``openai`` leaves out vLLM's own fields; answers may then be shorter than requested."""
     seed: int = 0
+    data: str = ""
+    """Folder, JSONL file or data set with images and questions of one's own; empty: drawn ones."""
+    data_digest: str = ""
+    first_item: int = 0
+    """The first item of the data that is used: the loads of an experiment share none."""
 
 
 def draw_from(mix: tuple[tuple[T, float], ...], generator: np.random.Generator) -> T:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
 
 from benchmarks.common.metrics import ServerMetrics
 from benchmarks.common.request_record import Phase, Record
@@ -93,3 +96,10 @@ def point(
             Run(arm, number, run_result, tuple(records), f"runs/{number}-{arm}/{load.label}")
         )
     return Point(arm, load, tuple(runs))
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Small images that differ, in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", (8, 8), (number, 2 * number, 0)).save(folder / f"{number:03}.png")

@@ -18,7 +18,7 @@ from benchmarks.load.prepared_requests import load_prepared
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.schedule import Slo
 from benchmarks.load.sweep import STEPS, choose_rates
-from tests.benchmarks.load.samples import WORKLOAD, record, result
+from tests.benchmarks.load.samples import WORKLOAD, record, result, write_images
 
 SLO = Slo(ttft=0.5)
 
@@ -60,6 +60,18 @@ def test_arms_alternate_and_loads_share_no_images(seen: list[Options], tmp_path:
     assert len({one.out for one in seen}) == 12
     assert [run.arm for run in experiment.runs(tmp_path)] == [arm for arm in "abba" for _ in loads]
     assert read_paired(tmp_path) == experiment and experiment.broken is None
+
+
+def test_loads_share_no_image_of_ones_own_data(seen: list[Options], tmp_path: Path) -> None:
+    write_images(tmp_path / "data", 30)
+    workload = WORKLOAD.model_copy(update={"data": str(tmp_path / "data")})
+    measure(plan(workload=workload, users=(1, 2), rates=(1.0,)), tmp_path / "out")
+    used = {}
+    for one in seen:
+        lines = load_prepared(one.workload).lines
+        used[one.load.label] = {picture for line in lines for picture in line.ask.pictures}
+    assert [len(items) for items in used.values()] == [10, 10, 10]
+    assert len(set.union(*used.values())) == 30
 
 
 def test_rates_are_chosen_once_and_raised_until_saturation(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.load.requests import draw_requests
+from benchmarks.load.requests import PictureSpec, Request, draw_requests
 from benchmarks.load.workload import Cache, Workload, format_mix, parse_mix
 
 BASE = Workload(model="m", requests=200, warm_up=5)
@@ -17,10 +18,16 @@ def of(cache: Cache, **changes: object) -> Workload:
     return BASE.model_copy(update={"cache": cache, **changes})
 
 
+def drawn(requests: Sequence[Request]) -> list[PictureSpec]:
+    pictures = [picture for request in requests for picture in request.pictures]
+    assert all(isinstance(picture, PictureSpec) for picture in pictures)
+    return [picture for picture in pictures if isinstance(picture, PictureSpec)]
+
+
 def test_unique_images_and_questions_never_repeat() -> None:
     measured, warm_up = draw_requests(of("unique"))
     every = [*measured, *warm_up]
-    seeds = [picture.seed for request in every for picture in request.pictures]
+    seeds = [picture.seed for picture in drawn(every)]
     assert len(set(seeds)) == len(seeds) == 205
     assert len({request.question for request in every}) == 205
 
@@ -44,9 +51,9 @@ def test_same_image_has_a_new_question_each_time() -> None:
 @pytest.mark.parametrize("cache", ["repeat", "off", "same-image"])
 def test_warm_up_images_are_not_measured(cache: Cache) -> None:
     measured, warm_up = draw_requests(of(cache))
-    shown = {picture.seed for request in measured for picture in request.pictures}
+    shown = {picture.seed for picture in drawn(measured)}
     assert len(warm_up) == 5
-    assert not shown & {picture.seed for request in warm_up for picture in request.pictures}
+    assert not shown & {picture.seed for picture in drawn(warm_up)}
 
 
 def test_sizes_counts_formats_and_lengths_follow_their_mixes() -> None:
@@ -61,7 +68,7 @@ def test_sizes_counts_formats_and_lengths_follow_their_mixes() -> None:
             words=((5, 1.0), (9, 1.0)),
         )
     )
-    pictures = [picture for request in measured for picture in request.pictures]
+    pictures = drawn(measured)
     sizes = Counter((picture.width, picture.height) for picture in pictures)
     assert set(sizes) == {(400, 200), (200, 400), (800, 400), (400, 800)}
     large = sum(number for size, number in sizes.items() if max(size) == 800)
