@@ -7,17 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
-from vllm_autoprune.tpdsl.registry import default_call
+from vllm_autoprune.tpdsl.registry import Component, default_call
 
 Across = Literal["mean", "worst"]
 """How the objectives of several budgets are aggregated: their mean or their minimum."""
 
 Objective = Literal["quality", "budgets", "tasks", "latency"]
 """Optimization targets: overall quality, quality per budget, quality per category, latency."""
-
-Component = Literal["anchoring", "fusion", "diversity"]
-"""Components of the paper's ablation table: keeping the base policy's tokens, combining several
-signals, and candidate pools that reward dissimilar tokens."""
 
 STRATEGIES_WITHOUT_MENU = ("openevolve", "random", "tpe")
 """Strategies that ignore menus: their candidates are programs or come from no language model."""

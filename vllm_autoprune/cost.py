@@ -22,8 +22,9 @@ ASSUMPTIONS = (
     "KV cache = sum over layers of n x 2 (key, value) x k x 2 bytes (16-bit); MiB = 2^20 bytes.",
     "n: tokens of one prompt in that layer; d: width, m: feed-forward width, k: key-value width, "
     "q: query width, which is d unless said otherwise.",
-    "Language model only, prefill only: no vision tower, projector, embedding or output head, "
-    "and nothing for the selection itself.",
+    "Language model only, prefill only: no vision tower, projector, embedding or output head. Of "
+    "the selection, the layers of the language model that a policy runs over all tokens to rank "
+    "them; nothing else.",
 )
 
 
@@ -65,7 +66,12 @@ def kv_bytes(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
 
 
 def estimate_cost(
-    shape: BackboneShape, tokens: int, *, text: int = 0, full_layers: int = 0
+    shape: BackboneShape,
+    tokens: int,
+    *,
+    text: int = 0,
+    full_layers: int = 0,
+    ranking_layers: int = 0,
 ) -> Cost:
     """Cost of K = ``tokens`` visual tokens and ``text`` text tokens.
 
@@ -73,6 +79,8 @@ def estimate_cost(
     that prunes inside the language model: F layers see all N tokens and the others R, the smallest
     number for which the mean over layers is at least K. Raises :class:`ConfigError` where the F
     full layers alone exceed a mean of K.
+
+    ``ranking_layers`` run over all N tokens before the selection, in addition to the prefill.
     """
     _check_arguments(shape, tokens, text, full_layers)
     visual = (tokens,) * shape.layers
@@ -84,7 +92,8 @@ def estimate_cost(
         tokens=sum(visual) / shape.layers,
         after=visual[-1],
         text=text,
-        flops=prefill_flops(shape, schedule),
+        flops=prefill_flops(shape, schedule)
+        + prefill_flops(shape, (shape.tokens + text,) * ranking_layers),
         kv_bytes=kv_bytes(shape, schedule),
     )
 

@@ -135,11 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
     source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
-    states = {entry.state.name: entry.state for entry in build_states(source, results)}
+    entries = {entry.state.name: entry for entry in build_states(source, results)}
+    states = {name: entry.state for name, entry in entries.items()}
     for name, state in states.items():
         path = folder / f"{name}.json"
         evidence = read_evidence(load_state(path)) if path.exists() else None
-        write_state(state if evidence is None else with_evidence(state, evidence), path)
+        stale = evidence is None or evidence.behaviour != behaviour_digest(state)
+        if evidence is None or stale or not entries[name].carries_evidence:
+            write_state(state, path)
+        else:
+            write_state(with_evidence(state, evidence), path)
     for path in folder.glob("*.json"):
         if path.stem not in states:
             path.unlink()
@@ -153,8 +158,10 @@ def measure_all(folder: Path, scenes: int, budgets: Sequence[int], again: bool) 
     model = f"mini-LLaVA {weights_digest(CHECKPOINT)}"
     measured: dict[str, Evidence] = {}
     resized: list[Answers] = []
-    paths = sorted(folder.glob("*.json"))
-    for number, path in enumerate(paths, 1):
+    source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
+    entries = build_states(source, results)
+    paths = [folder / f"{entry.state.name}.json" for entry in entries if entry.carries_evidence]
+    for number, path in enumerate(sorted(paths), 1):
         state = load_state(path)
         behaviour = behaviour_digest(state)
         evidence = measured.get(behaviour)

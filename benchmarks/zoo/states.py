@@ -31,7 +31,16 @@ BUDGETS: Mapping[str, Sequence[int]] = {
 """The budgets and backbones for which the paper reports the selected state."""
 
 QUOTAS = (0, 1, 2, 4, 8, 16, 32)
-"""The paper's values of q_e at K = 32; 2 is the selected state itself."""
+"""The paper's values of q_e at K = 32."""
+
+SWEEP_POOLS: list[JsonValue] = [
+    {"atom": "quality_pool_builder", "pool_ratio": 2.0},
+    {"atom": "diversity_pool_builder", "pool_ratio": 1.0},
+]
+"""Pools of the quota sweep: K candidates, so that q_e can reach K.
+
+The pools of the source have K / 2 candidates, which would limit every larger q_e to that.
+"""
 
 STRUCTURE = (
     "Structure: the state that the paper selected (its table of the materialized composition). "
@@ -47,6 +56,14 @@ class Entry:
 
     family: str
     state: PruningState
+
+    @property
+    def carries_evidence(self) -> bool:
+        """Whether accuracy measured on mini-LLaVA belongs into the state's file.
+
+        Not for a transferred state: it is for another backbone and another K than were measured.
+        """
+        return self.family != "transfer"
 
 
 def build_states(source: PruningState, search_results: Sequence[PruningState]) -> list[Entry]:
@@ -97,8 +114,16 @@ def _ablations(source: PruningState) -> Iterator[PruningState]:
     yield _edited(
         source,
         "ablation-without-anchoring",
-        {"constraints": {**constraints, "selector": {"atom": "quality_topk_selector"}}},
-        "Ablation: the K tokens of highest quality, whatever the base policy picked.",
+        {
+            # The kernel is one that reads quality, which the selector of the source does as well.
+            "scoring": {**scoring, "kernel": {"atom": "runtime_conditional_similarity_kernel"}},
+            "constraints": {
+                **constraints,
+                "selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 640},
+            },
+        },
+        "Ablation: any of the base policy's tokens may go; a DPP chooses among them and the same "
+        "pool.",
     )
     signals = scoring["signals"]
     assert isinstance(signals, list)
@@ -116,13 +141,12 @@ def _ablations(source: PruningState) -> Iterator[PruningState]:
         "Ablation: candidates by quality alone, however alike they are.",
     )
     for quota in QUOTAS:
-        if quota == selector["q_e"]:
-            continue
+        swept: JsonObject = {**constraints, "selector": {**selector, "q_e": quota}}
         yield _edited(
             source,
             f"ablation-quota-{quota}",
-            {"constraints": {**constraints, "selector": {**selector, "q_e": quota}}},
-            f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e.",
+            {"constraints": {**swept, "pool": SWEEP_POOLS}},
+            f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e, among K candidates.",
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from offline_search.candidates.ablation import ablate
 from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
@@ -19,8 +20,6 @@ SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallbac
 
 MAX_REPLY_CHARACTERS = 20_000
 """Longer replies are invalid; a proposal has about a thousand characters."""
-
-_SELECTORS_WITHOUT_QUOTA = ("reference_strict_preservation_selector", "quality_topk_selector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +56,6 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
     return load_state(json.dumps(document))
-
-
-def ablate(components: JsonObject, settings: Settings) -> JsonObject:
-    """Remove the components that the settings exclude, and set the quota that they fix.
-
-    Applied to every candidate of every strategy, so that an ablation searches a smaller space
-    instead of producing more invalid proposals. Malformed input is left for the loader to report.
-    """
-    scoring, constraints = components.get("scoring"), components.get("constraints")
-    if isinstance(scoring, dict) and "fusion" in settings.without:
-        signals = scoring.get("signals")
-        if isinstance(signals, list):
-            scoring = {**scoring, "signals": signals[:1]}
-    if isinstance(constraints, dict):
-        if "diversity" in settings.without:
-            constraints = {**constraints, "pool": [{"atom": "quality_pool_builder"}]}
-        selector = _ablate_selector(constraints.get("selector"), settings)
-        constraints = {**constraints, "selector": selector}
-    return {**components, "scoring": scoring, "constraints": constraints}
-
-
-def _ablate_selector(selector: JsonValue, settings: Settings) -> JsonValue:
-    if "anchoring" in settings.without:
-        return {"atom": "quality_topk_selector"}
-    if settings.quota is None or not isinstance(selector, dict):
-        return selector
-    if "q_e" not in selector and selector.get("atom") in _SELECTORS_WITHOUT_QUOTA:
-        return {"atom": "reference_residual_exchange_selector", "q_e": settings.quota}
-    return {**selector, "q_e": settings.quota}
 
 
 def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:

@@ -75,7 +75,13 @@ def native(params: DartParams, tokens: VisualTokens, budget: int | None) -> Publ
     return PublishedSelection(tuple(kept))
 
 
-@base_policy(DartParams, needs=frozenset({"language"}), native=native)
+@base_policy(
+    DartParams,
+    needs=frozenset({"language"}),
+    native=native,
+    # States of a layer need that layer as well.
+    ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
+)
 def dart(params: DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot."""
     start = tokens.require_language().start

@@ -26,7 +26,12 @@ class FastVParams(BasePolicyParams):
     )
 
 
-@base_policy(FastVParams, needs=frozenset({"language"}))
+@base_policy(
+    FastVParams,
+    needs=frozenset({"language"}),
+    # Attention of a layer needs the layers before it.
+    ranking_layers=lambda params, layers: params.layer - 1,
+)
 def fastv(params: FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads."""
     language = tokens.require_language()

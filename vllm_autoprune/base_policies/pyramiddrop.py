@@ -42,7 +42,13 @@ def native(
     return PublishedSelection(tuple(picks.sort(dim=1).values))
 
 
-@base_policy(PyramidDropParams, needs=frozenset({"language"}), native=native)
+@base_policy(
+    PyramidDropParams,
+    needs=frozenset({"language"}),
+    native=native,
+    # Attention of a layer needs the layers before it.
+    ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
+)
 def pyramiddrop(params: PyramidDropParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """One stage: the tokens with most attention from the last instruction token."""
     language = tokens.require_language()

@@ -61,7 +61,13 @@ def native(params: SparseVLMParams, tokens: VisualTokens, budget: int | None) ->
     return PublishedSelection(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
 
 
-@base_policy(SparseVLMParams, needs=frozenset({"language"}), native=native)
+@base_policy(
+    SparseVLMParams,
+    needs=frozenset({"language"}),
+    native=native,
+    # Attention of a layer needs the layers before it, recycling the layer's own output.
+    ranking_layers=lambda params, layers: params.layer + params.recycle,
+)
 def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from visually relevant text tokens, averaged over heads."""
     language = tokens.require_language()

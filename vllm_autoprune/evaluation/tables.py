@@ -171,7 +171,8 @@ def _quota_table(report: Report) -> Iterator[Table]:
     rows = []
     for own in _by_budget(report, "quota"):
         whole = _complete_residual(report, own[0])
-        quotas = [*own, whole] if whole is not None else own
+        swept = {row.case.quota for row in own}
+        quotas = [*own, whole] if whole is not None and whole.case.quota not in swept else own
         for row in sorted(quotas, key=lambda row: row.case.quota or 0):
             budget, quota, gain = row.case.budget, row.case.quota or 0, row.to_base
             rows.append([str(budget), str(quota), str(max(budget - quota, 0)),

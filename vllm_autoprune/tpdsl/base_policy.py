@@ -108,6 +108,9 @@ Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 Reads = Callable[[P], frozenset[Need]]
 """params -> inputs that the policy reads with them."""
 
+LayersRead = Callable[[P, int], int]
+"""(params, layers of the language model) -> layers that run over all N tokens to rank them."""
+
 SelectAsPublished = Callable[[P, VisualTokens, int | None], PublishedSelection]
 """(params, tokens, K) -> output of the published code, which need not have K rows.
 
@@ -133,6 +136,7 @@ class BasePolicy:
     condition: Callable[..., Conditioned] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
     core: type[BasePolicyCall] | None = None
+    ranking_layers: Callable[..., int] | None = None
 
     @property
     def default_params(self) -> BasePolicyParams:
@@ -149,6 +153,10 @@ class BasePolicy:
     def needs_of(self, params: BasePolicyParams) -> frozenset[Need]:
         """Optional inputs that the policy reads with these parameters."""
         return self.needs if self.reads is None else self.reads(params)
+
+    def layers_read(self, params: BasePolicyParams, layers: int) -> int:
+        """Layers of the language model that run over all N tokens before the selection."""
+        return 0 if self.ranking_layers is None else self.ranking_layers(params, layers)
 
     def select(
         self, params: BasePolicyParams, tokens: VisualTokens, budget: int
@@ -226,6 +234,7 @@ def base_policy(
     condition: Condition[P] | None = None,
     reads: Reads[P] | None = None,
     core: type[P] | None = None,
+    ranking_layers: LayersRead[P] | None = None,
 ) -> Callable[[Select[P]], Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
@@ -233,7 +242,7 @@ def base_policy(
     continues a greedy method from tokens that are kept already, and ``condition`` is the part of
     that which depends on the image alone. ``reads`` says what a call reads, where parameters decide
     that, and ``core`` are the parameters of the form that reads no question, where ``needs`` has
-    one.
+    one. ``ranking_layers`` are those of the language model that it reads over all tokens.
     """
 
     def register(function: Select[P]) -> Select[P]:
@@ -248,7 +257,7 @@ def base_policy(
         elif core is not None:
             alone = _call(f"{name.capitalize()}CorePolicy", name, doc, core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, function, native, given, condition, reads, alone
+            name, call, needs, doc, function, native, given, condition, reads, alone, ranking_layers
         )
         return function
 

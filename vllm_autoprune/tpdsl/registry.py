@@ -8,7 +8,7 @@ reference page and the text for an LLM proposer are all generated from this regi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -40,6 +40,17 @@ Origin = Literal["printed", "listed", "extension"]
 naming it, so its name and definition are this project's. ``extension``: added by this project, not
 one of the 131.
 """
+
+Component = Literal["anchoring", "fusion", "diversity"]
+"""Components of the paper's ablation table that an atom may bring into a state.
+
+``anchoring``: tokens of the base policy are kept because it picked them. ``fusion``: a further
+score enters token quality. ``diversity``: tokens are chosen for being unlike or far from others.
+"""
+
+ANCHORING: Component = "anchoring"
+FUSION: Component = "fusion"
+DIVERSITY: Component = "diversity"
 
 ROLES: dict[Group, Role] = {
     "token_source_base_policy": "context",
@@ -83,6 +94,7 @@ class Atom:
     doc: str
     function: Callable[..., object]
     reads: Reads | None = None
+    components: frozenset[Component] = frozenset()
 
     @property
     def paper(self) -> bool:
@@ -110,6 +122,9 @@ class Registry:
         if atom.name in self._atoms:
             raise ValueError(f"atom {atom.name!r} is declared twice")
         self._atoms[atom.name] = atom
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._atoms
 
     def __getitem__(self, name: str) -> Atom:
         return self._atoms[name]
@@ -151,6 +166,7 @@ def declare(
     origin: Origin = "printed",
     doc: str | None = None,
     reads: Reads | None = None,
+    components: Collection[Component] = (),
 ) -> type[AtomCall]:
     """Register one atom and return its call model, whose ``atom`` field is this name.
 
@@ -163,7 +179,7 @@ def declare(
         __doc__=text,
         atom=(literal_type(name), ...),
     )
-    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads))
+    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads, frozenset(components)))
     return bound
 
 
@@ -174,6 +190,7 @@ def atom(
     needs: frozenset[Need] = frozenset(),
     origin: Origin = "printed",
     reads: Reads | None = None,
+    components: Collection[Component] = (),
 ) -> Callable[[F], F]:
     """Decorator: register a function as the atom of the same name.
 
@@ -181,7 +198,10 @@ def atom(
     """
 
     def register(function: F) -> F:
-        declare(function.__name__, group, call, function, needs=needs, origin=origin, reads=reads)
+        declare(
+            function.__name__, group, call, function,
+            needs=needs, origin=origin, reads=reads, components=components,
+        )  # fmt: skip
         return function
 
     return register

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from benchmarks.zoo.states import SEARCH_RESULTS
+from benchmarks.zoo.states import QUOTAS, SEARCH_RESULTS
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import Case
 from vllm_autoprune.evaluation.served import FULL, prune_case, random_case, resized_case
@@ -22,9 +22,6 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 """Families of cases that can be measured beside the full model; by default all of them."""
 
 BUDGETS = (64, 32, 16, 8, 4)
-QUOTAS = (0, 1, 4)
-"""Values of q_e besides 2, which is AutoPrune itself and is measured anyway."""
-
 SOURCE = "autoprune"
 _COMPONENTS = {
     "ablation-without-anchoring": "w/o reference anchoring",
@@ -94,7 +91,7 @@ def _component_cases(budget: int) -> Iterator[Case]:
 
 
 def _quota_cases(budget: int) -> Iterator[Case]:
-    for quota in QUOTAS:
+    for quota in (quota for quota in QUOTAS if quota <= budget):
         state = load_state(f"ablation-quota-{quota}")
         base = f"{state.base_policy.name}@{budget}"
         yield prune_case(f"quota-{quota}@{budget}", "quota", f"q_e = {quota}", state, budget, base)

@@ -10,6 +10,7 @@ from benchmarks.cost.efficiency.measure import Pass, Refusal
 from benchmarks.cost.efficiency.models import Model
 from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
 from vllm_autoprune.statistics import spread
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 FULL = "full"
 Passes = Mapping[str, Sequence[Pass | Refusal]]
@@ -72,10 +73,15 @@ def notes(model: Model) -> Iterator[str]:
 
 
 def compute_cost(model: Model, arm: str, budget: int, measured: Sequence[Pass]) -> Cost:
-    """By formula, from the kept tokens that the plugin reports, at the published depth."""
+    """By formula, from the kept tokens that the plugin reports, at the published depth.
+
+    A base policy that ranks tokens by layers of the language model pays for these over all tokens.
+    """
     kept = [one.visual_tokens for one in measured if one.visual_tokens is not None]
     tokens = model.geometry.tokens if arm == FULL else round(mean(kept)) if kept else budget
-    return estimate_cost(model.at_full_depth, tokens)
+    policy = BASE_POLICIES.get(arm)
+    layers = policy.layers_read(policy.default_params, model.depth) if policy else 0
+    return estimate_cost(model.at_full_depth, tokens, ranking_layers=layers)
 
 
 def _cells(

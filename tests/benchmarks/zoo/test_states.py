@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from benchmarks.zoo.states import BUDGETS, QUOTAS, SEARCH_RESULTS, SOURCE, Entry, build_states
-from vllm_autoprune import load_state, materialize
+from offline_search.candidates.ablation import state_components
+from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.materialize import core_policy
+from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
+from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
 SHIPPED = shipped_states()
@@ -41,21 +47,39 @@ def test_a_base_policy_alone_exchanges_nothing_and_reads_no_signal() -> None:
         assert alone.needs == policy.needs_of(policy.default_params)
 
 
-def test_the_quota_sweep_has_its_exchange_quotas() -> None:
-    names = {q: f"ablation-quota-{q}" if q != 2 else SOURCE for q in QUOTAS}
-    for quota, name in names.items():
-        policy = materialize(load_state(name), 32)
-        assert (policy.quota, policy.r_min) == (quota, 32 - quota)
+@pytest.mark.parametrize("quota", QUOTAS)
+def test_the_quota_sweep_exchanges_up_to_its_quota(quota: int) -> None:
+    state = load_state(f"ablation-quota-{quota}")
+    policy = materialize(state, 32)
+    assert (policy.quota, policy.r_min) == (quota, 32 - quota)
+    assert _exchanged(state, 32) == quota
 
 
-def test_ablations_remove_one_component() -> None:
+def _exchanged(state: PruningState, budget: int) -> int:
+    """Exchanges on images where every token outside the reference selection is better."""
+    data = state.model_dump(mode="json")
+    data["base_policy"] = {"name": "divprune", "params": {}}
+    data["scoring"]["signals"] = [{"atom": "attention_proxy_saliency", "weight": 1.0}]
+    policy = materialize(load_state(data), budget)
+    images = synthetic_probes(4 * budget)[0]
+    picks = refine(policy, images).reference
+    attention = torch.ones(images.batch, images.count).scatter(1, picks, 0.0)
+    return int(refine(policy, replace(images, cls_attention=attention)).exchanged.min())
+
+
+def test_the_ablations_of_components_remove_one_each() -> None:
+    assert state_components(load_state(SOURCE), 32) == {"anchoring", "fusion", "diversity"}
+    for component in ("anchoring", "fusion", "diversity"):
+        state = load_state(f"ablation-without-{component}")
+        present = state_components(state, 32)
+        assert present == {"anchoring", "fusion", "diversity"} - {component}
     source = load_state(SOURCE)
-    free = materialize(load_state("ablation-without-anchoring"))
-    assert (free.quota, free.r_min) == (32, 0)
-    assert len(load_state("ablation-without-fusion").scoring.signals) == 1
-    similar = load_state("ablation-without-diversity")
-    assert [call.atom for call in similar.constraints.pool] == ["quality_pool_builder"]
-    assert similar.scoring == source.scoring
+    assert load_state("ablation-without-anchoring").constraints.pool == source.constraints.pool
+
+
+def test_transferred_states_carry_no_scores_of_other_budgets(entries: list[Entry]) -> None:
+    transferred = [entry.state.name for entry in entries if entry.family == "transfer"]
+    assert transferred and not any(load_state(name).provenance.scores for name in transferred)
 
 
 def test_the_instruction_free_state_reads_no_instruction() -> None:

@@ -7,14 +7,13 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from offline_search.candidates.components import compact_json, feature_names
-from offline_search.candidates.proposal import ablate, assemble_state, parse_proposal
+from offline_search.candidates.components import compact_json
+from offline_search.candidates.proposal import assemble_state, parse_proposal
 from offline_search.candidates.schema import proposal_schema
 from offline_search.candidates.search_space import RandomSource, sample_proposal
 from offline_search.proposers.prompt import describe_language
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import (
-    base_state,
     minimal_state,
     paper_state,
     warm_start_states,
@@ -89,39 +88,6 @@ def test_compact_json_keeps_all_searched_components(name: str) -> None:
     again = assemble_state(compact_json(state), settings)
     assert (again.scoring, again.reassembly) == (state.scoring, state.reassembly)
     assert again.constraints == state.constraints
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_ablated_components_are_removed(seed: int, settings: Settings) -> None:
-    body = sample_proposal(RandomSource(Random(seed)), BUDGET)
-
-    def features(**changes: object) -> frozenset[str]:
-        changed = settings.model_copy(update=changes)
-        return feature_names(assemble_state(body, changed))
-
-    assert "quality_topk_selector" in features(without=("anchoring",))
-    signals = assemble_state(body, settings.model_copy(update={"without": ("fusion",)})).scoring
-    assert len(signals.signals) == 1
-    assert not {n for n in features(without=("diversity",)) if n.endswith("pool_builder")} - {
-        "quality_pool_builder"
-    }
-    assert "q_e=3" in features(quota=3)
-    everything = features(without=("anchoring", "fusion", "diversity"), quota=3)
-    assert {"quality_topk_selector", "quality_pool_builder"} <= everything
-
-
-@pytest.mark.parametrize(
-    "odd", [{}, {"scoring": 3}, {"constraints": []}, {"constraints": {"selector": "x"}}]
-)
-def test_ablation_leaves_malformed_input_to_the_loader(odd: dict[str, object]) -> None:
-    settings = Settings(without=("anchoring", "fusion", "diversity"), quota=2)
-    assert ablate(odd, settings) is not None  # type: ignore[arg-type]
-
-
-def test_ablation_does_not_change_the_base_policy(settings: Settings) -> None:
-    for changes in ({"quota": 4}, {"without": ("anchoring",)}, {"without": ("fusion",)}):
-        state = base_state(settings.model_copy(update=changes))
-        assert materialize(state, BUDGET).quota == 0
 
 
 def test_without_ablation_nothing_changes(settings: Settings) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET, safety_check
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 logger = logging.getLogger("vllm.autoprune")
-
-CHECKED_BUDGET = 256
-"""Bound of K for the check at start-up, which a very large K would delay."""
 
 CHECKED_REQUEST_BUDGET = 64
 """Bound of K for states of requests, which the API server checks between its requests."""
@@ -25,7 +22,7 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
     log; otherwise :class:`StateError` is raised.
     """
     least = state.constraints.selector.insists_on or 0
-    policy = materialize(state, max(min(budget, CHECKED_BUDGET), least))
+    policy = materialize(state, max(min(budget, MAX_PROBED_BUDGET), least))
     record = safety_check(policy)
     if record.valid:
         return state

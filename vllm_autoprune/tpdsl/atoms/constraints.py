@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.atoms.kernels import Kernel, conditional_kernel, run_k
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, DIVERSITY, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -184,13 +184,13 @@ def _exchange_pairs(
     return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
 
 
-@atom("selection_constraints", BoundedSelector)
+@atom("selection_constraints", BoundedSelector, components=(ANCHORING,))
 def reference_residual_exchange_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
     """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
     return _exchange_pairs(revision, lambda gain, loss: gain > loss)
 
 
-@atom("selection_constraints", MarginSelector)
+@atom("selection_constraints", MarginSelector, components=(ANCHORING,))
 def reference_margin_gated_exchange_selector(
     call: MarginSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -198,7 +198,7 @@ def reference_margin_gated_exchange_selector(
     return _exchange_pairs(revision, lambda gain, loss: gain - loss >= call.margin)
 
 
-@atom("selection_constraints", PreservingSelector, origin="listed")
+@atom("selection_constraints", PreservingSelector, origin="listed", components=(ANCHORING,))
 def reference_strict_preservation_selector(
     call: PreservingSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -248,7 +248,7 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
     return kept
 
 
-@atom("selection_constraints", StrictSelector)
+@atom("selection_constraints", StrictSelector, components=(ANCHORING, DIVERSITY))
 def reference_strict_margin_exchange_selector(
     call: StrictSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -262,7 +262,12 @@ def reference_strict_margin_exchange_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-@atom("selection_constraints", MarginalSelector, origin="listed")
+@atom(
+    "selection_constraints",
+    MarginalSelector,
+    origin="listed",
+    components=(ANCHORING, DIVERSITY),
+)
 def maximal_marginal_relevance_pool_selector(
     call: MarginalSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -285,13 +290,18 @@ def _anchored_dpp(revision: SelectorInputs, kernel: Kernel) -> Tensor:
     )
 
 
-@atom("selection_constraints", BoundedSelector)
+@atom("selection_constraints", BoundedSelector, components=(DIVERSITY,))
 def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
     return _anchored_dpp(revision, revision.kernel)
 
 
-@atom("selection_constraints", BoundedSelector, needs=frozenset({"instruction"}))
+@atom(
+    "selection_constraints",
+    BoundedSelector,
+    needs=frozenset({"instruction"}),
+    components=(DIVERSITY,),
+)
 def runtime_reference_anchor_pool_dpp_selector(
     call: BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -301,7 +311,7 @@ def runtime_reference_anchor_pool_dpp_selector(
     return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))
 
 
-@atom("selection_constraints", CappedSelector)
+@atom("selection_constraints", CappedSelector, components=(DIVERSITY,))
 def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(

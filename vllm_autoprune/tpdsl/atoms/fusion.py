@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import min_max_normalise, pick_confidence
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, FUSION, AtomCall, OneOf, atom
 
 
 class ProductFusion(AtomCall):
@@ -62,7 +62,7 @@ def weighted_product_fusion(
     return total.exp()
 
 
-@atom("score_fusion", ConfidenceFusion)
+@atom("score_fusion", ConfidenceFusion, components=(ANCHORING, FUSION))
 def reference_confidence_weighted_product_fusion(
     call: ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:

@@ -31,7 +31,7 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.ops.similarity import cosines, cosines_between
 from vllm_autoprune.tpdsl.atoms.partitions import grid_cells
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, default_call
+from vllm_autoprune.tpdsl.registry import ATOMS, DIVERSITY, AtomCall, OneOf, atom, default_call
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -58,7 +58,7 @@ class SourceCall(PoolCall):
 class SizedPool(SourceCall):
     """A pool builder with a pool size relative to K."""
 
-    pool_ratio: float = Field(1.0, ge=0.25, le=8.0, description="pool size as a multiple of K")
+    pool_ratio: float = Field(1.0, ge=0.25, le=16.0, description="pool size as a multiple of K")
 
     def most(self, grid: Grid, picked: int) -> int:
         """The pool size, at most the number of tokens outside the reference selection."""
@@ -85,7 +85,7 @@ def quality_pool_builder(
     return positions_in_order(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
 
 
-@atom("candidate_pool", CoveragePool)
+@atom("candidate_pool", CoveragePool, components=(DIVERSITY,))
 def spatial_coverage_pool_builder(
     call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
@@ -102,7 +102,7 @@ def spatial_coverage_pool_builder(
     return positions_in_order(rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen)
 
 
-@atom("candidate_pool", SizedPool, origin="listed")
+@atom("candidate_pool", SizedPool, origin="listed", components=(DIVERSITY,))
 def diversity_pool_builder(
     call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
@@ -153,7 +153,7 @@ Source = Annotated[SourceCall, OneOf("candidate_pool", SourceCall)]
 class JoinedPool(PoolCall):
     """Parameters of multi_source_pool_builder."""
 
-    pool_ratio: float = Field(2.0, ge=0.25, le=8.0, description="pool size as a multiple of K")
+    pool_ratio: float = Field(2.0, ge=0.25, le=16.0, description="pool size as a multiple of K")
     sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
         default_factory=lambda: (
             default_call(SourceCall, "quality_pool_builder"),
@@ -167,7 +167,7 @@ class JoinedPool(PoolCall):
         return _size(self.pool_ratio, grid, picked)
 
 
-@atom("candidate_pool", JoinedPool)
+@atom("candidate_pool", JoinedPool, components=(DIVERSITY,))
 def multi_source_pool_builder(
     call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:

@@ -19,7 +19,7 @@ from vllm_autoprune.ops.centring import map_weight, mean_dissimilarity, scale_to
 from vllm_autoprune.ops.rowwise import pick_confidence
 from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
 from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
 
 ROUNDS = 5
@@ -224,7 +224,7 @@ def channel_entropy_informativeness(
     return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
 
 
-@atom("scoring", Confidence, origin="listed")
+@atom("scoring", Confidence, origin="listed", components=(ANCHORING,))
 def reference_selection_confidence(call: Confidence, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
     return call.floor + (1 - call.floor) * pick_confidence(picks, tokens.count)

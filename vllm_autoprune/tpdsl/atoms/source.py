@@ -17,7 +17,16 @@ from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, declare, default_call
+from vllm_autoprune.tpdsl.registry import (
+    ANCHORING,
+    ATOMS,
+    FUSION,
+    AtomCall,
+    OneOf,
+    atom,
+    declare,
+    default_call,
+)
 from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens
 
 
@@ -143,6 +152,7 @@ def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
     ExternalPolicy,
     needs=frozenset().union(*(policy.needs for policy in BASE_POLICIES.values())),
     reads=_external_reads,
+    components=(FUSION,),
 )
 def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
@@ -151,7 +161,7 @@ def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     return _prior(mask_from_indices(picks, known.tokens.count), 1 - call.weight)
 
 
-@atom("token_source_base_policy", WeightedPrior)
+@atom("token_source_base_policy", WeightedPrior, components=(ANCHORING, FUSION))
 def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token that the base policy's published code would not keep."""
     teacher = BASE_POLICIES[known.policy.name]
@@ -159,7 +169,7 @@ def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor
     return _prior(_mask_of_each(native.indices, known.tokens.count), 1 - call.weight)
 
 
-@atom("token_source_base_policy", ReferencePrior)
+@atom("token_source_base_policy", ReferencePrior, components=(ANCHORING, FUSION))
 def reference_mask_prior(call: ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)

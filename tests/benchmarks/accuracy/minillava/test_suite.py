@@ -46,7 +46,7 @@ def test_every_case_is_asked_every_question_once(tmp_path: Path) -> None:
         report = run(server.url, tmp_path, "random", "quota")
     assert report.valid, report.reasons
     per_case = report.questions
-    states = ("cdpruner", "autoprune", *(f"ablation-quota-{quota}" for quota in (0, 1, 4)))
+    states = ("cdpruner", "autoprune", *(f"ablation-quota-{quota}" for quota in (0, 1, 2, 4, 8)))
     every = dict.fromkeys(("full", "random", *states), per_case)
     assert Counter(map(arm, server.requests)) == every
     assert {kept(body) for body in server.requests} == {144, 8}

@@ -58,7 +58,9 @@ def test_safe_state_is_served(logged: pytest.LogCaptureFixture) -> None:
     assert logged.records == []
 
 
-def test_start_up_does_not_wait_for_a_large_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checked: list[int] = []
 
     def noted(policy: PruningPolicy) -> SafetyRecord:
@@ -66,9 +68,9 @@ def test_start_up_does_not_wait_for_a_large_budget(monkeypatch: pytest.MonkeyPat
         return SafetyRecord(())
 
     monkeypatch.setattr("vllm_autoprune.serving.shared.state_safety.safety_check", noted)
-    for budget in (16, 256, 4096):
+    for budget in (16, 320, 4096):
         resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
     data = edited(shipped(), large)
     resolve_settings({"state": data, "budget": 4096}, vllm_config())
-    assert checked == [16, 256, 256, 512]
+    assert checked == [16, 320, 640, 640]

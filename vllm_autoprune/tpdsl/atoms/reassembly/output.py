@@ -26,7 +26,7 @@ class BlendCall(AtomCall):
     strength: float = Field(
         0.0,
         ge=0.0,
-        le=0.5,
+        le=1.0,
         description="weight of the mean of the group in the row; 0: rows do not change",
     )
 
