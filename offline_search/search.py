@@ -26,11 +26,11 @@ from offline_search.proposers.proposal_client import ProposalClient, Proposer, S
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.start_states import base_state
-from offline_search.strategies.strategy import Round
+from offline_search.strategies.strategy import Round, has_fixed_evaluations, maximum_rounds
 from vllm_autoprune.errors import SearchError
 
-_MAX_ROUNDS_FACTOR = 4
-"""A search with a fixed number of evaluations runs at most this many times T rounds."""
+_RACED_PER_PLACE = 3
+"""Candidates that a strategy with early stopping proposes for each of a round's m places."""
 
 
 class SearchObserver(Protocol):
@@ -75,14 +75,19 @@ class Search:
         if self.observer is not None:
             self.observer.on_start(history, len(examples))
         budget = settings.total_candidates * len(examples) * len(settings.budgets)
-        fixed_evaluations = settings.equal_evaluations or strategy.stops_early
+        fixed_evaluations = has_fixed_evaluations(settings, strategy)
         summary = summarize(history)
-        max_rounds = settings.rounds * (_MAX_ROUNDS_FACTOR if fixed_evaluations else 1)
-        for number in range(1, max_rounds + 1):
+        for number in range(1, maximum_rounds(settings, strategy) + 1):
             if fixed_evaluations and _count_answers(history) >= budget:
                 break
             rng = Random(f"{settings.seed} {number}")
-            current = Round(number, settings.per_round, history, summary, rng, client)
+            count = settings.per_round
+            if strategy.stops_early:
+                # The last round is smaller, so that a race spends no more than its budget.
+                left = budget - _count_answers(history)
+                full = len(examples) * len(settings.budgets)
+                count = _RACED_PER_PLACE * min(count, max(1, left // full))
+            current = Round(number, count, history, summary, rng, client)
             drafts = await strategy.propose(current)
             trials = await rounds.evaluate_round(drafts, number, history, strategy.stops_early)
             history.trials += trials

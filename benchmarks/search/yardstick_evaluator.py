@@ -6,7 +6,7 @@ pass of the language model over K tokens and the question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _PROBE_IMAGES = 16
+
+_QUESTIONS_PER_BATCH = 32
+"""Questions that one forward pass scores where a batch may hold several images."""
 
 
 class YardstickEvaluator:
@@ -38,7 +41,7 @@ class YardstickEvaluator:
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
             questions = sample_questions(yardstick.draw(split, images[split]), each)
-            self._batches[split] = list(batches(yardstick, questions))
+            self._batches[split] = list(_merge(batches(yardstick, questions), yardstick))
         examples = {
             split: [as_example(split, one) for batch in self._batches[split] for one in batch]
             for split in SPLITS
@@ -50,9 +53,12 @@ class YardstickEvaluator:
 
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of the first batches of the search split."""
-        count = -(-_PROBE_IMAGES // self._yardstick.images_per_batch)
-        found = self._batches["search"][:count]
-        return [self._encode("search", number, batch).tokens for number, batch in enumerate(found)]
+        probes, images = list[VisualTokens](), set[int]()
+        for number, batch in enumerate(self._batches["search"]):
+            if len(images) < _PROBE_IMAGES:
+                probes.append(self._encode("search", number, batch).tokens)
+                images |= {question.image_id for question in batch}
+        return probes
 
     async def prepare(self) -> None:
         """Does nothing: the checkpoint is loaded at the first use."""
@@ -89,3 +95,19 @@ class YardstickEvaluator:
         if key not in self._encoded:
             self._encoded[key] = self._yardstick.encode(batch)
         return self._encoded[key]
+
+
+def _merge(
+    small: Iterable[list[SceneQuestion]], yardstick: Yardstick
+) -> Iterator[list[SceneQuestion]]:
+    """Join batches up to the usual number of questions, unless every image needs its own."""
+    if yardstick.images_per_batch == 1:
+        yield from small
+        return
+    joined: list[SceneQuestion] = []
+    for batch in small:
+        if joined and len(joined) + len(batch) > _QUESTIONS_PER_BATCH:
+            yield joined
+            joined = []
+        joined += batch
+    yield joined

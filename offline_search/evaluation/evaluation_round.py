@@ -34,8 +34,11 @@ from offline_search.settings import Settings
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-EARLY_STOPPING_SHARES = (0.125, 0.5, 1.0)
-"""Shares of the search split after which early stopping drops candidates."""
+RACING_SHARES = (0.125, 0.5, 1.0)
+"""Shares of the search split after which a race drops candidates."""
+
+RACING_KEEPS = (3, 2)
+"""Of so many candidates of a round, one goes on after each share but the last: 15, 5, 3."""
 
 
 @dataclass
@@ -159,11 +162,12 @@ class RoundEvaluator:
         # No early stopping with several objectives: a candidate may be poor in one only.
         stopping = early_stopping and not self._settings.is_multi_objective
         start = 0
-        for share in EARLY_STOPPING_SHARES if stopping else (1.0,):
+        for step, share in enumerate(RACING_SHARES if stopping else (1.0,)):
             stop = max(1, round(share * len(self._examples)))
             await self._measure_step(list(_unfinished(candidates)), start, stop)
             if stop < len(self._examples):
                 self._drop_losers(_unfinished(candidates), history.best_values(), stop)
+                self._keep_best(list(_unfinished(candidates)), RACING_KEEPS[step], stop)
             start = stop
 
     async def _measure_step(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
@@ -199,6 +203,15 @@ class RoundEvaluator:
                 candidate.result = self._trial_record(
                     candidate.proposal, "dropped", candidate.scores, reason=reason
                 )
+
+    def _keep_best(self, candidates: Sequence[_Candidate], divisor: int, stop: int) -> None:
+        """Drop all but the best of a round by the examples so far, one in ``divisor``."""
+        ranked = sorted(candidates, key=lambda candidate: -float(candidate.scores.mean().mean()))
+        for candidate in ranked[-(-len(ranked) // divisor) :]:
+            reason = f"not among the best after {stop} of {len(self._examples)} examples"
+            candidate.result = self._trial_record(
+                candidate.proposal, "dropped", candidate.scores, reason=reason
+            )
 
     def _finish(self, candidate: _Candidate) -> Trial:
         scores = candidate.scores

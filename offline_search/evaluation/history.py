@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from offline_search.candidates.components import feature_names
 from offline_search.evaluation.objectives import pareto_ranks
 from offline_search.ledger.records import ProposalRecord, TrialRecord
@@ -34,8 +36,10 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The objective as a sort key; 0 for a trial that was not fully evaluated."""
-        return self.objective or 0.0
+        """The objective of a fully evaluated trial; raises :class:`ValueError` for others."""
+        if self.objective is None:
+            raise ValueError(f"candidate {self.name} was not evaluated to the end")
+        return self.objective
 
     def require_state(self) -> PruningState:
         """The state; every trial that was measured has one."""
@@ -82,12 +86,25 @@ class History:
             return None
         if trial.result.status == "same":
             return self.objective_of(trial.result.same_as)
-        return trial.result.objective
+        return self.estimate(trial)
+
+    def estimate(self, trial: Trial) -> float | None:
+        """The objective of a trial, estimated where the race ended before its last example.
+
+        The examples that a dropped trial was measured on are corrected for their difficulty: the
+        difference between all examples and these, averaged over all fully evaluated trials.
+        """
+        if trial.objective is not None or trial.values is None or not len(trial.values):
+            return trial.objective
+        known = [one.values for one in self.evaluated() if one.values is not None]
+        mean = np.mean([self.base_values, *known], axis=0)
+        count = len(trial.values)
+        return float(trial.values.mean() + mean.mean() - mean[:count].mean())
 
     def best_values(self) -> Floats:
         """Values of the best trial, or of the base policy if that is at least as good."""
-        best, base = self.best(), self.base.objective or 0.0
-        if best is None or best.values is None or best.score <= base:
+        best, base = self.best(), self.base.objective
+        if best is None or best.values is None or (base is not None and best.score <= base):
             return self.base_values
         return best.values
 
@@ -113,9 +130,7 @@ class History:
         Features that all evaluated trials have, or none, are left out.
         """
         scored = [
-            (feature_names(trial.state), trial.score)
-            for trial in self.evaluated()
-            if trial.state and trial.score
+            (feature_names(trial.state), trial.score) for trial in self.evaluated() if trial.state
         ]
         effects = [(name, _effect(name, scored)) for name in _varying_features(scored)]
         return sorted(effects, key=lambda effect: -effect[1])

@@ -101,14 +101,20 @@ class ProposalClient:
     ) -> Draft:
         """The draft that a program in a reply returns.
 
-        Failed programs are not repaired: later prompts show their errors.
+        ``extract_code`` raises :class:`ValueError` for a reply without a program. Failed programs
+        are not repaired: later prompts show their errors.
         """
         reply = await self._recorded_reply(request, "first", request.messages, None)
         if reply.text is None:
             return self._parse(reply, request)
         program = self._ledger.find(ProgramRecord, f"program/{request.round}/{request.index}")
         if program is None:
-            program = await self._run(extract_code(reply.text), request)
+            try:
+                code = extract_code(reply.text)
+            except ValueError as error:
+                problem = Problem("", str(error), "change the program", "reply.program")
+                return Draft(request.origin, None, (problem,), request.parents)
+            program = await self._run(code, request)
         if program.failure:
             fix = "write a program that defines policy(budget)"
             problem = Problem("", program.failure, fix, "reply.program")

@@ -1,33 +1,32 @@
-"""`autoprune+`: structure from a language model, numbers from TPE, with early stopping.
+"""`autoprune+`: TPE, mutation and crossover over raced candidates, with or without a proposer.
 
-The first round is warm starts. After it, the first half of a search explores whole states, and the
-second half refines the best of them as well. Every slot of a round goes to one origin, drawn with a
-weight that is the origin's success rate:
+A round proposes three times as many candidates as other strategies, because most of them are
+dropped after an eighth of the examples. The first round has warm starts and random states. Every
+slot of a later round goes to one origin:
 
-    llm     a structure from the language model, which is poor at numbers
-    wide    a whole state, structure and numbers, by TPE over all whole states measured so far
-    tune    the numbers of one of the best structures, by TPE within it
-    near    small random changes to the numbers of one of the best, if TPE has too few trials
-    graft   one of the best with one component of another of them, or of a random state
+    llm        a structure from a language model, where one that can reason is given
+    ranked     one of several suggestions of TPE, chosen by a small language model
+    tpe        structure and numbers by TPE over all candidates, raced ones by their estimates
+    mutation   one of the best with some choices changed
+    crossover  choices of two of the best
 
 The best are taken from different structures, because variants of one would crowd out the others.
-
-Without a proposer there is no `llm`: the ablation that shows what the language model contributes.
+A language model gets at most three slots in ten and never takes a suggestion of TPE out of the
+round: Centaur (arXiv 2603.24647) found more to be worse.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
-from offline_search.candidates.components import CORE, Components, JsonObject, structure
+from offline_search.candidates.components import structure
 from offline_search.candidates.proposal import Draft, assemble_state
 from offline_search.candidates.search_space import (
+    Choice,
     RandomSource,
     choices_of_state,
-    numbers_of_state,
-    resample_numbers,
     sample_proposal,
 )
 from offline_search.evaluation.history import History, Trial
@@ -35,27 +34,22 @@ from offline_search.settings import Settings
 from offline_search.strategies.sampling import TpeStudy, sample_draft
 from offline_search.strategies.start_states import paper_state, warm_start_states
 from offline_search.strategies.strategy import Round, request_improvement
-from vllm_autoprune.tpdsl.states.state import PruningState
 
 _BEST_STRUCTURES = 5
 """Structures that further candidates are derived from, each represented by its best trial."""
 
-_MIN_TPE_TRIALS = 4
-"""Measured settings of a structure before TPE suggests its numbers."""
+_MODEL_SHARE = 0.3
+"""Share of a round's slots that a language model gets."""
 
-_STEP_WIDTH = 0.15
-"""Standard deviation of a small change, as a share of the parameter's range."""
+_MUTATION_RATE = 0.15
+"""Probability that a mutation changes a choice."""
 
-_RANDOM_STRUCTURES = 5
-"""Random whole states before TPE suggests structures."""
-
-_EXPLORING_ORIGINS = ("llm", "wide")
-_ORIGINS = (*_EXPLORING_ORIGINS, "tune", "graft")
-_WHOLE_STATE_ORIGINS = (*_EXPLORING_ORIGINS, "warm start", "random")
+_STEP_WIDTH = 0.2
+"""Standard deviation of the change of a number, as a share of the parameter's range."""
 
 
 class AutoPrunePlus:
-    """Combines a language model, TPE and grafts by their success rates."""
+    """Races candidates of TPE, mutation, crossover and a language model."""
 
     stops_early = True
 
@@ -64,128 +58,95 @@ class AutoPrunePlus:
         self.uses_proposer = bool(settings.proposer)
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Warm starts in the first round; after it, candidates of the drawn origins."""
-        if current.number == 1:
-            states = warm_start_states(self._settings)[: current.count]
-            return [Draft("warm start", state) for state in states]
+        """Warm starts and random states in the first round; after it, all origins."""
         best = _best_of_each_structure(current.history.ranked())
-        origins = self._draw_origins(current, can_refine=bool(best))
-        study = self._whole_state_study(current) if "wide" in origins else None
-        drafts: dict[int, Draft] = {}
-        for index, origin in enumerate(origins):
-            if origin == "tune":
-                drafts[index] = self._tune(best, current.history, current.rng)
-            elif origin == "graft":
-                drafts[index] = self._graft(best, current.rng)
-            elif study is not None and origin == "wide":
-                drafts[index] = sample_draft("wide", study.suggest(), self._settings)
-            elif origin == "random":
-                drafts[index] = sample_draft("random", RandomSource(current.rng), self._settings)
-        return await self._add_requested(drafts, current)
-
-    async def _add_requested(self, drafts: dict[int, Draft], current: Round) -> list[Draft]:
-        """Request proposals for all indices without a draft."""
-        missing = [index for index in range(current.count) if index not in drafts]
+        if not best:
+            return self._start(current)
+        requested = int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
+        study = self._build_study(current.history, current.rng)
+        drafts = [
+            self._sample(origin, study, best, current.rng)
+            for origin in _spread_origins(current.count - requested)
+        ]
         default = paper_state(self._settings)
         requests = [
-            request_improvement(current, self._settings, index, default) for index in missing
+            request_improvement(current, self._settings, index, default)
+            for index in range(requested)
         ]
-        replies = await asyncio.gather(*requests)
-        drafts |= dict(zip(missing, replies, strict=True))
-        return [drafts[index] for index in range(current.count)]
+        return [*await asyncio.gather(*requests), *drafts]
 
-    def _draw_origins(self, current: Round, *, can_refine: bool) -> list[str]:
-        """The origin of every slot of a round, drawn by success rates."""
-        if not can_refine:
-            return ["llm" if self.uses_proposer else "random"] * current.count
-        exploring = 2 * current.number <= self._settings.rounds
-        allowed = _EXPLORING_ORIGINS if exploring else _ORIGINS
-        origins = [name for name in allowed if self.uses_proposer or name != "llm"]
-        rates = _success_rates(current.history)
-        weights = [rates[origin] for origin in origins]
-        return [current.rng.choices(origins, weights)[0] for _ in range(current.count)]
+    def _start(self, current: Round) -> list[Draft]:
+        states = warm_start_states(self._settings) if current.number == 1 else []
+        drafts = [Draft("warm start", state) for state in states[: current.count]]
+        source = RandomSource(current.rng)
+        return drafts + [
+            sample_draft("random", source, self._settings)
+            for _ in range(current.count - len(drafts))
+        ]
 
-    def _whole_state_study(self, current: Round) -> TpeStudy:
-        """TPE over all measured whole states, whatever their origin.
-
-        Small changes to a state are left out: TPE would prefer a region for its many variants.
-        """
+    def _sample(self, origin: str, study: TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
+        if origin == "tpe":
+            return sample_draft("tpe", study.suggest(), self._settings)
+        parents = [_draw_parent(best, rng)]
+        if origin == "crossover":
+            parents.append(
+                _draw_parent([one for one in best if one is not parents[0]] or best, rng)
+            )
         budget, core = self._settings.source_budget, self._settings.core
-        measured = [
-            (trial.require_state(), trial.result.objective)
-            for trial in current.history.trials
-            if trial.result.objective is not None and trial.proposal.origin in _WHOLE_STATE_ORIGINS
-        ]
-        suggested = sum(trial.proposal.origin == "wide" for trial in current.history.trials)
-        startup = len(measured) + _RANDOM_STRUCTURES - suggested
-        study = TpeStudy(current.rng.randrange(2**31), startup)
-        for state, objective in measured:
-            suggestion = study.replay(choices_of_state(state, budget, core))
-            sample_proposal(suggestion, budget, core)
-            study.report(suggestion, objective)
+        choices = [choices_of_state(one.require_state(), budget, core) for one in parents]
+        rate = _MUTATION_RATE if origin == "mutation" else 0.0
+        proposal = sample_proposal(_ParentSource(choices, rate, rng), budget, core)
+        names = tuple(dict.fromkeys(parent.name for parent in parents))
+        return Draft(origin, assemble_state(proposal, self._settings), (), names)
+
+    def _build_study(self, history: History, rng: Random) -> TpeStudy:
+        """TPE over all candidates that were measured, whatever their origin."""
+        budget, core = self._settings.source_budget, self._settings.core
+        study = TpeStudy(rng.randrange(2**31), startup=0)
+        for trial in history.trials:
+            objective = history.estimate(trial)
+            if objective is not None:
+                choices = choices_of_state(trial.require_state(), budget, core)
+                study.add(choices, objective, lambda source: sample_proposal(source, budget, core))
         return study
 
-    def _tune(self, best: Sequence[Trial], history: History, rng: Random) -> Draft:
-        """Propose other numbers for one of the best states, whose structure stays."""
-        parent = _draw_parent(best, rng)
-        state, budget = parent.require_state(), self._settings.source_budget
-        measured = [
-            (trial.require_state(), trial.result.objective)
-            for trial in history.trials
-            if trial.result.objective is not None
-            and structure(trial.require_state()) == structure(state)
-        ]
-        if len(measured) < _MIN_TPE_TRIALS:
-            source = _NeighbourSource(state, budget, rng)
-            return self._derive("near", resample_numbers(state, source, budget), parent)
-        study = TpeStudy(rng.randrange(2**31), startup=0)
-        for other, objective in measured:
-            suggestion = study.replay(numbers_of_state(other, budget))
-            resample_numbers(other, suggestion, budget)
-            study.report(suggestion, objective)
-        return self._derive("tune", resample_numbers(state, study.suggest(), budget), parent)
 
-    def _graft(self, best: Sequence[Trial], rng: Random) -> Draft:
-        """One of the best states with a component of another one, or of a random state."""
-        parent = _draw_parent(best, rng)
-        state = parent.require_state()
-        others = [
-            trial.require_state() for trial in best[:_BEST_STRUCTURES] if trial.state != state
-        ]
-        if others and rng.random() < 0.5:
-            donor = Components.from_state(rng.choice(others))
-        else:
-            source, settings = RandomSource(rng), self._settings
-            proposal = sample_proposal(source, settings.source_budget, settings.core)
-            donor = Components.model_validate(proposal)
-        grafts = (*_GRAFTS, _take_core) if self._settings.core else _GRAFTS
-        grafted = rng.choice(grafts)(Components.from_state(state), donor, rng)
-        return self._derive("graft", grafted.to_json(), parent)
+class _ParentSource:
+    """Choices of one or several parents, some of them changed; random where no parent has one."""
 
-    def _derive(self, origin: str, components: JsonObject, parent: Trial) -> Draft:
-        return Draft(origin, assemble_state(components, self._settings), (), (parent.name,))
-
-
-class _NeighbourSource:
-    """Choices close to those of a state; each stays as it is with probability one half."""
-
-    def __init__(self, state: PruningState, budget: int, rng: Random) -> None:
-        self._current = numbers_of_state(state, budget)
+    def __init__(self, parents: Sequence[Mapping[str, Choice]], rate: float, rng: Random) -> None:
+        self._parents = parents
+        self._rate = rate
         self._rng = rng
+        self._random = RandomSource(rng)
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The current option or one next to it."""
-        index = list(options).index(str(self._current[name]))
-        index += self._rng.choice((-1, 0, 0, 1))
-        return options[min(max(index, 0), len(options) - 1)]
+        """An option of a parent, or any."""
+        value = self._inherit(name)
+        if value is None or self._rng.random() < self._rate:
+            return self._random.option(name, options)
+        return str(value)
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The current number, or a normally distributed step from it within the range."""
-        current = float(self._current[name])
-        if self._rng.random() < 0.5:
-            return current
-        changed = min(high, max(low, self._rng.gauss(current, _STEP_WIDTH * (high - low))))
+        """A number of a parent, sometimes with a normally distributed step within the range."""
+        value = self._inherit(name)
+        if value is None:
+            return self._random.number(name, low, high, integer)
+        if self._rng.random() >= 2 * self._rate:
+            return float(value)
+        step = self._rng.gauss(0, _STEP_WIDTH * (high - low))
+        changed = min(high, max(low, float(value) + step))
         return round(changed) if integer else round(changed, 4)
+
+    def _inherit(self, name: str) -> Choice | None:
+        known = [parent[name] for parent in self._parents if name in parent]
+        return self._rng.choice(known) if known else None
+
+
+def _spread_origins(count: int) -> list[str]:
+    """The origins of so many slots: half by TPE, a third mutations, the others crossovers."""
+    pattern = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
+    return [pattern[index % len(pattern)] for index in range(count)]
 
 
 def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
@@ -196,51 +157,7 @@ def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
     return list(best.values())
 
 
-def _success_rates(history: History) -> dict[str, float]:
-    """Laplace-smoothed success rate of each origin; a success improves on the best so far."""
-    successes, trials = dict.fromkeys(_ORIGINS, 1.0), dict.fromkeys(_ORIGINS, 2.0)
-    best = history.base.objective or 0.0
-    for trial in history.trials:
-        origin = "tune" if trial.proposal.origin == "near" else trial.proposal.origin
-        improves = trial.objective is not None and trial.objective > best
-        best = max(best, trial.objective) if trial.objective is not None else best
-        if origin in trials:
-            trials[origin] += 1
-            successes[origin] += improves
-    return {origin: successes[origin] / trials[origin] for origin in _ORIGINS}
-
-
 def _draw_parent(best: Sequence[Trial], rng: Random) -> Trial:
     """One of the best structures, with a probability inverse to its rank."""
     candidates = best[:_BEST_STRUCTURES]
     return rng.choices(candidates, [1 / (1 + rank) for rank in range(len(candidates))])[0]
-
-
-def _add_signal(state: Components, donor: Components, rng: Random) -> Components:
-    present = {signal.atom for signal in state.scoring.signals}
-    new = [signal for signal in donor.scoring.signals if signal.atom not in present]
-    if not new:
-        return state
-    return state.with_scoring(signals=(*state.scoring.signals, rng.choice(new)))
-
-
-def _drop_signal(state: Components, donor: Components, rng: Random) -> Components:
-    signals = list(state.scoring.signals)
-    if len(signals) > 1:
-        signals.pop(rng.randrange(len(signals)))
-    return state.with_scoring(signals=tuple(signals))
-
-
-def _take_core(state: Components, donor: Components, _: Random) -> Components:
-    return state.model_copy(update={CORE: donor.core})
-
-
-_GRAFTS: tuple[Callable[[Components, Components, Random], Components], ...] = (
-    _add_signal,
-    _drop_signal,
-    lambda state, donor, _: state.with_scoring(fusion=donor.scoring.fusion),
-    lambda state, donor, _: state.with_scoring(kernel=donor.scoring.kernel),
-    lambda state, donor, _: state.with_constraints(pool=donor.constraints.pool),
-    lambda state, donor, _: state.with_constraints(selector=donor.constraints.selector),
-    lambda state, donor, _: state.model_copy(update={"reassembly": donor.reassembly}),
-)

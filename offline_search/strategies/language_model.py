@@ -70,7 +70,7 @@ class EvoPrompting:
         return current.client.request_proposal(request)
 
     def _cross(self, current: Round, index: int, population: Sequence[Trial]) -> Awaitable[Draft]:
-        parents = _draw_parents(population, current.rng)
+        parents = draw_parents(population, current.rng)
         states = [parent.require_state() for parent in parents]
         menu = draw_menu_if_enabled(self._settings, current.rng, states)
         messages = crossover_prompt(self._settings, parents, menu)
@@ -79,8 +79,11 @@ class EvoPrompting:
         return current.client.request_proposal(request)
 
 
-def _draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
-    """Two different parents, the first with a probability inverse to its rank."""
-    first = rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]
-    others = [trial for trial in population if trial is not first]
-    return [first, rng.choice(others)]
+def draw_parents(population: Sequence[Trial], rng: Random) -> list[Trial]:
+    """Two different parents, each with a probability inverse to its rank."""
+    first = _draw_by_rank(population, rng)
+    return [first, _draw_by_rank([trial for trial in population if trial is not first], rng)]
+
+
+def _draw_by_rank(population: Sequence[Trial], rng: Random) -> Trial:
+    return rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])[0]

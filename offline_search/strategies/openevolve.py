@@ -19,7 +19,8 @@ import logging
 import math
 import pprint
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 from textwrap import indent
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ _TOP_PROGRAMS, _INSPIRATIONS = 3, 2
 
 
 class OpenEvolve:
-    """One minimal program in the first round; after it, rewrites of parents."""
+    """A minimal program and changes of it in the first round; after it, changes of parents."""
 
     uses_proposer = True
     stops_early = False
@@ -52,32 +53,46 @@ class OpenEvolve:
         self._settings = settings
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Concurrent rewrites, whose parents come from one database of all earlier rounds."""
-        if current.number == 1:
-            state = minimal_state(self._settings)
-            body = pprint.pformat(compact_json(state), width=90, sort_dicts=False)
-            literal = indent(body, " " * 11).strip()
-            program = f"def policy(budget):\n    return {literal}\n"
-            return [Draft("initial", state, program=program)]
+        """Concurrent changes, whose parents come from one database of all earlier rounds."""
+        drafts = [self._initial_program()] if current.number == 1 else []
         with _seeded_global_random(current.rng):
-            database = _build_database(current.history)
-            prompts = [self._build_prompt(database, current.number) for _ in range(current.count)]
+            database = _build_database(current.history, drafts)
+            prompts = [
+                self._build_prompt(database, current.number, island)
+                for island in self._islands(database, current, len(drafts))
+            ]
         requests = (
-            ProposalRequest(current.number, index, messages, "openevolve", (parent,))
-            for index, (messages, parent) in enumerate(prompts)
+            ProposalRequest(current.number, index, messages, "openevolve", (parent.id,))
+            for index, (messages, parent) in enumerate(prompts, len(drafts))
         )
-        drafts = [current.client.request_program(request, _extract_code) for request in requests]
-        return list(await asyncio.gather(*drafts))
+        changed = [
+            current.client.request_program(request, partial(_apply_change, parent.code))
+            for request, (_, parent) in zip(requests, prompts, strict=True)
+        ]
+        return [*drafts, *await asyncio.gather(*changed)]
 
-    def _build_prompt(self, database: ProgramDatabase, number: int) -> tuple[Messages, str]:
-        """The prompt for one rewrite, and the name of its parent."""
+    def _initial_program(self) -> Draft:
+        state = minimal_state(self._settings)
+        body = pprint.pformat(compact_json(state), width=90, sort_dicts=False)
+        literal = indent(body, " " * 11).strip()
+        return Draft("initial", state, program=f"def policy(budget):\n    return {literal}\n")
+
+    def _islands(self, database: ProgramDatabase, current: Round, first: int) -> Iterator[int]:
+        """The islands of a round's candidates, in turn over all rounds."""
+        start = (current.number - 1) * self._settings.per_round
+        for index in range(first, current.count):
+            yield (start + index) % len(database.islands)
+
+    def _build_prompt(
+        self, database: ProgramDatabase, number: int, island: int
+    ) -> tuple[Messages, Program]:
+        """The prompt for one change, and its parent."""
         from openevolve.config import PromptConfig
         from openevolve.prompt.sampler import PromptSampler
 
-        parent, inspirations = database.sample_from_island(0, _INSPIRATIONS)
-        top = [
-            program.to_dict() for program in database.get_top_programs(_TOP_PROGRAMS, island_idx=0)
-        ]
+        parent, inspirations = database.sample_from_island(island, _INSPIRATIONS)
+        best = database.get_top_programs(_TOP_PROGRAMS, island_idx=island)
+        top = [program.to_dict() for program in best]
         config = PromptConfig(
             system_message=_system_prompt(self._settings),
             num_top_programs=_TOP_PROGRAMS,
@@ -91,7 +106,7 @@ class OpenEvolve:
             top_programs=top,
             inspirations=[program.to_dict() for program in inspirations],
             evolution_round=number,
-            diff_based_evolution=False,
+            diff_based_evolution=True,
             program_artifacts=parent.metadata.get("failure"),
             feature_dimensions=database.config.feature_dimensions,
         )
@@ -99,20 +114,32 @@ class OpenEvolve:
             {"role": "system", "content": prompt["system"]},
             {"role": "user", "content": prompt["user"]},
         )
-        return messages, str(parent.id)
+        return messages, parent
 
 
-def _build_database(history: History) -> ProgramDatabase:
-    """All programs so far, in order."""
+def _build_database(history: History, drafts: Sequence[Draft]) -> ProgramDatabase:
+    """All programs so far, in order, or those of the first round before they are measured.
+
+    A child goes to the island that it was sampled for, as in OpenEvolve's controller.
+    """
     from openevolve.config import DatabaseConfig
-    from openevolve.database import ProgramDatabase
+    from openevolve.database import Program, ProgramDatabase
 
-    # One island, because a search has too few evaluations for several. No seed, because it would
-    # be the same in every round; the caller seeds the global generator.
-    database = ProgramDatabase(DatabaseConfig(num_islands=1, random_seed=None))
+    # No seed, because it would be the same in every round; the caller seeds the global generator.
+    database = ProgramDatabase(DatabaseConfig(random_seed=None))
     for number, trial in enumerate(history.trials):
         if trial.proposal.program:
-            database.add(_as_program(trial, history), iteration=number)
+            island = number % len(database.islands)
+            database.add(_as_program(trial, history), iteration=number, target_island=island)
+            database.increment_island_generation(island)
+            if database.should_migrate():
+                database.migrate_programs()
+    for draft in drafts:
+        initial = Program(
+            id=_StableHashString("1.0"), code=draft.program, timestamp=0.0,
+            metrics={"combined_score": 0.0},
+        )  # fmt: skip
+        database.add(initial, iteration=0, target_island=0)
     return database
 
 
@@ -144,11 +171,23 @@ def _as_program(trial: Trial, history: History) -> Program:
     )
 
 
-def _extract_code(reply: str) -> str:
-    """The program in a reply, or the whole reply if OpenEvolve finds none."""
-    from openevolve.utils.code_utils import parse_full_rewrite
+def _apply_change(parent: str, reply: str) -> str:
+    """The parent with the changes of a reply; raises :class:`ValueError` if there are none.
 
-    return parse_full_rewrite(reply) or ""
+    Replies that leave the parent as it is are refused, as OpenEvolve does.
+    """
+    from openevolve.config import Config
+    from openevolve.utils.code_utils import apply_diff_blocks, extract_diffs
+
+    blocks = extract_diffs(reply, Config().diff_pattern)
+    if not blocks:
+        raise ValueError("the reply has no SEARCH/REPLACE block")
+    code, applied = apply_diff_blocks(parent, blocks)
+    if not applied:
+        raise ValueError(f"none of {len(blocks)} SEARCH blocks is part of the program")
+    if code == parent:
+        raise ValueError("the reply does not change the program")
+    return str(code)
 
 
 def _system_prompt(settings: Settings) -> str:

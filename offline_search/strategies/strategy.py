@@ -47,6 +47,21 @@ class Strategy(Protocol):
         """The drafts of a round, at most ``current.count``."""
 
 
+_MAX_ROUNDS_FACTOR = 4
+"""A search with a fixed number of evaluations runs at most this many times T rounds."""
+
+
+def has_fixed_evaluations(settings: Settings, strategy: Strategy) -> bool:
+    """Whether rounds go on until T x m evaluations are spent, instead of ending after T rounds."""
+    return settings.equal_evaluations or strategy.stops_early
+
+
+def maximum_rounds(settings: Settings, strategy: Strategy) -> int:
+    """The largest number of rounds that a search may take."""
+    factor = _MAX_ROUNDS_FACTOR if has_fixed_evaluations(settings, strategy) else 1
+    return settings.rounds * factor
+
+
 def request_improvement(
     current: Round, settings: Settings, index: int, default: PruningState
 ) -> Awaitable[Draft]:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from offline_search.cost_estimate import estimate_cost
 from offline_search.dataset import Dataset
+from offline_search.proposers.endpoint import Price
+from offline_search.settings import Settings
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
 from tests.offline_search.synthetic import answer_search
 from vllm_autoprune import load_state
@@ -81,6 +84,15 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
     assert not served.requests and not (tmp_path / "l").exists()
     assert run_command(served, data, tmp_path / "l", "--dry-run") == 0
     assert "--- system" in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Dataset) -> None:
+    for strategy, fixed, calls in (
+        ("autoprune", False, 50), ("autoprune", True, 200), ("autoprune+", False, 200),
+        ("random", True, 0),
+    ):  # fmt: skip
+        settings = Settings(strategy=strategy, equal_evaluations=fixed, proposer="scripted")
+        assert estimate_cost(settings, data, Price()).calls == calls
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from offline_search.dataset import Dataset
+from offline_search.evaluation.history import History, Trial
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import ProgramRecord, ProposalRecord, TrialRecord
 from offline_search.proposers.program_runner import run_program
@@ -17,15 +19,26 @@ from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
+from offline_search.strategies.openevolve import _apply_change, _build_database
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
 from vllm_autoprune.errors import ConfigError
 
 SETTINGS = Settings(strategy="openevolve", rounds=3, per_round=3, budgets=(8,), proposer="scripted")
-CODE = "import json\ndef policy(budget):\n    return json.loads({text!r})"
+
+
+def change(body: str) -> str:
+    """A reply that puts a statement at the beginning of any parent."""
+    head = "def policy(budget):\n"
+    return f"<<<<<<< SEARCH\n{head}=======\n{head}    {body}\n>>>>>>> REPLACE\n"
+
+
 REPLIES = [
-    *(f"Better:\n```python\n{CODE.format(text=text)}\n```" for text in valid_replies(6)),
-    "```python\ndef policy(budget):\n    return open('/etc/passwd').read()\n```",
+    *(
+        f"Better:\n{change(f'import json; return json.loads({text!r})')}"
+        for text in valid_replies(6)
+    ),
+    change("return open('/etc/passwd').read()"),
     "I cannot help with that.",
     None,
 ]  # fmt: skip
@@ -62,6 +75,33 @@ async def test_programs_are_evolved_and_evaluated(data: Dataset, tmp_path: Path)
     last = proposer.requests[-1]
     assert "def policy(budget)" in last[1]["content"] and "combined_score" in last[1]["content"]
     assert "quality_topk_selector" in last[0]["content"]
+
+
+async def test_every_slot_of_every_round_is_a_candidate_on_one_of_five_islands(
+    data: Dataset, tmp_path: Path
+) -> None:
+    await run_search(tmp_path / "l", data)
+    proposed = [r for r in read_ledger(tmp_path / "l") if isinstance(r, ProposalRecord)]
+    assert len(proposed) == SETTINGS.total_candidates
+    trials = [
+        Trial(one, TrialRecord(round=one.round, index=one.index, status="invalid"))
+        for one in proposed
+    ]
+    base = TrialRecord(round=0, index=0, status="evaluated", objective=-1.0)
+    database = _build_database(History(base, np.zeros(1), trials), [])
+    assert len(database.islands) == 5
+    programs = {one.name: number for number, one in enumerate(proposed) if one.program}
+    for number, island in enumerate(database.islands):
+        assert all(programs[name] % 5 == number for name in island if name in programs)
+
+
+def test_a_reply_that_leaves_its_parent_unchanged_is_no_candidate() -> None:
+    parent = "def policy(budget):\n    return {}\n"
+    assert _apply_change(parent, change("return 1")).startswith("def policy(budget):\n    return 1")
+    same = "<<<<<<< SEARCH\n    return {}\n=======\n    return {}\n>>>>>>> REPLACE\n"
+    for reply in (same, "```python\n" + parent + "```", change("x").replace("budget", "b")):
+        with pytest.raises(ValueError, match=r"SEARCH|does not change"):
+            _apply_change(parent, reply)
 
 
 async def test_openevolve_resumes_and_replays(data: Dataset, tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from offline_search.candidates.search_space import Choice, choices_of_state
 from offline_search.dataset import Dataset
+from offline_search.evaluation.history import Trial
 from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
 from offline_search.settings import Settings
-from offline_search.strategies.sampling import Suggestion, TpeStudy
+from offline_search.strategies.language_model import draw_parents
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
     SyntheticEvaluator,
@@ -19,7 +20,6 @@ from tests.offline_search.synthetic import (
     records_of_kind,
     run_search,
 )
-from vllm_autoprune.tpdsl.states.load import load_state
 
 SEEDS = range(3)
 REPLIES = valid_replies(40)
@@ -59,48 +59,43 @@ def test_autoprune_plus_uses_every_origin(data: Dataset, tmp_path: Path) -> None
         names = {record.name for record in proposed}
         for record in proposed:
             assert set(record.parents) <= names
-    assert origins == {"warm start", "llm", "wide", "tune", "near", "graft"}
+    assert origins == {"warm start", "random", "llm", "tpe", "mutation", "crossover"}
 
 
-def test_autoprune_plus_explores_whole_states_first(data: Dataset, tmp_path: Path) -> None:
-    search_all_seeds("autoprune+", data, tmp_path, rounds=6)
-    later: set[str] = set()
-    for seed in SEEDS:
-        for record in records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord):
-            if 1 < record.round <= 3:
-                assert record.origin in {"llm", "wide"}
-            elif record.round > 3:
-                later.add(record.origin)
-    assert {"tune", "near", "graft"} & later
-
-
-def test_whole_state_tpe_ignores_small_changes(
-    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_language_model_gets_less_than_a_third_of_the_slots(
+    data: Dataset, tmp_path: Path
 ) -> None:
-    replayed: list[dict[str, Choice]] = []
-    enqueue = TpeStudy.replay
-
-    def record_choices(study: TpeStudy, choices: dict[str, Choice]) -> Suggestion:
-        replayed.append(choices)
-        return enqueue(study, choices)
-
-    monkeypatch.setattr(TpeStudy, "replay", record_choices)
     search_all_seeds("autoprune+", data, tmp_path, rounds=4)
-    known: dict[str, set[str]] = {"whole": set(), "steps": set()}
-    for seed in SEEDS:
-        for record in records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord):
-            if record.state is not None:
-                kind = "steps" if record.origin in {"tune", "near", "graft"} else "whole"
-                state = load_state(json.dumps(record.state))
-                known[kind].add(as_key(choices_of_state(state, 8)))
-    # Only choices of whole states name a kernel; TPE within a structure has numbers alone.
-    whole = {as_key(choices) for choices in replayed if "similarity_kernel" in choices}
-    assert whole & known["whole"]
-    assert not whole & (known["steps"] - known["whole"])
+    proposed = records_of_kind(tmp_path / "autoprune+-0", ProposalRecord)
+    later = [record.origin for record in proposed if record.round > 1]
+    assert 0 < later.count("llm") <= 0.3 * len(later)
+    assert later.count("tpe") >= later.count("llm")
 
 
-def as_key(choices: dict[str, Choice]) -> str:
-    return json.dumps(choices, sort_keys=True)
+def test_a_race_measures_more_candidates_and_spends_no_more(data: Dataset, tmp_path: Path) -> None:
+    search_all_seeds("autoprune+", data, tmp_path, rounds=4)
+    trials = records_of_kind(tmp_path / "autoprune+-0", TrialRecord)
+    size = len(data.examples("search"))
+    assert sum(trial.examples for trial in trials) <= 20 * size + size / 2
+    measured = [trial for trial in trials if trial.examples]
+    assert len(measured) > 30
+    dropped = [trial for trial in trials if trial.status == "dropped"]
+    assert {trial.examples for trial in dropped} <= {3, 12}
+
+
+def test_two_parents_are_drawn_by_rank() -> None:
+    population = [
+        Trial(
+            ProposalRecord(round=1, index=index, origin="x"),
+            TrialRecord(round=1, index=index, status="evaluated", objective=-float(index)),
+        )
+        for index in range(10)
+    ]
+    second = Counter(
+        draw_parents(population, Random(seed))[1].proposal.index for seed in range(2000)
+    )
+    assert second[1] > 2 * second[8], "the second parent is drawn by rank as well"
+    assert all(len({id(p) for p in draw_parents(population, Random(n))}) == 2 for n in range(50))
 
 
 @pytest.mark.parametrize("strategy", ["random", "tpe"])

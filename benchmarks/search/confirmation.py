@@ -1,0 +1,93 @@
+"""Winners of a comparison, measured once more on many questions that no search has seen.
+
+The test split of a comparison is small, because every search measures its winner on it. Here all
+winners answer the same questions of a larger one, so that differences between strategies are
+differences between states and not between samples of questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from benchmarks.common.progress import log_progress
+from offline_search.evaluation.answers import Answers, relative_logprob
+from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
+from offline_search.ledger import read_ledger
+from offline_search.ledger.records import SettingsRecord, WinnerRecord
+from offline_search.settings import FrozenModel
+from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+FILE = "confirmation.json"
+
+
+class Confirmed(FrozenModel):
+    """One winner: mean objective over the budgets of its search, and accuracy."""
+
+    questions: int
+    evaluator: str
+    digest: str
+    objective: float
+    accuracy: float
+
+
+_CONFIRMED: TypeAdapter[dict[str, Confirmed]] = TypeAdapter(dict[str, Confirmed])
+
+
+def read_confirmation(folder: Path) -> dict[str, Confirmed]:
+    """What was measured so far, by name of the ledger."""
+    path = folder / FILE
+    return _CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
+
+
+def find_winners(ledgers: Iterable[Path]) -> Mapping[str, tuple[PruningState, Sequence[int]]]:
+    """Winners and budgets of the searches that have ended, by name of the ledger."""
+    winners: dict[str, tuple[PruningState, Sequence[int]]] = {}
+    for path in sorted(ledgers):
+        records = read_ledger(path)
+        chosen = next((one for one in records if isinstance(one, WinnerRecord)), None)
+        if chosen is not None and isinstance(records[0], SettingsRecord):
+            state = load_state(json.dumps(chosen.state))
+            winners[path.stem] = (state, records[0].settings.budgets)
+    return winners
+
+
+async def _measure(
+    evaluator: Evaluator, state: PruningState, budgets: Sequence[int], full: Answers
+) -> Confirmed:
+    count = len(evaluator.dataset.examples("test"))
+    answers = [
+        await evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count))
+        for budget in budgets
+    ]
+    means = [float(relative_logprob(each, full).mean()) for each in answers]
+    right = sum(sum(each.right) for each in answers)
+    return Confirmed(
+        questions=count,
+        evaluator=evaluator.name,
+        digest=state.digest,
+        objective=round(sum(means) / len(means), 6),
+        accuracy=round(right / (count * len(budgets)), 6),
+    )
+
+
+def confirm(folder: Path, evaluator: Evaluator) -> dict[str, Confirmed]:
+    """Measure every winner that was not measured yet; the file is written after each."""
+    confirmed = read_confirmation(folder)
+    count = len(evaluator.dataset.examples("test"))
+    full: Answers | None = None
+    for name, (state, budgets) in find_winners(folder.glob("*.jsonl")).items():
+        known = confirmed.get(name)
+        if known and (known.digest, known.evaluator) == (state.digest, evaluator.name):
+            continue
+        if full is None:
+            full = asyncio.run(evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count)))
+        confirmed[name] = asyncio.run(_measure(evaluator, state, budgets, full))
+        log_progress(f"{name}: {confirmed[name].objective:+.4f}")
+        (folder / FILE).write_bytes(_CONFIRMED.dump_json(confirmed, indent=1))
+    return confirmed
