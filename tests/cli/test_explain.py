@@ -68,3 +68,26 @@ def test_files_that_cannot_be_read_or_written(
     ):
         assert main(["explain", str(image), "?", *options]) == 1, message
         assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_may_be_an_id_on_the_hub(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append(name)
+        if name != "org/llava":
+            raise FileNotFoundError(name)
+        return str(LLAVA)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    call = ["explain", str(scene), "What?", "--budget", "8", "--checkpoint"]
+    assert main([*call, "org/llava"]) == 0
+    assert main([*call, "org/other"]) == 1
+    assert asked == ["org/llava", "org/other"]
+    error = capsys.readouterr().err
+    assert "org/other: is no folder, and not to be had from the Hub" in error
+    assert error.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +35,30 @@ def _llava(checkpoint: Path, tower: TextTower | None) -> Vision:
 
 OPENERS: dict[str, Opener] = {"LlavaForConditionalGeneration": _llava}
 """Hugging Face architecture name -> opener of its vision side."""
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files of a checkpoint that are downloaded."""
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder of a local checkpoint, or of one on the Hugging Face Hub, downloaded if need be.
+
+    Raises :class:`ConfigError` for an id of the Hub that cannot be had.
+    """
+    path = Path(name)
+    if path.exists() or not _HUB_ID.fullmatch(name):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        what = f"is no folder, and not to be had from the Hub ({type(error).__name__})"
+        fix = "give a folder with a Hugging Face checkpoint, or the id of one on the Hub"
+        raise ConfigError("checkpoint", [Problem(name, what, fix)]) from None
 
 
 def open_vision(checkpoint: Path, text_tower: Path | None = None) -> Vision:

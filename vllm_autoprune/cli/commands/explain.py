@@ -26,12 +26,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", type=Path, help="image file")
     parser.add_argument("question", help="instruction about the image")
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="local LLaVA-1.5 checkpoint"
+        "--checkpoint",
+        required=True,
+        metavar="DIR|HF_ID",
+        help="LLaVA-1.5 checkpoint: a folder, or its id on the Hugging Face Hub",
     )
     parser.add_argument(
         "--text-tower",
         type=Path,
-        metavar="DIR",
+        metavar="DIR|HF_ID",
         help="CLIP checkpoint that measures relevance, as for `vllm serve`",
     )
     parser.add_argument("--state", default="autoprune", help="file, or name of a shipped state")
@@ -52,11 +55,11 @@ def _run(options: argparse.Namespace) -> int:
     policy = materialize(load_state(options.state), options.budget)
     image = read_image(options.image)
 
-    from vllm_autoprune.checkpoints import open_vision
+    from vllm_autoprune.checkpoints import find_checkpoint, open_vision
     from vllm_autoprune.report.panels import explain
     from vllm_autoprune.report.trace import trace_images
 
-    vision = open_vision(options.checkpoint, options.text_tower)
+    vision = open_vision(find_checkpoint(options.checkpoint), options.text_tower)
     encoded = vision.encode(image, options.question)
     (image_trace,) = trace_images(policy, encoded.tokens, refine(policy, encoded.tokens))
     explanation = explain(policy, encoded.picture, options.question, image_trace)
