@@ -31,7 +31,8 @@ This demo serves two models with `vllm serve`, stock and pruned, on this machine
 with resizing the image to as many tokens:
   mini-LLaVA, trained, tiny:                      how many answers stay right
   LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
-It takes about six minutes on two cores, and ends with one table and a picture."""
+It takes about six minutes on two idle cores, longer on busy ones, and ends with one table and a
+picture."""
 
 
 def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
