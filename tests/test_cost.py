@@ -47,7 +47,7 @@ def test_every_row_of_the_table(
 
 def test_one_layer_by_hand() -> None:
     """Two tokens, d = 4, m = 3, k = 2: projections 96, attention 32, feed-forward 72 MACs."""
-    tiny = BackboneShape("tiny", "t", 1, 4, 3, 2, 1, 2, 1, "clip", True, True, "")
+    tiny = BackboneShape("tiny", "t", 1, 4, 3, 2, 1, 2, 1, "clip", True, True, False, "")
     assert prefill_flops(tiny, (2,)) == 2 * (2 * 4 * (8 + 4) + 2 * 4 * 4 + 3 * 2 * 4 * 3)
     assert estimate_cost(tiny, 2).kv_bytes == 2 * 2 * 2 * 2
 

@@ -33,6 +33,8 @@ class BackboneShape:
     """Whether the vision tower has a [CLS] token."""
     tower_rows: bool
     """Whether the vision tower has exactly one output row for each visual token."""
+    merger: bool
+    """Whether a patch merger makes a visual token of several patches."""
     source: str
     """Checkpoint and image size that these numbers are taken from."""
     query_width: int = 0
@@ -71,6 +73,7 @@ LLAVA_7B = BackboneShape(
     relevance="clip",
     has_cls=True,
     tower_rows=True,
+    merger=False,
     source="llava-hf/llava-1.5-7b-hf: Vicuna-7B, CLIP ViT-L/14 at 336 pixels",
 )
 
@@ -87,6 +90,7 @@ LLAVA_13B = BackboneShape(
     relevance="clip",
     has_cls=True,
     tower_rows=True,
+    merger=False,
     source="llava-hf/llava-1.5-13b-hf: Vicuna-13B, CLIP ViT-L/14 at 336 pixels",
 )
 
@@ -103,6 +107,7 @@ LLAVA_NEXT_7B = BackboneShape(
     relevance="clip",
     has_cls=True,
     tower_rows=True,
+    merger=False,
     source="llava-v1.6-vicuna-7b-hf; 672 x 672 pixels: one base view and 2 x 2 crops, no newlines",
 )
 
@@ -119,6 +124,7 @@ QWEN_7B = BackboneShape(
     relevance="language",
     has_cls=False,
     tower_rows=False,
+    merger=True,
     source="Qwen/Qwen2.5-VL-7B-Instruct; 1008 x 1008 pixels, 28 pixels a merged token",
 )
 

@@ -80,7 +80,7 @@ def native(params: FSRParams, tokens: VisualTokens, budget: int | None) -> Publi
     share = require_budget("fsr", budget) // tokens.grid.tiles
     whole = TileGroup(0, tokens.grid.tiles, share)
     chosen = _choose(params, tokens, whole)
-    rows = merge_into_scan(params, chosen, whole.of(tokens.features, tokens).float())
+    rows = merge_into_scan(params, chosen, whole.of(tokens.output, tokens).float())
     picks = whole.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
     return PublishedSelection(tuple(picks), tuple(rows.reshape(*picks.shape, -1)))
 
@@ -101,8 +101,8 @@ def fsr(params: FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelect
         chosen = _choose(params, tokens, group)
         picks.append(group.within_image(chosen.picks, tokens))
         if params.kappa > 0:
-            rows = group.of(tokens.features, tokens).float()
-            merged.append(merge_into_scan(params, chosen, rows).to(tokens.features.dtype))
+            rows = group.of(tokens.output, tokens).float()
+            merged.append(merge_into_scan(params, chosen, rows).to(tokens.output.dtype))
     return ReferenceSelection(
         join_groups(picks, groups, tokens), join_groups(merged, groups, tokens) if merged else None
     )

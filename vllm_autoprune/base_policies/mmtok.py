@@ -112,8 +112,8 @@ def _word_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:
     """How well each token covers each word of the question, ``(B * T, n, W)``; 0 for padding."""
     words = tokens.require_words()
     tiles = tokens.grid.tiles
-    embeddings = words.embeddings.to(tokens.features.dtype).repeat_interleave(tiles, dim=0)
-    cosine = cosines_between(tokens.by_tile(tokens.features), embeddings)
+    embeddings = words.embeddings.to(tokens.output.dtype).repeat_interleave(tiles, dim=0)
+    cosine = cosines_between(tokens.by_tile(tokens.output), embeddings)
     used = words.used.repeat_interleave(tiles, dim=0)[:, None, :]
     share = (cosine / params.tau_text).softmax(dim=1) / used.sum(dim=2, keepdim=True).clamp_min(1)
     return torch.where(used, share, 0.0)

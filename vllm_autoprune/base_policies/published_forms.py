@@ -58,7 +58,8 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
         served="the same",
         llava="as published",
         llava_next="K / T per tile (ours); `tile_scope: global` is as published",
-        qwen2_5_vl="on merged tokens (ours; others run it on encoder outputs)",
+        qwen2_5_vl="on merged tokens (ours), or on encoder outputs, as others run it, with "
+        "`rank_at: merger_in`",
         ours=("chosen tokens are masked: the published code may repeat one among duplicates",),
     ),
     "visionzip": PublishedForm(
@@ -163,8 +164,8 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
         served="the same",
         llava="as published",
         llava_next="K / T per tile, mean and weights of each tile",
-        qwen2_5_vl="`scale_variance: true, weight: sigmoid`, as published; the paper reads tokens "
-        "before the merger",
+        qwen2_5_vl="`scale_variance: true, weight: sigmoid` in a state with `rank_at: merger_in`, "
+        "as published",
         ours=(
             "after the paper alone, which has no code. Its epsilons have no values: 1e-6 each",
             "the first token is DivPrune's on the centred distance, without the weight",
@@ -189,8 +190,8 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
         served="the same",
         llava="as published",
         llava_next=_UNCONFIRMED,
-        qwen2_5_vl="not served yet: needs the tokens before the merger (ours; a port reads those "
-        "after it)",
+        qwen2_5_vl="mean attention over queries; mean of the patches before the merger (ours; a "
+        "port reads tokens after it)",
         ours=(
             _FLOAT32,
             _MASKED,
@@ -203,7 +204,8 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
         served="the same",
         llava="as published: words of the question but for the frequent ones, each alone",
         llava_next=_PER_TILE,
-        qwen2_5_vl="not served yet: needs the tokens before the merger",
+        qwen2_5_vl="`tau_text: 0.01`, as published; the words as on LLaVA (ours; published: the "
+        "whole question)",
         ours=(
             _MASKED,
             "from a gain of 1e-12 on, the rest comes by index",

@@ -83,8 +83,8 @@ def sparsevlm(params: SparseVLMParams, tokens: VisualTokens, budget: int) -> Ref
     sources = order[:, picks.shape[1] :][:, : recycled_count(tokens.count - picks.shape[1])]
     states = visual_span(language, language.states(params.layer), tokens.count, dim=1)
     members = density_peak_clusters(gather_rows(states, sources), extra)
-    merged = cluster_means(members, gather_rows(tokens.features, sources))
-    return ReferenceSelection(picks, extra=merged.to(tokens.features.dtype))
+    merged = cluster_means(members, gather_rows(tokens.output, sources))
+    return ReferenceSelection(picks, extra=merged.to(tokens.output.dtype))
 
 
 def find_raters(language: LanguagePrefix, count: int) -> Tensor:

@@ -44,10 +44,10 @@ def merge_by_tile(
         low = torch.cat([result.merged, result.extra], dim=1).to(
             tokens.require_tower().patches.dtype
         )
-        high = tokens.require_tower().projected(low).to(tokens.features.dtype)
+        high = tokens.require_tower().projected(low).to(tokens.output.dtype)
         merged, own = high.split([result.merged.shape[1], result.extra.shape[1]], dim=1)
         plain = result.picks[:, : result.picks.shape[1] - merged.shape[1]]
-        untouched = gather_rows(group.of(tokens.features, tokens), plain)
+        untouched = gather_rows(group.of(tokens.output, tokens), plain)
         picks.append(group.within_image(result.picks, tokens))
         rows.append(torch.cat([untouched, merged], dim=1))
         extra.append(own)

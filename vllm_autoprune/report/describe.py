@@ -12,6 +12,7 @@ from vllm_autoprune.tpdsl.executor.transfer import state_document
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import RankAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Description:
     budget_atom: Part
     base_policy: Part
     source: Part
+    rank_at: RankAt
     priors: tuple[Part, ...]
     core: CorePart | None
     q_e: int
@@ -109,6 +111,7 @@ def describe(state: PruningState, budget: int | None = None) -> Description:
         budget_atom=_part(state.budget),
         base_policy=_base_part(state.base_policy),
         source=_part(state.source.tokens),
+        rank_at=state.rank_at,
         priors=tuple(_part(call) for call in state.source.priors),
         core=_core(policy),
         q_e=policy.quota,
@@ -163,6 +166,12 @@ def _range(policy: PruningPolicy) -> tuple[int, int]:
 _SHARES_ALL = "It does not read the instruction, so all questions on one image share its KV cache."
 
 
+def _ranking(state: PruningState) -> tuple[str, ...]:
+    if state.rank_at == "merger_out":
+        return ()
+    return ("Tokens are ranked by what enters the patch merger, before it merges them.",)
+
+
 def _words(policy: PruningPolicy) -> tuple[str, ...]:
     state, (least, most) = policy.state, _range(policy)
     k = f"{most}" if least == most else f"{least} to {most}, by its size,"
@@ -171,7 +180,8 @@ def _words(policy: PruningPolicy) -> tuple[str, ...]:
     if state.core is not None and policy.core:
         of = state.core.policy.name
         if policy.core == policy.budget:
-            return (f"Keeps {k} visual tokens of every image, all chosen by {of}.", _SHARES_ALL)
+            kept = f"Keeps {k} visual tokens of every image, all chosen by {of}."
+            return (kept, *_ranking(state), _SHARES_ALL)
         share = f"{policy.core}" if least == most else f"{state.core.share:.0%}"
         sentences = [
             f"Keeps {k} visual tokens of every image.",
@@ -191,6 +201,7 @@ def _words(policy: PruningPolicy) -> tuple[str, ...]:
         )
     else:
         sentences.append("Nothing is exchanged: the base policy alone chooses.")
+    sentences += _ranking(state)
     if policy.reads_instruction and policy.core:
         sentences.append(
             "Only the delta reads the instruction: questions on one image share the KV cache of "

@@ -8,7 +8,7 @@ W words of the instruction.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -20,12 +20,22 @@ from vllm_autoprune.ops.similarity import cosines, cosines_with, plain_cosines
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 
 Need = Literal[
-    "cls_attention", "instruction", "encoder", "tower", "next_layer", "words", "language"
+    "cls_attention",
+    "instruction",
+    "encoder",
+    "merger_input",
+    "tower",
+    "next_layer",
+    "words",
+    "language",
 ]
 """An optional input of :class:`VisualTokens`, computed only for states that read it.
 
 ``next_layer`` is ``VisualTokens.tower.next_layer``; the others are fields of VisualTokens.
 """
+
+RankAt = Literal["merger_out", "merger_in"]
+"""Whether tokens are ranked by what they are after the patch merger, or by what enters it."""
 
 
 TileScope = Literal["per_tile", "global"]
@@ -122,6 +132,19 @@ class TowerStates:
 
 
 @dataclass(frozen=True)
+class MergerInput:
+    """What only a backbone with a patch merger has of the tokens that enter it.
+
+    norms ``(B, N, 2)`` float32: the sum of absolute values and the Euclidean norm of each token,
+    the mean over its patches; known_cosine ``(B, N, N)`` is a precomputed cosine between the
+    encoder's tokens, where there is one.
+    """
+
+    norms: Tensor
+    known_cosine: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class VisualTokens:
     """B images of N visual tokens each, with the optional inputs that a state may read.
 
@@ -129,8 +152,10 @@ class VisualTokens:
     vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is a precomputed
     :attr:`cosine`, which depends on the image alone and takes half the time of a selection; encoder
     ``(B, N, Dv)`` are the tokens before the projector, or before the merger the mean of the patches
-    that make a token; tower, words and language are further inputs of some base policies;
-    tile_scope is the scope in which the redundancy signal compares tokens.
+    that make a token; merger_input belongs to them where the backbone has a merger; tower, words
+    and language are further inputs of some base policies; tile_scope is the scope in which the
+    redundancy signal compares tokens. merged ``(B, N, D)`` are the tokens after the merger where
+    ``features`` are those before it (:attr:`before_merger`), else None.
     """
 
     features: Tensor
@@ -143,6 +168,8 @@ class VisualTokens:
     tile_scope: TileScope = "per_tile"
     encoder: Tensor | None = None
     words: Words | None = None
+    merger_input: MergerInput | None = None
+    merged: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3:
@@ -159,7 +186,10 @@ class VisualTokens:
             "cls_attention": self.cls_attention,
             "known_cosine": self.known_cosine,
             "encoder": self.encoder,
+            "merged": self.merged,
         }
+        if self.merger_input is not None:
+            inputs["merger_input.norms"] = self.merger_input.norms
         if self.instruction is not None:
             inputs["instruction.patches"] = self.instruction.patches
         if self.tower is not None:
@@ -181,6 +211,26 @@ class VisualTokens:
     def count(self) -> int:
         """Tokens per image, N."""
         return self.features.shape[1]
+
+    @property
+    def output(self) -> Tensor:
+        """``(B, N, D)``: the tokens as the language model reads them, whatever ranks them."""
+        return self.features if self.merged is None else self.merged
+
+    @cached_property
+    def before_merger(self) -> VisualTokens:
+        """The same tokens with the encoder's as ``features``: what a state ranks before the merger.
+
+        Relevance to the instruction and its words stays that of the tokens after the merger: the
+        encoder's space is not aligned with text.
+        """
+        own = self.require_merger_input()
+        return replace(
+            self,
+            features=self.require_encoder(),
+            known_cosine=own.known_cosine,
+            merged=self.output,
+        )
 
     @cached_property
     def norm(self) -> Tensor:
@@ -250,6 +300,16 @@ class VisualTokens:
         if self.encoder is None:
             raise _missing("the tokens before the projector", "encoder")
         return self.encoder
+
+    def require_merger_input(self) -> MergerInput:
+        """What enters the patch merger; :class:`SelectionError` where the backbone has none."""
+        if self.merger_input is None:
+            raise SelectionError(
+                "this state ranks tokens before the patch merger (rank_at: merger_in), and "
+                "VisualTokens.merger_input is None: fill it, or set rank_at to merger_out for a "
+                "backbone without a merger"
+            )
+        return self.merger_input
 
     def require_words(self) -> Words:
         """The instruction's words; raises :class:`SelectionError` if they are missing."""

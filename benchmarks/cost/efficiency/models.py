@@ -103,5 +103,6 @@ def read_geometry(folder: Path) -> BackboneShape:
         relevance="clip",
         has_cls=True,
         tower_rows=True,
+        merger=False,
         source=str(folder),
     )

@@ -100,7 +100,7 @@ def resolve_choices(
         )
         if state.core is not None and runs_policy(request.keep):
             core = policy.at(size, image.tiles).core
-            choice = replace(choice, core=core, core_identity=state.core.digest)
+            choice = replace(choice, core=core, core_identity=state.core_digest)
         choices.append(choice)
     return tuple(choices)
 

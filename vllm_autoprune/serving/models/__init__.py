@@ -15,6 +15,7 @@ from vllm_autoprune.serving.models.checkpoint_checks import (
     check_clip_checkpoint,
     check_clip_inputs,
     check_clip_text_tower,
+    check_merger_inputs,
     check_siglip_checkpoint,
     refuse_text_tower,
     refuse_tower_inputs,
@@ -77,13 +78,17 @@ _QWEN = {
 BACKBONES: dict[str, Backbone] = {
     _LLAVA: _clip("llava", _LLAVA),
     _LLAVA_NEXT: _clip("llava_next", _LLAVA_NEXT),
-    **{stock: Backbone(name, _at("qwen_vl", stock), mrope=True) for name, stock in _QWEN.items()},
+    **{
+        stock: Backbone(name, _at("qwen_vl", stock), input_problems=check_merger_inputs, mrope=True)
+        for name, stock in _QWEN.items()
+    },
     _ONEVISION: Backbone(
         "llava_onevision", _at("llava_onevision", _ONEVISION), check_siglip_checkpoint
     ),
     "InternVLForConditionalGeneration": Backbone(
         "internvl",
         _at("internvl", "InternS1ForConditionalGeneration"),
+        input_problems=check_merger_inputs,
         unsplittable="writes the tokens that begin and end an image around every item",
     ),
     _GEMMA3: Backbone(

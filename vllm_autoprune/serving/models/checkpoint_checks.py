@@ -33,21 +33,36 @@ def refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Pr
     return (Problem(f"{FLAG} {tower.path}", what, fix),)
 
 
-_ROWS: dict[Need, str] = {
-    "encoder": "the tokens before the projector or the merger",
+_LAYERS: dict[Need, str] = {
     "tower": "the vision tower's states, one a token",
     "next_layer": "the vision tower's next layer",
     "language": "the language model's first layers",
 }
 
 
+def check_merger_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
+    """Refuse states that read layers; those that read what enters the patch merger are served."""
+    return [_refusal(config, what) for need, what in _LAYERS.items() if need in needs]
+
+
 def refuse_tower_inputs(config: PreTrainedConfig, needs: Collection[Need]) -> Sequence[Problem]:
     """Refuse states that read the vision tower or the language model's layers."""
-    return [
-        Problem("model", f"{config.model_type!r} gives states no {what}", _FIX)
-        for need, what in _ROWS.items()
-        if need in needs
-    ]
+    problems = list(check_merger_inputs(config, needs))
+    if "encoder" in needs:
+        problems.append(_refusal(config, "the tokens before the projector or the merger"))
+    return problems + _refuse_merger_input(config, needs)
+
+
+def _refusal(config: PreTrainedConfig, what: str) -> Problem:
+    return Problem("model", f"{config.model_type!r} gives states no {what}", _FIX)
+
+
+def _refuse_merger_input(config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+    """Refuse states that rank tokens before a patch merger, which this model does not have."""
+    if "merger_input" not in needs:
+        return []
+    what = f"rank_at merger_in: {config.model_type!r} has no patch merger to rank tokens before"
+    return [Problem("model", what, "set rank_at to merger_out, or serve another checkpoint")]
 
 
 def check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
@@ -93,7 +108,7 @@ def check_clip_inputs(
     config: LlavaConfig | LlavaNextConfig, needs: Collection[Need]
 ) -> Sequence[Problem]:
     """Refuse states that read inputs which this checkpoint cannot provide."""
-    problems = []
+    problems = _refuse_merger_input(config, needs)
     vision, text = config.vision_config, config.text_config
     if "next_layer" in needs:
         layers, reads = vision.num_hidden_layers, config.vision_feature_layer

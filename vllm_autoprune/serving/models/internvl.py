@@ -19,6 +19,7 @@ from vllm_autoprune.serving.models.tiled import (
     count_largest_image_tokens,
 )
 from vllm_autoprune.serving.shared.placeholders import Placeholders
+from vllm_autoprune.serving.worker.merger_hook import MergerHook
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interns1 import InternS1ProcessingInfo
@@ -51,6 +52,11 @@ class InternVLVision(TiledVision):
         """Attention module of the last layer that the model reads."""
         attention: nn.Module = self._model.vision_tower.encoder.layer[-1].attention.attn
         return attention
+
+    def merger_hook(self) -> MergerHook:
+        """Hook on the projector, which gets the four patches of a token as one row."""
+        projector, patches = self._model.multi_modal_projector, self._model.downsample_ratio**-2
+        return MergerHook(projector, round(patches), projector, joined=True)
 
     def rows(self, tiles: Tensor) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""

@@ -6,6 +6,7 @@ Videos are left as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -25,6 +26,7 @@ from vllm_autoprune.serving.shared.plan import FIELD
 from vllm_autoprune.serving.shared.served_state import ServedState, served_state
 from vllm_autoprune.serving.worker.attention_hook import AttentionHook
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.merger_hook import MergerHook
 from vllm_autoprune.serving.worker.mrope import (
     CHANNELS,
     compute_input_positions,
@@ -32,7 +34,7 @@ from vllm_autoprune.serving.worker.mrope import (
     place_image_tokens,
     position_channels,
 )
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,12 +107,13 @@ class QwenVision(Vision):
         levels = model.deepstack_num_level if isinstance(model, _DEEPSTACK) else 0
         self.row_width = self._width * (1 + levels)
         reads = "cls_attention" in self.needs
-        if reads and model.use_data_parallel:
-            what = "splits images over ranks, and the state reads the vision tower's attention"
-            fix = "serve without it, or a state that does not read [CLS] attention"
+        if (reads or self.reads_encoder) and model.use_data_parallel:
+            what = "splits images over ranks, and the state reads inside the vision tower"
+            fix = "serve without it, or a state that reads neither attention nor encoder tokens"
             problem = Problem("--mm-encoder-tp-mode data", what, fix)
             raise ConfigError("cannot serve pruned", [problem])
         self._attention_hook = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
+        self._merger_hook = _merger_hook(model, self._merge**2) if self.reads_encoder else None
 
     @staticmethod
     def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
@@ -141,20 +144,25 @@ class QwenVision(Vision):
             pixel_values=pixels, image_grid_thw=grids
         )
         assert checked is not None
-        rows = self._model._process_image_input(checked)
-        attention = self._attention(grids)
+        with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
+            rows = self._model._process_image_input(checked)
+        back = self._raster_order(grids)
+        attention, entering = self._attention(grids, back), self._merger_input(grids, back)
         features = []
         for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
             grid = Grid(height // self._merge, width // self._merge)
             tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
             places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
+            encoder, norms = (None, None) if entering is None else entering[i]
             region = Region(
                 grid,
                 tokens,
                 None if attention is None else attention[i],
                 None,
-                VisualTokens(tokens[None], grid).cosine[0],
+                self.cosine(tokens, encoder, grid),
                 extra_channels=torch.cat([levels, places], dim=1),
+                encoder=encoder,
+                merger_norms=norms if "merger_input" in self.needs else None,
             )
             features.append(ImageFeatures((region,)))
         return features
@@ -169,7 +177,7 @@ class QwenVision(Vision):
             all_rows.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
         return all_rows
 
-    def _attention(self, grids: Tensor) -> list[Tensor] | None:
+    def _attention(self, grids: Tensor, back: Tensor | None) -> list[Tensor] | None:
         """Attention that each merged token gets ``(N,)``: the mean of its patches."""
         if self._attention_hook is None:
             return None
@@ -178,12 +186,42 @@ class QwenVision(Vision):
             part.view(-1, unit).mean(dim=1)
             for part in self._attention_hook.take(grids.prod(-1).tolist())
         ]
-        if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
+        if back is None:
             return received
-        # This tower processes patches in window order.
-        back = self._model.visual.prepare_encoder_metadata(grids.tolist())["reverse_indices"]
-        joined = torch.cat(received)[back.to(received[0].device, non_blocking=True)]
+        joined = torch.cat(received)[back]
         return list(joined.split([len(part) for part in received]))
+
+    def _merger_input(
+        self, grids: Tensor, back: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """What enters the merger, of each image: rows ``(N, Dv)`` and norms ``(N, 2)``."""
+        if self._merger_hook is None:
+            return None
+        sizes = (grids.prod(-1) // self._merge**2).tolist()
+        parts = [part if back is None else part[back] for part in self._merger_hook.take()]
+        rows, norms = ([own.clone() for own in part.split(sizes)] for part in parts)
+        return list(zip(rows, norms, strict=True))
+
+    def _raster_order(self, grids: Tensor) -> Tensor | None:
+        """Places of the tokens in the tower's own order; None where that is the image's."""
+        hooks = (self._attention_hook, self._merger_hook)
+        if hooks == (None, None):
+            return None
+        if not isinstance(self._model, Qwen2_5_VLForConditionalGeneration):
+            return None
+        # This tower processes patches in window order.
+        metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
+        return metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
+
+
+def _merger_hook(model: Any, patches: int) -> MergerHook:
+    """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
+    if isinstance(model, _DEEPSTACK):
+        first = next(iter(model.visual.deepstack_merger_list), model.visual.merger)
+        return MergerHook(model.visual.merger, patches, first)
+    # vLLM calls Qwen2.5-VL's merger past its hooks; its norm comes first, and sees the same.
+    norm = model.visual.merger.ln_q
+    return MergerHook(norm, patches, norm)
 
 
 def _last_whole(tower: Any) -> Any:

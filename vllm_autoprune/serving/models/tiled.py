@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import isqrt
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -17,7 +18,8 @@ from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.attention_hook import AttentionHook
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.serving.worker.merger_hook import MergerHook
+from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.gemma3_mm import Gemma3ProcessingInfo
@@ -56,6 +58,7 @@ class TiledVision(Vision):
         self.side = isqrt(self.tile_tokens())
         reads = "cls_attention" in self.needs
         self._attention_hook = AttentionHook(self.last_attention()) if reads else None
+        self._merger_hook = self.merger_hook() if self.reads_encoder else None
 
     @abstractmethod
     def tile_tokens(self) -> int:
@@ -64,6 +67,10 @@ class TiledVision(Vision):
     @abstractmethod
     def last_attention(self) -> nn.Module:
         """Attention module of the last layer that the model reads."""
+
+    def merger_hook(self) -> MergerHook | None:
+        """Hook on the patch merger; None where the model has none."""
+        return None
 
     @abstractmethod
     def rows(self, tiles: Tensor) -> Tensor:
@@ -81,7 +88,9 @@ class TiledVision(Vision):
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images in one pass of the vision tower."""
         counts = [len(image[self.pixels]) for image in images]
-        rows = self.rows(torch.cat([image[self.pixels] for image in images]))
+        with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
+            rows = self.rows(torch.cat([image[self.pixels] for image in images]))
+        encoder, norms = (None, None) if self._merger_hook is None else self._merger_hook.take()
         attention = (
             None if self._attention_hook is None else self._pooled(self._attention_hook.take())
         )
@@ -90,13 +99,18 @@ class TiledVision(Vision):
             some = slice(first, first + count)
             grid = Grid(self.side, self.side, count)
             tokens = rows[some].flatten(0, 1).clone()
+            cells = slice(first * self.side**2, (first + count) * self.side**2)
+            before = None if encoder is None else encoder[cells].clone()
+            scored = norms is not None and "merger_input" in self.needs
             region = Region(
                 grid,
                 tokens,
                 None if attention is None else attention[some].flatten(),
                 None,
-                VisualTokens(tokens[None], grid).cosine[0],
+                self.cosine(tokens, before, grid),
                 share=count,
+                encoder=before,
+                merger_norms=norms[cells].clone() if norms is not None and scored else None,
             )
             features.append(ImageFeatures((region,)))
             first += count

@@ -17,6 +17,7 @@ from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.features import FeatureCache, ImageFeatures, TowerFeatures
 from vllm_autoprune.serving.worker.region_selection import ModelParts
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
@@ -119,6 +120,20 @@ class Vision(ABC):
     def model_parts(self) -> ModelParts:
         """Parts of the model that policies read in addition to image features."""
         return ModelParts(self.project, self.relevance(), embed=self.word_embedding())
+
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether any state reads the tokens before the projector or merger."""
+        return not self.needs.isdisjoint({"encoder", "merger_input"})
+
+    def cosine(self, tokens: Tensor, encoder: Tensor | None, grid: Grid) -> Tensor:
+        """Cosines ``(N, N)`` that the server's own state compares the tokens of an image by.
+
+        Of the projected ``(N, D)``, or of the encoder's ``(N, Dv)`` where it ranks those.
+        """
+        if self.served.state.rank_at == "merger_in" and encoder is not None:
+            tokens = encoder
+        return VisualTokens(tokens[None], grid).cosine[0]
 
     def word_embedding(self) -> Callable[[Tensor], Tensor] | None:
         """The language model's input embedding, None where the state reads no words."""

@@ -20,10 +20,15 @@ class Hook:
     """The stock model class, or ``"worker"``, that alone relies on them; empty: every server."""
 
 
-def _model(module: str, kind: str, *methods: str) -> Hook:
-    """Hook of a model class, with the names that every pruned model depends on."""
+def _model(module: str, kind: str, *methods: str, merger: str = "") -> Hook:
+    """Hook of a model class, with the names that every pruned model depends on.
+
+    ``merger`` is the class of its patch merger, which is called with what states rank before it.
+    """
     common = ("_processor_factory", "embed_multimodal", "load_weights")
     names = tuple(f"{kind}.{name}" for name in (*common, *methods))
+    if merger:
+        names += (f"{merger}.forward",)
     return Hook(f"vllm.model_executor.models.{module}", names, f"models: {kind}", only=kind)
 
 
@@ -146,10 +151,32 @@ HOOKS: tuple[Hook, ...] = (
         "_image_pixels_to_features",
         "_merge_image_patch_embeddings",
     ),
-    _model("qwen2_vl", "Qwen2VLForConditionalGeneration", *_QWEN),
-    _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", *_QWEN, "recompute_mrope_positions"),
-    _model("qwen3_vl", "Qwen3VLForConditionalGeneration", *_QWEN, "recompute_mrope_positions"),
-    _model("interns1", "InternS1ForConditionalGeneration", "extract_feature"),
+    _model(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        *_QWEN,
+        merger="Qwen2VisionPatchMerger",
+    ),
+    _model(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        *_QWEN,
+        "recompute_mrope_positions",
+        merger="Qwen2_5_VisionPatchMerger",
+    ),
+    _model(
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        *_QWEN,
+        "recompute_mrope_positions",
+        merger="Qwen3_VisionPatchMerger",
+    ),
+    _model(
+        "interns1",
+        "InternS1ForConditionalGeneration",
+        "extract_feature",
+        merger="InternS1MultiModalProjector",
+    ),
     _model("gemma3_mm", "Gemma3ForConditionalGeneration", "_image_pixels_to_features"),
     Hook(
         "vllm.model_executor.models.interfaces",

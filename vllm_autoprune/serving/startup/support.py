@@ -98,6 +98,11 @@ SUPPORT: tuple[Support, ...] = (
         "yes",
         "what `--autoprune-requests` allows; all kinds in one step",
     ),
+    Support(
+        "Ranking before the patch merger (`rank_at`)",
+        "yes",
+        "Qwen-VL and InternVL; the others have no merger and refuse it",
+    ),
     Support("Metrics of API servers and workers", "yes", "in `/metrics`, one API server or two"),
     Support("`--api-server-count` above 1", "yes", "both processes seen answering"),
     Support("Tensor parallelism", "yes", "TP = 2 on a CPU; ranks choose the same tokens"),

@@ -64,8 +64,10 @@ class Region:
 
     projected ``(N, D)``; cls_attention ``(N,)`` and patches ``(N, C)``, the tokens in the space
     where relevance is measured, only where the state reads them; cosine ``(N, N)`` float32
-    between the projected tokens; tower only where the state reads it; encoder ``(N, Dv)``, the
-    tokens before the projector, only where the state reads them and no tower holds them.
+    between the tokens that the server's own state compares, projected ones or those before the
+    merger; tower only where the state reads it; encoder ``(N, Dv)``, the tokens before the
+    projector or merger, only where the state reads them and no tower holds them; merger_norms
+    ``(N, 2)`` are their norms, only where a state ranks tokens before the merger.
     extra_channels ``(N, E)`` are appended to each row as they are: nothing selects by them or
     merges them. order ``(N,)`` is the position of each token among all rows that the model makes
     of the image, None where it is its own index. share is the region's part of the budget, in
@@ -82,11 +84,12 @@ class Region:
     order: Tensor | None = None
     share: int = 1
     encoder: Tensor | None = None
+    merger_norms: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the record."""
         parts = (self.projected, self.cls_attention, self.patches, self.cosine)
-        more = (self.extra_channels, self.order, self.encoder)
+        more = (self.extra_channels, self.order, self.encoder, self.merger_norms)
         yield from (part for part in (*parts, *more) if part is not None)
         if self.tower is not None:
             yield from self.tower.tensors()

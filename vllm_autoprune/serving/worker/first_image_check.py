@@ -58,7 +58,8 @@ class FirstImageCheck:
         record = safety_check(policy, [tokens])
         if _verdict_of_rank_zero(record.valid, tokens.features.device):
             return True
-        if not bool(tokens.features.isfinite().all()):
+        ranked = policy.state.ranked(tokens).features
+        if not bool(tokens.features.isfinite().all() & ranked.isfinite().all()):
             return None  # no policy passes on non-finite features
         digest = policy.state.digest
         if any(other[0] == digest and not safe for other, safe in self._safe.items()):

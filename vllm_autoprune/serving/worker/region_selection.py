@@ -32,7 +32,14 @@ from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
 from vllm_autoprune.tpdsl.executor.refine import give_core, give_kept, keep_evenly
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import Instruction, NextLayer, TowerStates, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import (
+    Instruction,
+    MergerInput,
+    NextLayer,
+    TowerStates,
+    VisualTokens,
+    Words,
+)
 
 T = TypeVar("T")
 
@@ -90,7 +97,7 @@ def select_region(
         return select_at_random(share.rows, _projected_only(regions), keys, share.before)
     policy = share.policy(context.served.policy_for_plan(plan))
     try:
-        tokens = _tokens(policy, plans, regions, context.parts)
+        tokens = _tokens(context, policy, plans, regions)
         if context.first_check is not None and not plan.profile:
             policy = context.first_check.replace_unsafe(policy, tokens)
         given = _given(context, policy, plans, images, at, tokens)
@@ -159,6 +166,7 @@ def _conditioned(
         return given
     # Another policy compares tokens in another way, upon the same core.
     by = policy.state.base_policy.model_dump_json()
+    tokens = policy.state.ranked(tokens)
     keys = [None if key is None else (key, by) for key in keys]
     conditioned = [context.cores.conditioned(key) for key in keys]
     if any(one is None for one in conditioned):
@@ -179,12 +187,12 @@ def _remember(
 
 def _keys(context: SelectionContext, plans: Sequence[ItemPlan], at: int) -> list[Hashable]:
     """Keys of the tokens that items keep of one region: which image, and what chooses them."""
-    core = context.served.state_for_plan(plans[0]).core
+    state = context.served.state_for_plan(plans[0])
     keys: list[Hashable] = []
     for plan in plans:
         chooser: Hashable = _digest(plan)
-        if plan.part == "core" and core is not None:
-            chooser = (core.digest, plan.core)  # states with the same core share it
+        if plan.part == "core" and state.core is not None:
+            chooser = (state.core_digest, plan.core)  # states with the same core share it
         keys.append(None if plan.key == NO_KEY else (plan.key, chooser, at))
     return keys
 
@@ -203,11 +211,12 @@ def _present(parts: Sequence[T | None]) -> list[T]:
 
 
 def _tokens(
+    context: SelectionContext,
     policy: PruningPolicy,
     plans: Sequence[ItemPlan],
     regions: Sequence[Region],
-    parts: ModelParts,
 ) -> VisualTokens:
+    parts = context.parts
     features = torch.stack([region.projected for region in regions])
     instruction, language, words = None, None, None
     if "instruction" in policy.needs and parts.relevance is not None:
@@ -222,16 +231,20 @@ def _tokens(
     if "words" in policy.needs and parts.embed is not None:
         (plan,) = plans
         words = _words(plan.language, parts.embed, features)
+    before = context.served.state.rank_at == "merger_in"
+    cosine = stack_present([region.cosine for region in regions])
+    norms = stack_present([region.merger_norms for region in regions])
     return VisualTokens(
         features,
         regions[0].grid,
         stack_present([region.cls_attention for region in regions]),
         instruction,
-        stack_present([region.cosine for region in regions]),
+        None if before else cosine,
         _tower(regions, parts.project),
         language,
         encoder=stack_present([region.encoder_rows for region in regions]),
         words=words,
+        merger_input=None if norms is None else MergerInput(norms, cosine if before else None),
     )
 
 

@@ -193,6 +193,8 @@ def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor)
 @atom("scoring", Norm)
 def visual_token_norm_saliency(call: Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Norm of the token's feature vector: Euclidean or sum of absolute values."""
+    if tokens.merged is not None:  # before the merger: of a token's patches, not of their mean
+        return tokens.require_merger_input().norms[:, :, call.p - 1].float()
     if call.p == 2:
         return tokens.norm[:, :, 0].float()
     return tokens.features.float().abs().sum(dim=-1)

@@ -114,7 +114,7 @@ def _scoped(call: ProjectedView | EmbeddedView, tokens: VisualTokens) -> VisualT
 
 
 def _tower(call: TowerView, tokens: VisualTokens) -> VisualTokens:
-    return replace(tokens, features=tokens.require_tower().patches, known_cosine=None)
+    return replace(tokens, features=tokens.require_tower().patches, known_cosine=None, merged=None)
 
 
 declare(

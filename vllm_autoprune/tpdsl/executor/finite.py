@@ -14,16 +14,16 @@ def inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
     # A norm is finite only if all components are, and the norms are computed anyway.
     readable = tokens.norm.isfinite().flatten(1).all(dim=1)
-    inputs: list[Tensor] = []
+    inputs: list[Tensor] = [] if tokens.merged is None else [tokens.merged]
     needs = policy.base.needs_of(policy.state.base_policy.params)
     if "instruction" in needs and tokens.instruction is not None:
-        if tokens.instruction.patches is not tokens.features:
+        if tokens.instruction.patches is not tokens.output:
             inputs.append(tokens.instruction.patches)
         used = tokens.instruction.segments[:, :, None]
         inputs.append(torch.where(used, tokens.instruction.text, 0.0))
     if "cls_attention" in needs and tokens.cls_attention is not None:
         inputs.append(tokens.cls_attention[:, :, None])
-    if "encoder" in needs and tokens.encoder is not None:
+    if "encoder" in needs and tokens.encoder is not None and tokens.merged is None:
         inputs.append(tokens.encoder)
     if "words" in needs and tokens.words is not None:
         used = tokens.words.used[:, :, None]

@@ -13,7 +13,7 @@ from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 from vllm_autoprune.tpdsl.states.state import SCHEMA, Core, PruningState, required_inputs
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.tokens import Need, RankAt
 
 MAX_BUDGET = 65536
 
@@ -118,7 +118,8 @@ def core_policy(state: PruningState, core: int) -> PruningPolicy:
     """
     if state.core is None:
         raise _no_core(state)
-    return PruningPolicy(_core_state(state.core), core, 0, core, cover=state.core.cover)
+    alone = _core_state(state.core, state.rank_at)
+    return PruningPolicy(alone, core, 0, core, cover=state.core.cover)
 
 
 def _no_core(state: PruningState) -> BudgetError:
@@ -157,11 +158,11 @@ _CORE_ALONE: dict[str, JsonValue] = {
 
 
 @lru_cache(maxsize=128)
-def _core_state(core: Core) -> PruningState:
+def _core_state(core: Core, rank_at: RankAt) -> PruningState:
     policy = core.policy.model_dump(mode="json")
     reassembly = {"atom": "mean_residual", "strength": core.strength}
     return PruningState.model_validate(
-        {**_CORE_ALONE, "base_policy": policy, "reassembly": reassembly}
+        {**_CORE_ALONE, "base_policy": policy, "rank_at": rank_at, "reassembly": reassembly}
     )
 
 

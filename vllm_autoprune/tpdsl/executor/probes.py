@@ -11,6 +11,7 @@ from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import (
     Grid,
     Instruction,
+    MergerInput,
     NextLayer,
     TowerStates,
     VisualTokens,
@@ -39,6 +40,11 @@ def synthetic_probes(budget: int, device: torch.device = _HOST) -> list[VisualTo
         _Probe(Grid(side, side), device, seed=2, clusters=1, noise=0.0).tokens(),
         _Probe(Grid(tile, tile, tiles=5), device, seed=3, clusters=3, noise=0.0).tokens(),
     ]
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Sum of absolute values and Euclidean norm ``(B, N, 2)`` of rows ``(B, N, Dv)``."""
+    return torch.stack([rows.abs().sum(dim=2), rows.norm(dim=2)], dim=2)
 
 
 class _Probe:
@@ -71,6 +77,7 @@ class _Probe:
             language=language,
             encoder=tower.patches,
             words=Words(text[:, -_TEXT:], language.text),
+            merger_input=MergerInput(_norms(tower.patches)),
         )
 
     def _tower(self) -> TowerStates:

@@ -3,6 +3,9 @@
 base selection -> scores -> pool -> residual exchange | reassembly
 ---------------------- choose ----------------------- | assemble -
 
+A state that ranks before the patch merger chooses by the tokens there; rows are always assembled
+from those after it.
+
 A policy with a core does this twice: for the core, which reads no question, and then, given the
 core, for the other tokens, the delta.
 """
@@ -61,6 +64,7 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     on K, so its rows then hold a part of tokens that the delta keeps.
     """
     assert policy.state.core is not None
+    tokens = policy.state.ranked(tokens)
     tiles, per_tile = tokens.grid.tiles, tokens.grid.per_tile
     count = int(policy.state.core.cover * per_tile)
     covered = most_similar(tokens, core, count)
@@ -103,6 +107,7 @@ def select_tokens(
     """
     if "instruction" in policy.needs:
         tokens.require_instruction()
+    tokens = policy.state.ranked(tokens)
     readable = inputs_finite(policy, tokens)
     reference = _trusted(_reference(policy, tokens, given), readable, tokens, given)
     picks = reference.picks
@@ -184,7 +189,7 @@ def keep_reference(
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return keep_all(tokens)
-    return _keep(tokens, _reference(policy, tokens, given), fallback=1)
+    return _keep(tokens, _reference(policy, policy.state.ranked(tokens), given), fallback=1)
 
 
 def keep_evenly(budget: int, tokens: VisualTokens, given: Given | None = None) -> RefinedTokens:
@@ -250,7 +255,7 @@ def _trusted(
     trusted = replace(reference, picks=torch.where(readable[:, None], reference.picks, spread))
     if reference.merged is None:
         return trusted
-    plain = gather_rows(tokens.features, trusted.picks).to(reference.merged.dtype)
+    plain = gather_rows(tokens.output, trusted.picks).to(reference.merged.dtype)
     merged = torch.where(readable[:, None, None], reference.merged, plain)
     return replace(trusted, merged=merged)
 

@@ -169,13 +169,16 @@ def _reassembly(call: AtomCall, shape: Shape) -> Work:
 def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
     """Predicted cost of each atom of a state for one image, in the order of the state."""
     core = 0 if state.core is None else state.core.tokens(shape.budget)
+    rows = shape
+    if state.rank_at == "merger_in":
+        shape = replace(shape, width=shape.tower)
     if state.core is not None and core == shape.budget:
         return _core_costs(state.core, core, shape, alone=True)
     quota = _quota(state, shape)
     base, scores = state.base_policy.name, quota > 0 or orders_by_quality(state.reassembly)
     own = base_policy_work(base, shape)
     if base in ("visionzip", "prumerge_plus", "trim", "fsr"):
-        own += Work(10, 7 * shape.tokens * shape.width)  # every row is written anew
+        own += Work(10, 7 * rows.tokens * rows.width)  # every row is written anew
     costs = [_priced("/base_policy", base, own)]
     cosines = scores or base == "cdpruner"
     if cosines:
@@ -184,7 +187,7 @@ def atom_costs(state: PruningState, shape: Shape = REFERENCE) -> list[AtomCost]:
         costs += _quality_costs(state, shape)
     if quota > 0:
         costs += _exchange_costs(state, shape)
-    reassembly = _reassembly(state.reassembly, shape)
+    reassembly = _reassembly(state.reassembly, rows)
     costs.append(_priced("/reassembly", state.reassembly.atom, reassembly))
     if state.core is not None and core:
         costs += _core_costs(state.core, core, shape, alone=not cosines)

@@ -135,6 +135,9 @@ def _for_backbone(state: PruningState, backbone: BackboneShape) -> list[Change]:
         after = default_call(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
         why = f"the vision tower of {backbone.name} does not have one row per visual token"
         changed.append(_change("/source/tokens", before, after, why))
+    if not backbone.merger:
+        why = f"{backbone.name} has no patch merger to rank tokens before"
+        changed.append(_change("/rank_at", state.rank_at, "merger_out", why))
     for index, call in enumerate(state.scoring.signals):
         if isinstance(call, Relevance) and call.sign != "auto":
             why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"

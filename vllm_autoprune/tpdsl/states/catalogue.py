@@ -25,6 +25,7 @@ from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Atom, AtomCall, Group
 from vllm_autoprune.tpdsl.states.state import Core
+from vllm_autoprune.tpdsl.tokens import RankAt
 
 _JSON: TypeAdapter[object] = TypeAdapter(object)
 
@@ -152,8 +153,25 @@ def render_page() -> str:
         "| field | values | default | effect |",
         "|---|---|---|---|",
         *(f"| `{p.name}` | {p.values} | {p.default} | {p.description} |" for p in core_fields()),
+        "",
+        "## rank_at",
+        "",
+        "Extension, at `/rank_at`: where tokens are scored and compared",
+        "([Ranking before the merger](states.md#ranking-before-the-merger)).",
+        "",
+        "| value | effect |",
+        "|---|---|",
+        *(f"| `{value}` | {effect} |" for value, effect in RANK_PLACES.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+RANK_PLACES: dict[RankAt, str] = {
+    "merger_out": "default: by the tokens that the language model reads",
+    "merger_in": "by the mean of the patches that the merger makes a token of; only on backbones "
+    "with a patch merger (Qwen-VL, InternVL)",
+}
+"""Values of a state's ``rank_at``, and what they mean."""
 
 
 def core_fields() -> list[Parameter]:
@@ -222,6 +240,10 @@ def render_proposer_text(components: Collection[str] = ()) -> str:
         ]
         lines += ["chooses the others given it:"]
         lines += [f"- {p.name} = {p.default} ({p.values}: {p.description})" for p in core_fields()]
+    if not components or "rank_at" in components:
+        lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
+        lines += ["compared; the tokens that are kept are those after the merger either way:"]
+        lines += [f"- {value}: {effect}" for value, effect in RANK_PLACES.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -33,7 +33,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, default_call
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.tokens import Need, RankAt, VisualTokens
 
 SCHEMA = "autoprune-state/1"
 
@@ -185,6 +185,12 @@ class PruningState(_Part):
     source: Source = Field(
         default_factory=Source, description="features that are scored, and priors on quality"
     )
+    rank_at: RankAt = Field(
+        default="merger_out",
+        exclude_if=lambda place: place == "merger_out",
+        description="extension: where tokens are scored and compared, after the patch merger or "
+        "before it; the rows that are kept are those after it either way",
+    )
     budget: Budget = Field(description="B: number of tokens kept per image")
     core: Core | None = Field(
         default=None,
@@ -221,12 +227,26 @@ class PruningState(_Part):
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    @cached_property
+    def core_digest(self) -> str:
+        """SHA-256 of what selects the core and makes its rows; empty without a core."""
+        if self.core is None:
+            return ""
+        if self.rank_at == "merger_out":
+            return self.core.digest
+        return hashlib.sha256(f"{self.rank_at} {self.core.digest}".encode()).hexdigest()
+
+    def ranked(self, tokens: VisualTokens) -> VisualTokens:
+        """The tokens as this state scores and compares them."""
+        return tokens.before_merger if self.rank_at == "merger_in" else tokens
+
     def model_copy(
         self, *, update: Mapping[str, object] | None = None, deep: bool = False
     ) -> PruningState:
-        """Copy with updated fields, as in pydantic; the cached digest is not copied."""
+        """Copy with updated fields, as in pydantic; the cached digests are not copied."""
         copied = super().model_copy(update=update, deep=deep)
-        copied.__dict__.pop("digest", None)
+        for name in ("digest", "core_digest"):
+            copied.__dict__.pop(name, None)
         return copied
 
     def without_exchange(self) -> PruningState:
@@ -253,6 +273,8 @@ def _needs(call: BasePolicyCall) -> frozenset[Need]:
 def required_inputs(state: PruningState, *, exchange: bool) -> frozenset[Need]:
     """Optional inputs that a state reads, with or without its exchange."""
     needs = set(_needs(state.base_policy))
+    if state.rank_at == "merger_in":
+        needs |= {"encoder", "merger_input"}
     if state.core is not None:
         needs |= _needs(state.core.policy)
     calls: list[AtomCall] = [state.reassembly]

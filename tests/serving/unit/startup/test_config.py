@@ -7,6 +7,7 @@ import pytest
 
 from tests.serving.unit.samples import places, refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.startup.config import resolve_settings
 
 
@@ -91,8 +92,8 @@ def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
 def test_unavailable_inputs_only_limit_request_states() -> None:
     config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
     served_state = resolve_settings({"state": "autoprune", "requests": "states"}, config)
-    ((need, reason),) = served_state.unavailable
-    assert (need, reason.partition(":")[0]) == ("language", "--enable-lora")
+    unavailable = {need: reason.partition(":")[0] for need, reason in served_state.unavailable}
+    assert unavailable == {"merger_input": "model", "language": "--enable-lora"}
     available = {"cls_attention", "instruction", "encoder", "tower", "next_layer", "words"}
     assert served_state.needs == available
     resolve_settings({"state": "autoprune", "requests": "budget:16-64"}, config)
@@ -106,3 +107,42 @@ def test_last_tower_layer_has_no_next_layer(layer: int) -> None:
     )
     assert "last layer" in problem.what
     resolve_settings(_settings_with_base("visionzip"), vllm_config(vision_feature_layer=layer))
+
+
+_WITHOUT_MERGER = [
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+]
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_ranking_before_the_merger_is_refused_where_there_is_none(architecture: str) -> None:
+    tower: Any = {}
+    if architecture.startswith("LlavaOnevision"):
+        vision = SimpleNamespace(model_type="siglip_vision_model")
+        tower = {"vision_config": vision, "vision_feature_select_strategy": "full"}
+    config = vllm_config(architecture=architecture, **tower)
+    settings = {"state": edited(shipped(), {"/rank_at": "merger_in"})}
+    if architecture in _WITHOUT_MERGER:
+        (problem,) = [one for one in refusal(settings, config) if "rank_at" in one.what]
+        assert "no patch merger" in problem.what
+        assert "merger_out" in problem.fix
+    else:
+        assert resolve_settings(settings, config).needs >= {"encoder", "merger_input"}
+
+
+@pytest.mark.parametrize("base", ["scope", "mmtok", "prunesid"])
+def test_policies_that_read_the_encoder_are_served_where_it_can_be_read(base: str) -> None:
+    settings = _settings_with_base(base)
+    if base == "prunesid":  # by default it may read [CLS] itself, which no other tower has
+        settings = {
+            "state": edited(
+                shipped(), {"/base_policy": {"name": base, "params": {"mode": "patch"}}}
+            )
+        }
+    for architecture in ("Qwen2_5_VLForConditionalGeneration", "InternVLForConditionalGeneration"):
+        resolve_settings(settings, vllm_config(architecture=architecture))
+    (problem,) = refusal(settings, vllm_config(architecture="Gemma3ForConditionalGeneration"))
+    assert "before the projector" in problem.what

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.serving.unit.batches import GRID, N, Space, blind, images, parts, plan, pruned
-from tests.serving.unit.samples import region
+from tests.serving.unit.samples import region, rows_of, served
 from vllm_autoprune import VisualTokens
 from vllm_autoprune.serving.shared.plan import Ids
+from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.serving.worker.batch import prune_images
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, TowerFeatures
@@ -163,3 +164,84 @@ def test_patches_are_compared_where_the_images_have_them() -> None:
     plain, same, other = (pruned([plan(8)], [i])[0] for i in (one, itself, mirrored))
     assert torch.equal(plain, same)
     assert not torch.equal(plain, other)
+
+
+BEFORE: dict[str, object] = {"/rank_at": "merger_in", "/base_policy": {"name": "divprune"}}
+AFTER: dict[str, object] = {"/base_policy": {"name": "divprune"}}
+
+
+def merged(seed: int) -> ImageFeatures:
+    """An image with the tokens that enter its merger, wider than those that leave it."""
+    source = torch.Generator().manual_seed(100 + seed)
+    rows = torch.randn(N, 24, generator=source)
+    norms = torch.stack([rows.abs().sum(dim=1), rows.norm(dim=1)], dim=1)
+    alone = dataclasses.replace(region(seed, GRID), encoder=rows, merger_norms=norms)
+    return ImageFeatures((alone,))
+
+
+def ranked(one: ImageFeatures) -> ImageFeatures:
+    """An image that has nothing but the tokens that enter the merger."""
+    (own,) = one.regions
+    assert own.encoder is not None
+    alone = dataclasses.replace(own, projected=own.encoder, patches=own.projected, encoder=None)
+    return ImageFeatures((alone,))
+
+
+def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
+    image_list = [merged(1), merged(2)]
+    plans = [plan(8, 1), plan(8, 2)]
+    rows = pruned(plans, image_list, served(BEFORE))
+    alone = pruned(plans, [ranked(one) for one in image_list], served(AFTER))
+    for one, kept, expected in zip(image_list, rows, alone, strict=True):
+        assert rows_of(one, kept) == rows_of(ranked(one), expected)
+    after = pruned(plans, image_list, served(AFTER))
+    assert not torch.equal(torch.stack(after), torch.stack(rows))
+
+
+def test_plans_that_rank_before_and_after_the_merger_mix() -> None:
+    """Each image of a mixed batch keeps what it keeps alone, whichever state is the server's."""
+    image_list = [merged(seed) for seed in range(4)]
+    before, after = (encode_state(served(changes).state) for changes in (BEFORE, AFTER))
+    plans = [plan(8, seed, state=(before, after, b"")[seed % 3]) for seed in range(4)]
+    for own in (BEFORE, AFTER):
+        together = pruned(plans, image_list, served(own))
+        for one, rows, item in zip(image_list, together, plans, strict=True):
+            assert torch.equal(rows, pruned([item], [one], served(own))[0])
+    swapped = pruned(plans, image_list, served(BEFORE))
+    assert torch.equal(swapped[0], together[0]) and torch.equal(swapped[1], together[1])
+
+
+def test_the_known_cosine_is_that_of_the_server_s_own_state(
+    reading: list[VisualTokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: frozenset[Need] = frozenset()
+    policy = dataclasses.replace(BASE_POLICIES["cdpruner"], needs=needs)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", policy)
+    cosine = torch.rand(N, N)
+    (own,) = merged(1).regions
+    image = ImageFeatures((dataclasses.replace(own, cosine=cosine),))
+    before, after = (served({"/rank_at": place}) for place in ("merger_in", "merger_out"))
+    encoded = encode_state(before.state), encode_state(after.state)
+    assert own.encoder is not None
+    for state, known, other in ((before, encoded[0], encoded[1]), (after, *encoded[::-1])):
+        reading.clear()
+        pruned([plan(8, state=known), plan(8, state=other)], [image, image], state)
+        own_view, other_view = (
+            next(t for t in reading if (t.merged is None) == (s is encoded[1]))
+            for s in (known, other)
+        )
+        assert torch.equal(own_view.cosine[0], cosine)
+        assert not torch.equal(other_view.cosine[0], cosine)
+
+
+def test_images_without_a_merger_s_input_fall_back_and_say_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reporter = FallbackReporter()
+    with caplog.at_level("ERROR", "vllm.autoprune"):
+        (rows,) = prune_images(
+            SelectionContext(served(BEFORE), parts(), reporter), [plan(8)], images(1)
+        )
+    assert rows.shape == (8, 16)
+    assert reporter.meter.errors == {"SelectionError": 2}
+    assert "rank_at" in caplog.text

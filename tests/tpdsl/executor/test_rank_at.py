@@ -1,0 +1,253 @@
+"""States that rank tokens before the patch merger, and keep those after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tpdsl.samples import edited, images, refused_with, shipped, state
+from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, materialize, refine
+from vllm_autoprune.backbones import find_backbone
+from vllm_autoprune.ops.rowwise import gather_rows
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.executor.check import safety_check
+from vllm_autoprune.tpdsl.executor.materialize import core_policy
+from vllm_autoprune.tpdsl.executor.refine import keep_reference
+from vllm_autoprune.tpdsl.executor.state_cost import state_cost
+from vllm_autoprune.tpdsl.executor.transfer import transfer
+from vllm_autoprune.tpdsl.executor.work import Shape
+from vllm_autoprune.tpdsl.states.state import PruningState
+from vllm_autoprune.tpdsl.tokens import MergerInput, Words
+
+IN: dict[str, object] = {"/rank_at": "merger_in"}
+UNCHANGED: dict[str, object] = {"/constraints/selector/q_e": 0}
+NORM: dict[str, object] = {
+    "/scoring/signals": [{"atom": "visual_token_norm_saliency"}],
+    "/constraints/selector": {"atom": "quality_topk_selector"},
+}
+K = 9
+
+
+def merged_images(seed: int = 0, *, grid: Grid | None = None) -> VisualTokens:
+    """Images whose tokens before the merger form other clusters than those after it."""
+    after = images(seed, grid=grid)
+    source = torch.Generator().manual_seed(1000 + seed)
+    rows = torch.randn(after.batch, after.count, 12, generator=source)
+    return dataclasses.replace(
+        after, encoder=rows, merger_input=MergerInput(_norms(rows, source)), known_cosine=None
+    )
+
+
+def _norms(rows: Tensor, source: torch.Generator) -> Tensor:
+    """Norms of patches, which are not those of their means."""
+    return torch.rand(*rows.shape[:2], 2, generator=source) + 1
+
+
+def ranked(tokens: VisualTokens) -> VisualTokens:
+    """Images that have nothing but the tokens before the merger."""
+    assert tokens.encoder is not None
+    return dataclasses.replace(tokens, features=tokens.encoder, encoder=None, merger_input=None)
+
+
+def by_policy(name: str, **params: object) -> PruningState:
+    """A state that keeps what a base policy picks before the merger."""
+    policy = {"/base_policy": {"name": name, "params": params}}
+    return state({**policy, **UNCHANGED, **IN})
+
+
+@pytest.mark.parametrize("name", ["divprune", "cen_divprune", "cdpruner", "cen_cdpruner"])
+def test_base_policies_compare_the_tokens_before_the_merger(name: str) -> None:
+    tokens = merged_images(grid=Grid(3, 4, tiles=3))
+    kept = refine(materialize(by_policy(name), K), tokens)
+    after = state({"/base_policy": {"name": name}, **UNCHANGED})
+    alone = refine(materialize(after, K), ranked(tokens))
+    assert torch.equal(kept.indices, alone.indices)
+    assert not torch.equal(kept.indices, refine(materialize(after, K), tokens).indices)
+
+
+def test_relevance_stays_after_the_merger() -> None:
+    tokens = merged_images()
+    other = dataclasses.replace(tokens, instruction=images(7).instruction)
+    policy = materialize(by_policy("cdpruner"), K)
+    assert not torch.equal(refine(policy, tokens).indices, refine(policy, other).indices)
+
+
+def test_signals_kernel_and_pools_compare_the_tokens_before_the_merger() -> None:
+    kernel: dict[str, object] = {"/scoring/kernel": {"atom": "centred_cosine_kernel"}}
+    for seed, changes in enumerate(({}, kernel)):
+        tokens = merged_images(seed)
+        kept = refine(materialize(state({**changes, **IN}), K), tokens)
+        alone = refine(materialize(state(changes), K), ranked(tokens))
+        assert torch.equal(kept.indices, alone.indices)
+        assert kept.exchanged.tolist() == alone.exchanged.tolist()
+
+
+def test_kept_rows_are_those_after_the_merger() -> None:
+    tokens = merged_images()
+    kept = refine(materialize(state(IN), K), tokens)
+    assert torch.equal(kept.features, gather_rows(tokens.features, kept.indices))
+
+
+def test_reassembly_merges_rows_after_the_merger() -> None:
+    tokens = merged_images()
+    blend: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
+    kept = refine(materialize(state({**blend, **IN}), tokens.count - 1), tokens)
+    (dropped,) = set(range(tokens.count)) - set(kept.indices[0].tolist())
+    rows = tokens.features[0]
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    nearest = int((unit[kept.indices[0]] @ unit[dropped]).argmax())
+    changed = (kept.features[0] != rows[kept.indices[0]]).any(dim=1).nonzero()[:, 0]
+    assert changed.tolist() == [nearest]
+
+
+def test_a_policy_that_merges_tokens_returns_rows_after_the_merger() -> None:
+    """FSR's rows are linear in what it merges: a linear merger may come before or after it."""
+    tokens = merged_images()
+    assert tokens.encoder is not None
+    merger = torch.randn(12, 16, generator=torch.Generator().manual_seed(5))
+    tokens = dataclasses.replace(tokens, features=tokens.encoder @ merger)
+    kept = refine(materialize(by_policy("fsr", rho=0.2), K), tokens)
+    policy: dict[str, object] = {"/base_policy": {"name": "fsr", "params": {"rho": 0.2}}}
+    alone = refine(materialize(state({**policy, **UNCHANGED}), K), ranked(tokens))
+    assert not torch.equal(alone.features, gather_rows(ranked(tokens).features, alone.indices))
+    torch.testing.assert_close(kept.features, alone.features @ merger, atol=1e-4, rtol=1e-4)
+
+
+def test_words_are_compared_with_tokens_after_the_merger() -> None:
+    """Every word is one token's own row, so that covering words means keeping these tokens."""
+    tokens = merged_images()
+    wanted = torch.tensor([3, 8, 20, 31])
+    words = Words(tokens.features[:, wanted], torch.ones(2, 4, dtype=torch.bool))
+    policy = materialize(by_policy("mmtok", alpha=0.0, tau_text=0.005), 4)
+    kept = refine(policy, dataclasses.replace(tokens, words=words))
+    assert kept.indices.tolist() == [wanted.tolist()] * 2
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_norms_are_those_of_patches(p: int) -> None:
+    tokens = merged_images()
+    assert tokens.merger_input is not None
+    changes = {**NORM, "/scoring/signals/0/p": p}
+    kept = refine(materialize(state({**changes, **IN}), K), tokens)
+    best = tokens.merger_input.norms[:, :, p - 1].topk(K).indices.sort(dim=1).values
+    assert torch.equal(kept.indices, best)
+    assert not torch.equal(kept.indices, refine(materialize(state(changes), K), tokens).indices)
+
+
+def test_a_known_cosine_changes_nothing() -> None:
+    tokens = merged_images()
+    known = ranked(tokens).cosine
+    assert tokens.merger_input is not None
+    given = dataclasses.replace(
+        tokens, merger_input=dataclasses.replace(tokens.merger_input, known_cosine=known)
+    )
+    assert given.before_merger.cosine is known
+    policy = materialize(state(IN), K)
+    assert torch.equal(refine(policy, tokens).features, refine(policy, given).features)
+
+
+@pytest.mark.parametrize("name", BASE_POLICIES)
+def test_every_base_policy_is_safe_before_the_merger(name: str) -> None:
+    record = safety_check(materialize(state({"/base_policy": {"name": name}, **IN}), K))
+    assert record.valid, record.failures()
+
+
+def test_cores_are_chosen_before_the_merger_and_deltas_beside_them() -> None:
+    core: dict[str, object] = {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}}
+    split, tokens = state({**core, **IN}), merged_images()
+    kept = refine(materialize(split, 12), tokens)
+    first = refine(core_policy(split, 6), tokens)
+    alone = refine(core_policy(state(core), 6), ranked(tokens))
+    assert torch.equal(first.indices, alone.indices)
+    assert torch.equal(kept.indices[:, :6], first.indices)
+    assert torch.equal(kept.indices, refine(materialize(state(core), 12), ranked(tokens)).indices)
+    assert all(len(set(row)) == 12 for row in kept.indices.tolist())
+
+
+def test_cores_are_shared_by_states_that_rank_at_the_same_place() -> None:
+    core: dict[str, object] = {"/core": {"share": 0.5}}
+    before, after = state({**core, **IN}), state(core)
+    assert after.core is not None and after.core_digest == after.core.digest
+    assert before.core_digest == state({**core, **IN, **UNCHANGED}).core_digest
+    assert before.core_digest != after.core_digest
+    assert (state().core_digest, state(IN).core_digest) == ("", "")
+
+
+def test_needs() -> None:
+    needs = materialize(state(IN)).needs - materialize(state()).needs
+    assert needs == {"encoder", "merger_input"}
+    all_core = materialize(state({"/core": {"share": 1.0}, **IN}))
+    assert all_core.needs == needs
+
+
+def test_a_backbone_without_a_merger_is_refused() -> None:
+    with pytest.raises(SelectionError, match="rank_at: merger_in"):
+        refine(materialize(state(IN), K), images())
+    encoded = dataclasses.replace(images(), encoder=images().features)
+    with pytest.raises(SelectionError, match="without a merger"):
+        refine(materialize(state(IN), K), encoded)
+
+
+@pytest.mark.parametrize("field", ["encoder", "features"])
+def test_images_with_values_that_are_not_finite_fall_back(field: str) -> None:
+    tokens = merged_images()
+    broken = getattr(tokens, field).clone()
+    broken[1, 4, 2] = torch.nan
+    kept = refine(materialize(state(IN), K), dataclasses.replace(tokens, **{field: broken}))
+    assert kept.fallback.tolist() == [0, 2]
+    assert kept.features.isfinite().all()
+    sound = refine(materialize(state(IN), K), tokens)
+    assert torch.equal(kept.indices[0], sound.indices[0])
+
+
+def test_the_reference_selection_is_ranked_before_the_merger() -> None:
+    tokens, before = merged_images(), state(IN)
+    kept = keep_reference(materialize(before, K), tokens)
+    reference = refine(materialize(before.without_exchange(), K), tokens)
+    assert torch.equal(kept.indices, reference.indices)
+    assert torch.equal(kept.features, reference.features)
+
+
+def test_the_default_written_out_is_the_same_state() -> None:
+    written = load_state(json.dumps({**shipped(), "rank_at": "merger_out"}))
+    assert written == load_state("autoprune")
+    assert written.digest == load_state("autoprune").digest
+    assert "rank_at" not in written.model_dump(mode="json")
+    assert state(IN).digest != written.digest
+
+
+def test_a_state_is_the_same_after_writing_and_sending_it() -> None:
+    before = state(IN)
+    assert load_state(before.dumps()) == before
+    sent: PruningState = pickle.loads(pickle.dumps(before))
+    assert (sent.rank_at, sent.digest) == ("merger_in", before.digest)
+    assert before.without_exchange().rank_at == "merger_in"
+
+
+def test_other_places_are_refused_and_the_schema_agrees() -> None:
+    checked = jsonschema.Draft202012Validator(PruningState.model_json_schema())
+    for value, valid in (("merger_in", True), ("merger_out", True), ("merger", False), (1, False)):
+        assert checked.is_valid(edited(shipped(), {"/rank_at": value})) is valid
+    (problem,) = refused_with({"/rank_at": "merger"})
+    assert problem[0] == "/rank_at"
+
+
+def test_transfer_to_a_backbone_without_a_merger_says_what_changes() -> None:
+    moved = transfer(state(IN), backbone=find_backbone("llava-1.5-7b"))
+    (change,) = [change for change in moved.changes if change.where == "/rank_at"]
+    assert (change.before, change.after) == ("merger_in", "merger_out")
+    assert "no patch merger" in change.why
+    assert moved.state.rank_at == "merger_out"
+    kept = transfer(state(IN), backbone=find_backbone("qwen2.5-vl-7b"))
+    assert kept.state.rank_at == "merger_in"
+
+
+def test_comparing_narrower_tokens_is_predicted_to_cost_less() -> None:
+    wide = Shape(1024, 128, width=3584, tower=1280)
+    assert state_cost(state(IN), wide) < state_cost(state(), wide)
