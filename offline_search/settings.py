@@ -59,6 +59,11 @@ class Settings(FrozenModel):
         exclude_if=lambda core: not core,
         description="whether candidates may split K into a core and a delta",
     )
+    rank_at: bool = Field(
+        default=False,
+        exclude_if=lambda rank_at: not rank_at,
+        description="whether candidates may rank tokens before the patch merger",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
     equal_evaluations: bool = Field(
         default=False, description="go on past T rounds until T x m full evaluations are spent"

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly
 from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.states.state import Constraints, Core, PruningState, Scoring
+from vllm_autoprune.tpdsl.tokens import RankAt
 
 JsonObject = dict[str, JsonValue]
 
@@ -14,12 +15,13 @@ COMPONENTS = ("scoring", "constraints", "reassembly")
 """Fields of a state that are searched; base policy, budget and safety checks are settings."""
 
 CORE = "core"
-"""The optional component, searched where the settings say so."""
+RANK_AT = "rank_at"
+"""The optional components, searched where the settings say so."""
 
 
-def searched_components(core: bool) -> tuple[str, ...]:
-    """Names of the searched components, with or without the core."""
-    return (*COMPONENTS, CORE) if core else COMPONENTS
+def searched_components(core: bool = False, rank_at: bool = False) -> tuple[str, ...]:
+    """Names of the searched components, with or without the optional ones."""
+    return (*COMPONENTS, *([CORE] if core else []), *([RANK_AT] if rank_at else []))
 
 
 class Components(BaseModel):
@@ -31,6 +33,7 @@ class Components(BaseModel):
     constraints: Constraints
     reassembly: Reassembly
     core: Core | None = Field(default=None, exclude_if=lambda core: core is None)
+    rank_at: RankAt = Field(default="merger_out", exclude_if=lambda place: place == "merger_out")
 
     @classmethod
     def from_state(cls, state: PruningState) -> Components:
@@ -40,6 +43,7 @@ class Components(BaseModel):
             constraints=state.constraints,
             reassembly=state.reassembly,
             core=state.core,
+            rank_at=state.rank_at,
         )
 
     def to_json(self) -> JsonObject:
@@ -57,7 +61,7 @@ class Components(BaseModel):
 
 def compact_json(state: PruningState) -> JsonObject:
     """The components of a state as a prompt shows them, without defaults that add little."""
-    included = {*COMPONENTS, CORE}
+    included = {*COMPONENTS, CORE, RANK_AT}
     body: JsonObject = state.model_dump(mode="json", include=included, exclude_defaults=True)
     constraints = state.constraints
     compact: JsonObject = {
@@ -86,12 +90,13 @@ def atom_calls(state: PruningState) -> list[AtomCall]:
 
 
 def structure(state: PruningState) -> tuple[str, ...]:
-    """Names of all atoms in order, and of the core's policy.
+    """Names of all atoms in order, of the core's policy, and where tokens are ranked.
 
     Two states of one structure differ in numbers only.
     """
     core = () if state.core is None else (f"core={state.core.policy.name}",)
-    return (*(call.atom for call in atom_calls(state)), *core)
+    rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
+    return (*(call.atom for call in atom_calls(state)), *core, *rank)
 
 
 def feature_names(state: PruningState) -> frozenset[str]:

@@ -42,7 +42,7 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
 
     Raises :class:`StateError` with every problem.
     """
-    searched = searched_components(settings.core)
+    searched = searched_components(settings.core, settings.rank_at)
     parts = {name: components[name] for name in searched if name in components}
     if settings.without or settings.quota is not None:
         parts = ablate(parts, settings)
@@ -83,7 +83,8 @@ def _parse_object(text: str) -> JsonObject:
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
-    return {name: part for name, part in data.items() if name in searched_components(core=True)}
+    known = searched_components(core=True, rank_at=True)
+    return {name: part for name, part in data.items() if name in known}
 
 
 def _unreadable(what: str, kind: str) -> StateError:

@@ -20,14 +20,14 @@ _UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "$schema
 
 
 @cache
-def proposal_schema(budget: int, core: bool = False) -> JsonObject:
+def proposal_schema(budget: int, core: bool = False, rank_at: bool = False) -> JsonObject:
     """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts.
 
-    With ``core``, a proposal may have one.
+    With ``core``, a proposal may have one; with ``rank_at``, it may say where tokens are ranked.
     """
     full: JsonObject = PruningState.model_json_schema()
     properties, known = _object_at(full, "properties"), definitions(full)
-    parts: JsonObject = {name: properties[name] for name in searched_components(core)}
+    parts: JsonObject = {name: properties[name] for name in searched_components(core, rank_at)}
     schema: JsonObject = {
         "type": "object",
         "properties": {name: _restrict(part, budget) for name, part in parts.items()},

@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Protocol
+from typing import Protocol, get_args
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import CORE, Components, JsonObject
+from offline_search.candidates.components import CORE, RANK_AT, Components, JsonObject
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
 from vllm_autoprune.tpdsl.states.state import Core, PruningState
+from vllm_autoprune.tpdsl.tokens import RankAt
 
 # Not searched: guards against division by zero, and a bound that follows from q_e.
 _FIXED_PARAMETERS = ("eps", "r_min", "iters")
@@ -72,10 +73,13 @@ class NumericParameter:
         return self.path[-1] == "q_e"
 
 
-def sample_proposal(source: ChoiceSource, budget: int, core: bool = False) -> JsonObject:
+def sample_proposal(
+    source: ChoiceSource, budget: int, core: bool = False, rank_at: bool = False
+) -> JsonObject:
     """A complete proposal: every atom and parameter chosen, q_e among powers of two.
 
-    With ``core``, it may have one; all other choices are made before, as without.
+    With ``core``, it may have one, and with ``rank_at`` it says where tokens are ranked; all other
+    choices are made before, as without.
     """
     signals = [
         _sample_call(source, name, budget)
@@ -98,6 +102,8 @@ def sample_proposal(source: ChoiceSource, budget: int, core: bool = False) -> Js
     }
     if core and source.option("with core", ("no", "yes")) == "yes":
         proposal[CORE] = _sample_core(source)
+    if rank_at:
+        proposal[RANK_AT] = source.option(RANK_AT, get_args(RankAt))
     return proposal
 
 
@@ -131,7 +137,9 @@ def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
     return call
 
 
-def choices_of_state(state: PruningState, budget: int, core: bool = False) -> dict[str, Choice]:
+def choices_of_state(
+    state: PruningState, budget: int, core: bool = False, rank_at: bool = False
+) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
 
     Nested pools, partitions and repeated signals have no choice and are ignored.
@@ -155,7 +163,9 @@ def choices_of_state(state: PruningState, budget: int, core: bool = False) -> di
     for group, call in groups.items():
         choices[group] = call.atom
         choices |= _choices_of_call(call, budget)
-    return choices | _choices_of_core(state.core) if core else choices
+    if core:
+        choices |= _choices_of_core(state.core)
+    return choices | {RANK_AT: state.rank_at} if rank_at else choices
 
 
 def _choices_of_core(core: Core | None) -> dict[str, Choice]:

@@ -42,11 +42,12 @@ all tokens by fused signals, gathers candidates in a pool, and lets a selector e
 q_e of the {budget} picks for better candidates. Higher scores are better; a small q_e is safe, \
 diverse signals help. Use only these atoms:
 
-{render_proposer_text(searched_components(settings.core)).strip()}
+{render_proposer_text(searched_components(settings.core, settings.rank_at)).strip()}
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
-{', "core": {"share": ..., ...} or null' if settings.core else ""}}}"""
+{', "core": {"share": ..., ...} or null' if settings.core else ""}\
+{', "rank_at": ...' if settings.rank_at else ""}}}"""
 
 
 def _system_prompt(settings: Settings) -> str:

@@ -84,7 +84,8 @@ class ProposalClient:
 
     async def request_proposal(self, request: ProposalRequest) -> Draft:
         """The draft in a reply, after one attempt to repair an invalid reply."""
-        schema = proposal_schema(self._settings.source_budget, self._settings.core)
+        settings = self._settings
+        schema = proposal_schema(settings.source_budget, settings.core, settings.rank_at)
         if request.menu is not None:
             schema = request.menu.restrict(schema)
         reply = await self._recorded_reply(request, "first", request.messages, schema)

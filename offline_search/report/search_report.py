@@ -173,7 +173,7 @@ def _changes(parent: ProposalRecord | None, child: ProposalRecord) -> tuple[Chan
 def _components(proposal: ProposalRecord | None) -> JsonObject | None:
     if proposal is None or proposal.state is None:
         return None
-    searched = searched_components(core=True)
+    searched = searched_components(core=True, rank_at=True)
     return {name: proposal.state[name] for name in searched if name in proposal.state}
 
 

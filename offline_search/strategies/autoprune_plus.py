@@ -92,22 +92,28 @@ class AutoPrunePlus:
             parents.append(
                 _draw_parent([one for one in best if one is not parents[0]] or best, rng)
             )
-        budget, core = self._settings.source_budget, self._settings.core
-        choices = [choices_of_state(one.require_state(), budget, core) for one in parents]
+        space = self._space
+        choices = [choices_of_state(one.require_state(), *space) for one in parents]
         rate = _MUTATION_RATE if origin == "mutation" else 0.0
-        proposal = sample_proposal(_ParentSource(choices, rate, rng), budget, core)
+        proposal = sample_proposal(_ParentSource(choices, rate, rng), *space)
         names = tuple(dict.fromkeys(parent.name for parent in parents))
         return Draft(origin, assemble_state(proposal, self._settings), (), names)
 
+    @property
+    def _space(self) -> tuple[int, bool, bool]:
+        """K, and whether candidates may have a core and may rank before the merger."""
+        settings = self._settings
+        return settings.source_budget, settings.core, settings.rank_at
+
     def _build_study(self, history: History, rng: Random) -> TpeStudy:
         """TPE over all candidates that were measured, whatever their origin."""
-        budget, core = self._settings.source_budget, self._settings.core
+        space = self._space
         study = TpeStudy(rng.randrange(2**31), startup=0)
         for trial in history.trials:
             objective = history.estimate(trial)
             if objective is not None:
-                choices = choices_of_state(trial.require_state(), budget, core)
-                study.add(choices, objective, lambda source: sample_proposal(source, budget, core))
+                choices = choices_of_state(trial.require_state(), *space)
+                study.add(choices, objective, lambda source: sample_proposal(source, *space))
         return study
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offline_search.candidates.components import CORE, Components, JsonObject
+from offline_search.candidates.components import CORE, RANK_AT, Components, JsonObject
 from offline_search.candidates.proposal import assemble_state
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -48,7 +48,8 @@ def warm_start_states(settings: Settings) -> Sequence[PruningState]:
     """The paper's structure at several quotas up to K, and with its first signal alone.
 
     q_e = K is included because with a weak base policy a full exchange may be best. A search of
-    cores starts with two of them as well, after the paper's own state.
+    cores starts with two of them as well, after the paper's own state, and a search of where tokens
+    are ranked with that state ranking before the merger.
     """
     source = Components.from_state(paper_state(settings))
     budget = settings.source_budget
@@ -65,6 +66,8 @@ def warm_start_states(settings: Settings) -> Sequence[PruningState]:
         else []
     )
     split = [source.model_copy(update={CORE: core}) for core in cores]
+    if settings.rank_at:
+        split.append(source.model_copy(update={RANK_AT: "merger_in"}))
     states[1:1] = [assemble_state(components.to_json(), settings) for components in split]
     return states
 

@@ -60,6 +60,11 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="candidates may split K into a core without the question and a delta",
     )
+    group.add_argument(
+        "--rank-at",
+        action="store_true",
+        help="candidates may rank tokens before the patch merger; for models that have one",
+    )
 
 
 def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
@@ -169,6 +174,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             without=tuple(options.without),
             quota=options.quota,
             core=options.core,
+            rank_at=options.rank_at,
             proposer=proposer_name if strategy.uses_proposer else "",
             menu=_menu_width(options, strategy.uses_proposer),
             temperature=options.temperature,
