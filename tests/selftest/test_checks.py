@@ -84,6 +84,7 @@ def good() -> Report:
         split_kept=PARTS,
         recalled=RECALLED,
         splittable=True,
+        merger_error=0.02,
         fallbacks=0,
         errors={},
         video_stock=stock,
@@ -187,6 +188,7 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _with_completion("pruned", positions=[list(range(48))] * 3),
         _set(kept={SPLIT_QUESTION: [[0, 2, 5, 7, 11]]}),
     ],
+    "merger_input_is_that_of_transformers": [_set(merger_error=1.0), _set(merger_error=math.nan)],
     "videos_are_untouched": [_set(video_pruned=None)],
 }
 

@@ -30,6 +30,10 @@ _RUNNER_TOLERANCE = 0.2
 """The same between two model runners, whose kernels round bfloat16 differently: 0.085 was measured
 on Qwen3-VL, and no difference in float32."""
 
+_MERGER_TOLERANCE = 0.25
+"""Error of tokens before the merger between bfloat16 and float32, in deviations between tokens:
+tokens in another order are more than 1 apart."""
+
 
 def answers_are_numbers(report: Report) -> str:
     """Log-probabilities are finite; if stock vLLM's are not, the other checks mean nothing."""
@@ -213,6 +217,14 @@ def parts_stand_on_one_grid(report: Report) -> str:
     return "" if same else f"{first.positions}"
 
 
+def merger_input_is_that_of_transformers(report: Report) -> str:
+    """Tokens ranked before the patch merger are what enters it in transformers, in their order."""
+    error = report.merger_error
+    if error is None or error <= _MERGER_TOLERANCE:  # NaN is not below it
+        return ""
+    return f"an error of {error} of the deviation between tokens"
+
+
 def videos_are_untouched(report: Report) -> str:
     """Completions about videos equal stock vLLM's."""
     return "" if report.video_pruned == report.video_stock else "another answer about a video"
@@ -238,6 +250,7 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         recalled_tokens_stand_in_their_image,
         parts_give_the_same_completions,
         parts_stand_on_one_grid,
+        merger_input_is_that_of_transformers,
         videos_are_untouched,
     )
 }

@@ -16,11 +16,12 @@ from vllm_autoprune.serving.worker.features import ImageFeatures
 
 
 class EngineObserver:
-    """Positions and kept rows since they were last read."""
+    """Positions, kept rows and features of images since they were last read."""
 
     def __init__(self) -> None:
         self._positions: list[Tensor] = []
         self.kept_rows: list[list[int]] = []
+        self.features: list[ImageFeatures] = []
 
     def record_positions(self, layer: nn.Module) -> None:
         """Record the positions that the language model's first layer receives.
@@ -44,7 +45,7 @@ class EngineObserver:
 
     @contextmanager
     def recording_rows(self) -> Iterator[None]:
-        """Record which of its unpruned rows each row of an image is."""
+        """Record the features of images, and which of its unpruned rows each row of one is."""
 
         def prune_and_record(
             served: ServedState,
@@ -57,6 +58,7 @@ class EngineObserver:
                 same = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
                 place = torch.where(same.any(dim=1), same.argmax(dim=1), -1)
                 self.kept_rows.append(list(map(int, place)))
+                self.features.append(image)
             return selected
 
         pruned_model.prune_images = prune_and_record  # type: ignore[attr-defined, assignment]

@@ -38,7 +38,9 @@ class Report(BaseModel):
     a state with a core, and the third turn of a conversation, together, alone, and with chunked and
     preempted prefill; ``split_kept`` has the kept rows of each part in the first, ``recalled``
     those of each later turn, and ``splittable`` whether images of this backbone can be
-    two items of a prompt.
+    two items of a prompt. The state with a core ranks before the patch merger where there is one;
+    ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
+    relative to how much tokens differ, None without a merger.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +62,7 @@ class Report(BaseModel):
     split_kept: list[list[int]]
     recalled: list[list[int]]
     splittable: bool
+    merger_error: float | None
     fallbacks: int
     errors: dict[str, int]
     video_stock: Completion | None = None

@@ -22,6 +22,7 @@ from vllm_autoprune.selftest.checks import (
     SPLIT_QUESTION,
 )
 from vllm_autoprune.selftest.engine_observer import EngineObserver
+from vllm_autoprune.selftest.merger_reference import has_merger, measure_merger_error
 from vllm_autoprune.selftest.questions import (
     PADDING,
     QUESTIONS,
@@ -92,14 +93,20 @@ def _serve_settings(folder: Path) -> Report:
         results["preempted"] = {
             name: _ask(llm, observer, name, preempted=True) for name in ("high", "two")
         }
+    merger = has_merger(llm)
     _stop_engine(llm)
     (size,) = results["predicted"][SPLIT_QUESTION]
-    return Report(**results, **_serve_split(folder, min(SPLIT_BUDGET, size - 1)))
+    return Report(**results, **_serve_split(folder, min(SPLIT_BUDGET, size - 1), merger))
 
 
-def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
-    """Completions under a state with a core: one image, two questions, then a conversation."""
+def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
+    """Completions under a state with a core: one image, two questions, then a conversation.
+
+    The state ranks tokens before the patch merger where the model has one.
+    """
     state = {**load_state("autoprune").model_dump(mode="json"), "core": {"share": 0.7}}
+    if merger:
+        state["rank_at"] = "merger_in"
     settings = {"state": state, "budget": budget, "requests": "budget"}
     llm, observer = _start_engine(folder, settings)
     placeholders = _processor(llm)._placeholders
@@ -107,6 +114,10 @@ def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
     with observer.recording_rows():
         split["first"] = _ask(llm, observer, SPLIT_QUESTION)
     kept = list(observer.kept_rows)
+    error = None
+    if merger:
+        _, (image,) = QUESTIONS[SPLIT_QUESTION]
+        error = measure_merger_error(folder, image, observer.features[0])
     observer.kept_rows.clear()
     with observer.recording_rows():
         split["third"] = _converse(llm, observer)
@@ -134,6 +145,7 @@ def _serve_split(folder: Path, budget: int) -> dict[str, Any]:
         "split_kept": kept,
         "recalled": recalled,
         "splittable": not placeholders.unsplittable,
+        "merger_error": error,
     }
 
 
