@@ -20,7 +20,7 @@ from benchmarks.miniqwen.split import convert_image
 from benchmarks.miniqwen.tower_inputs import TowerHooks
 from benchmarks.miniqwen.vocabulary import AFTER_IMAGE, BEFORE_IMAGE
 from vllm_autoprune.serving.api.content_words import split_content_words
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class EncodedImage:
     """An image after the vision tower.
 
     rows (N, D) are for the first layer of the language model, levels (N, D) each for the next ones.
-    attention (N,) is what a token gets from all patches in the tower's last layer, and encoder
-    (N, Dv) the mean of its patches before the merger.
+    attention (N,) is what a token gets from all patches in the tower's last layer, encoder (N, Dv)
+    the mean of its patches before the merger, and merger_norms (N, 2) the mean of their norms
+    before the first deepstack merger.
     """
 
     size: Size
@@ -37,6 +38,7 @@ class EncodedImage:
     levels: tuple[Tensor, ...]
     attention: Tensor
     encoder: Tensor
+    merger_norms: Tensor
 
 
 class Reader:
@@ -68,6 +70,7 @@ class Reader:
             tuple(encoded.deepstack_features),
             hooks.attention(),
             hooks.encoder(),
+            hooks.merger_norms(),
         )
 
     @torch.no_grad()
@@ -75,7 +78,7 @@ class Reader:
         """What policies read of one image and M questions about it, as a server gives it to them.
 
         Relevance is measured in the language model's input embeddings, of which a question has the
-        mean.
+        mean. A state's ``rank_at`` decides whether tokens are ranked after or before the merger.
         """
         count = len(examples)
         grid = Grid(image.size.rows, image.size.columns)
@@ -97,6 +100,10 @@ class Reader:
             known_cosine=VisualTokens(image.rows[None], grid).cosine.expand(count, -1, -1),
             encoder=image.encoder.expand(count, -1, -1),
             words=Words(self._embed(padded), used),
+            merger_input=MergerInput(
+                image.merger_norms.expand(count, -1, -1),
+                VisualTokens(image.encoder[None], grid).cosine.expand(count, -1, -1),
+            ),
         )
 
     @torch.no_grad()

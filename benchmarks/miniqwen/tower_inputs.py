@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
@@ -16,11 +17,14 @@ class TowerHooks:
     def __init__(self, tower: nn.Module) -> None:
         *_, last = tower.get_submodule("blocks").children()
         self._attention, merger = last.get_submodule("attn"), tower.get_submodule("merger")
+        first = tower.get_submodule("deepstack_merger_list.0")
         self._projections: tuple[Tensor, Tensor] | None = None
         self._patches: Tensor | None = None
+        self._early_patches: Tensor | None = None
         self._hooks = [
             self._attention.register_forward_pre_hook(self._store_projections, with_kwargs=True),
             merger.register_forward_pre_hook(self._store_patches),
+            first.register_forward_pre_hook(self._store_early_patches),
         ]
 
     def __enter__(self) -> TowerHooks:
@@ -46,9 +50,18 @@ class TowerHooks:
         return scores.softmax(-1).mean((0, 1)).unflatten(0, (-1, MERGE**2)).mean(1)
 
     def encoder(self) -> Tensor:
-        """Mean of each token's patches as the merger gets them (N, Dv)."""
+        """Mean of each token's patches as the merger gets them (N, Dv) float32."""
         assert self._patches is not None, "the tower has not run"
-        return self._patches.unflatten(0, (-1, MERGE**2)).mean(1)
+        return self._patches.float().unflatten(0, (-1, MERGE**2)).mean(1)
+
+    def merger_norms(self) -> Tensor:
+        """Mean norms of each token's patches as the first deepstack merger gets them (N, 2).
+
+        The sum of absolute values and the Euclidean norm, float32.
+        """
+        assert self._early_patches is not None, "the tower has not run"
+        patches = self._early_patches.float().unflatten(0, (-1, MERGE**2))
+        return torch.stack([patches.abs().sum(2), patches.norm(dim=2)], 2).mean(1)
 
     def _store_projections(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
@@ -64,3 +77,6 @@ class TowerHooks:
 
     def _store_patches(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         (self._patches,) = args
+
+    def _store_early_patches(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        (self._early_patches,) = args

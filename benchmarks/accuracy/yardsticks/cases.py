@@ -24,6 +24,12 @@ ORACLE: Final = "oracle"
 STATES = (SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
 
+BEFORE: Final = "@merger_in"
+"""Behind the name of a case: the state ranks tokens by what enters the patch merger."""
+
+_WITHOUT_FEATURES = ("scope", "prunesid", "holov")
+"""Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -44,7 +50,8 @@ ALL_TOKENS = Budget("all", Fraction(1))
 class Case:
     """One way to choose tokens, at one budget.
 
-    ``base`` is the base policy that a state refines, the one it is compared with.
+    ``base`` is the base policy that a state refines, or the case that ranks after the merger where
+    this one ranks before it: the one it is compared with.
     """
 
     name: str
@@ -72,7 +79,8 @@ def build_cases(
 ) -> list[Case]:
     """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
 
-    The full model and the resize control are always among them.
+    The full model and the resize control are always among them. Where a yardstick has a patch
+    merger, every base policy and state that reads features also ranks before it.
     """
     assert _policies_are_loaded, "importing the package registers its policies"
     wanted = {*names, FULL, RESIZED}
@@ -90,3 +98,6 @@ def _state_cases(budget: Budget, available: frozenset[Need]) -> Iterator[Case]:
         if materialize(state, 16).needs <= available:
             base = "" if name in BASE_POLICIES else state.base_policy.name
             yield Case(name, budget, state=state, base=base)
+            before = state.model_copy(update={"rank_at": "merger_in"})
+            if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
+                yield Case(f"{name}{BEFORE}", budget, state=before, base=name)

@@ -51,7 +51,7 @@ class MiniLlava:
     ]
     eighth: ClassVar[str] = "K = 18"
     usual_tokens: ClassVar[int] = TOKENS
-    available: ClassVar[frozenset[Need]] = frozenset(get_args(Need))
+    available: ClassVar[frozenset[Need]] = frozenset(get_args(Need)) - {"merger_input"}
     categories: ClassVar[Mapping[str, Sequence[str]]] = CATEGORIES
     images_per_batch: ClassVar[int] = 4
 

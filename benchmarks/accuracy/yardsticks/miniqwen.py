@@ -33,7 +33,7 @@ class MiniQwen:
     eighth: ClassVar[str] = "K = N/8"
     usual_tokens: ClassVar[int] = 72
     available: ClassVar[frozenset[Need]] = frozenset(
-        ("cls_attention", "instruction", "encoder", "words")
+        ("cls_attention", "instruction", "encoder", "merger_input", "words")
     )
     categories: ClassVar[Mapping[str, Sequence[str]]] = CATEGORIES
     images_per_batch: ClassVar[int] = 1

@@ -56,6 +56,42 @@ def test_encoder_rows_are_what_the_merger_merges(reader: Reader, examples: list[
     assert not torch.allclose(image.encoder[0], image.encoder[-1])
 
 
+def test_merger_input_is_the_state_behind_the_last_and_the_first_deepstack_block(
+    reader: Reader, examples: list[Example]
+) -> None:
+    """Rows of the last block and norms of an early one, token by token from all blocks' states."""
+    tower = reader.model.model.visual
+    states: list[Tensor] = []
+    hooks = [
+        block.register_forward_hook(lambda _, args, output: states.append(output.float()))
+        for block in tower.blocks
+    ]
+    image = reader.encode(examples[0].image)
+    for hook in hooks:
+        hook.remove()
+    first = states[tower.config.deepstack_visual_indexes[0]]
+    for token in range(image.size.tokens):
+        own = slice(4 * token, 4 * token + 4)
+        assert torch.allclose(image.encoder[token], states[-1][own].sum(0) / 4, atol=1e-5)
+        lengths = [float((patch**2).sum() ** 0.5) for patch in first[own]]
+        totals = [float(patch.abs().sum()) for patch in first[own]]
+        expected = torch.tensor([sum(totals) / 4, sum(lengths) / 4])
+        assert torch.allclose(image.merger_norms[token], expected, rtol=1e-4)
+
+
+def test_ranking_before_the_merger_keeps_other_tokens_with_their_own_rows(
+    reader: Reader, examples: list[Example]
+) -> None:
+    image = reader.encode(examples[0].image)
+    tokens = reader.policy_inputs(examples[:1], image)
+    after = load_state("cen_divprune")
+    before = after.model_copy(update={"rank_at": "merger_in"})
+    kept = [refine(materialize(state, 9), tokens) for state in (after, before)]
+    assert not torch.equal(kept[0].indices, kept[1].indices)
+    for refined in kept:
+        assert torch.equal(refined.features[0], image.rows[refined.indices[0]])
+
+
 def test_each_question_has_relevance_and_words_of_its_own(
     reader: Reader, examples: list[Example]
 ) -> None:

@@ -37,3 +37,17 @@ def test_the_key_of_a_state_changes_with_its_digest() -> None:
     (case,) = [one for one in build_cases([EIGHTH], MiniQwen.available) if one.name == "autoprune"]
     assert case.state is not None and case.state.digest[:12] in case.key
     assert case.base == "cdpruner" and case.reads_question
+
+
+def test_states_also_rank_before_the_merger_where_there_is_one() -> None:
+    names = {case.name: case for case in build_cases([EIGHTH], MiniQwen.available)}
+    before = names["divprune@merger_in"]
+    assert before.state is not None and before.state.rank_at == "merger_in"
+    assert before.base == "divprune", "the paired interval is that of before against after"
+    assert before.key != names["divprune"].key
+    assert "autoprune@merger_in" in names and "scope@merger_in" not in names
+    assert not [
+        case
+        for case in build_cases([EIGHTH], MiniLlava.available)
+        if case.name.endswith("@merger_in")
+    ]
