@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from random import Random
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from offline_search.candidates.components import feature_names, structure
-from offline_search.candidates.proposal import assemble_state
+from offline_search.candidates.components import compact_json, feature_names, structure
+from offline_search.candidates.proposal import assemble_state, parse_proposal
+from offline_search.candidates.schema import proposal_schema
 from offline_search.candidates.search_space import (
     RandomSource,
     choices_of_state,
@@ -15,6 +18,7 @@ from offline_search.candidates.search_space import (
     resample_numbers,
     sample_proposal,
 )
+from offline_search.proposers.prompt import describe_language
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, paper_state, warm_start_states
 from tests.offline_search.replies import BUDGET
@@ -187,3 +191,54 @@ class TestCore:
         states = warm_start_states(split)
         assert [state.core.share for state in states if state.core] == [0.5, 0.75]
         assert all(safety_check(materialize(state, BUDGET)).valid for state in states)
+
+
+class TestRankAt:
+    """A search of where tokens are ranked: the other choices are those of a search without."""
+
+    @pytest.fixture
+    def ranking(self, settings: Settings) -> Settings:
+        return settings.model_copy(update={"rank_at": True})
+
+    def test_both_places_are_drawn_and_other_choices_stay(self, ranking: Settings) -> None:
+        drawn = set()
+        for seed in range(20):
+            without = sample_proposal(RandomSource(Random(seed)), BUDGET)
+            proposal = sample_proposal(RandomSource(Random(seed)), BUDGET, rank_at=True)
+            assert {name: part for name, part in proposal.items() if name != "rank_at"} == without
+            state = assemble_state(proposal, ranking)
+            drawn.add(state.rank_at)
+            near = FixedSource(choices_of_state(state, BUDGET, rank_at=True))
+            again = assemble_state(sample_proposal(near, BUDGET, rank_at=True), ranking)
+            assert again.digest == state.digest
+        assert drawn == {"merger_in", "merger_out"}
+
+    def test_a_search_without_it_ranks_after_the_merger(self, settings: Settings) -> None:
+        proposal = sample_proposal(RandomSource(Random(0)), BUDGET)
+        state = assemble_state({**proposal, "rank_at": "merger_in"}, settings)
+        assert state.rank_at == "merger_out"
+
+    def test_proposals_may_say_it_and_are_told_so(
+        self, settings: Settings, ranking: Settings
+    ) -> None:
+        body = {**compact_json(paper_state(settings)), "rank_at": "merger_in"}
+        checked = jsonschema.Draft202012Validator(proposal_schema(BUDGET, rank_at=True))
+        assert checked.is_valid(body)
+        assert not checked.is_valid({**body, "rank_at": "elsewhere"})
+        assert not jsonschema.Draft202012Validator(proposal_schema(BUDGET)).is_valid(body)
+        assert "merger_in" in describe_language(ranking)
+        assert "rank_at" not in describe_language(settings)
+        draft = parse_proposal(json.dumps(body), ranking, "llm", ())
+        assert draft.state is not None and draft.state.rank_at == "merger_in"
+        assert compact_json(draft.state)["rank_at"] == "merger_in"
+
+    def test_one_warm_start_ranks_before_the_merger(
+        self, settings: Settings, ranking: Settings
+    ) -> None:
+        assert [state.rank_at for state in warm_start_states(ranking)].count("merger_in") == 1
+        assert {state.rank_at for state in warm_start_states(settings)} == {"merger_out"}
+
+    def test_states_that_rank_elsewhere_have_another_structure(self, ranking: Settings) -> None:
+        first, second = warm_start_states(ranking)[:2]
+        assert {first.rank_at, second.rank_at} == {"merger_out", "merger_in"}
+        assert structure(first) != structure(second)
