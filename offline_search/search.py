@@ -21,7 +21,7 @@ from offline_search.evaluation.history import History, Trial
 from offline_search.evaluation.winner_selection import WinnerSelector
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import Cost, SettingsRecord, SummaryRecord, WinnerRecord
-from offline_search.proposers.prompt import summarize
+from offline_search.proposers.history_summary import summarize
 from offline_search.proposers.proposal_client import ProposalClient, Proposer, SpendingLimits
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES

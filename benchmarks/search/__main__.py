@@ -1,4 +1,4 @@
-"""Command ``python -m benchmarks.search data | compare | table | speed``."""
+"""Command ``python -m benchmarks.search data | compare | table | confirm | speed``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_data(options.out, _scenes(options), each=options.each)
     elif options.command == "compare":
         _run_comparison(options)
+    elif options.command == "confirm":
+        _confirm(options)
     if options.command in ("compare", "table"):
         print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
     return 0
@@ -38,7 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--out", type=Path, required=True, help="data folder")
     compare = commands.add_parser("compare", help="run, or resume, strategies over several seeds")
     table = commands.add_parser("table", help="print the table of a comparison")
-    for command in (compare, table):
+    confirm = commands.add_parser(
+        "confirm", help="measure the winners of a comparison on many fresh questions"
+    )
+    confirm.add_argument("--yardstick", choices=YARDSTICKS, default="minillava")
+    confirm.add_argument("--images", type=int, default=1000, help="images of the test split")
+    for command in (compare, table, confirm):
         command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
         command.add_argument("--strategies", nargs="+", default=list(_DEFAULT_STRATEGIES))
         command.add_argument("--seeds", type=int, default=5, help="number of seeds")
@@ -112,6 +119,16 @@ def _measure_speed(options: argparse.Namespace) -> None:
         print(
             measure_speed(served, options.candidates, options.few, budget=8).as_markdown(), end=""
         )
+
+
+def _confirm(options: argparse.Namespace) -> None:
+    from benchmarks.search.confirmation import as_markdown, confirm
+    from benchmarks.search.yardstick_evaluator import YardstickEvaluator
+
+    images: dict[Split, int] = {"search": 1, "validation": 1, "test": options.images}
+    yardstick = open_yardstick(options.yardstick, None)
+    confirm(options.out, YardstickEvaluator(yardstick, images, each=1))
+    print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
 
 
 def _menu_width(options: argparse.Namespace) -> int:

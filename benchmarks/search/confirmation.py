@@ -15,10 +15,12 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from benchmarks.common.progress import log_progress
+from benchmarks.search.comparison import format_mean, ledger_path
 from offline_search.evaluation.answers import Answers, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
 from offline_search.ledger import read_ledger
 from offline_search.ledger.records import SettingsRecord, WinnerRecord
+from offline_search.report.markdown import table
 from offline_search.settings import FrozenModel
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -91,3 +93,34 @@ def confirm(folder: Path, evaluator: Evaluator) -> dict[str, Confirmed]:
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
         (folder / FILE).write_bytes(_CONFIRMED.dump_json(confirmed, indent=1))
     return confirmed
+
+
+def as_markdown(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> str:
+    """Confirmed objective and accuracy of each strategy, and paired differences to the last."""
+    confirmed = read_confirmation(folder)
+    objectives = {
+        strategy: {
+            seed: confirmed[name]
+            for seed in seeds
+            if (name := ledger_path(folder, strategy, seed).stem) in confirmed
+        }
+        for strategy in strategies
+    }
+    *_, reference = strategies
+    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
+    rows = []
+    for strategy, own in objectives.items():
+        if not own:
+            continue
+        shared = [seed for seed in own if seed in objectives[reference]]
+        gaps = [own[seed].objective - objectives[reference][seed].objective for seed in shared]
+        rows.append([
+            strategy,
+            str(len(own)),
+            format_mean([one.objective for one in own.values()], 2),
+            format_mean([100 * one.accuracy for one in own.values()], 1),
+            format_mean(gaps, 2) if gaps and strategy != reference else "-",
+        ])  # fmt: skip
+    questions = {one.questions for one in confirmed.values()}
+    note = f"{', '.join(map(str, sorted(questions)))} questions; \u00b1 is Student's t over seeds."
+    return "\n".join([*table(head, rows, "lrrrr"), "", note]) + "\n"

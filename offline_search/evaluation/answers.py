@@ -6,6 +6,7 @@ on the same examples. Accuracy and accuracy+ (as MME defines them) are reported 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,16 +83,22 @@ def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
     return estimate(bootstrap.mean(values)).rounded(6)
 
 
+def paired_error(examples: Sequence[Example], gaps: Floats) -> float:
+    """Standard error of the mean of paired differences ``(M,)``, clustered by image."""
+    _, places = np.unique([example.image for example in examples[: len(gaps)]], return_inverse=True)
+    sums = np.bincount(places, gaps)
+    if len(sums) < 2:
+        return float("inf")
+    return float(sums.std(ddof=1)) * math.sqrt(len(sums)) / len(gaps)
+
+
 def significantly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:
     """Whether the paired mean difference to a reference is more than three standard errors below 0.
 
-    Standard errors are clustered by image. Three instead of two, because early stopping tests every
-    candidate several times.
+    Three instead of two, because a race tests every candidate several times. Never with fewer than
+    four images.
     """
     gaps = values - reference[: len(values)]
-    _, places = np.unique([example.image for example in examples[: len(gaps)]], return_inverse=True)
-    sums = np.bincount(places, gaps)
-    if len(sums) < 4:
+    if len({example.image for example in examples[: len(gaps)]}) < 4:
         return False
-    error = float(sums.std(ddof=1)) * len(sums) ** 0.5 / len(gaps)
-    return bool(gaps.mean() + 3 * error < 0)
+    return bool(gaps.mean() + 3 * paired_error(examples, gaps) < 0)

@@ -111,7 +111,8 @@ class RoundEvaluator:
         verdict = self._check(base)
         self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
-        return History(self._trial_record(proposal, "evaluated", scores), scores.mean())
+        result = self._trial_record(proposal, "evaluated", scores)
+        return History(result, scores.mean(), examples=self._examples)
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offline_search.candidates.components import feature_names
+from offline_search.dataset import Example
 from offline_search.evaluation.objectives import pareto_ranks
 from offline_search.ledger.records import ProposalRecord, TrialRecord
 from vllm_autoprune.statistics import Floats
@@ -55,6 +55,7 @@ class History:
     base: TrialRecord
     base_values: Floats
     trials: list[Trial] = field(default_factory=list)
+    examples: Sequence[Example] = ()
 
     def evaluated(self) -> list[Trial]:
         """Trials that were evaluated on the whole search split, in order of proposal."""
@@ -81,7 +82,7 @@ class History:
         """The objective of a trial, or of the trial that it duplicates."""
         if name == "base":
             return self.base.objective
-        trial = next((trial for trial in self.trials if trial.name == name), None)
+        trial = self.find(name)
         if trial is None:
             return None
         if trial.result.status == "same":
@@ -116,6 +117,10 @@ class History:
                 reasons.update(trial.proposal.problems or (trial.result.reason,))
         return reasons
 
+    def find(self, name: str) -> Trial | None:
+        """The trial of a name."""
+        return next((trial for trial in self.trials if trial.name == name), None)
+
     def best_by_round(self) -> list[float]:
         """Best objective of each round in which a trial was evaluated."""
         rounds: dict[int, float] = {}
@@ -123,31 +128,3 @@ class History:
             number = trial.proposal.round
             rounds[number] = max(rounds.get(number, trial.score), trial.score)
         return [best for _, best in sorted(rounds.items())]
-
-    def feature_effects(self) -> list[tuple[str, float]]:
-        """Difference of mean objectives with and without each atom or quota, largest first.
-
-        Features that all evaluated trials have, or none, are left out.
-        """
-        scored = [
-            (feature_names(trial.state), trial.score) for trial in self.evaluated() if trial.state
-        ]
-        effects = [(name, _effect(name, scored)) for name in _varying_features(scored)]
-        return sorted(effects, key=lambda effect: -effect[1])
-
-
-Scored = Sequence[tuple[frozenset[str], float]]
-
-
-def _varying_features(scored: Scored) -> list[str]:
-    """Features that are neither absent from all trials nor present in all, sorted."""
-    if not scored:
-        return []
-    names = [names for names, _ in scored]
-    return sorted(frozenset[str]().union(*names) - names[0].intersection(*names))
-
-
-def _effect(name: str, scored: Scored) -> float:
-    present = [value for names, value in scored if name in names]
-    absent = [value for names, value in scored if name not in names]
-    return sum(present) / len(present) - sum(absent) / len(absent)

@@ -30,7 +30,9 @@ def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
 
 def test_every_page_has_a_place_in_the_order() -> None:
     placed = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    found = (*docs.glob("*.md"), *docs.glob("studies/*.md"))
+    pages = {path.relative_to(docs).as_posix() for path in found}
     assert sorted(placed) == sorted(pages) and placed[0] == "index.md"
 
 

@@ -12,7 +12,7 @@ from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.history import History, Trial
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import Cost, ProposalRecord, TrialRecord, WinnerRecord
-from offline_search.proposers.prompt import summarize
+from offline_search.proposers.history_summary import summarize
 from offline_search.proposers.proposal_client import SpendingLimits
 from offline_search.replay import replay
 from offline_search.report import as_html, as_markdown, read_report
@@ -213,11 +213,11 @@ def test_an_empty_ledger_is_an_error(tmp_path: Path) -> None:
 async def test_the_summary_lists_best_trend_and_failures(ledger: Path) -> None:
     text = next(r.text for r in reversed(read_ledger(ledger)) if r.kind == "summary")
     (chosen,) = records_of_kind(ledger, WinnerRecord)
-    first, best = text.splitlines()[0], text.splitlines()[2]
-    assert first.startswith("Base policy alone: -")
-    top = read_report(read_ledger(ledger)).ranked[0].result.objective
-    assert top is not None and best.startswith(f"- {1000 * top:+.0f}")
-    assert "Best of each round" in text and len(text) < 8000
+    assert text.splitlines()[0].startswith("Base policy alone: -")
+    best = read_report(read_ledger(ledger)).ranked[0]
+    top = best.result.objective
+    assert top is not None and f"- {best.name}: {1000 * top:+.0f}" in text
+    assert "- digit: 12, " in text and "- colour: 12, " in text and len(text) < 8000
     assert chosen.winner
 
 

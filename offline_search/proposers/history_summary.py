@@ -1,0 +1,162 @@
+"""Summary H_t of Algorithm 2: what was measured so far, as every prompt shows it.
+
+Scores are log-probabilities relative to the unpruned model, in thousandths, with their standard
+error where they are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from offline_search.candidates.components import (
+    JsonObject,
+    compact_json,
+    searched_components,
+    structure,
+)
+from offline_search.candidates.search_space import numeric_parameters
+from offline_search.dataset import Example
+from offline_search.evaluation.answers import paired_error
+from offline_search.evaluation.history import History, Trial
+from vllm_autoprune.statistics import Floats
+from vllm_autoprune.tpdsl.states.differences import list_changes
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+_MAX_BEST = 10
+"""Best candidates of different structures that a summary lists."""
+
+_MAX_FAILURES = 3
+_MAX_CHANGES = 6
+_EXAMPLE_QUESTIONS = 2
+
+
+def summarize(history: History) -> str:
+    """Loss by category, the best candidates and those of the last round, limits, failures."""
+    lines = [f"Base policy alone: {_score(history.base.objective)}."]
+    lines += _describe_categories(history)
+    ranked = history.ranked()
+    best = _best_of_each_structure(ranked)
+    if ranked:
+        lines.append(
+            "Best candidates of different structures, as changes of their parents; score, and "
+            "difference to the first with its standard error:"
+        )
+        lines += [_describe(trial, history) for trial in best]
+        lines += _describe_limits(ranked[0])
+    lines += _describe_last_round(history, {trial.name for trial in best})
+    if failures := history.count_failures().most_common(_MAX_FAILURES):
+        lines.append("Proposals that were not valid:")
+        lines += [f"- {reason[:160]} ({count} times)" for reason, count in failures]
+    return "\n".join(lines)
+
+
+def _describe_categories(history: History) -> Iterator[str]:
+    """A row for each category, and questions of the one that costs most."""
+    examples, best = history.examples, history.best_values()
+    total = float(best.sum())
+    if not examples or len(examples) != len(best) or total >= 0:
+        return
+    rows = sorted(
+        (float(best[rows].sum()) / total, name, rows) for name, rows in _by_category(examples)
+    )
+    yield "Category: questions, base policy, best so far, share of what the best still loses:"
+    for share, name, where in reversed(rows):
+        means = ", ".join(_score(float(v[where].mean())) for v in (history.base_values, best))
+        yield f"- {name}: {len(where)}, {means}, {abs(share):.0%}"
+    _, name, where = rows[-1]
+    asked = [examples[row].question for row in sorted(where, key=lambda row: best[row])]
+    yield f"Questions of {name} that lose most: {'; '.join(asked[:_EXAMPLE_QUESTIONS])}"
+
+
+def _by_category(examples: Sequence[Example]) -> Iterator[tuple[str, list[int]]]:
+    for name in sorted({example.category for example in examples}):
+        yield name, [row for row, example in enumerate(examples) if example.category == name]
+
+
+def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
+    best: dict[tuple[str, ...], Trial] = {}
+    for trial in ranked:
+        best.setdefault(structure(trial.require_state()), trial)
+    return list(best.values())[:_MAX_BEST]
+
+
+def _describe(trial: Trial, history: History) -> str:
+    """One candidate on one line: score, comparison with the best, and what was changed."""
+    latency = trial.result.axes.get("latency")
+    slow = "" if latency is None else f" in {-latency:.2g} ms"
+    figures = f"{_score(trial.score)}{_compare(trial, history)}{slow}"
+    return f"- {trial.name}: {figures}; {_origin(trial, history)}"
+
+
+def _compare(trial: Trial, history: History) -> str:
+    best = history.best()
+    if best is None or trial is best or trial.values is None or best.values is None:
+        return ""
+    gaps: Floats = trial.values - best.values[: len(trial.values)]
+    if not history.examples or len(gaps) != len(best.values):
+        return ""
+    error = paired_error(history.examples, gaps)
+    tied = ", tied" if abs(float(gaps.mean())) < 2 * error else ""
+    return f" ({_score(float(gaps.mean()))} ± {1000 * error:.0f}{tied})"
+
+
+def _origin(trial: Trial, history: History) -> str:
+    """The candidate as changes of its parent, or as a whole."""
+    state = trial.require_state()
+    parent = history.find(trial.proposal.parents[0]) if trial.proposal.parents else None
+    if parent is None or parent.state is None:
+        return _components(state)
+    changes = list_changes(_searched(parent.state), _searched(state))
+    if len(changes) > _MAX_CHANGES:
+        return _components(state)
+    listed = [f"{c.where} {_value(c.before)} -> {_value(c.after)}" for c in changes]
+    return f"{parent.name} with {', '.join(listed) or 'no change'}"
+
+
+def _describe_limits(best: Trial) -> Iterator[str]:
+    """Parameters of the best candidate that stand at the upper end of their range."""
+    numbers = numeric_parameters(best.require_state())
+    listed = [
+        f"{parameter.name} = {value:g}"
+        for parameter, value in numbers.items()
+        if not parameter.is_quota and value == parameter.high
+    ]
+    if listed:
+        yield f"At the upper end of its range in {best.name}: {', '.join(listed)}."
+
+
+def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
+    """Candidates of the last round that are not listed among the best."""
+    last = max((trial.proposal.round for trial in history.trials), default=0)
+    for trial in history.trials:
+        if trial.proposal.round != last or trial.name in listed or trial.state is None:
+            continue
+        if trial.result.status == "evaluated":
+            yield _describe(trial, history)
+        elif trial.result.status == "same":
+            yield f"{trial.name} kept the same tokens as {trial.result.same_as}."
+        elif trial.result.status == "dropped":
+            estimate = history.estimate(trial)
+            yield (
+                f"{trial.name} was dropped after {trial.result.examples} questions at about "
+                f"{_score(estimate)}; {_origin(trial, history)}"
+            )
+
+
+def _searched(state: PruningState) -> JsonObject:
+    searched = set(searched_components(core=True, rank_at=True))
+    body: JsonObject = state.model_dump(mode="json", include=searched)
+    return body
+
+
+def _components(state: PruningState) -> str:
+    return json.dumps(compact_json(state), separators=(",", ":"))
+
+
+def _value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _score(value: float | None) -> str:
+    return "not measured" if value is None else f"{1000 * value:+.0f}"

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search.confirmation import FILE, as_markdown, confirm, read_confirmation
+from offline_search.dataset import Dataset
+from offline_search.settings import Settings
+from tests.offline_search.synthetic import SyntheticEvaluator, dataset, run_search
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    (tmp_path / "data").mkdir()
+    return dataset(tmp_path / "data")
+
+
+async def _search(folder: Path, data: Dataset, strategy: str, seed: int) -> None:
+    settings = Settings(strategy=strategy, rounds=1, per_round=3, budgets=(8,), seed=seed)
+    await run_search(folder / f"{strategy}-{seed}.jsonl", settings, SyntheticEvaluator(data))
+
+
+def test_every_winner_is_measured_once(data: Dataset, tmp_path: Path) -> None:
+    for seed in range(2):
+        for strategy in ("random", "tpe"):
+            asyncio.run(_search(tmp_path, data, strategy, seed))
+    evaluator = SyntheticEvaluator(data)
+    confirmed = confirm(tmp_path, evaluator)
+    assert set(confirmed) == {"random-0", "random-1", "tpe-0", "tpe-1"}
+    jobs = len(evaluator.jobs)
+    assert confirm(tmp_path, evaluator) == confirmed == read_confirmation(tmp_path)
+    assert len(evaluator.jobs) == jobs and {job.split for job in evaluator.jobs} == {"test"}
+    text = as_markdown(tmp_path, ["random", "tpe"], range(2))
+    gap = sum(confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1))
+    assert f"{gap / 2:.2f} ±" in text and "24 questions" in text
+    assert (tmp_path / FILE).exists()

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from offline_search.dataset import Example
+from offline_search.evaluation.history import History, Trial
+from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
+from offline_search.proposers.history_summary import summarize
+from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
+from offline_search.settings import Settings
+from offline_search.strategies.start_states import minimal_state, paper_state
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
+ADVICE = re.compile(
+    r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
+    r"instead|better to|don't|not to repeat)\b",
+    re.IGNORECASE,
+)
+EXAMPLES = tuple(
+    Example(image=f"{number}.png", question=f"Q{number}?", answer="a", category=category)
+    for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
+)
+
+
+def trial(
+    name: str, state: PruningState, values: list[float], status: Status = "evaluated",
+    parents: tuple[str, ...] = (), same_as: str = "",
+) -> Trial:  # fmt: skip
+    number, index = map(int, name.split("."))
+    proposal = ProposalRecord(round=number, index=index, origin="llm", parents=parents)
+    result = TrialRecord(
+        round=number, index=index, status=status, same_as=same_as, examples=len(values),
+        objective=float(np.mean(values)) if values else None,
+    )  # fmt: skip
+    return Trial(proposal, result, state, np.array(values) if values else None)
+
+
+@pytest.fixture
+def history() -> History:
+    paper = paper_state(SETTINGS)
+    changed = paper_state(SETTINGS, quota=4)
+    merge = paper.reassembly.model_copy(update={"strength": 1.0})
+    other = paper.model_copy(update={"reassembly": merge})
+    return History(
+        TrialRecord(round=0, index=0, status="evaluated", objective=-3.0),
+        np.full(16, -3.0),
+        [
+            trial("1.0", paper, [-1.0] * 4 + [-2.0] * 12),
+            trial("2.0", changed, [-1.1] * 4 + [-1.9] * 12, parents=("1.0",)),
+            trial("2.1", minimal_state(SETTINGS), [-2.5] * 2, "dropped"),
+            trial("2.2", other, [], "same", same_as="1.0"),
+            trial("2.3", other, [0.0] * 4 + [-1.0] * 12, parents=("1.0",)),
+        ],
+        EXAMPLES,
+    )
+
+
+def test_prompts_give_no_advice(history: History) -> None:
+    """A proposer is told what it may write and what was measured, not what to conclude."""
+    prompts = [
+        proposal_prompt(SETTINGS, summarize(history), minimal_state(SETTINGS), 0, 5),
+        crossover_prompt(SETTINGS, history.ranked()[:2]),
+    ]
+    for messages in prompts:
+        text = "\n".join(message["content"] for message in messages)
+        assert not ADVICE.findall(text)
+
+
+def test_every_category_has_a_row_and_the_worst_its_questions(history: History) -> None:
+    text = summarize(history)
+    assert "- relation: 12, -3000, -1000, 100%" in text
+    assert "- text: 4, -3000, +0, 0%" in text
+    assert "Questions of relation that lose most: Q4?; Q5?" in text
+
+
+def test_every_candidate_is_a_line_with_its_changes(history: History) -> None:
+    text = summarize(history)
+    assert "- 2.3: -750; 1.0 with /reassembly/strength 0 -> 1" in text
+    assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
+    assert "2.2 kept the same tokens as 1.0." in text
+    assert "2.1 was dropped after 2 questions at about " in text
+
+
+def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
+    history.trials = history.trials[:2]
+    line = next(line for line in summarize(history).splitlines() if line.startswith("- 2.0"))
+    assert line.startswith("- 2.0: -1700; ")
+    history.trials.append(
+        trial("3.0", minimal_state(SETTINGS), [-1.6] * 4 + [-1.3] * 6 + [-2.6] * 6)
+    )
+    assert re.search(r"- 3\.0: -186\d \(-16\d ± \d+, tied\)", summarize(history))
+
+
+def test_numbers_at_the_end_of_their_range_are_named(history: History) -> None:
+    assert "At the upper end of its range in 2.3: reassembly/strength = 1" in summarize(history)
+
+
+def test_a_selector_says_what_does_not_act_on_it() -> None:
+    text = proposal_prompt(SETTINGS, "", minimal_state(SETTINGS), 0, 5)[0]["content"]
+    (line,) = (line for line in text.splitlines() if "runtime_reference_anchor_pool" in line)
+    assert "signals and kernel act only by the pool" in line
