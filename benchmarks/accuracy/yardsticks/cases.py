@@ -27,7 +27,7 @@ STATES = (SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 BEFORE: Final = "@merger_in"
 """Behind the name of a case: the state ranks tokens by what enters the patch merger."""
 
-_WITHOUT_FEATURES = ("scope", "prunesid", "holov")
+_WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 """Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
 
 

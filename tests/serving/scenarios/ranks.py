@@ -15,6 +15,7 @@ from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.questions import picture
+from vllm_autoprune.tpdsl.states.load import load_state
 
 POLICIES = ("visionzip", "prumerge_plus", "fastv")
 """They read the vision tower, its next layer, and the language model's first layers."""
@@ -38,10 +39,14 @@ def two_ranks() -> Report:
 
 @scenario
 def two_ranks_qwen2_5_vl() -> Report:
-    """Two ranks of a tiny model with M-RoPE, with relevance by its input embeddings."""
+    """Two ranks of a tiny model with M-RoPE, ranking before its merger.
+
+    Relevance is measured by its input embeddings.
+    """
+    state = {**load_state("autoprune").model_dump(mode="json"), "rank_at": "merger_in"}
     with tempfile.TemporaryDirectory() as folder:
         llm = start(
-            {"state": "autoprune", "budget": 8},
+            {"state": state, "budget": 8},
             model=str(build("qwen2_5_vl", Path(folder))),
             tensor_parallel_size=2,
             limit_mm_per_prompt={"image": 2},
