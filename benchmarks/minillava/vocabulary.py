@@ -35,7 +35,8 @@ VOCABULARY = 640
 # A name such as "red square" is one token ("superwords": Liu et al. 2025, arXiv 2503.13423). With
 # two tokens, a model trained from scratch looked shapes up by the last word for a thousand steps.
 _NAME = f" (?:{'|'.join(COLOURS)}) (?:{'|'.join((*SHAPES, SIGN, 'shapes'))})\\b"
-_WORDS = r"| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+_WORDS = r"| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+"
+_SPACES = r"|\s+"
 
 
 def prompt(question: str) -> str:
@@ -62,17 +63,18 @@ def _trainer(size: int, specials: list[AddedToken]) -> BpeTrainer:
 
 
 def train_tokenizer(
-    texts: Sequence[str], specials: Sequence[str], unknown: str, size: int
+    texts: Sequence[str], specials: Sequence[str], unknown: str, size: int, lines: str = ""
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer in which a name is one token.
 
     It adds no special tokens to a prompt, so chat and completion prompts agree. No training text
-    has a number of two digits, so every digit of a number is a token of its own.
+    has a number of two digits, so every digit of a number is a token of its own. `lines` is a
+    pattern that is tried before that of white space.
     """
     tokenizer = Tokenizer(BPE(unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_NAME + _WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(f"{_NAME}{_WORDS}{lines}{_SPACES}"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -41,4 +41,5 @@ def language_tokenizer() -> Tokenizer:
     """Train the byte-level BPE tokenizer; a name or a word of pages is one token."""
     texts = [prompt(text) for text in (*tokenizer_texts(), *_page_texts())]
     words = [f" {word}" for word in (*answer_words(), *WORDS)] * 50
-    return train_tokenizer([*texts, *words], SPECIALS, PAD, VOCABULARY)
+    # A new line ends before the space of an answer, which belongs to the token of the answer.
+    return train_tokenizer([*texts, *words], SPECIALS, PAD, VOCABULARY, r"|\n")

@@ -127,7 +127,8 @@ def _describe(family: str, policy: PruningPolicy) -> str:
     if family == "search result":
         core = policy.state.core
         shared = "" if core is None else f", {core.share:.0%} of K the same for every question"
-        return f"found by a search on this model, upon {policy.base.name}{shared}"
+        model = SEARCH_RESULTS[policy.state.name]
+        return f"found by a search on {model}, upon {policy.base.name}{shared}"
     return policy.state.provenance.notes.rstrip(".")
 
 

@@ -20,8 +20,13 @@ from vllm_autoprune.tpdsl.states.instruction_free import instruction_free
 
 SOURCE = "autoprune"
 
-SEARCH_RESULTS = ("minillava", "minillava-split")
-"""States that a search produced; like the source, they are read from ``policies/``."""
+SEARCH_RESULTS: Mapping[str, str] = {
+    "minillava": "mini-LLaVA",
+    "minillava-split": "mini-LLaVA",
+    "miniqwen": "mini-Qwen3-VL",
+}
+"""States that a search produced, and the model it measured them on; like the source, they are read
+from ``policies/``."""
 
 BUDGETS: Mapping[str, Sequence[int]] = {
     "llava-1.5-7b": (16, 32, 64, 128),
@@ -61,9 +66,11 @@ class Entry:
     def carries_evidence(self) -> bool:
         """Whether accuracy measured on mini-LLaVA belongs into the state's file.
 
-        Not for a transferred state: it is for another backbone and another K than were measured.
+        Not for a transferred state, which is for another backbone and another K than were measured,
+        nor for one that a search found on another model: its evidence is of both yardsticks.
         """
-        return self.family != "transfer"
+        found_on = SEARCH_RESULTS.get(self.state.name, "mini-LLaVA")
+        return self.family != "transfer" and found_on == "mini-LLaVA"
 
 
 def build_states(source: PruningState, search_results: Sequence[PruningState]) -> list[Entry]:

@@ -75,7 +75,9 @@ def _policy_cases(policy: str, budget: int) -> Iterator[Case]:
 
 
 def _search_cases(budget: int) -> Iterator[Case]:
-    for name in SEARCH_RESULTS:
+    for name, model in SEARCH_RESULTS.items():
+        if model != "mini-LLaVA":
+            continue
         state = load_state(name)
         policy = state.base_policy.name
         core = "" if state.core is None else ", with a core"

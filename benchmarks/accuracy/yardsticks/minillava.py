@@ -45,9 +45,9 @@ class MiniLlava:
     """The committed checkpoint on scenes, with all inputs that any policy reads."""
 
     name: ClassVar[str] = "mini-LLaVA"
-    default: ClassVar[str] = "minillava"
+    default: ClassVar[str] = "miniqwen"
     budgets: ClassVar[Sequence[Budget]] = [
-        Budget(f"K = {k}", Fraction(k, TOKENS)) for k in (72, 36, 18, 16, 9, 8)
+        Budget(f"K = {k}", Fraction(k, TOKENS)) for k in (72, 36, 18, 9)
     ]
     eighth: ClassVar[str] = "K = 18"
     usual_tokens: ClassVar[int] = TOKENS

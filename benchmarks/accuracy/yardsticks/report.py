@@ -12,6 +12,9 @@ from benchmarks.accuracy.yardsticks.table import Row
 from vllm_autoprune.pages.table import Table
 from vllm_autoprune.statistics import Estimate
 
+_MAX_CATEGORY_COLUMNS = 3
+"""With more categories, the table by kind has to do."""
+
 BEGIN, END = "<!-- yardsticks -->", "<!-- /yardsticks -->"
 
 
@@ -57,6 +60,8 @@ def _default_lines(measured: Measured) -> Iterator[str]:
     for row in measured.rows:
         if row.name != measured.default or row.kind is not None or row.less_resized is None:
             continue
+        if row.category is not None and row.budget != measured.detailed_budget:
+            continue
         part = row.category or "all questions"
         verdict = "not decided"
         if row.less_resized.low > 0:
@@ -70,8 +75,10 @@ def _budget_table(measured: Measured, budget: str) -> Table:
     rows = [row for row in measured.rows if row.budget == budget and row.kind is None]
     overall = {row.name: row for row in rows if row.category is None}
     categories = list(dict.fromkeys(row.category for row in rows if row.category is not None))
+    if len(categories) > _MAX_CATEGORY_COLUMNS:
+        categories = []
     columns = (
-        "method", "question", "tokens", "% right", "less resized", "less base",
+        "method", "question", "tokens", "% right", "less resized", "less base", "less default",
         *(f"{category}, less resized" for category in categories),
     )  # fmt: skip
     cells = []
@@ -84,6 +91,7 @@ def _budget_table(measured: Measured, budget: str) -> Table:
             f"{row.accuracy.value:.1f}",
             format_difference(row.less_resized),
             format_difference(row.less_base),
+            format_difference(row.less_default),
             *(_category_cell(own[category]) for category in categories),
         ))  # fmt: skip
     return Table("", columns, cells, "--" + "r" * (len(columns) - 2))

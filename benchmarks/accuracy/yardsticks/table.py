@@ -18,7 +18,8 @@ class Row:
     """One case on all questions, or on those of one category or kind; in per cent right.
 
     ``less_resized`` is the case less the resize control at the same K, ``less_base`` a state less
-    its base policy; both are paired by question, with intervals over images.
+    its base policy, ``less_default`` the case less the yardstick's default state; all are paired by
+    question, with intervals over images.
     """
 
     yardstick: str
@@ -35,6 +36,7 @@ class Row:
     logprob: float
     less_resized: Estimate | None
     less_base: Estimate | None
+    less_default: Estimate | None
 
 
 def build_rows(results: Results) -> Iterator[Row]:
@@ -47,6 +49,7 @@ def build_rows(results: Results) -> Iterator[Row]:
             right = list(compress(result.right, members))
             control = results.find(RESIZED, case.budget.label)
             base = results.find(case.base, case.budget.label) if case.base else None
+            default = results.find(results.yardstick.default, case.budget.label)
             yield Row(
                 yardstick=results.yardstick.name,
                 budget=case.budget.label,
@@ -62,6 +65,7 @@ def build_rows(results: Results) -> Iterator[Row]:
                 logprob=round(sum(compress(result.logprob, members)) / len(right), 3),
                 less_resized=_difference(bootstrap, right, control, members, result),
                 less_base=_difference(bootstrap, right, base, members, result),
+                less_default=_difference(bootstrap, right, default, members, result),
             )
 
 

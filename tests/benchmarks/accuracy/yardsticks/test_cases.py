@@ -13,7 +13,7 @@ EIGHTH = Budget("K = N/8", Fraction(1, 8))
 def test_a_fixed_grid_has_every_base_policy_and_its_own_budgets() -> None:
     names = {case.name for case in build_cases(MiniLlava.budgets, MiniLlava.available)}
     assert {*BASE_POLICIES, "full", "resized", "random", "oracle", "minillava"} <= names
-    assert [budget.tokens(144) for budget in MiniLlava.budgets] == [72, 36, 18, 16, 9, 8]
+    assert [budget.tokens(144) for budget in MiniLlava.budgets] == [72, 36, 18, 9]
     assert MiniLlava.eighth == "K = 18"
 
 

@@ -43,6 +43,8 @@ def test_differences_are_paired_with_the_control_and_the_base(tmp_path: Path) ->
     assert _find(rows, "instruction-free", "second").less_resized == Estimate(0, 0, 0)
     assert _find(rows, "divprune").less_resized == Estimate(0, 0, 0)
     assert _find(rows, "divprune").less_base is None
+    assert _find(rows, "divprune").less_default == Estimate(-50, -50, -50)
+    assert state.less_default is None, "it is the default itself"
     assert _find(rows, "full").less_resized is None
     assert _find(rows, "resized").less_resized is None
 

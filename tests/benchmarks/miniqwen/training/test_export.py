@@ -25,7 +25,8 @@ def test_an_answer_in_a_request_has_the_tokens_of_training(checkpoint: Path) -> 
     for answer in ("13", " 13"):
         messages = [user, {"role": "assistant", "content": answer}]
         text = processor.apply_chat_template(messages, continue_final_message=True)
-        assert text.endswith("\n 13")
+        ids = processor.tokenizer(text, add_special_tokens=False).input_ids
+        assert ids[-2:] == processor.tokenizer(" 13", add_special_tokens=False).input_ids
 
 
 def test_prompts_have_the_tokens_of_training(checkpoint: Path) -> None:
