@@ -28,7 +28,7 @@ from vllm_autoprune.serving.api.processed_images import (
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
 from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
 from vllm_autoprune.serving.api.resized_images import resize_images
-from vllm_autoprune.serving.api.unsent_items import UnsentItems, tensors_of
+from vllm_autoprune.serving.api.unsent_items import UnsentItems, collect_tensors
 from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.placeholders import Placeholders, shorten_placeholders
@@ -147,7 +147,7 @@ class PrunedProcessor(_Stock):
         keys = [key for of_modality in plan.hashes.values() for key in of_modality]
         with self._unsent.rendering(inputs.cache, keys) as tensors:
             processed = super().apply(planned, timing_ctx)
-            tensors |= tensors_of(processed["mm_hashes"], processed["mm_kwargs"])
+            tensors |= collect_tensors(processed["mm_hashes"], processed["mm_kwargs"])
         counts = None
         if plan.choices:
             counts = ImageCounts(plan.label, plan.choices, self._kv_bytes)

@@ -42,7 +42,7 @@ class UnsentItems:
     ) -> Iterator[Tensors]:
         """While a request is rendered: the unsent ones among its images, to be kept with it.
 
-        The caller adds those that the request itself brings (:func:`tensors_of`). Images whose
+        The caller adds those that the request itself brings (:func:`collect_tensors`). Images whose
         requests were all refused are removed from the cache before it is read, so that they are
         processed and sent again; so are those of this request if it fails here.
         """
@@ -95,7 +95,7 @@ class UnsentItems:
                 self._items.pop(key, None)
 
 
-def tensors_of(
+def collect_tensors(
     hashes: Mapping[str, Sequence[str]],
     items: Mapping[str, Sequence[MultiModalKwargsItem | None]],
 ) -> Tensors:

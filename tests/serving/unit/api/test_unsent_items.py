@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_autoprune.serving.api.unsent_items import UnsentItems, tensors_of
+from vllm_autoprune.serving.api.unsent_items import UnsentItems, collect_tensors
 
 pytestmark = pytest.mark.compat
 
@@ -39,7 +39,7 @@ class ApiServer:
             ]
             if fails:
                 raise RuntimeError("no place for the image in the prompt")
-            tensors |= tensors_of({"image": keys}, {"image": items})
+            tensors |= collect_tensors({"image": keys}, {"image": items})
         features = [
             SimpleNamespace(mm_hash=key, identifier=key, data=item)
             for key, item in zip(keys, items, strict=True)
