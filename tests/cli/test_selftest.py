@@ -10,7 +10,8 @@ import torch
 from tests.selftest.test_checks import good
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.selftest.checks import CHECKS, SPLIT_QUESTION
+from vllm_autoprune.selftest.checks import CHECKS
+from vllm_autoprune.selftest.part_checks import SPLIT_QUESTION
 from vllm_autoprune.selftest.report import Report
 from vllm_autoprune.selftest.run import RUNNERS, SelftestError
 

@@ -5,12 +5,10 @@ Source: "Cen-Prune" (arXiv 2608.30263), the paper alone: there is no code.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from vllm_autoprune.base_policies.centred import CentredParams, centred_geometry, scoped_rows
 from vllm_autoprune.ops.farthest import distance_to_kept, weighted_farthest_points
-from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import Given, ReferenceSelection, base_policy
 from vllm_autoprune.tpdsl.tiles import join_tiles, split_over_tiles
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -23,32 +21,8 @@ class CenDivPruneParams(CentredParams):
     """Parameters of Cen-DivPrune."""
 
 
-def _continue(params: CenDivPruneParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: CenDivPruneParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Weighted max-min distance, starting from the given tokens."""
-    kept = mask_from_indices(given.indices, tokens.count)
-    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
-
-
-@base_policy(CenDivPruneParams, given=_continue)
-def cen_divprune(
-    params: CenDivPruneParams, tokens: VisualTokens, budget: int
-) -> ReferenceSelection:
-    """Max-min distance of centred tokens, weighted by dissimilarity to all others."""
-    nothing = torch.zeros(
-        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
-    )
-    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
-
-
-def _picks(
-    params: CenDivPruneParams,
-    tokens: VisualTokens,
-    budget: int,
-    kept: Tensor,
-    closed: Tensor,
-    first: int,
-) -> Tensor:
-    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
     similarity, weight = centred_geometry(params, tokens)
     distance = 1 - similarity
     whole = params.tile_scope == "global"
@@ -57,8 +31,16 @@ def _picks(
         distance,
         weight,
         shares[0],
-        nearest=distance_to_kept(distance, scoped_rows(params, tokens, kept)),
-        taken=scoped_rows(params, tokens, closed),
+        nearest=distance_to_kept(distance, scoped_rows(params, tokens, given.kept(tokens))),
+        taken=scoped_rows(params, tokens, given.closed),
         floor=FLOOR,
     )
-    return picks if whole else join_tiles(picks, tokens, shares, first)
+    return picks if whole else join_tiles(picks, tokens, shares, given.next_tile(tokens))
+
+
+@base_policy(CenDivPruneParams, given=_select)
+def cen_divprune(
+    params: CenDivPruneParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
+    """Max-min distance of centred tokens, weighted by dissimilarity to all others."""
+    return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

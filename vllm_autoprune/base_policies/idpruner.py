@@ -14,7 +14,6 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import distance_to_kept
-from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -52,46 +51,30 @@ def _reads(params: IDPrunerParams) -> frozenset[Need]:
     return frozenset({"instruction"})
 
 
-def _continue(params: IDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: IDPrunerParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Marginal relevance, starting from the similarity to the given tokens."""
-    kept = mask_from_indices(given.indices, tokens.count)
-    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
-
-
-@base_policy(
-    IDPrunerParams,
-    needs=frozenset({"cls_attention", "instruction"}),
-    given=_continue,
-    reads=_reads,
-    core=IDPrunerCoreParams,
-)
-def idpruner(params: IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-    """Marginal relevance: the most important tokens that are unlike those picked before."""
-    nothing = torch.zeros(
-        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
-    )
-    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
-
-
-def _picks(
-    params: IDPrunerParams,
-    tokens: VisualTokens,
-    budget: int,
-    kept: Tensor,
-    closed: Tensor,
-    first: int,
-) -> Tensor:
-    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = marginal_relevance(
         _importance(params, tokens),
         tokens.precise_tile_cosine,
         shares[0],
         params.balance,
-        kept=tokens.by_tile(kept),
-        taken=tokens.by_tile(closed),
+        kept=tokens.by_tile(given.kept(tokens)),
+        taken=tokens.by_tile(given.closed),
     )
-    return join_tiles(picks, tokens, shares, first)
+    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+
+
+@base_policy(
+    IDPrunerParams,
+    needs=frozenset({"cls_attention", "instruction"}),
+    given=_select,
+    reads=_reads,
+    core=IDPrunerCoreParams,
+)
+def idpruner(params: IDPrunerParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Marginal relevance: the most important tokens that are unlike those picked before."""
+    return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))
 
 
 def _importance(params: IDPrunerParams, tokens: VisualTokens) -> Tensor:

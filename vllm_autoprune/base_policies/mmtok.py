@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
-from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.ops.similarity import cosines, cosines_between
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -55,36 +54,8 @@ def _reads(params: MMTokParams) -> frozenset[Need]:
     return frozenset({"encoder", "words"}) if params.words else frozenset({"encoder"})
 
 
-def _continue(params: MMTokParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: MMTokParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
-    kept = mask_from_indices(given.indices, tokens.count)
-    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
-
-
-@base_policy(
-    MMTokParams,
-    needs=frozenset({"encoder", "words"}),
-    given=_continue,
-    reads=_reads,
-    core=MMTokCoreParams,
-)
-def mmtok(params: MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-    """Greedy coverage of the question's words and of the image's own tokens."""
-    nothing = torch.zeros(
-        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
-    )
-    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
-
-
-def _picks(
-    params: MMTokParams,
-    tokens: VisualTokens,
-    budget: int,
-    kept: Tensor,
-    closed: Tensor,
-    first: int,
-) -> Tensor:
-    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
     degrees = _image_degrees(params, tokens)
     if params.words:
         degrees = torch.cat([_word_degrees(params, tokens), degrees], dim=2)
@@ -93,12 +64,24 @@ def _picks(
         degrees,
         degrees.new_zeros(degrees.shape[:2]),
         shares[0],
-        covered=covered_by(degrees, tokens.by_tile(kept)),
-        taken=tokens.by_tile(closed),
+        covered=covered_by(degrees, tokens.by_tile(given.kept(tokens))),
+        taken=tokens.by_tile(given.closed),
         floor=FLOOR,
         scale=False,
     )
-    return join_tiles(picks, tokens, shares, first)
+    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+
+
+@base_policy(
+    MMTokParams,
+    needs=frozenset({"encoder", "words"}),
+    given=_select,
+    reads=_reads,
+    core=MMTokCoreParams,
+)
+def mmtok(params: MMTokParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Greedy coverage of the question's words and of the image's own tokens."""
+    return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))
 
 
 def _image_degrees(params: MMTokParams, tokens: VisualTokens) -> Tensor:

@@ -5,12 +5,10 @@ Source: SCOPE (NeurIPS 2025, arXiv 2510.24214) and its published code.
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.coverage import covered_by, greedy_coverage
-from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.ops.similarity import plain_cosines
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -33,30 +31,8 @@ class ScopeParams(BasePolicyParams):
     )
 
 
-def _continue(params: ScopeParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
+def _select(params: ScopeParams, tokens: VisualTokens, budget: int, given: Given) -> Tensor:
     """Greedy coverage, starting from what the given tokens cover."""
-    kept = mask_from_indices(given.indices, tokens.count)
-    return _picks(params, tokens, budget, kept, given.closed, given.next_tile(tokens))
-
-
-@base_policy(ScopeParams, needs=frozenset({"cls_attention", "encoder"}), given=_continue)
-def scope(params: ScopeParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-    """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS]."""
-    nothing = torch.zeros(
-        tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
-    )
-    return ReferenceSelection(_picks(params, tokens, budget, nothing, nothing, 0))
-
-
-def _picks(
-    params: ScopeParams,
-    tokens: VisualTokens,
-    budget: int,
-    kept: Tensor,
-    closed: Tensor,
-    first: int,
-) -> Tensor:
-    """Picks ``(B, K)`` that continue from kept tokens, by masks ``(B, N)``."""
     attention = tokens.require_cls_attention().float()
     similarity = plain_cosines(tokens.by_tile(tokens.require_encoder()).float())
     shares = split_over_tiles(budget, tokens.grid.tiles)
@@ -64,8 +40,14 @@ def _picks(
         similarity,
         tokens.by_tile(attention**params.alpha),
         shares[0],
-        covered=covered_by(similarity, tokens.by_tile(kept)),
-        taken=tokens.by_tile(closed),
+        covered=covered_by(similarity, tokens.by_tile(given.kept(tokens))),
+        taken=tokens.by_tile(given.closed),
         floor=FLOOR,
     )
-    return join_tiles(picks, tokens, shares, first)
+    return join_tiles(picks, tokens, shares, given.next_tile(tokens))
+
+
+@base_policy(ScopeParams, needs=frozenset({"cls_attention", "encoder"}), given=_select)
+def scope(params: ScopeParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS]."""
+    return ReferenceSelection(_select(params, tokens, budget, Given.none(tokens)))

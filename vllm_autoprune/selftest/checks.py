@@ -6,29 +6,28 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from vllm_autoprune.selftest.comparisons import (
+    BLOCK,
+    describe_difference,
+    first_change,
+    first_failure,
+    remaining_indices,
+)
+from vllm_autoprune.selftest.part_checks import (
+    later_turns_recall_other_tokens,
+    parts_give_the_same_completions,
+    parts_stand_on_one_grid,
+    questions_share_the_core,
+    recalled_tokens_stand_in_their_image,
+)
 from vllm_autoprune.selftest.report import Completion, Report
 
 SMALL_BUDGET = 5
 """K of the pruned completions."""
 
-SPLIT_QUESTION = "large"
-"""Name of the question that is asked under a state with a core."""
-
-SPLIT_BUDGET = 40
-"""K of the completions under a state with a core, more than a block; less where N is."""
-
-RECALL = 6
-"""K_r of the later turns under a state with a core."""
-
-BLOCK = 32
-"""Tokens of one block of the prefix cache."""
-
-_TOLERANCE = 2e-2
-"""Difference of log-probabilities in half precision that counts as equal."""
-
 _RUNNER_TOLERANCE = 0.2
-"""The same between two model runners, whose kernels round bfloat16 differently: 0.085 was measured
-on Qwen3-VL, and no difference in float32."""
+"""Difference of log-probabilities that counts as equal between two model runners, whose kernels
+round bfloat16 differently: 0.085 was measured on Qwen3-VL, and no difference in float32."""
 
 _MERGER_TOLERANCE = 0.25
 """Error of tokens before the merger between bfloat16 and float32, in deviations between tokens:
@@ -47,7 +46,7 @@ def answers_are_numbers(report: Report) -> str:
 
 def whole_is_stock(report: Report) -> str:
     """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
-    return _first_failure(
+    return first_failure(
         report.whole, lambda name, one: one == report.stock[name], "differs from stock vLLM"
     )
 
@@ -81,12 +80,12 @@ def kept_rows_are_the_model_s_own(report: Report) -> str:
 
 def small_steps_keep_the_same(report: Report) -> str:
     """Chunked prefill that splits images gives the same completions."""
-    return _first_change(report.chunked, report.pruned)
+    return first_change(report.chunked, report.pruned)
 
 
 def preempted_requests_go_on(report: Report) -> str:
     """Requests preempted during prefill or decoding, and recomputed, give the same completions."""
-    return _first_change(report.preempted, report.pruned)
+    return first_change(report.preempted, report.pruned)
 
 
 def the_same_question_shares(report: Report) -> str:
@@ -151,72 +150,6 @@ def positions_are_a_gather(report: Report) -> str:
     return ""
 
 
-def questions_share_the_core(report: Report) -> str:
-    """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks."""
-    rows = [row for part in report.split_kept for row in part]
-    budget = _split_budget(report)
-    if len(report.split_kept) != 1 + report.splittable or len(set(rows)) != budget:
-        return f"parts {report.split_kept}"
-    first, second = report.split["first"], report.split["second"]
-    if first.cached or (second.cached >= BLOCK) != report.splittable:
-        return f"{first.cached} and {second.cached} tokens were reused"
-    return ""
-
-
-def _split_budget(report: Report) -> int:
-    return min(SPLIT_BUDGET, *(size - 1 for size in report.predicted[SPLIT_QUESTION]))
-
-
-def later_turns_recall_other_tokens(report: Report) -> str:
-    """Each later turn keeps more tokens of the image, and all before it stays in the cache."""
-    kept = [row for part in report.split_kept for row in part]
-    (size,) = report.predicted[SPLIT_QUESTION]
-    left = size - _split_budget(report)
-    wanted = [min(RECALL, left), min(RECALL, max(0, left - RECALL))] if report.splittable else []
-    if [len(rows) for rows in report.recalled] != [count for count in wanted if count]:
-        return f"recalled {report.recalled}, not {wanted}"
-    rows = [row for part in report.recalled for row in part]
-    if len({*kept, *rows}) != len(kept) + len(rows):
-        return f"{report.recalled} after {report.split_kept}"
-    if report.split["third"].cached < BLOCK:
-        return f"{report.split['third'].cached} tokens were reused"
-    return ""
-
-
-def recalled_tokens_stand_in_their_image(report: Report) -> str:
-    """Tokens that later turns recall have the positions they have in the image (M-RoPE)."""
-    stock, third = report.stock[SPLIT_QUESTION], report.split["alone third"]
-    if len(stock.positions) == 1:
-        return ""
-    (image,) = Counter(stock.prompt) - Counter(report.split["first"].prompt)
-    places = [i for i, token in enumerate(third.prompt) if token == image]
-    first = stock.prompt.index(image)
-    rows = [row for part in (*report.split_kept, *report.recalled) for row in part]
-    expected = [[axis[first + row] for row in rows] for axis in stock.positions]
-    stood = [[axis[i] for i in places] for axis in third.positions]
-    return "" if stood == expected else f"{stood}"
-
-
-def parts_give_the_same_completions(report: Report) -> str:
-    """Parts of an image give the same completions with empty caches, in small steps, preempted."""
-    for name, one in report.split.items():
-        if wrong := describe_difference(one, report.split[name.split()[-1]]):
-            return f"{name}: {wrong}"
-    return ""
-
-
-def parts_stand_on_one_grid(report: Report) -> str:
-    """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
-    stock, first = report.stock[SPLIT_QUESTION], report.split["first"]
-    if len(stock.positions) == 1:
-        return ""
-    rows = [row for part in report.split_kept for row in part]
-    indices = remaining_indices(stock.prompt, first.prompt, [rows])
-    indices += range(len(stock.prompt), len(stock.positions[0]))
-    same = first.positions == [[row[i] for i in indices] for row in stock.positions]
-    return "" if same else f"{first.positions}"
-
-
 def merger_input_is_that_of_transformers(report: Report) -> str:
     """Tokens ranked before the patch merger are what enters it in transformers, in their order."""
     error = report.merger_error
@@ -268,7 +201,7 @@ def runners_agree(first: Report, second: Report) -> str:
     for setting, completions in _settings(first).items():
         if setting == "split":
             continue
-        if wrong := _first_change(completions, _settings(second)[setting], _RUNNER_TOLERANCE):
+        if wrong := first_change(completions, _settings(second)[setting], _RUNNER_TOLERANCE):
             return f"{setting}, {wrong}"
     return ""
 
@@ -289,51 +222,3 @@ def _settings(report: Report) -> dict[str, dict[str, Completion]]:
     )
     fields = dict(report)
     return {name: fields[name] for name in names}
-
-
-def remaining_indices(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
-    """Indices into the stock prompt of the tokens that remain."""
-    (image,) = Counter(stock) - Counter(pruned)
-    indices: list[int] = []
-    at, rows = 0, iter(kept)
-    while at < len(stock):
-        if stock[at] != image:
-            indices.append(at)
-            at += 1
-            continue
-        indices += [at + row for row in next(rows)]
-        while at < len(stock) and stock[at] == image:
-            at += 1
-    return indices
-
-
-def describe_difference(one: Completion, other: Completion, tolerance: float = _TOLERANCE) -> str:
-    """The first difference between two completions, or the empty string."""
-    if one.prompt != other.prompt:
-        return "another prompt"
-    if one.ids != other.ids:
-        return f"another answer, {one.ids} and {other.ids}"
-    if not abs(one.logprob - other.logprob) <= tolerance:  # NaN is not equal either
-        return f"log-probabilities {one.logprob} and {other.logprob}"
-    return ""
-
-
-def _first_change(
-    completions: Mapping[str, Completion],
-    expected: Mapping[str, Completion],
-    tolerance: float = _TOLERANCE,
-) -> str:
-    """The first completion that differs from the expected one, or whose positions do."""
-    for name, one in completions.items():
-        wrong = describe_difference(one, expected[name], tolerance)
-        if wrong or one.positions != expected[name].positions:
-            return f"{name}: {wrong or f'positions {one.positions}'}"
-    return ""
-
-
-def _first_failure(
-    completions: Mapping[str, Completion], holds: Callable[[str, Completion], bool], wrong: str
-) -> str:
-    """The first completion for which a condition does not hold."""
-    failed = (name for name, one in completions.items() if not holds(name, one))
-    return next((f"{name}: {wrong}" for name in failed), "")

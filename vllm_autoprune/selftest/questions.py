@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy
 from PIL import Image
 
-from vllm_autoprune.selftest.checks import SMALL_BUDGET, SPLIT_QUESTION
+from vllm_autoprune.selftest.checks import SMALL_BUDGET
+from vllm_autoprune.selftest.part_checks import SPLIT_QUESTION
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:

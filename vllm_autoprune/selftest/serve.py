@@ -14,15 +14,11 @@ import numpy
 from PIL import Image
 
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.checks import (
-    BLOCK,
-    RECALL,
-    SMALL_BUDGET,
-    SPLIT_BUDGET,
-    SPLIT_QUESTION,
-)
+from vllm_autoprune.selftest.checks import SMALL_BUDGET
+from vllm_autoprune.selftest.comparisons import BLOCK
 from vllm_autoprune.selftest.engine_observer import EngineObserver
 from vllm_autoprune.selftest.merger_reference import has_merger, measure_merger_error
+from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_BUDGET, SPLIT_QUESTION
 from vllm_autoprune.selftest.questions import (
     PADDING,
     QUESTIONS,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.dpp_torch import Conditioned
-from vllm_autoprune.ops.rowwise import positions_in_order
+from vllm_autoprune.ops.rowwise import mask_from_indices, positions_in_order
 from vllm_autoprune.tpdsl.registry import literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
@@ -90,6 +90,18 @@ class Given:
     covered: Tensor
     most: int
     conditioned: Conditioned | None = None
+
+    @classmethod
+    def none(cls, tokens: VisualTokens) -> Given:
+        """No given tokens: a selection from the beginning."""
+        device = tokens.features.device
+        indices = torch.empty(tokens.batch, 0, dtype=torch.int64, device=device)
+        closed = torch.zeros(tokens.batch, tokens.count, dtype=torch.bool, device=device)
+        return cls(indices, closed, closed, 0)
+
+    def kept(self, tokens: VisualTokens) -> Tensor:
+        """Mask ``(B, N)`` of the given tokens."""
+        return mask_from_indices(self.indices, tokens.count)
 
     def next_tile(self, tokens: VisualTokens) -> int:
         """The tile after that of the last given token, where they are spread over all tiles."""
@@ -180,10 +192,7 @@ class BasePolicy:
 
     def select_picks(self, params: BasePolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
         """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
-        closed = torch.zeros(
-            tokens.batch, tokens.count, dtype=torch.bool, device=tokens.features.device
-        )
-        return _first_open(self._picks(params, tokens, budget), closed, budget)
+        return _first_open(self._picks(params, tokens, budget), Given.none(tokens).closed, budget)
 
     def _picks(self, params: BasePolicyParams, tokens: VisualTokens, count: int) -> Tensor:
         """At least ``count`` picks, or one less if that is all tokens."""

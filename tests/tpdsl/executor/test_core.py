@@ -3,90 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 
-import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tpdsl.executor.cores import (
+    BLEND,
+    CORES,
+    UNCHANGED,
+    assert_split,
+    with_core,
+)
 from tests.tpdsl.samples import (
-    edited,
-    fixed,
     images,
     plain,
-    refused_with,
-    shipped,
     state,
     take,
 )
 from tests.tpdsl.selection_assertions import GRIDS, VARIANTS, same
 from vllm_autoprune import (
-    BudgetError,
     Grid,
-    PruningPolicy,
-    PruningState,
-    RefinedTokens,
     VisualTokens,
-    load_state,
     materialize,
     refine,
     safety_check,
 )
-from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, min_max_normalise
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
-from vllm_autoprune.tpdsl.executor.materialize import core_policy, delta_policy
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
+from vllm_autoprune.tpdsl.base_policy import Given
+from vllm_autoprune.tpdsl.executor.materialize import core_policy
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.executor.refine import give_core, keep_reference, select_tokens
 from vllm_autoprune.tpdsl.tokens import NextLayer
-
-QUESTION_FREE = [name for name, policy in BASE_POLICIES.items() if policy.core is not None]
-CORES: dict[str, dict[str, object]] = {
-    "divprune": {"share": 0.5},
-    "global": {
-        "share": 0.5,
-        "policy": {"name": "divprune", "params": {"tile_scope": "global"}},
-    },
-    "merging": {"share": 0.5, "policy": {"name": "visionzip"}},
-    "extra rows": {"share": 0.5, "policy": {"name": "prumerge_plus"}},
-    "cover": {"share": 0.5, "cover": 0.5, "strength": 0.25},
-    "almost all": {"share": 0.9, "cover": 0.9, "strength": 0.5},
-}
-UNCHANGED: dict[str, object] = {"/constraints/selector/q_e": 0}
-BLEND: dict[str, object] = {"/reassembly": {"atom": "mean_residual", "strength": 0.5}}
-
-
-def with_core(core: dict[str, object], changes: dict[str, object] | None = None) -> PruningState:
-    return state({**(changes or {}), "/core": core})
-
-
-def asked_otherwise(tokens: VisualTokens) -> VisualTokens:
-    """The same images with the opposite question."""
-    instruction = tokens.require_instruction()
-    opposite = dataclasses.replace(instruction, text=-instruction.text)
-    return dataclasses.replace(tokens, instruction=opposite)
-
-
-def assert_split(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
-    """K unique tokens, core first, no fallback, and a core that no question changes."""
-    actual = refine(policy, tokens)
-    assert actual.features.shape[1] == actual.indices.shape[1] == policy.budget
-    assert actual.fallback.tolist() == [0] * tokens.batch
-    assert all(row.unique().numel() == policy.budget for row in actual.indices)
-    if policy.core == 0:
-        return actual
-    own = slice(policy.core)
-    unasked = dataclasses.replace(tokens, instruction=None, language=None)
-    for other in (
-        refine(core_policy(policy.state, policy.core), unasked),
-        refine(policy, asked_otherwise(tokens)),
-    ):
-        assert torch.equal(actual.indices[:, own], other.indices[:, own])
-        assert torch.equal(actual.features[:, own], other.features[:, own])
-    return actual
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -113,41 +62,6 @@ def test_guarantees_of_every_split(
     assert_split(policy, images(seed, grid=grid))
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("base", BASE_POLICIES)
-def test_every_core_of_every_base_policy(base: str, core: str) -> None:
-    split = with_core(CORES[core], {**BLEND, "/base_policy": {"name": base}})
-    for budget in (1, 5, 12):
-        policy = materialize(split, budget)
-        record = safety_check(policy)
-        assert record.valid, (budget, record.failures())
-        for tokens in synthetic_probes(budget):
-            assert_split(policy, tokens)
-
-
-CONTINUING = ["cdpruner", "cen_cdpruner", "cen_divprune", "divprune", "fsr", "idpruner"]
-"""Base policies that continue from a core by features, attention and relevance."""
-
-
-@pytest.mark.parametrize("base", CONTINUING)
-@pytest.mark.parametrize("tiles", [2, 3, 5])
-def test_every_size_of_core_next_to_all_tokens_of_all_tiles(base: str, tiles: int) -> None:
-    tokens = images(4, grid=Grid(2, 2, tiles=tiles))
-    split = with_core({"share": 0.5}, {"/base_policy": {"name": base}})
-    for core in range(1, tokens.count):
-        assert_split(materialize(split, tokens.count - 1, core), tokens)
-
-
-@pytest.mark.parametrize("base", CONTINUING)
-def test_core_and_delta_together_are_spread_over_tiles_as_k_is(base: str) -> None:
-    tokens = images(4, grid=Grid(4, 4, tiles=3))
-    split = with_core({"share": 0.5}, {"/base_policy": {"name": base}, **UNCHANGED})
-    for core in range(1, 11):
-        kept = refine(materialize(split, 11, core), tokens).indices
-        for row in kept // 16:
-            assert row.bincount(minlength=3).tolist() == [4, 4, 3]
-
-
 def test_the_core_depends_on_its_size_and_not_on_k() -> None:
     tokens = images(5)
     split = with_core({"share": 0.5, "cover": 0.5, "strength": 0.5}, BLEND)
@@ -164,86 +78,6 @@ def test_results_do_not_depend_on_the_batch(core: str) -> None:
         together = refine(policy, tokens)
         for i in range(4):
             assert same(together, refine(policy, take(tokens, [i])), ([i], [0]))
-
-
-def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
-    tokens = images(6, batch=3)
-    policy = materialize(with_core({"share": 0.5}, UNCHANGED), 12)
-    actual = refine(policy, tokens)
-    instruction = tokens.require_instruction()
-    relevance = min_max_normalise(-instruction_relevance(instruction), offset=1e-6)
-    core = actual.indices[:, :6]
-    expected = greedy_map(tokens.cosine, relevance, 12, anchors=core)[:, 6:]
-    assert actual.reference[:, 6:].tolist() == expected.tolist()
-    assert actual.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
-
-
-def test_a_delta_from_cached_factors_is_the_same() -> None:
-    tokens = images(6, batch=3, grid=Grid(3, 4, tiles=3))
-    policy = materialize(with_core({"share": 0.5}), 12)
-    plain = give_core(
-        policy, tokens, refine(core_policy(policy.state, policy.core), tokens).indices
-    )
-    condition = policy.base.condition
-    assert condition is not None
-    known = dataclasses.replace(
-        plain, conditioned=condition(policy.state.base_policy.params, tokens, plain.indices)
-    )
-    fresh, kept = (select_tokens(delta_policy(policy), tokens, part) for part in (plain, known))
-    assert torch.equal(fresh.indices, kept.indices)
-
-
-def test_the_delta_of_divprune_continues_its_own_core() -> None:
-    tokens = images(6, batch=3)
-    split = with_core({"share": 0.5}, {"/base_policy": {"name": "divprune"}, **UNCHANGED})
-    alone = state({"/base_policy": {"name": "divprune"}, **UNCHANGED})
-    kept = refine(materialize(split, 12), tokens).indices.sort(dim=1).values
-    assert torch.equal(kept, refine(materialize(alone, 12), tokens).indices)
-
-
-@pytest.mark.parametrize("base", ["cen_divprune", "scope", "idpruner"])
-def test_a_policy_without_a_question_continues_its_own_core(base: str) -> None:
-    (tokens, *_) = synthetic_probes(12)
-    own: dict[str, object] = {"/base_policy": {"name": base}, **UNCHANGED}
-    split = with_core({"share": 0.5, "policy": {"name": base}}, own)
-    kept = refine(materialize(split, 12), tokens).indices.sort(dim=1).values
-    assert torch.equal(kept, refine(materialize(state(own), 12), tokens).indices)
-
-
-@pytest.mark.parametrize(
-    ("base", "params"), [("cen_cdpruner", {"relevance": False}), ("mmtok", {"words": False})]
-)
-def test_the_core_of_a_policy_is_its_form_without_the_question(
-    base: str, params: dict[str, object]
-) -> None:
-    (tokens, *_) = synthetic_probes(12)
-    own: dict[str, object] = {"/base_policy": {"name": base}, **UNCHANGED}
-    split = with_core({"share": 0.5, "policy": {"name": base}}, own)
-    assert (
-        split.core is not None and split.core.policy.params.model_dump().items() >= params.items()
-    )
-    silent = state({**own, "/base_policy": {"name": base, "params": params}})
-    core = refine(materialize(split, 12), tokens).indices[:, :6]
-    assert torch.equal(core, refine(materialize(silent, 6), tokens).indices)
-    asking = with_core({"share": 0.5, "policy": {"name": base, "params": params}}, own)
-    assert asking.digest == split.digest
-    on = dict.fromkeys(params, True)
-    call = {"share": 0.5, "policy": {"name": base, "params": on}}
-    ((where, _),) = refused_with({"/core": call})
-    assert where.startswith("/core/policy/params/")
-    assert not accepts(call)
-
-
-@pytest.mark.parametrize("base", ["trim", "dart"])
-def test_a_policy_that_does_not_continue_keeps_its_own_first_picks(base: str) -> None:
-    (tokens, *_) = synthetic_probes(12)
-    changes = {"/base_policy": {"name": base}, **UNCHANGED}
-    policy = materialize(with_core({"share": 0.5}, changes), 12)
-    actual = refine(policy, tokens)
-    picks = policy.base.select(policy.state.base_policy.params, tokens, 12).picks
-    for row, own in zip(picks.tolist(), actual.indices.tolist(), strict=True):
-        expected = [token for token in row if token not in own[:6]][:6]
-        assert sorted(own[6:]) == sorted(expected)
 
 
 def traceable(seed: int, grid: Grid) -> VisualTokens:
@@ -388,64 +222,3 @@ class TestFallback:
         assert actual.extra == 0 and actual.indices.shape[1] == policy.budget
         rows = gather_rows(tokens.features, actual.indices)
         assert torch.equal(actual.features, rows)
-
-
-class TestState:
-    def test_a_core_survives_json_and_pickling(self) -> None:
-        split = with_core(CORES["cover"])
-        again = pickle.loads(pickle.dumps(split))
-        assert again == split == load_state(split.dumps())
-        assert again.digest == split.digest != state().digest
-        assert '"core"' not in state().dumps()
-
-    def test_null_is_no_core(self) -> None:
-        assert state({"/core": None}).digest == state().digest
-
-    def test_states_with_another_share_have_the_same_core(self) -> None:
-        one, other, third = (
-            with_core({"share": share, "cover": cover}).core
-            for share, cover in ((0.5, 0.0), (0.75, 0.0), (0.5, 0.5))
-        )
-        assert one is not None and other is not None and third is not None
-        assert one.digest == other.digest != third.digest
-
-    @pytest.mark.parametrize("base", sorted(set(BASE_POLICIES) - set(QUESTION_FREE)))
-    def test_a_core_policy_that_reads_the_question_is_refused(self, base: str) -> None:
-        ((where, what),) = refused_with({"/core": {"share": 0.5, "policy": {"name": base}}})
-        assert where == "/core/policy/name" and base in what
-        assert "reads the question" in what
-        assert not accepts({"share": 0.5, "policy": {"name": base}})
-
-    @pytest.mark.parametrize(
-        "core",
-        [{}, {"share": 0}, {"share": 1.1}, {"share": 0.5, "cover": 1}, {"share": 0.5, "size": 8}],
-    )
-    def test_schema_and_loader_refuse_the_same(self, core: dict[str, object]) -> None:
-        assert refused_with({"/core": core})[0][0].startswith("/core")
-        assert not accepts(core)
-
-    def test_a_misspelt_field_of_a_core_is_corrected(self) -> None:
-        assert fixed({"/core": {"share": 0.5, "strenght": 0.5}}) == "did you mean 'strength'?"
-        policy = {"name": "divprune", "params": {"tile_scop": "global"}}
-        assert fixed({"/core": {"share": 0.5, "policy": policy}}) == "did you mean 'tile_scope'?"
-
-    @pytest.mark.parametrize("core", CORES)
-    def test_the_schema_accepts_what_loads(self, core: str) -> None:
-        assert accepts(CORES[core])
-
-    @pytest.mark.parametrize(
-        ("share", "budget", "core"), [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)]
-    )
-    def test_core_tokens_of_a_budget(self, share: float, budget: int, core: int) -> None:
-        assert materialize(with_core({"share": share}), budget).core == core
-
-    def test_a_core_of_more_than_k_tokens_is_refused(self) -> None:
-        with pytest.raises(BudgetError, match="9 core tokens of K = 8"):
-            materialize(with_core({"share": 0.5}), 8, 9)
-
-
-def accepts(core: dict[str, object]) -> bool:
-    schema = PruningState.model_json_schema()
-    return bool(
-        jsonschema.Draft202012Validator(schema).is_valid(edited(shipped(), {"/core": core}))
-    )

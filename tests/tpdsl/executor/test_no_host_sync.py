@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.executor.test_core import CORES, with_core
+from tests.tpdsl.executor.cores import CORES, with_core
 from tests.tpdsl.selection_assertions import VARIANTS, policy_of
 from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES

@@ -11,7 +11,7 @@ from vllm_autoprune.serving.shared.plan import Chooser, ItemPlan
 from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.shared.state_codec import decode_state
 from vllm_autoprune.serving.shared.text_tower import TextTower
-from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.selector_calls import resolve_constraints
 from vllm_autoprune.tpdsl.executor.materialize import (
     MAX_BUDGET,
     PruningPolicy,

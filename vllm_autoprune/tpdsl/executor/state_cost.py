@@ -17,13 +17,13 @@ from functools import lru_cache
 from typing import TypeVar
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.atoms.constraints import resolve_constraints
 from vllm_autoprune.tpdsl.atoms.kernels import CentredKernel
 from vllm_autoprune.tpdsl.atoms.partitions import ClusterPartition, PartitionCall
 from vllm_autoprune.tpdsl.atoms.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
 from vllm_autoprune.tpdsl.atoms.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
+from vllm_autoprune.tpdsl.atoms.selector_calls import resolve_constraints
 from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
 from vllm_autoprune.tpdsl.executor.base_policy_cost import base_policy_work
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET

@@ -14,9 +14,9 @@ from pydantic import JsonValue
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall
-from vllm_autoprune.tpdsl.atoms.constraints import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
+from vllm_autoprune.tpdsl.atoms.selector_calls import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.source import EmbeddedView, ProjectedView, TowerView, ViewCall
 from vllm_autoprune.tpdsl.executor.check import MAX_PROBED_BUDGET, safety_check
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy, materialize

@@ -15,7 +15,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.atoms.budget import Budget, BudgetCall
-from vllm_autoprune.tpdsl.atoms.constraints import Selector, SelectorCall
+from vllm_autoprune.tpdsl.atoms.constraints import Selector
+from vllm_autoprune.tpdsl.atoms.selector_calls import SelectorCall
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.tpdsl.atoms.budget import Budget
-from vllm_autoprune.tpdsl.atoms.constraints import Selector, SelectorCall
+from vllm_autoprune.tpdsl.atoms.constraints import Selector
 from vllm_autoprune.tpdsl.atoms.fusion import Fusion
 from vllm_autoprune.tpdsl.atoms.kernels import SimilarityKernel
 from vllm_autoprune.tpdsl.atoms.partitions import Partition, PartitionCall
@@ -23,6 +23,7 @@ from vllm_autoprune.tpdsl.atoms.pools import Pool
 from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
 from vllm_autoprune.tpdsl.atoms.scoring import Signal
+from vllm_autoprune.tpdsl.atoms.selector_calls import SelectorCall
 from vllm_autoprune.tpdsl.atoms.source import Source, is_idle
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,

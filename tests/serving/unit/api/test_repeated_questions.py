@@ -8,17 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.serving.unit.api.test_processor import LARGE, OTHER, Sender, folder
+from tests.serving.unit.api.tiny_processor import LARGE, OTHER, Sender
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.shared.plan import FIELD
 
 pytestmark = pytest.mark.compat
-__all__ = ["folder"]
-
-
-@pytest.fixture
-def sender(folder: Any) -> Sender:
-    return Sender(folder, budget=8).with_cache()
 
 
 def send(sender: Sender, *images: Any, **named: Any) -> tuple[int, list[dict[str, torch.Tensor]]]:

@@ -1,0 +1,123 @@
+"""A tiny model's processor without an engine, and what it makes of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import numpy
+from PIL import Image
+
+from tests.serving.unit.samples import served
+from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
+from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.shared.kv_blocks import ATTRIBUTE as KV_CACHE
+from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
+from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
+
+QWEN = "Qwen2_5_VLForConditionalGeneration"
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    noise = numpy.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=numpy.uint8)
+    return Image.fromarray(noise)
+
+
+SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2)
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What one request became: identities, plans where items were sent along, placeholders."""
+
+    identities: list[str]
+    plans: list[ItemPlan | None]
+    lengths: list[int]
+
+    @property
+    def keys(self) -> list[tuple[int, int] | None]:
+        return [None if plan is None else plan.key for plan in self.plans]
+
+
+class Sender:
+    """A tiny Qwen2.5-VL's processor, with vLLM's cache before an engine or without one."""
+
+    def __init__(
+        self,
+        folder: Any,
+        budget: int,
+        rules: RequestRules = DEFAULT_RULES,
+        **changes: object,
+    ) -> None:
+        from vllm.config import ModelConfig
+        from vllm.multimodal.processing import InputProcessingContext
+        from vllm.tokenizers import get_tokenizer
+
+        config = ModelConfig(model=str(folder), max_model_len=1024, dtype="float32")
+        edits = {f"/{field}": value for field, value in changes.items()}
+        attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
+        module, _, name = BACKBONES[QWEN].model.partition(":")
+        factories = vars(import_module(module))[name]._processor_factory
+        context = InputProcessingContext(config, get_tokenizer(str(folder)))
+        self._processor = factories.build_processor(context)
+        self._config = config
+        self.cache: Any = None
+
+    def with_cache(self) -> Sender:
+        from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+
+        self.cache = LruKeyReplicatedSenderCache(self._config)
+        return self
+
+    def with_blocks(self, size: int) -> Sender:
+        from vllm.config import CacheConfig
+
+        attach(self._config, KV_CACHE, CacheConfig(block_size=size))
+        return self
+
+    def send(
+        self,
+        images: Sequence[Image.Image | None],
+        uuids: Sequence[str | None] | None = None,
+        salt: str = "",
+        **entry: object,
+    ) -> Processed:
+        from vllm.multimodal.inputs import MultiModalFeatureSpec
+        from vllm.multimodal.processing import ProcessorInputs
+        from vllm.multimodal.processing.context import TimingContext
+
+        info = self._processor.info
+        prompt = info.get_tokenizer().encode("user " + "<|image_pad|> " * len(images) + "what")
+        kwargs = {REQUEST_FIELD: {"instructions": ["what"] * len(images), **entry}}
+        inputs = ProcessorInputs(
+            prompt,
+            info.parse_mm_data({"image": list(images)}),
+            None if uuids is None else {"image": list(uuids)},
+            hf_processor_mm_kwargs={**kwargs, **({SALT: CacheSalt(salt)} if salt else {})},
+            cache=self.cache,
+        )
+        made = self._processor.apply(inputs, TimingContext(enabled=False))
+        identities = made["mm_hashes"]["image"]
+        made["mm_hashes"].hand_over(
+            [
+                MultiModalFeatureSpec(item, "image", identity, place, identity)
+                for item, identity, place in zip(
+                    made["mm_kwargs"]["image"],
+                    identities,
+                    made["mm_placeholders"]["image"],
+                    strict=True,
+                )
+            ]
+        )
+        return Processed(
+            list(identities),
+            [
+                None if item is None else ItemPlan.decode(item[FIELD].data)
+                for item in made["mm_kwargs"]["image"]
+            ],
+            [place.get_num_embeds() for place in made["mm_placeholders"]["image"]],
+        )
