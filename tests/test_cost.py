@@ -110,6 +110,7 @@ def test_backbones_are_known_by_name() -> None:
         "qwen2-vl-7b": 1296,
         "qwen2.5-vl-7b": 1296,
         "qwen3-vl-8b": 1024,
+        "qwen3-vl-30b-a3b": 1024,
         "internvl3-8b": 1280,
         "gemma-3-4b": 256,
     }

@@ -160,6 +160,19 @@ QWEN3_8B = replace(
     source="Qwen/Qwen3-VL-8B-Instruct; 1024 x 1024 pixels, 32 pixels a merged token",
 )
 
+QWEN3_30B_A3B = replace(
+    QWEN3_8B,
+    name="qwen3-vl-30b-a3b",
+    family="qwen3_vl_moe",
+    layers=48,
+    width=2048,
+    feed_forward=8 * 768,
+    kv_width=4 * 128,
+    query_width=32 * 128,
+    source="Qwen/Qwen3-VL-30B-A3B-Instruct; 1024 x 1024 pixels, 32 pixels a merged token; the 8 "
+    "experts of a token",
+)
+
 INTERNVL3_8B = replace(
     QWEN_7B,
     name="internvl3-8b",
@@ -195,6 +208,7 @@ BACKBONE_SHAPES: dict[str, BackboneShape] = {
         QWEN2_7B,
         QWEN_7B,
         QWEN3_8B,
+        QWEN3_30B_A3B,
         INTERNVL3_8B,
         GEMMA3_4B,
     )

@@ -6,10 +6,10 @@ log-probabilities with and without pruning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from vllm_autoprune.selftest.qwen_models import QWEN_BUILDERS
 from vllm_autoprune.selftest.tiny_models import (
     CLIP_NAMES,
     TEXT,
@@ -20,7 +20,7 @@ from vllm_autoprune.selftest.tiny_models import (
     write_checkpoint,
 )
 
-BUILDERS: dict[str, Callable[[Path], None]] = {}
+BUILDERS: dict[str, Callable[[Path], None]] = dict(QWEN_BUILDERS)
 """Name of a backbone -> writes its model to a folder."""
 
 
@@ -82,105 +82,6 @@ def _llava_next(folder: Path) -> None:
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     ).save_pretrained(folder)
-
-
-Part = Mapping[str, object]
-
-
-def _qwen(folder: Path, kind: str, processor: Any, video: Any, vision: Part, text: Part) -> None:
-    from transformers import AutoConfig, Qwen2VLImageProcessor
-
-    start, end = "<|vision_start|>", "<|vision_end|>"
-    image_pad, video_pad = "<|image_pad|>", "<|video_pad|>"
-    tokenizer = build_tokenizer(
-        image_pad, video_pad, start, end, image_text=f"{start}{image_pad}{end}"
-    )
-    config = AutoConfig.for_model(
-        kind,
-        vision_config=dict(vision),
-        text_config={
-            **TEXT,
-            "vocab_size": VOCABULARY,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [4, 6, 6],
-            },
-            **text,
-        },
-        image_token_id=token_id(tokenizer, image_pad),
-        video_token_id=token_id(tokenizer, video_pad),
-        vision_start_token_id=token_id(tokenizer, start),
-        vision_end_token_id=token_id(tokenizer, end),
-    )
-    write_checkpoint(folder, config)
-    shape = {
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": 2,
-        "size": {"shortest_edge": 28 * 28, "longest_edge": 512 * 512},
-    }
-    pixels = Qwen2VLImageProcessor(**shape)
-    processor(
-        pixels, tokenizer, video(**shape), chat_template=tokenizer.chat_template
-    ).save_pretrained(folder)
-
-
-_QWEN: Part = {
-    "depth": 3,
-    "hidden_size": 64,
-    "num_heads": 2,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-"""Settings that the vision towers of all three share."""
-
-
-@register_builder("qwen2_vl")
-def _qwen2(folder: Path) -> None:
-    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
-
-    vision: Part = {**_QWEN, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 14}
-    _qwen(folder, "qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, vision, {})
-
-
-@register_builder("qwen2_5_vl")
-def _qwen2_5(folder: Path) -> None:
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
-
-    vision: Part = {
-        **_QWEN,
-        "intermediate_size": 96,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "window_size": 56,
-        "fullatt_block_indexes": [2],
-    }
-    _qwen(folder, "qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, vision, {})
-
-
-@register_builder("qwen3_vl")
-def _qwen3(folder: Path) -> None:
-    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
-
-    vision: Part = {
-        **_QWEN,
-        "intermediate_size": 96,
-        "out_hidden_size": 64,
-        "patch_size": 16,
-        "num_position_embeddings": 256,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    text: Part = {
-        "head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-    }
-    _qwen(folder, "qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, vision, text)
 
 
 @register_builder("llava_onevision")

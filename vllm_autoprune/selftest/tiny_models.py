@@ -81,11 +81,15 @@ def token_id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
 
 
 def write_checkpoint(
-    folder: Path, config: PreTrainedConfig, renamed: Mapping[str, str] = NO_NAMES
+    folder: Path,
+    config: PreTrainedConfig,
+    renamed: Mapping[str, str] = NO_NAMES,
+    transposed: str | None = None,
 ) -> None:
     """Write random weights for a configuration, with a spread that makes tokens and layers differ.
 
-    ``renamed`` maps parts of weight names in transformers to those in published checkpoints.
+    ``renamed`` maps parts of weight names in transformers to those in published checkpoints, which
+    hold the weights with ``transposed`` in their names with their last two dimensions exchanged.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -100,4 +104,9 @@ def write_checkpoint(
     weights = load_file(file)
     for ours, published in renamed.items():
         weights = {name.replace(ours, published): weight for name, weight in weights.items()}
+    if transposed is not None:
+        weights = {
+            name: weight.transpose(-1, -2).contiguous() if transposed in name else weight
+            for name, weight in weights.items()
+        }
     save_file(weights, file, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, patches merged four to one, M-RoPE.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size, patches merged four to one, M-RoPE.
 
 Videos are left as they are.
 """
@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.api.processor import make_pruned_factories
@@ -96,7 +97,7 @@ _DEEPSTACK = Qwen3VLForConditionalGeneration
 
 
 class QwenVision(Vision):
-    """The vision side of all three: tokens, deepstack levels and positions of each image."""
+    """The vision side of all of them: tokens, deepstack levels and positions of each image."""
 
     _model: Qwen2_5_VLForConditionalGeneration
 
@@ -232,7 +233,7 @@ def _last_whole(tower: Any) -> Any:
 
 
 class PrunedQwen(PrunedModel, _Stock):
-    """Mixin before the three stock classes."""
+    """Mixin before the stock classes."""
 
     autoprune_vision = QwenVision
     supports_multimodal_pruning: ClassVar[Literal[True]] = True
@@ -330,4 +331,12 @@ class AutopruneQwen3VLForConditionalGeneration(PrunedQwen, Qwen3VLForConditional
 
     _processor_factory = make_pruned_factories(
         Qwen3VLForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+
+
+class AutopruneQwen3VLMoeForConditionalGeneration(PrunedQwen, Qwen3VLMoeForConditionalGeneration):
+    """``Qwen3VLMoeForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = make_pruned_factories(
+        Qwen3VLMoeForConditionalGeneration._processor_factory, PLACEHOLDERS
     )

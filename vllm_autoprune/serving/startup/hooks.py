@@ -172,6 +172,12 @@ HOOKS: tuple[Hook, ...] = (
         merger="Qwen3_VisionPatchMerger",
     ),
     _model(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        *_QWEN,
+        "recompute_mrope_positions",
+    ),
+    _model(
         "interns1",
         "InternS1ForConditionalGeneration",
         "extract_feature",

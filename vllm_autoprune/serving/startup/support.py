@@ -65,6 +65,10 @@ BACKBONE_SUPPORT: tuple[BackboneSupport, ...] = (
         "one grid of any size, deepstack levels alike", "time, height, width", "untouched", _TINY,
     ),
     BackboneSupport(
+        "qwen3_vl_moe", "Qwen3-VL-MoE", "embeddings", "mean", "refused",
+        "one grid of any size, deepstack levels alike", "time, height, width", "untouched", _TINY,
+    ),
+    BackboneSupport(
         "internvl", "InternVL (`InternVLForConditionalGeneration`)", "embeddings", "mean",
         "refused", "equal tiles", "one number", "untouched", _TINY,
     ),

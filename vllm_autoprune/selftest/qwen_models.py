@@ -1,0 +1,143 @@
+"""Tiny models of the Qwen-VL families, with real configurations and processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_autoprune.selftest.tiny_models import (
+    TEXT,
+    VOCABULARY,
+    build_tokenizer,
+    token_id,
+    write_checkpoint,
+)
+
+Part = Mapping[str, object]
+
+
+def _qwen(
+    folder: Path,
+    kind: str,
+    processor: Any,
+    video: Any,
+    vision: Part,
+    text: Part,
+    transposed: str | None = None,
+) -> None:
+    from transformers import AutoConfig, Qwen2VLImageProcessor
+
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    image_pad, video_pad = "<|image_pad|>", "<|video_pad|>"
+    tokenizer = build_tokenizer(
+        image_pad, video_pad, start, end, image_text=f"{start}{image_pad}{end}"
+    )
+    config = AutoConfig.for_model(
+        kind,
+        vision_config=dict(vision),
+        text_config={
+            **TEXT,
+            "vocab_size": VOCABULARY,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 6, 6],
+            },
+            **text,
+        },
+        image_token_id=token_id(tokenizer, image_pad),
+        video_token_id=token_id(tokenizer, video_pad),
+        vision_start_token_id=token_id(tokenizer, start),
+        vision_end_token_id=token_id(tokenizer, end),
+    )
+    write_checkpoint(folder, config, transposed=transposed)
+    shape = {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 512 * 512},
+    }
+    pixels = Qwen2VLImageProcessor(**shape)
+    processor(
+        pixels, tokenizer, video(**shape), chat_template=tokenizer.chat_template
+    ).save_pretrained(folder)
+
+
+_QWEN: Part = {
+    "depth": 3,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+"""Settings that all vision towers share."""
+
+
+def _qwen2(folder: Path) -> None:
+    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    vision: Part = {**_QWEN, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 14}
+    _qwen(folder, "qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, vision, {})
+
+
+def _qwen2_5(folder: Path) -> None:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    vision: Part = {
+        **_QWEN,
+        "intermediate_size": 96,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [2],
+    }
+    _qwen(folder, "qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, vision, {})
+
+
+_QWEN3: Part = {
+    **_QWEN,
+    "intermediate_size": 96,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "num_position_embeddings": 256,
+    "deepstack_visual_indexes": [0, 1],
+}
+_QWEN3_TEXT: Part = {
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+_EXPERTS: Part = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+
+
+def _qwen3(folder: Path) -> None:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    _qwen(folder, "qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, _QWEN3, _QWEN3_TEXT)
+
+
+def _qwen3_moe(folder: Path) -> None:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    text: Part = {**_QWEN3_TEXT, **_EXPERTS}
+    kinds = "qwen3_vl_moe", Qwen3VLProcessor, Qwen3VLVideoProcessor
+    _qwen(folder, *kinds, _QWEN3, text, transposed=".mlp.experts.")
+
+
+QWEN_BUILDERS: Mapping[str, Callable[[Path], None]] = {
+    "qwen2_vl": _qwen2,
+    "qwen2_5_vl": _qwen2_5,
+    "qwen3_vl": _qwen3,
+    "qwen3_vl_moe": _qwen3_moe,
+}
+"""Name of a backbone -> writes its model to a folder."""
