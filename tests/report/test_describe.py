@@ -85,3 +85,12 @@ def test_a_core_is_described_with_the_number_of_its_tokens() -> None:
 def test_a_state_that_is_all_core_is_described_as_one_that_reads_no_question() -> None:
     words = " ".join(describe(state({"/core": {"share": 1.0}}), 64).words)
     assert "all chosen by divprune" in words and "does not read the instruction" in words
+
+
+def test_a_state_that_ranks_before_the_merger_says_so() -> None:
+    assert describe(state()).rank_at == "merger_out"
+    assert "patch merger" not in " ".join(describe(state()).words)
+    for more in ({}, {"/core": {"share": 1.0}}):
+        before = describe(state({"/rank_at": "merger_in", **more}))
+        assert before.rank_at == "merger_in"
+        assert "before it merges them" in " ".join(before.words)

@@ -12,7 +12,7 @@ from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
 from vllm_autoprune.report.panels import atom_title, cell, explain
 from vllm_autoprune.report.trace import Trace, trace_images
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 
 def trace_batch(
@@ -36,6 +36,17 @@ def test_a_trace_agrees_with_the_selection() -> None:
         assert len(image.quality) == 36
         assert [len(signal.values) for signal in image.signals] == [36] * 5
         assert all(min(s.values) >= 0 and max(s.values) == 1 for s in image.signals)
+
+
+def test_signals_are_those_of_the_tokens_that_were_ranked() -> None:
+    after = images(seed=3)
+    rows = torch.randn(after.batch, after.count, 9, generator=torch.Generator().manual_seed(1))
+    norms = MergerInput(torch.ones(after.batch, after.count, 2))
+    tokens = dataclasses.replace(after, encoder=rows, merger_input=norms)
+    alone = dataclasses.replace(after, features=rows)
+    before = trace_batch(tokens, {"/rank_at": "merger_in"})
+    assert [image.signals for image in before] == [image.signals for image in trace_batch(alone)]
+    assert before[0].signals != trace_batch(after)[0].signals
 
 
 def test_entering_tokens_have_higher_quality_than_leaving_ones() -> None:

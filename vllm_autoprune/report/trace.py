@@ -57,7 +57,7 @@ def trace_images(
     """Trace each of the B images, of which ``refined`` is the result of ``policy``."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     calls = policy.state.scoring.signals if refined.quality is not None else ()
-    view = apply_view(policy.state.source.tokens, tokens) if calls else tokens
+    view = apply_view(policy.state.source.tokens, policy.state.ranked(tokens)) if calls else tokens
     signals = [
         (call.atom, call.weight, min_max_normalise(run_signal(call, view, refined.reference)))
         for call in calls

@@ -14,6 +14,7 @@ from vllm_autoprune import VisualTokens
 from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures, TowerFeatures
 from vllm_autoprune.serving.worker.region_selection import ModelParts, SelectionContext
@@ -232,6 +233,24 @@ def test_the_known_cosine_is_that_of_the_server_s_own_state(
         )
         assert torch.equal(own_view.cosine[0], cosine)
         assert not torch.equal(other_view.cosine[0], cosine)
+
+
+def test_states_that_rank_elsewhere_share_no_core() -> None:
+    """One image, one core policy, one cache: each delta stands beside its own state's core."""
+    one, core = merged(1), {"/core": {"share": 0.5}}
+    cores = CoreCache(1 << 20)
+
+    def delta(changes: dict[str, object], known: CoreCache) -> Tensor:
+        reporter = FallbackReporter()
+        context = SelectionContext(served({**changes, **core}), parts(), reporter, cores=known)
+        (rows,) = prune_images(context, [plan(4, 1, part="delta", core=8)], [one])
+        assert reporter.meter.errors == {}
+        return rows
+
+    first, second = delta(AFTER, cores), delta(BEFORE, cores)
+    assert torch.equal(first, delta(AFTER, CoreCache(0)))
+    assert torch.equal(second, delta(BEFORE, CoreCache(0)))
+    assert not torch.equal(first, second)
 
 
 def test_images_without_a_merger_s_input_fall_back_and_say_why(
