@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.registry import ATOMS
             "/scoring/signals/2/radius",
             "not a known field of 'spatial_centrality_prior'",
         ),
-        ({"/reassembly/strength": 0.51}, "/reassembly/strength", "0.51 is refused"),
+        ({"/reassembly/strength": 1.01}, "/reassembly/strength", "1.01 is refused"),
         ({"/scoring/signals/0/sign": "±"}, "/scoring/signals/0/sign", '"±" is refused'),
         ({"/scoring/signals/0/weight": "0.4"}, "/scoring/signals/0/weight", '"0.4" is refused'),
         ({"/scoring/signals/0/weight": True}, "/scoring/signals/0/weight", "true is refused"),
@@ -87,7 +87,7 @@ def test_single_problem_is_reported_at_its_pointer(
             f"use one of: {', '.join(ATOMS.names('reassembly')[:20])}",
         ),
         ({"/budget/atom": 7}, "name it in a string"),
-        ({"/reassembly/strength": 2}, "input should be less than or equal to 0.5"),
+        ({"/reassembly/strength": 2}, "input should be less than or equal to 1"),
         ({"/scoring/kernel/atom": DELETE}, 'add "atom": "..."'),
         ({"/scoring/signals/0/wieght": 1}, "remove it: 'weight' is already present"),
         (
