@@ -1,4 +1,4 @@
-"""Command ``python -m benchmarks.search data | compare | table | confirm | speed``."""
+"""Command ``python -m benchmarks.search data | compare | table | confirm | candidates | speed``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS, open_yardstick
+from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
 from benchmarks.search.comparison import as_markdown
 from benchmarks.search.scenes import write_data
 from offline_search.dataset import Split
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run_comparison(options)
     elif options.command == "confirm":
         _confirm(options)
+    elif options.command == "candidates":
+        print(candidates_as_markdown(options.ledgers), end="")
     if options.command in ("compare", "table"):
         print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
     return 0
@@ -45,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     confirm.add_argument("--yardstick", choices=YARDSTICKS, default="minillava")
     confirm.add_argument("--images", type=int, default=1000, help="images of the test split")
+    candidates = commands.add_parser(
+        "candidates", help="print valid, best, mean, worst and std of the candidates of searches"
+    )
+    candidates.add_argument("ledgers", type=Path, nargs="+", metavar="LEDGER")
     for command in (compare, table, confirm):
         command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
         command.add_argument("--strategies", nargs="+", default=list(_DEFAULT_STRATEGIES))
