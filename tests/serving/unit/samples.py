@@ -63,10 +63,13 @@ def vllm_config(
             get_total_num_hidden_layers=lambda: 4,
             get_total_num_kv_heads=lambda: 6,
             get_head_size=lambda: 32,
+            multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights"),
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         additional_config={"autoprune": settings, "theirs": {"x": 1}},
         lora_config=lora,
+        ec_transfer_config=None,
+        kv_transfer_config=None,
         compilation_config=SimpleNamespace(**compiled),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )

@@ -25,6 +25,10 @@ from vllm_autoprune.serving.startup.activation import ATTRIBUTE as ACTIVATION
 from vllm_autoprune.serving.startup.activation import Activation
 from vllm_autoprune.serving.startup.flags import SETTINGS_KEY
 from vllm_autoprune.serving.startup.hooks import require_hooks
+from vllm_autoprune.serving.startup.mode_checks import (
+    find_connector_problems,
+    find_mode_problems,
+)
 from vllm_autoprune.serving.startup.settings import (
     SETTINGS,
     read_budget,
@@ -134,12 +138,12 @@ def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[st
         # Features are kept by image alone, and LoRA layers bypass the hook that reads attention.
         what = "the vision tower would differ between requests"
         problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
-    compilation = vllm_config.compilation_config
-    for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
-        if vars(compilation).get(name):
-            what = "the vision tower would bypass the hooks that read its attention"
-            where = f"--compilation-config {name}"
-            problems.append(Problem(where, what, "serve without it"))
+    problems += find_connector_problems(vllm_config)
+    if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        # vLLM asks for the positions of kept tokens where it encodes images: on the first rank.
+        what = "later ranks would not know the positions of the tokens that are kept"
+        fix = "serve without it, for example with --tensor-parallel-size"
+        problems.append(Problem("--pipeline-parallel-size", what, fix))
     return architecture, backbone
 
 
@@ -155,16 +159,7 @@ def _input_problems(
     problems: list[Problem] = []
     if backbone is not None:
         problems += backbone.input_problems(vllm_config.model_config.hf_config, needs)
-    if "language" not in needs:
-        return problems
-    fix = "serve without it, or another state"
-    if vllm_config.lora_config is not None:
-        what = "the state reads the language model's first layers, which are run as they are"
-        problems.append(Problem("--enable-lora", what, fix))
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        what = "the state reads the language model's first layers on every rank"
-        problems.append(Problem("--pipeline-parallel-size", what, fix))
-    return problems
+    return problems + find_mode_problems(vllm_config, needs)
 
 
 def _check_safety(state: PruningState, budget: int, problems: list[Problem]) -> PruningState:

@@ -46,15 +46,6 @@ def test_lora_on_the_vision_tower() -> None:
             assert resolve_settings({"state": "autoprune"}, config).budget == 32
 
 
-@pytest.mark.parametrize("name", ["cudagraph_mm_encoder", "compile_mm_encoder"])
-def test_vision_tower_without_a_hookable_attention(name: str) -> None:
-    config = vllm_config(compiled={name: True})
-    assert places({"state": "autoprune"}, config) == [f"--compilation-config {name}"]
-    assert (
-        resolve_settings({"state": "autoprune"}, vllm_config(compiled={name: False})).budget == 32
-    )
-
-
 def _settings_with_base(base: str) -> dict[str, object]:
     """Settings of a state with this base policy."""
     return {"state": edited(shipped(), {"/base_policy": {"name": base}})}
@@ -77,16 +68,6 @@ def test_a_language_model_that_cannot_be_read(text: dict[str, object], message: 
     resolve_settings(
         _settings_with_base("divprune"), config
     )  # only policies that read it are affected
-
-
-def test_a_language_model_served_in_a_way_that_cannot_be_read() -> None:
-    config = vllm_config(lora=SimpleNamespace(enable_tower_connector_lora=False))
-    config.parallel_config.pipeline_parallel_size = 2
-    assert places(_settings_with_base("fastv"), config) == [
-        "--enable-lora",
-        "--pipeline-parallel-size",
-    ]
-    resolve_settings(_settings_with_base("divprune"), config)
 
 
 def test_unavailable_inputs_only_limit_request_states() -> None:
