@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
     from vllm.v1.worker.gpu.mm.rope import RopeState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -355,6 +356,37 @@ def _wrap_encoder_v2(
             return stock(self, mm_kwargs)
         groups = split([item for _, item in mm_kwargs])
         return [output for some in groups for output in stock(self, mm_kwargs[some])]
+
+    return execute
+
+
+PRUNE_BY_GRAPHS = "autoprune_prune_by_graphs"
+"""Method of a model that prunes the images of one call, encoded by the graphs it is given."""
+
+Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
+"""From the inputs of one call to the encoder's rows of each item, unpruned."""
+
+
+def prune_after_encoder_graphs() -> None:
+    """Let a model select among the tokens that encoder CUDA graphs make.
+
+    Why: where there are graphs, both runners call ``EncoderCudaGraphManager.execute`` in place of
+    ``embed_multimodal``, and would take all N rows of an image for its K placeholders.
+    Remove when: a model runs its encoder's graphs itself.
+    """
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    wrap(EncoderCudaGraphManager, "execute", _wrap_encoder_graphs)
+
+
+def _wrap_encoder_graphs(
+    stock: Callable[[EncoderCudaGraphManager, Mapping[str, object]], Sequence[Tensor]],
+) -> Callable[[EncoderCudaGraphManager, Mapping[str, object]], Sequence[Tensor]]:
+    def execute(self: EncoderCudaGraphManager, mm_kwargs: Mapping[str, object]) -> Sequence[Tensor]:
+        encode: Encode = functools.partial(stock, self)
+        prune: Callable[[Mapping[str, object], Encode], Sequence[Tensor]] | None
+        prune = getattr(self.model, PRUNE_BY_GRAPHS, None)
+        return encode(mm_kwargs) if prune is None else prune(mm_kwargs, encode)
 
     return execute
 

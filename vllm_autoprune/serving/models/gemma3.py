@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 
@@ -53,6 +54,9 @@ class Gemma3Vision(TiledVision):
     def rows(self, tiles: Tensor) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
         model = self._model
+        if self.graphs is not None:
+            each = torch.ones(len(tiles), dtype=torch.int64)
+            return torch.stack(list(self.graphs({self.pixels: tiles, self.counts: each})))
         features = model._image_pixels_to_features(model.vision_tower, tiles)
         rows: Tensor = model.multi_modal_projector(features)
         return rows

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.utils import group_and_batch_mm_items
 
-from vllm_autoprune.serving.compat import bound_encoder_calls, clear_with_worker_caches
+from vllm_autoprune.serving.compat import (
+    Encode,
+    bound_encoder_calls,
+    clear_with_worker_caches,
+    prune_after_encoder_graphs,
+)
 from vllm_autoprune.serving.models.vision import EncoderInputs, Vision, group_by_tokens
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
@@ -63,6 +68,7 @@ class PrunedModel(_Stock):
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune_profiled = 0
         bound_encoder_calls()
+        prune_after_encoder_graphs()
 
     @property
     def autoprune_bound(self) -> int:
@@ -95,6 +101,22 @@ class PrunedModel(_Stock):
             return super().embed_multimodal(**kwargs)
         assert isinstance(rows, Tensor | list)
         return self.autoprune_rows(self.autoprune_plan_reader.read(rows), kwargs)
+
+    def autoprune_prune_by_graphs(
+        self, kwargs: Mapping[str, object], encode: Encode
+    ) -> MultiModalEmbeddings:
+        """Rows of every image, encoded by the CUDA graphs that ``encode`` replays.
+
+        Embeddings that come as inputs need no encoder; videos go through the graphs as stock.
+        """
+        vision = self.autoprune
+        if vision is None or not (FIELD in kwargs or kwargs.get("image_embeds") is not None):
+            return list(encode(kwargs))
+        vision.graphs = encode
+        try:
+            return self.embed_multimodal(**kwargs)
+        finally:
+            vision.graphs = None
 
     def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
         """Encode the images and select their tokens: rows ``(K_i, D)`` for each image."""

@@ -17,7 +17,6 @@ from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
-from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import UNCHANGED_DELTA, keep_deltas, request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
@@ -108,11 +107,6 @@ class QwenVision(Vision):
         levels = model.deepstack_num_level if isinstance(model, _DEEPSTACK) else 0
         self.row_width = self._width * (1 + levels)
         reads = "cls_attention" in self.needs
-        if (reads or self.reads_encoder) and model.use_data_parallel:
-            what = "splits images over ranks, and the state reads inside the vision tower"
-            fix = "serve without it, or a state that reads neither attention nor encoder tokens"
-            problem = Problem("--mm-encoder-tp-mode data", what, fix)
-            raise ConfigError("cannot serve pruned", [problem])
         self._attention_hook = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
         self._merger_hook = _merger_hook(model, self._merge**2) if self.reads_encoder else None
 
@@ -141,12 +135,8 @@ class QwenVision(Vision):
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
-        checked = self._model._parse_and_validate_image_input(
-            pixel_values=pixels, image_grid_thw=grids
-        )
-        assert checked is not None
         with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
-            rows = self._model._process_image_input(checked)
+            rows = self._encode_patches(pixels, grids)
         back = self._raster_order(grids)
         attention, entering = self._attention(grids, back), self._merger_input(grids, back)
         features = []
@@ -167,6 +157,17 @@ class QwenVision(Vision):
             )
             features.append(ImageFeatures((region,)))
         return features
+
+    def _encode_patches(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+        """Rows of each image ``(N, D + E)``, by the stock model or its CUDA graphs."""
+        if self.graphs is not None:
+            return self.graphs({"pixel_values": pixels, "image_grid_thw": grids})
+        checked = self._model._parse_and_validate_image_input(
+            pixel_values=pixels, image_grid_thw=grids
+        )
+        assert checked is not None
+        rows: Sequence[Tensor] = self._model._process_image_input(checked)
+        return rows
 
     def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
         """Precomputed embeddings, unpruned, with positions appended."""

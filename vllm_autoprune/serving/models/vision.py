@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
-from vllm_autoprune.serving.compat import embed_without_lora
+from vllm_autoprune.serving.compat import Encode, embed_without_lora
 from vllm_autoprune.serving.shared.plan import NO_KEY, Key
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache
@@ -78,6 +78,8 @@ class Vision(ABC):
         self.served = served
         self.needs = served.needs
         self._model = model
+        self.graphs: Encode | None = None
+        """The encoder as vLLM's CUDA graphs run it, for the images of the present call."""
         self._relevance: RelevanceSpace | None = None
 
     @staticmethod

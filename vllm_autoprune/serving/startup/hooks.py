@@ -67,6 +67,7 @@ HOOKS: tuple[Hook, ...] = (
             "HfRenderer.render_messages_async",
             "HfRenderer._process_tokens",
             "HfRenderer._process_tokens_async",
+            "HfRenderer._apply_prompt_embeds_to_engine_input",
             "safe_apply_chat_template",
         ),
         "renderer: the instruction",
@@ -225,6 +226,12 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.worker.gpu.mm.rope",
         ("RopeState.update_prefill_positions",),
         "compat: positions of kept tokens under Model Runner V2",
+        only="worker",
+    ),
+    Hook(
+        "vllm.v1.worker.encoder_cudagraph",
+        ("EncoderCudaGraphManager.execute",),
+        "compat: tokens are selected after the graphs",
         only="worker",
     ),
     Hook(
