@@ -86,6 +86,8 @@ def rendering() -> Report:
     for name, row in forged.items():
         item[FIELD] = replace(sound, data=row)
         report["forged"][name] = refusal(name, made_elsewhere)
+    del item[FIELD]
+    report["forged"]["missing"] = refusal("missing", made_elsewhere)
     item[FIELD] = sound
 
     report["long"] = _long(renderer, example)

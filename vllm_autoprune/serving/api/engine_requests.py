@@ -25,7 +25,7 @@ from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm.config.multimodal import MMHasherAlgorithm
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -155,6 +155,8 @@ def _check(
     for feature in features:
         field = None if feature.data is None else feature.data.get(FIELD)
         if field is None or field.data is None:
+            if feature.modality == "image" and _has_pixels(feature.data):
+                raise plan_error("is missing: the image was processed without the plugin")
             continue  # another kind of input, or one that the engine has already
         if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
             raise plan_error("is not batched on the CPU")
@@ -163,3 +165,9 @@ def _check(
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
         field.data = add_feature_key(plan, feature.data, salt, algorithm).encode()
+
+
+def _has_pixels(item: MultiModalKwargsItem | None) -> bool:
+    """False for embeddings made elsewhere, and where the engine or shared memory has the image."""
+    pixels = None if item is None else item.get("pixel_values")
+    return pixels is not None and pixels.data is not None

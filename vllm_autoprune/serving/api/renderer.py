@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
+from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.instruction import extract_details, extract_instructions
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
@@ -123,6 +124,16 @@ class AutopruneHfRenderer(HfRenderer):
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
         return await super()._process_tokens_async(self._prepare(prompt), **kwargs)
+
+    def _apply_prompt_embeds_to_engine_input(
+        self, engine_input: MultiModalInput, *args: object, **named: object
+    ) -> None:
+        """As stock, which puts a plain dictionary in the place of ours."""
+        hashes = engine_input["mm_hashes"]
+        super()._apply_prompt_embeds_to_engine_input(engine_input, *args, **named)
+        if isinstance(hashes, RenderedHashes):
+            hashes.update(engine_input["mm_hashes"])
+            engine_input["mm_hashes"] = hashes
 
     def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
         if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 
 from tests.serving.unit.samples import served
 from vllm_autoprune.serving.api import engine_requests
@@ -39,7 +40,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def feature(row: object, placeholders: int = 8, **how: Any) -> Any:
+def feature(
+    row: object, placeholders: int = 8, pixels: torch.Tensor | None = PIXELS, **how: Any
+) -> Any:
     from vllm.multimodal.inputs import (
         MultiModalBatchedField,
         MultiModalFieldElem,
@@ -51,11 +54,13 @@ def feature(row: object, placeholders: int = 8, **how: Any) -> Any:
             FIELD: MultiModalFieldElem(
                 cast("Any", row), MultiModalBatchedField(**{"keep_on_cpu": True, **how})
             ),
-            "pixel_values": MultiModalFieldElem(PIXELS, MultiModalBatchedField()),
+            "pixel_values": MultiModalFieldElem(pixels, MultiModalBatchedField()),
         }
     )
     position = SimpleNamespace(get_num_embeds=lambda: placeholders)
-    return SimpleNamespace(data=data, mm_position=position, mm_hash="a", identifier="a")
+    return SimpleNamespace(
+        data=data, mm_position=position, mm_hash="a", identifier="a", modality="image"
+    )
 
 
 def processed(
@@ -159,8 +164,6 @@ def test_a_request_that_never_reaches_the_engine_leaves_nothing_behind() -> None
     ],
 )
 def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, said: str) -> None:
-    from vllm.exceptions import VLLMValidationError
-
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
     with pytest.raises(VLLMValidationError, match=said):  # answered by 400
         processed(made_elsewhere, [plan])
@@ -170,8 +173,6 @@ def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, s
 
 def test_a_plan_from_another_process_brings_its_image() -> None:
     """The engine would look for the tensors in another item of the request."""
-    from vllm.exceptions import VLLMValidationError
-
     alone = feature(PLAN.encode())
     del alone.data["pixel_values"]
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
@@ -188,13 +189,23 @@ def test_of_an_image_with_two_items_the_second_is_handed_over_without_tensors() 
     assert set(core.data) == {FIELD, "pixel_values"} and set(delta.data) == {FIELD}
 
 
-def test_valid_plans_and_images_without_a_plan_are_accepted() -> None:
+def test_valid_plans_and_inputs_that_need_none_are_accepted() -> None:
     made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
-    known = SimpleNamespace(data=None)
-    other = SimpleNamespace(data={"pixel_values": torch.zeros(1)})
-    cached = feature(None)
+    known = SimpleNamespace(data=None, modality="image")
+    other = SimpleNamespace(data={"image_embeds": torch.zeros(1)}, modality="image")
+    cached = feature(None, pixels=None)
     request = processed(made_elsewhere, [known, other, cached, feature(PLAN.encode())])
     assert len(request.mm_features) == 4
+
+
+def test_an_image_that_was_processed_without_the_plugin_is_refused(counted: list[Any]) -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    unplanned = feature(PLAN.encode())
+    del unplanned.data[FIELD]
+    with pytest.raises(VLLMValidationError, match="processed without the plugin"):
+        processed(made_elsewhere, [feature(PLAN.encode()), unplanned])
+    video = SimpleNamespace(data=unplanned.data, modality="video")
+    processed(made_elsewhere, [video])
 
 
 def test_features_of_a_plan_made_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import jinja2
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer
 
 from tests.serving.unit.samples import served
 from vllm_autoprune.serving.api import renderer as under_test
+from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.renderer import (
     _MESSAGE_FIELDS,
     AutopruneHfRenderer,
@@ -16,6 +18,7 @@ from vllm_autoprune.serving.api.renderer import (
     _pass_fields,
 )
 from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt, RecallTurn
+from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
 
@@ -134,3 +137,20 @@ def test_white_space_after_an_image_is_the_template_s(
     found = AutopruneHfRenderer._space_after_image(renderer, "<image>", template)
     assert found == space
     assert renderer._spaces == {template: space}
+
+
+def test_prompt_embeddings_beside_images_leave_the_request_countable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM replaces the hashes by a plain dictionary, which a client could have sent as well."""
+
+    def replaced(self: object, engine_input: Any) -> None:
+        engine_input["mm_hashes"] = {**engine_input["mm_hashes"], "prompt_embeds": ["b"]}
+
+    monkeypatch.setattr(HfRenderer, "_apply_prompt_embeds_to_engine_input", replaced)
+    renderer = object.__new__(AutopruneHfRenderer)
+    hashes = RenderedHashes({"image": ["a"]}, None, UnsentItems(), {}, {})
+    rendered: Any = {"mm_hashes": hashes}
+    renderer._apply_prompt_embeds_to_engine_input(rendered)
+    assert rendered["mm_hashes"] is hashes
+    assert hashes == {"image": ["a"], "prompt_embeds": ["b"]}
