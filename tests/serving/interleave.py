@@ -73,7 +73,7 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
         max_num_batched_tokens=640,
     )
     seen = watch()
-    prompts = {key: _prompt(questions, *key) for key in keys}
+    prompts = {key: render_prompt(questions, *key) for key in keys}
     together = [tuple(ids) for ids in _tokens(llm, [prompts[key] for key in keys])]
     kept, at_once = dict(seen.kept), max(map(len, seen.budgets))
     seen.kept.clear()
@@ -96,7 +96,7 @@ def interleaved(count: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _prompt(
+def render_prompt(
     questions: Sequence[Any], which: int, budget: int, policy: str | None, later: int, recall: int
 ) -> dict[str, object]:
     from benchmarks.minillava import vocabulary

@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.serving.engine import STATE, alone, chat, examples, generate, prompt, start, turn
+from tests.serving.engine import (
+    STATE,
+    alone,
+    chat,
+    examples,
+    generate,
+    prompt,
+    release_all,
+    start,
+    turn,
+)
+from tests.serving.interleave import render_prompt
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
@@ -19,6 +30,15 @@ from vllm_autoprune.tpdsl.states.load import load_state
 
 POLICIES = ("visionzip", "prumerge_plus", "fastv")
 """They read the vision tower, its next layer, and the language model's first layers."""
+
+PARTS = (
+    (0, 64, "cdpruner with a core", 0, 0),
+    (1, 64, "cdpruner with a core", 0, 0),
+    (3, 64, "cdpruner with a core", 1, 8),
+    (0, 64, "autoprune with a core", 2, 8),
+    (2, 32, None, 2, 3),
+)
+"""Requests whose images are split into core and delta, or recalled by later turns."""
 
 
 @scenario
@@ -31,8 +51,8 @@ def one_rank() -> Report:
 def two_ranks() -> Report:
     """Answers at TP = 2, and each rank's selection before the broadcast.
 
-    ``policies`` has the same for requests with policies that read tensors sharded over ranks.
-    Processed images reach both ranks through shared memory.
+    ``parts`` has the same for cores, deltas and recalls, ``policies`` for requests with policies
+    that read tensors sharded over ranks. Processed images reach both ranks through shared memory.
     """
     return _ranked(2, POLICIES, mm_processor_cache_type="shm")
 
@@ -44,12 +64,25 @@ def two_ranks_qwen2_5_vl() -> Report:
     Relevance is measured by its input embeddings.
     """
     state = {**load_state("autoprune").model_dump(mode="json"), "rank_at": "merger_in"}
+    return _ranked_qwen({"state": state, "budget": 8})
+
+
+@scenario
+def data_parallel_tower() -> Report:
+    """Two ranks that each encode some of the images, and one rank that encodes them all."""
+    settings = {"state": alone("cdpruner"), "budget": 8}
+    two = _ranked_qwen(settings, mm_encoder_tp_mode="data", dtype="float32")
+    release_all()
+    return {"two": two, "one": _ranked_qwen(settings, tensor_parallel_size=1, dtype="float32")}
+
+
+def _ranked_qwen(settings: Mapping[str, object], **options: object) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         llm = start(
-            {"state": state, "budget": 8},
+            settings,
             model=str(build("qwen2_5_vl", Path(folder))),
-            tensor_parallel_size=2,
             limit_mm_per_prompt={"image": 2},
+            **{"tensor_parallel_size": 2, **options},
         )
         llm.collective_rpc(begin_watching)
         pictures = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
@@ -72,6 +105,10 @@ def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Repo
         questions = examples(4)
         answers = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in questions]
         report = {"answers": answers, "kept": llm.collective_rpc(seen_here), "policies": {}}
+        llm.collective_rpc(begin_watching)
+        parts = [render_prompt(examples(6), *key) for key in PARTS]
+        answers = [generate(llm, [each])[0].plain() for each in parts]
+        report["parts"] = {"answers": answers, "kept": llm.collective_rpc(seen_here)}
         for name in policies:
             llm.collective_rpc(begin_watching)
             entry = {"autoprune": {"state": alone(name), "budget": 16}}

@@ -20,7 +20,9 @@ _FIX = "serve without it, or a state that does not read this"
 LMCACHE = Version("0.5.5")
 """The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
 
-_INSIDE_THE_TOWER: frozenset[Need] = frozenset({"cls_attention", "encoder", "tower", "next_layer"})
+_INSIDE_THE_TOWER: frozenset[Need] = frozenset(
+    {"cls_attention", "encoder", "merger_input", "tower", "next_layer"}
+)
 """What hooks within the vision tower read."""
 
 _QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})

@@ -1,4 +1,4 @@
-"""Support table: backbones and features, with what was tested; docs/support.md is made from it."""
+"""Support table: backbones and ways of serving, with tests; docs/support.md is made from it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["yes", "refused", "no", "untested"]
+"""``untested`` is for what needs a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Support of one feature."""
+    """Support of one feature, and the tests that say so, as ``file::function`` below ``tests``."""
 
     feature: str
     status: Status
     note: str
+    tests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,49 +83,185 @@ BACKBONE_SUPPORT: tuple[BackboneSupport, ...] = (
 
 
 SUPPORT: tuple[Support, ...] = (
-    Support("Any other architecture", "refused", "at start-up, naming those that are served"),
-    Support("LLaVA with a SigLIP or Pixtral tower", "refused", "no [CLS] token to read"),
     Support(
-        "Idefics3, SmolVLM, Pixtral",
-        "refused",
-        "their placeholders are split into rows or tiles with text between",
+        "`/v1/chat/completions`, `LLM.chat`, `LLM.generate`", "yes", "one identity for all",
+        ("serving/test_server.py::test_prompt_tokens_fall_by_exactly_n_minus_k",),
     ),
     Support(
-        "Compiled vision towers, encoder CUDA graphs",
-        "refused",
-        "nothing could listen to them",
+        "Streaming, `n > 1`, `/v1/responses`, `/v1/completions`", "yes",
+        "an image is encoded once for all samples; completions take text alone, as in vLLM",
+        ("serving/test_endpoints.py::test_streamed_answer_is_the_whole_one",),
     ),
-    Support("`/v1/chat/completions`, `LLM.chat`, `LLM.generate`", "yes", "one identity for all"),
-    Support("Several images, several turns", "yes", "instruction of the turn with the image"),
-    Support("Prefix caching, multi-modal caches", "yes", "image + state + K + instruction"),
-    Support("Chunked prefill", "yes", "same tokens as whole prefill"),
     Support(
-        "Budget, policy or whole state of one request",
-        "yes",
+        "Structured output, sampling", "yes", "choices, patterns, seeds",
+        ("serving/test_modes.py::test_several_samples_and_structured_output",),
+    ),
+    Support(
+        "Several images, several turns", "yes", "instruction of the turn with the image",
+        ("serving/test_identity.py::test_order_of_two_images_matters",),
+    ),
+    Support(
+        "Prefix caching, multi-modal caches", "yes", "image + state + K + instruction",
+        ("serving/test_identity.py::test_interleaved_questions_answer_as_they_do_alone",),
+    ),
+    Support(
+        "Processor cache in shared memory", "yes",
+        "`--mm-processor-cache-type shm`, cores, deltas and recalls included",
+        ("serving/test_modes.py::test_processor_cache_in_shared_memory",),
+    ),
+    Support(
+        "KV connectors", "yes",
+        "ExampleConnector: a second server takes pruned KV; offloading to the CPU needs a GPU",
+        (
+            "serving/test_connectors.py::test_a_second_engine_takes_pruned_kv_of_the_first",
+            "serving/test_shared_store.py"
+            "::test_requests_to_both_servers_are_answered_as_without_a_store",
+        ),
+    ),
+    Support(
+        "Encoder disaggregation (`--ec-transfer-config`)", "yes",
+        "states that do not read the question; others are refused",
+        (
+            "serving/test_connectors.py::test_images_encoded_by_another_engine",
+            "serving/unit/startup/test_mode_checks.py"
+            "::test_a_mode_is_refused_only_for_states_that_read_what_it_hides",
+        ),
+    ),
+    Support(
+        "Render and generate servers", "yes", "both with the plugin and the same settings",
+        ("serving/test_processed_inputs.py::test_rendered_request_is_answered",),
+    ),
+    Support(
+        "Chunked prefill", "yes", "same tokens as whole prefill",
+        ("serving/test_equivalence.py::test_prefill_and_caches_do_not_change_what_is_kept",),
+    ),
+    Support(
+        "Priority scheduling, preemption", "yes", "preempted requests answer the same",
+        ("serving/test_modes.py::test_priority_scheduling_with_preemption",),
+    ),
+    Support(
+        "Speculative decoding", "yes", "by n-grams; a draft model has not been tried",
+        ("serving/test_modes.py::test_speculative_decoding",),
+    ),
+    Support(
+        "LoRA on the language model", "yes",
+        "adapters share the features of an image; refused where the state reads its first layers",
+        ("serving/test_modes.py::test_adapters_of_the_language_model",),
+    ),
+    Support(
+        "LoRA on the vision tower or projector", "refused", "features are kept by image",
+        ("serving/unit/startup/test_config.py::test_lora_on_the_vision_tower",),
+    ),
+    Support(
+        "Prompt embeddings beside images", "yes", "in one batch, or in one message",
+        ("serving/test_modes.py::test_prompt_embeddings_beside_images",),
+    ),
+    Support(
+        "`image_embeds` inputs", "no", "served unpruned: they come without signals",
+        ("serving/test_modes.py::test_image_embeddings_are_served_unpruned",),
+    ),
+    Support(
+        "Budget, state or control of one request", "yes",
         "what `--autoprune-requests` allows; all kinds in one step",
+        ("serving/test_requests.py::test_states_and_budgets_share_a_step",),
     ),
     Support(
-        "Ranking before the patch merger (`rank_at`)",
-        "yes",
+        "Ranking before the patch merger (`rank_at`)", "yes",
         "Qwen-VL and InternVL; the others have no merger and refuse it",
+        (
+            "serving/unit/worker/test_batch_inputs.py"
+            "::test_a_state_that_ranks_before_the_merger_keeps_rows_after_it",
+        ),
     ),
-    Support("Metrics of API servers and workers", "yes", "in `/metrics`, one API server or two"),
-    Support("`--api-server-count` above 1", "yes", "both processes seen answering"),
-    Support("Tensor parallelism", "yes", "TP = 2 on a CPU; ranks choose the same tokens"),
-    Support("`image_embeds` inputs", "no", "served unpruned: they come without signals"),
-    Support("Rust front end", "refused", "it bypasses Python processors"),
-    Support("vLLM 0.32 on CPU, model runner V1", "yes", "what the tests run on"),
-    Support("Model runner V2", "yes", "the same tokens as V1, on a CPU by Triton's interpreter"),
-    Support("vLLM 0.33", "untested", "its sources have every hook, called the same way"),
-    Support("GPUs, CUDA graphs", "untested", "not yet run"),
-    Support("LoRA on the vision tower or projector", "refused", "features are kept by image"),
-    Support("Sleep mode with a text tower", "untested", "its weights are not vLLM's to reload"),
     Support(
-        "Pipeline parallelism, LoRA on the language model, speculative decoding",
-        "untested",
-        "not yet run",
+        "Metrics of API servers and workers", "yes", "in `/metrics`, one API server or two",
+        ("serving/test_metrics.py::test_two_front_ends_report_the_same_totals",),
     ),
-)
+    Support(
+        "`--api-server-count` above 1", "yes", "both processes seen answering",
+        ("serving/test_server.py::test_both_front_ends_answer_alike",),
+    ),
+    Support(
+        "`--tensor-parallel-size` above 1", "yes", "two ranks choose the same tokens",
+        ("serving/test_ranks.py::test_ranks_choose_the_same_tokens_and_answer_like_one",),
+    ),
+    Support(
+        "`--data-parallel-size` above 1", "yes", "both engines seen answering",
+        ("serving/test_data_parallel.py::test_both_engines_answer_alike",),
+    ),
+    Support(
+        "`--pipeline-parallel-size` above 1", "untested",
+        "vLLM's CPU worker fails at it without the plugin too. Refused for M-RoPE models, and for "
+        "states that read the language model's first layers",
+        (
+            "serving/unit/startup/test_mode_checks.py"
+            "::test_positions_do_not_reach_later_ranks_of_a_pipeline",
+        ),
+    ),
+    Support(
+        "`--mm-encoder-tp-mode data`", "yes",
+        "states that do not read inside the vision tower; others are refused",
+        ("serving/test_ranks.py::test_ranks_agree_with_a_data_parallel_tower",),
+    ),
+    Support(
+        "Encoder CUDA graphs", "untested",
+        "tokens are selected after them: on a CPU with vLLM's manager and a stand-in for replay. "
+        "Refused for states that read inside the vision tower",
+        ("serving/test_encoder_graphs.py::test_tokens_are_selected_after_encoder_graphs",),
+    ),
+    Support(
+        "Compiled vision towers", "refused", "for states that read inside the vision tower",
+        (
+            "serving/unit/startup/test_mode_checks.py"
+            "::test_a_mode_is_refused_only_for_states_that_read_what_it_hides",
+        ),
+    ),
+    Support(
+        "`reset_mm_cache`, `reset_encoder_cache`, `reload_weights`", "yes", "drop all features",
+        ("serving/test_feature_cache.py::test_cache_resets_and_new_weights_clear_features",),
+    ),
+    Support(
+        "Sleep and wake", "yes",
+        "levels 0 and 1, without freeing memory, which needs a GPU; level 2 is refused with a "
+        "text tower",
+        (
+            "serving/test_modes.py::test_sleep_and_wake_with_a_text_tower",
+            "serving/unit/startup/test_activation.py"
+            "::test_sleep_is_refused_before_the_engine_is_paused",
+        ),
+    ),
+    Support(
+        "Async scheduling", "untested", "vLLM switches it off on a CPU",
+    ),
+    Support(
+        "Any other architecture", "refused", "at start-up, naming those that are served",
+        ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
+    ),
+    Support(
+        "LLaVA with a SigLIP or Pixtral tower", "refused", "no [CLS] token to read",
+        ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
+    ),
+    Support(
+        "Idefics3, SmolVLM, Pixtral", "refused",
+        "their placeholders are split into rows or tiles with text between",
+        ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
+    ),
+    Support(
+        "Rust front end", "refused", "it bypasses Python processors",
+        ("serving/unit/startup/test_config.py::test_the_rust_front_end",),
+    ),
+    Support(
+        "Model runners V1 and V2", "yes", "the same tokens; V2 on a CPU by Triton's interpreter",
+        ("serving/test_runners.py::test_reports_of_both_runners_are_equal",),
+    ),
+    Support(
+        "vLLM 0.33", "untested",
+        "its sources have every hook, called the same way; it has no wheel for CPUs",
+        ("serving/unit/startup/test_versions.py::test_a_release_has_every_hook",),
+    ),
+    Support("GPUs, CUDA graphs of the language model", "untested", "not yet run"),
+)  # fmt: skip
+"""``vllm serve`` with the plugin. Every row that says yes or refused names its test."""
 
 
 def as_markdown() -> str:
@@ -138,6 +276,13 @@ def as_markdown() -> str:
         f"| {row.positions} | {row.video} | {row.seen} |"
         for row in BACKBONE_SUPPORT
     ]
-    lines += ["", "| | supported | |", "|---|---|---|"]
-    lines += [f"| {row.feature} | {row.status} | {row.note} |" for row in SUPPORT]
+    lines += ["", "| | supported | | test |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.feature} | {row.status} | {row.note} | {_test_files(row)} |" for row in SUPPORT
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _test_files(row: Support) -> str:
+    files = dict.fromkeys(test.partition("::")[0].rpartition("/")[2] for test in row.tests)
+    return ", ".join(f"`{file}`" for file in files)

@@ -1,0 +1,87 @@
+"""Endpoints and forms of answers about pruned images, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+
+from benchmarks.server import Server
+from tests.serving.engine import examples
+from tests.serving.http import ask, body, prompt_tokens, text_of
+
+pytestmark = pytest.mark.engine
+
+
+def streamed(server: Server, sent: dict[str, object]) -> list[dict[str, Any]]:
+    """The events of a streamed answer."""
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions",
+        data=json.dumps({**sent, "stream": True}).encode(),
+        headers={"Content-Type": "application/json", "Connection": "close"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        lines = answer.read().decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(event) for event in data[:-1]]
+
+
+def test_streamed_answer_is_the_whole_one(pruned: Server) -> None:
+    for example in examples(2)[:4]:
+        whole = ask(pruned, example)
+        usage = {"stream_options": {"include_usage": True}}
+        events = streamed(pruned, body(pruned, example, **usage))
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        assert text.strip() == text_of(whole)
+        assert events[-1]["usage"]["prompt_tokens"] == prompt_tokens(whole)
+
+
+def test_samples_of_one_request(pruned: Server) -> None:
+    example = examples(1)[0]
+    sampled = {"n": 3, "temperature": 1.0, "seed": 7}
+    first, second = (ask(pruned, example, **sampled) for _ in range(2))
+    assert len(first["choices"]) == 3
+    assert prompt_tokens(first) == prompt_tokens(ask(pruned, example))
+    texts = [
+        [choice["message"]["content"] for choice in answer["choices"]] for answer in (first, second)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_responses_endpoint(pruned: Server) -> None:
+    for example in examples(2)[:4]:
+        whole = ask(pruned, example)
+        chat: Any = body(pruned, example)
+        image, text = chat["messages"][0]["content"]
+        content = [
+            {"type": "input_image", "detail": "auto", "image_url": image["image_url"]["url"]},
+            {"type": "input_text", "text": text["text"]},
+        ]
+        sent = {
+            "model": pruned.model,
+            "input": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_output_tokens": 16,
+            "store": False,
+        }
+        status, answer = pruned.post("/v1/responses", sent)
+        assert status == 200, answer
+        reply: Any = answer
+        assert reply["usage"]["input_tokens"] == prompt_tokens(whole)
+        said = [part["text"] for item in reply["output"] for part in item.get("content") or []]
+        assert "".join(said).strip() == text_of(ask(pruned, example, max_tokens=16))
+
+
+def test_completions_take_text_as_stock_does(stock: Server, pruned: Server) -> None:
+    sent = {"prompt": "USER: Which shape is red? ASSISTANT:", "max_tokens": 6, "temperature": 0}
+    (first, status), (second, _) = (
+        (server.post("/v1/completions", {"model": server.model, **sent})[::-1])
+        for server in (stock, pruned)
+    )
+    assert status == 200
+    choices: list[Any] = [first["choices"], second["choices"]]
+    assert choices[0][0]["text"] == choices[1][0]["text"]
