@@ -88,7 +88,7 @@ def test_untrusted_requests_may_not_set_a_budget(two_front_ends: Server) -> None
     request = body(two_front_ends, examples(1)[0], **budget(8))
     status, answer = two_front_ends.post("/v1/chat/completions", request)
     assert status == 400
-    assert "trust-request-mm-kwargs" in str(answer)
+    assert "--autoprune-requests budget" in str(answer)
 
 
 def test_both_front_ends_answer_alike(stock: Server, two_front_ends: Server) -> None:
