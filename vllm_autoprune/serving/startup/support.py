@@ -111,12 +111,8 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "KV connectors", "yes",
-        "ExampleConnector: a second server takes pruned KV; offloading to the CPU needs a GPU",
-        (
-            "serving/test_connectors.py::test_a_second_engine_takes_pruned_kv_of_the_first",
-            "serving/test_shared_store.py"
-            "::test_requests_to_both_servers_are_answered_as_without_a_store",
-        ),
+        "ExampleConnector: a second engine takes pruned KV; offloading to the CPU needs a GPU",
+        ("serving/test_connectors.py::test_a_second_engine_takes_pruned_kv_of_the_first",),
     ),
     Support(
         "Encoder disaggregation (`--ec-transfer-config`)", "yes",
