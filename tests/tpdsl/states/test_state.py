@@ -231,7 +231,7 @@ class TestJsonSchema:
             {"/constraints/selector/q_e": "2"},
             {"/constraints/selector/q_e": False},
             {"/constraints/pool/1/pool_ratio": 100},
-            {"/reassembly/strength": 0.6},
+            {"/reassembly/strength": 1.5},
             {"/safety": ["preserve_bugdet"]},
             {"/safety": []},
             {"/safety": [{"atom": "deterministic", "repeats": 1}]},
