@@ -37,7 +37,7 @@ demo: venv ## serve two models, stock and pruned, and compare (six minutes)
 
 # The engine tests need both cores for the engines that they start, so they follow the others.
 CORES := $(shell nproc 2>/dev/null || echo 2)
-test: lint types policies docs ## everything that CI runs: lint, types, states, site, tests (13 minutes)
+test: lint types policies docs ## everything that CI runs: lint, types, states, site, tests (about 20 minutes)
 	@echo "tests 1/2: without an engine, on $(CORES) cores"
 	@$(PY) -m pytest -q -m "not engine" -n $(CORES) --dist loadfile $(PYTEST)
 	@echo "tests 2/2: on real vLLM engines and servers"

@@ -111,8 +111,12 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "KV connectors", "yes",
-        "ExampleConnector: a second engine takes pruned KV; offloading to the CPU needs a GPU",
-        ("serving/test_connectors.py::test_a_second_engine_takes_pruned_kv_of_the_first",),
+        "ExampleConnector: two servers share pruned KV; offloading to the CPU needs a GPU",
+        (
+            "serving/test_connectors.py::test_a_second_engine_takes_pruned_kv_of_the_first",
+            "serving/test_shared_store.py::"
+            "test_requests_to_both_servers_are_answered_as_without_a_store",
+        ),
     ),
     Support(
         "Encoder disaggregation (`--ec-transfer-config`)", "yes",
