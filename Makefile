@@ -31,7 +31,7 @@ else
 	@$(PYTHON) scripts/setup_env.py $(VENV)
 endif
 
-demo: venv ## serve two models, stock and pruned, and compare (six minutes)
+demo: venv ## serve two models, stock and pruned, and compare (three minutes)
 	@echo "demo: benchmarks.demo"
 	@$(PY) -m benchmarks.demo
 

@@ -31,7 +31,7 @@ This demo serves two models with `vllm serve`, stock and pruned, on this machine
 with resizing the image to as many tokens:
   mini-LLaVA, trained, tiny:                      how many answers stay right
   LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
-It takes about six minutes on two idle cores, longer on busy ones, and ends with one table and a
+It takes about three minutes on two idle cores, longer on busy ones, and ends with one table and a
 picture."""
 
 
