@@ -5,7 +5,7 @@ Options and ranges come from the atom registry, so new atoms are searched withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -214,60 +214,27 @@ def _nearest_quota(value: float, budget: int) -> str:
 
 def numeric_parameters(state: PruningState) -> dict[NumericParameter, float]:
     """The numbers of a state that can change without changing its structure."""
-    numbers: dict[NumericParameter, float] = {}
-
-    def collect(parameter: NumericParameter, value: float) -> float:
-        numbers[parameter] = value
-        return value
-
-    _map_numbers(Components.from_state(state).to_json(), (), collect)
-    return numbers
+    return dict(_numbers_below(Components.from_state(state).to_json(), ()))
 
 
-def resample_numbers(state: PruningState, source: ChoiceSource, budget: int) -> JsonObject:
-    """The components of a state with all numeric parameters chosen anew."""
-
-    def choose(parameter: NumericParameter, _: float) -> float:
-        if parameter.is_quota:
-            return int(source.option(parameter.name, _quota_options(budget)))
-        value = source.number(parameter.name, parameter.low, parameter.high, parameter.integer)
-        return int(value) if parameter.integer else value
-
-    components = Components.from_state(state).to_json()
-    return {name: _map_numbers(part, (name,), choose) for name, part in components.items()}
-
-
-def numbers_of_state(state: PruningState, budget: int) -> dict[str, Choice]:
-    """The choices for which :func:`resample_numbers` gives the state itself."""
-    return {
-        parameter.name: _nearest_quota(value, budget) if parameter.is_quota else value
-        for parameter, value in numeric_parameters(state).items()
-    }
-
-
-def _map_numbers(
-    value: JsonValue,
-    path: tuple[str | int, ...],
-    change: Callable[[NumericParameter, float], float],
-) -> JsonValue:
-    """Replace every numeric parameter below ``path``, in document order."""
+def _numbers_below(
+    value: JsonValue, path: tuple[str | int, ...]
+) -> Iterator[tuple[NumericParameter, float]]:
+    """Every numeric parameter below ``path`` and its value, in document order."""
     if isinstance(value, list):
-        return [_map_numbers(item, (*path, index), change) for index, item in enumerate(value)]
+        for index, item in enumerate(value):
+            yield from _numbers_below(item, (*path, index))
     if not isinstance(value, dict):
-        return value
+        return
     atom = value.get("atom")
     schemas = _parameter_schemas(atom) if isinstance(atom, str) else {}
     core = _core_bounds() if path == (CORE,) else {}
-    mapped: JsonObject = {}
     for name, item in value.items():
         bounds = _bounds(schemas[name]) if name in schemas else core.get(name)
         if bounds is None:
-            mapped[name] = _map_numbers(item, (*path, name), change)
-        elif name in _FIXED_PARAMETERS or not isinstance(item, int | float):
-            mapped[name] = item
-        else:
-            mapped[name] = change(NumericParameter((*path, name), *bounds), item)
-    return mapped
+            yield from _numbers_below(item, (*path, name))
+        elif name not in _FIXED_PARAMETERS and isinstance(item, int | float):
+            yield NumericParameter((*path, name), *bounds), item
 
 
 def _flat_pools() -> list[str]:

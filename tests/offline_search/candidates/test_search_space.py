@@ -3,19 +3,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from offline_search.candidates.components import compact_json, feature_names, structure
+from offline_search.candidates.components import (
+    Components,
+    JsonObject,
+    compact_json,
+    feature_names,
+    structure,
+)
 from offline_search.candidates.proposal import assemble_state, parse_proposal
 from offline_search.candidates.schema import proposal_schema
 from offline_search.candidates.search_space import (
     RandomSource,
     choices_of_state,
-    numbers_of_state,
     numeric_parameters,
-    resample_numbers,
     sample_proposal,
 )
 from offline_search.proposers.prompt import describe_language
@@ -25,6 +30,7 @@ from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 class LowestSource:
@@ -66,33 +72,33 @@ def test_every_searched_atom_is_sampled(settings: Settings) -> None:
     assert {f"q_e={quota}" for quota in (0, 1, 2, 4, 8)} <= drawn
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_resampling_numbers_keeps_the_structure(seed: int, settings: Settings) -> None:
-    state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
-    for source in (LowestSource(), HighestSource(), RandomSource(Random(seed))):
-        changed = assemble_state(resample_numbers(state, source, BUDGET), settings)
-        assert structure(changed) == structure(state)
-
-
-def test_the_numbers_of_a_state_reproduce_it(settings: Settings) -> None:
+def test_the_numbers_of_a_state_have_their_values_and_bounds(settings: Settings) -> None:
     state = paper_state(settings)
-    now = numbers_of_state(state, BUDGET)
-    assert set(now) >= {"scoring/signals/0/weight", "constraints/selector/q_e"}
-    assert now["scoring/signals/0/weight"] == 0.4 and now["constraints/selector/q_e"] == "2"
+    numbers = numeric_parameters(state)
+    values = {parameter.name: value for parameter, value in numbers.items()}
+    assert values["scoring/signals/0/weight"] == 0.4
+    assert values["constraints/selector/q_e"] == 2
+    assert [parameter.path[-1] for parameter in numbers if parameter.is_quota] == ["q_e"]
+    assert all(parameter.low <= value <= parameter.high for parameter, value in numbers.items())
 
-    class SameSource(LowestSource):
-        def option(self, name: str, options: Sequence[str]) -> str:
-            return str(now[name])
 
-        def number(self, name: str, low: float, high: float, integer: bool) -> float:
-            value = now[name]
-            assert isinstance(value, int | float) and low <= value <= high
-            return value
+def with_lowest_numbers(state: PruningState) -> JsonObject:
+    """The components of a state with all numeric parameters at their lower bound."""
+    components: Any = Components.from_state(state).to_json()
+    for parameter in numeric_parameters(state):
+        *path, name = parameter.path
+        part = components
+        for step in path:
+            part = part[step]
+        part[name] = parameter.low
+    body: JsonObject = components
+    return body
 
-    assert (
-        assemble_state(resample_numbers(state, SameSource(), BUDGET), settings).digest
-        == state.digest
-    )
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lower_bounds_are_valid_and_keep_the_structure(seed: int, settings: Settings) -> None:
+    state = assemble_state(sample_proposal(RandomSource(Random(seed)), BUDGET), settings)
+    assert structure(assemble_state(with_lowest_numbers(state), settings)) == structure(state)
 
 
 class FixedSource(LowestSource):
@@ -176,7 +182,7 @@ class TestCore:
         assert state.core is not None and state.core.share == 0.5
         names = {parameter.name for parameter in numeric_parameters(state)}
         assert {"core/share", "core/cover", "core/strength"} <= names
-        lowest = assemble_state(resample_numbers(state, LowestSource(), BUDGET), split)
+        lowest = assemble_state(with_lowest_numbers(state), split)
         assert lowest.core is not None and lowest.core.share == 0.01
         assert structure(lowest) == structure(state)
         assert "core=divprune" in feature_names(state)
