@@ -7,9 +7,8 @@ flight: a resumed search runs from its start and takes completed steps from the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
@@ -34,7 +33,7 @@ _ERRORS = FileErrors(
 )
 
 
-class Ledger:
+class Ledger(RecordFile[Record]):
     """Records of one search by key, in order of writing; one process at a time may write."""
 
     def __init__(self, path: Path, recording: Ledger | None = None) -> None:
@@ -43,35 +42,19 @@ class Ledger:
         An incomplete last line is removed. Raises :class:`SearchError` for a file that is not a
         ledger, is locked, or cannot be written.
         """
-        self.path = path
+        super().__init__(path, RECORD_ADAPTER, _ERRORS)
         self._recording = recording
-        self._file = RecordFile(path, RECORD_ADAPTER, _ERRORS)
-        self._records = {record.key: record for record in self._file.records}
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._by_key = {record.key: record for record in self.records}
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(self._records.values())
+        return iter(self._by_key.values())
 
     def __len__(self) -> int:
-        return len(self._records)
-
-    def close(self) -> None:
-        """Release the lock and close the file."""
-        self._file.close()
+        return len(self._by_key)
 
     def find(self, kind: type[R], key: str) -> R | None:
         """The record of a key, from this ledger or from the recording that is replayed."""
-        record = self._records.get(key)
+        record = self._by_key.get(key)
         if record is None and self._recording is not None and issubclass(kind, EXTERNAL_RECORDS):
             record = self._recording.find(kind, key)
             if record is not None:
@@ -90,7 +73,7 @@ class Ledger:
         Raises :class:`SearchError` if the existing record differs, which means a ledger of another
         search or version, or if the record cannot be written.
         """
-        known = self._records.get(record.key)
+        known = self._by_key.get(record.key)
         if known is not None:
             if not isinstance(known, type(record)) or (
                 canonical_json(known) != canonical_json(record)
@@ -100,13 +83,17 @@ class Ledger:
                     "resume with the version and the data that began it, or begin a new ledger"
                 )
             return known
-        self._file.append([record])
-        self._records[record.key] = record
+        self.append([record])
         return record
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Append records of new keys."""
+        super().append(records)
+        self._by_key |= {record.key: record for record in records}
 
     def digest(self) -> str:
         """SHA-256 of all records, independent of their order and clocks."""
-        lines = sorted(f"{key} {canonical_json(record)}" for key, record in self._records.items())
+        lines = sorted(f"{key} {canonical_json(record)}" for key, record in self._by_key.items())
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -61,18 +61,27 @@ class FileErrors:
 
 
 class RecordFile(Generic[R]):
-    """An open record file that is locked for writing by this process.
+    """An open record file that is locked for writing by this process, until it is closed.
 
     ``records`` are those that it contained when it was opened.
     """
 
-    def __init__(self, path: Path, adapter: TypeAdapter[R], errors: FileErrors) -> None:
+    def __init__(
+        self,
+        path: Path,
+        adapter: TypeAdapter[R],
+        errors: FileErrors,
+        *,
+        exclude_none: bool = False,
+    ) -> None:
         """Open or create the file and its folders, and remove an incomplete last line.
 
-        Raises ``errors.error_type`` for a file with other content, which is left unchanged;
-        that another process is writing; or that cannot be written.
+        With ``exclude_none``, fields that are None are not written. Raises ``errors.error_type``
+        for a file with other content, which is left unchanged; that another process is writing; or
+        that cannot be written.
         """
-        self._path, self._adapter, self._errors = path, adapter, errors
+        self.path = path
+        self._adapter, self._errors, self._exclude_none = adapter, errors, exclude_none
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -89,13 +98,17 @@ class RecordFile(Generic[R]):
             os.close(self._handle)
             raise
 
-    def append(self, records: Sequence[R], *, exclude_none: bool = False) -> None:
-        """Write all records durably, or raise and leave the file as it was.
+    def __enter__(self) -> Self:
+        return self
 
-        With ``exclude_none``, fields that are None are not written.
-        """
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def append(self, records: Sequence[R]) -> None:
+        """Write all records durably, or raise and leave the file as it was."""
         lines = b"".join(
-            self._adapter.dump_json(record, exclude_none=exclude_none) + b"\n" for record in records
+            self._adapter.dump_json(record, exclude_none=self._exclude_none) + b"\n"
+            for record in records
         )
         try:
             written = 0
@@ -107,7 +120,7 @@ class RecordFile(Generic[R]):
             # the file removes the incomplete line.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, self._size)
-            raise self._errors.inaccessible(self._path, error) from None
+            raise self._errors.inaccessible(self.path, error) from None
         self._size += len(lines)
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from offline_search.ledger.record_file import FileErrors, RecordFile, read_records
 from vllm_autoprune.evaluation.records import (
@@ -73,7 +72,7 @@ class Contents:
         return answer is not None and answer.failure is None
 
 
-class Journal:
+class Journal(RecordFile[Record]):
     """A file of records to which one process at a time can append."""
 
     def __init__(self, path: Path) -> None:
@@ -82,20 +81,8 @@ class Journal:
         Raises :class:`EvaluationError` if the file is not a journal, is in use, or cannot be
         written.
         """
-        self.path = path
-        self._file = RecordFile(path, RECORD, _ERRORS)
-        self.contents = Contents(self._file.records)
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
+        super().__init__(path, RECORD, _ERRORS, exclude_none=True)
+        self.contents = Contents(self.records)
 
     def begin(self, setup: Setup) -> None:
         """Record the set-up; raises :class:`EvaluationError` if the journal has another one."""
@@ -129,7 +116,7 @@ class Journal:
             new.append(record)
         if not new:
             return
-        self._file.append(new, exclude_none=True)
+        super().append(new)
         for record in new:
             self.contents.add(record)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from pydantic import TypeAdapter
 
@@ -41,29 +40,17 @@ class BatchScores(FrozenModel):
 _RECORD: TypeAdapter[BatchScores] = TypeAdapter(BatchScores)
 
 
-class YardstickJournal:
+class YardstickJournal(RecordFile[BatchScores]):
     """Append-only file of the scores of one model; one process at a time may write it."""
 
     def __init__(self, path: Path, model: str) -> None:
         """Open or create the file; raises :class:`EvaluationError`."""
-        self._model = model
-        self._file = RecordFile(path, _RECORD, _ERRORS)
+        super().__init__(path, _RECORD, _ERRORS)
         self._scores = {
             (record.case, record.questions): record
-            for record in self._file.records
+            for record in self.records
             if record.model == model
         }
-
-    def __enter__(self) -> YardstickJournal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
 
     def find(self, case: str, questions: str) -> BatchScores | None:
         """The scores of a case on a batch, if they were measured."""
@@ -71,5 +58,5 @@ class YardstickJournal:
 
     def append(self, records: Sequence[BatchScores]) -> None:
         """Write scores durably."""
-        self._file.append(records)
+        super().append(records)
         self._scores |= {(record.case, record.questions): record for record in records}

@@ -3,8 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,13 +33,8 @@ ERRORS = FileErrors(
 )
 
 
-@contextmanager
-def open_notes(path: Path) -> Iterator[RecordFile[Note]]:
-    file = RecordFile(path, NOTE, ERRORS)
-    try:
-        yield file
-    finally:
-        file.close()
+def open_notes(path: Path) -> RecordFile[Note]:
+    return RecordFile(path, NOTE, ERRORS)
 
 
 def numbers(path: Path) -> list[int]:
@@ -58,9 +51,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_records_are_lines_in_order(path: Path) -> None:
-    with open_notes(path) as file:
+    with RecordFile(path, NOTE, ERRORS, exclude_none=True) as file:
         assert file.records == [Note(number=1, text="one"), Note(number=2)]
-        file.append([Note(number=3)], exclude_none=True)
+        file.append([Note(number=3)])
         file.append([])
         assert numbers(path) == [1, 2, 3]
     assert path.read_text().splitlines() == [
