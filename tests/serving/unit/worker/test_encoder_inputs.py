@@ -33,10 +33,10 @@ def _item() -> Any:
 
 def _model() -> Any:
     """A Qwen3-VL without weights, as far as positions and plans go."""
+    from vllm_autoprune.serving.models.qwen_vision import QwenVision
     from vllm_autoprune.serving.models.qwen_vl import (
         AutopruneQwen3VLForConditionalGeneration as Model,
     )
-    from vllm_autoprune.serving.models.qwen_vl import QwenVision
 
     model = Model.__new__(Model)
     nn.Module.__init__(model)
