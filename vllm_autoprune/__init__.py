@@ -17,10 +17,11 @@ from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.executor.check import safety_check
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
+from vllm_autoprune.tpdsl.optional_inputs import Instruction
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 __version__ = "0.1.0"
 

@@ -19,10 +19,10 @@ from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, material
 from vllm_autoprune.tpdsl.executor.state_cost import state_cost
 from vllm_autoprune.tpdsl.executor.work import REFERENCE
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.optional_inputs import NextLayer, TowerStates, Words
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states
 from vllm_autoprune.tpdsl.states.state import PruningState
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 HEADS, TEXT = 32, 16
 

@@ -13,14 +13,8 @@ from torch import Tensor
 
 from tests.golden.case import Case
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix, attention_rows
-from vllm_autoprune.tpdsl.tokens import (
-    Grid,
-    Instruction,
-    NextLayer,
-    TowerStates,
-    VisualTokens,
-    Words,
-)
+from vllm_autoprune.tpdsl.optional_inputs import Instruction, NextLayer, TowerStates, Words
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
 def _unchanged(rows: Tensor) -> Tensor:

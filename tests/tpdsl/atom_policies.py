@@ -14,8 +14,9 @@ from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
 from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
 from vllm_autoprune.tpdsl.atoms.selector_calls import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.source import ReferencePrior, ViewCall
+from vllm_autoprune.tpdsl.optional_inputs import TowerStates
 from vllm_autoprune.tpdsl.registry import ATOMS, Group
-from vllm_autoprune.tpdsl.tokens import Need, TowerStates
+from vllm_autoprune.tpdsl.tokens import Need
 
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
 

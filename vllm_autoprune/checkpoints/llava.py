@@ -23,14 +23,8 @@ from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.tokens import (
-    Grid,
-    Instruction,
-    NextLayer,
-    TowerStates,
-    VisualTokens,
-    Words,
-)
+from vllm_autoprune.tpdsl.optional_inputs import Instruction, NextLayer, TowerStates, Words
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
     from transformers import LlavaConfig, PreTrainedTokenizerBase

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, VisualTokens
+from vllm_autoprune.tpdsl.optional_inputs import Instruction
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Array = npt.NDArray[np.generic]
 

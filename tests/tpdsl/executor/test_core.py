@@ -35,7 +35,7 @@ from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.executor.materialize import core_policy
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.executor.refine import give_core, keep_reference, select_tokens
-from vllm_autoprune.tpdsl.tokens import NextLayer
+from vllm_autoprune.tpdsl.optional_inputs import NextLayer
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,8 +14,8 @@ from vllm_autoprune import Grid, Instruction, VisualTokens, load_state, material
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.refine import keep_evenly, keep_reference
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
+from vllm_autoprune.tpdsl.optional_inputs import NextLayer, TowerStates, Words
 from vllm_autoprune.tpdsl.states.load import shipped_states
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 
 def shapes_alone(device: str, grid: Grid, dtype: torch.dtype) -> VisualTokens:

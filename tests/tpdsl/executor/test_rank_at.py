@@ -22,8 +22,8 @@ from vllm_autoprune.tpdsl.executor.refine import keep_reference
 from vllm_autoprune.tpdsl.executor.state_cost import state_cost
 from vllm_autoprune.tpdsl.executor.transfer import transfer
 from vllm_autoprune.tpdsl.executor.work import Shape
+from vllm_autoprune.tpdsl.optional_inputs import MergerInput, Words
 from vllm_autoprune.tpdsl.states.state import PruningState
-from vllm_autoprune.tpdsl.tokens import MergerInput, Words
 
 IN: dict[str, object] = {"/rank_at": "merger_in"}
 UNCHANGED: dict[str, object] = {"/constraints/selector/q_e": 0}

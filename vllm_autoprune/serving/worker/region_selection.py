@@ -31,15 +31,15 @@ from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, delta_polic
 from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
 from vllm_autoprune.tpdsl.executor.refine import give_core, give_kept, keep_evenly
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import (
+from vllm_autoprune.tpdsl.optional_inputs import (
     Instruction,
     MergerInput,
     NextLayer,
     TowerStates,
-    VisualTokens,
     Words,
 )
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 T = TypeVar("T")
 

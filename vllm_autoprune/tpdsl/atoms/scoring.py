@@ -19,8 +19,9 @@ from vllm_autoprune.ops.centring import map_weight, mean_dissimilarity, scale_to
 from vllm_autoprune.ops.rowwise import pick_confidence
 from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
 from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
+from vllm_autoprune.tpdsl.optional_inputs import Instruction
 from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, AtomCall, OneOf, atom
-from vllm_autoprune.tpdsl.tokens import Instruction, VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 ROUNDS = 5
 """Iterations of k-means in cluster_centroid_representativeness."""

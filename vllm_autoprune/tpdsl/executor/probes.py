@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.tokens import (
-    Grid,
+from vllm_autoprune.tpdsl.optional_inputs import (
     Instruction,
     MergerInput,
     NextLayer,
     TowerStates,
-    VisualTokens,
     Words,
 )
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 _BATCH = 2
 _WIDTH = 32
