@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving.compat import attach, require_vllm, uses_rust_frontend
 from vllm_autoprune.serving.models import BACKBONES, Backbone
+from vllm_autoprune.serving.models.unserved import UNSERVED
 from vllm_autoprune.serving.shared.description import format_summary
 from vllm_autoprune.serving.shared.kv_blocks import attach_kv_blocks
 from vllm_autoprune.serving.shared.metrics_setup import attach_metrics_setup
@@ -129,7 +130,9 @@ def _find_backbone(vllm_config: VllmConfig, problems: list[Problem]) -> tuple[st
         problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
     backbone = BACKBONES.get(architecture)
     if backbone is None:
+        reason = UNSERVED.get(architecture)
         what = f"architecture {architecture!r} has no pruned form"
+        what += "" if reason is None else f": {reason}"
         problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
         return architecture, None
     problems += backbone.problems(model.hf_config)

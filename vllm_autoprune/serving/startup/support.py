@@ -242,9 +242,12 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
     ),
     Support(
-        "Idefics3, SmolVLM, Pixtral", "refused",
-        "their placeholders are split into rows or tiles with text between",
-        ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
+        "Idefics3, SmolVLM, Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4", "refused",
+        "by name, with the reason",
+        (
+            "serving/unit/startup/test_config.py"
+            "::test_a_known_model_is_refused_by_name_and_with_the_reason",
+        ),
     ),
     Support(
         "Rust front end", "refused", "it bypasses Python processors",

@@ -8,6 +8,7 @@ import pytest
 from tests.serving.unit.samples import places, refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.unserved import UNSERVED
 from vllm_autoprune.serving.startup.config import resolve_settings
 
 
@@ -30,6 +31,23 @@ def test_a_model_that_cannot_be_pruned(config: Any, message: str) -> None:
     (problem,) = refusal({"state": "autoprune"}, config)
     assert problem.where == "model"
     assert message in problem.what
+
+
+@pytest.mark.parametrize("architecture", UNSERVED)
+def test_a_known_model_is_refused_by_name_and_with_the_reason(architecture: str) -> None:
+    (problem,) = refusal({"state": "autoprune"}, vllm_config(architecture=architecture))
+    assert (
+        problem.what
+        == f"architecture {architecture!r} has no pruned form: " + (UNSERVED[architecture])
+    )
+    assert "Qwen3VLForConditionalGeneration" in problem.fix
+
+
+def test_every_refused_architecture_is_one_that_vllm_serves() -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    assert set(UNSERVED) <= set(ModelRegistry.get_supported_archs())
+    assert not set(UNSERVED) & set(BACKBONES)
 
 
 def test_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
