@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from benchmarks.minillava.layout import Canvas
@@ -18,6 +17,18 @@ from benchmarks.minillava.questions import Question
 from benchmarks.minillava.render import Scene, normalize_pixels
 from benchmarks.minillava.training.models import Projector
 from benchmarks.minillava.training.scenes import training_scenes
+from benchmarks.minillava.training.sequences import (
+    IGNORED,
+    PADDING,
+    PREFIX,
+    TEXT,
+    UNSCORED,
+    TextSequence,
+    answer_loss,
+    attention_mask,
+    build_sequence,
+    pad_rows,
+)
 from benchmarks.minillava.training.texts import (
     PHRASE_KINDS,
     training_phrases,
@@ -27,11 +38,6 @@ from benchmarks.minillava.training.towers import LossParts
 from benchmarks.minillava.vocabulary import AFTER_IMAGE, BEFORE_IMAGE, END, PAD, token_id
 from benchmarks.minillava.wordings import KINDS
 
-# Values of `LanguageBatch.blocks` for the shared image prefix, and for padding.
-_PREFIX, _PADDING = -1, -2
-_UNSCORED = -1
-_TEXT = -1
-_IGNORED = -100
 TURNS = ("turn 1", "turn 2", "turn 3", "turn 4")
 RECALLED = "recalled"
 EVERY_KIND = (*KINDS, *PHRASE_KINDS, *TURNS, RECALLED)
@@ -113,44 +119,6 @@ def keep_informative_tokens(
     return sorted(list(dict.fromkeys(order))[:budget])
 
 
-@dataclass
-class TextSequence:
-    """One growing sequence of question blocks."""
-
-    start: int
-    texts: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    patches: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-
-    def add(
-        self,
-        block: int,
-        kind: int | None,
-        question: list[int],
-        answer: list[int],
-        patches: Sequence[int] | None = None,
-    ) -> None:
-        """Append a question and its answer to a block; `kind` is None if it is not trained on.
-
-        `patches` has a raster patch for every image token of the question, -1 for its text.
-        """
-        # The label of a position is the token that follows it; the end token is not scored.
-        length = len(question) + len(answer)
-        first = self.start + self.blocks.count(block)
-        labels = [_IGNORED] * len(answer) if kind is None else answer
-        scored = _UNSCORED if kind is None else kind
-        self.texts += question + answer
-        self.labels += [_IGNORED] * (len(question) - 1) + labels + [_IGNORED]
-        self.kinds += [_UNSCORED] * (len(question) - 1) + [scored] * (len(answer) - 1)
-        self.kinds += [_UNSCORED] * 2
-        self.patches += [*(patches or [_TEXT] * len(question)), *[_TEXT] * len(answer)]
-        self.positions += range(first, first + length)
-        self.blocks += [block] * length
-
-
 def language_batch(
     seed: int,
     size: int,
@@ -167,7 +135,7 @@ def language_batch(
     drawn = training_scenes(seed, size, canvas, max_shapes)
     rng = random.Random(seed + 1)
     before = tokenizer.encode(BEFORE_IMAGE).ids
-    start = len(before) + budget
+    start, end = len(before) + budget, token_id(tokenizer, END)
     sequences: list[TextSequence] = []
     kept: list[list[int]] = []
     for scene in drawn.scenes:
@@ -184,23 +152,8 @@ def language_batch(
             chosen, answerable = drop_tokens(rng, asked, budget, canvas.patches)
             questions = [one for one, keep in zip(questions, answerable, strict=True) if keep]
         kept.append(chosen)
-        sequences.append(_build_sequence(tokenizer, questions, start))
+        sequences.append(build_sequence(tokenizer, questions, start, end, EVERY_KIND))
     return pad_batch(drawn.images, kept, before, sequences, token_id(tokenizer, PAD))
-
-
-def _build_sequence(
-    tokenizer: Tokenizer, questions: Sequence[tuple[str, Question]], start: int
-) -> TextSequence:
-    """Tokenise (text, question) pairs into one block each."""
-    end = token_id(tokenizer, END)
-    texts = tokenizer.encode_batch([text for text, _ in questions])
-    answers = tokenizer.encode_batch([f" {question.answer}" for _, question in questions])
-    sequence = TextSequence(start)
-    for block, ((_, question), text, answer) in enumerate(
-        zip(questions, texts, answers, strict=True)
-    ):
-        sequence.add(block, EVERY_KIND.index(question.kind), text.ids, [*answer.ids, end])
-    return sequence
 
 
 def pad_batch(
@@ -211,36 +164,20 @@ def pad_batch(
     pad: int,
 ) -> LanguageBatch:
     """Pad sequences on the right to the longest, and put the shared prefix in front."""
-    longest = max(len(sequence.texts) for sequence in sequences)
     size, start = len(sequences), sequences[0].start
-
-    def padded(rows: list[list[int]], fill: int) -> Tensor:
-        return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
-
-    positions = padded([sequence.positions for sequence in sequences], 0)
-    blocks = padded([sequence.blocks for sequence in sequences], _PADDING)
+    positions = pad_rows([sequence.positions for sequence in sequences], 0)
+    blocks = pad_rows([sequence.blocks for sequence in sequences], PADDING)
     return LanguageBatch(
         values=normalize_pixels(images),
         kept=torch.tensor(kept),
         before=torch.tensor(before),
-        texts=padded([sequence.texts for sequence in sequences], pad),
-        labels=padded([sequence.labels for sequence in sequences], _IGNORED),
-        kinds=padded([sequence.kinds for sequence in sequences], _UNSCORED),
-        patches=padded([sequence.patches for sequence in sequences], _TEXT),
+        texts=pad_rows([sequence.texts for sequence in sequences], pad),
+        labels=pad_rows([sequence.labels for sequence in sequences], IGNORED),
+        kinds=pad_rows([sequence.kinds for sequence in sequences], UNSCORED),
+        patches=pad_rows([sequence.patches for sequence in sequences], TEXT),
         positions=torch.cat((torch.arange(start).expand(size, start), positions), 1),
-        blocks=torch.cat((torch.full((size, start), _PREFIX), blocks), 1),
+        blocks=torch.cat((torch.full((size, start), PREFIX), blocks), 1),
     )
-
-
-def _attention_mask(blocks: Tensor) -> Tensor:
-    """Additive bf16 mask (B, 1, T, T): a token sees the prefix and the past of its own block."""
-    length = blocks.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    same = blocks[:, :, None] == blocks[:, None, :]
-    prefix = (blocks == _PREFIX)[:, None, :]
-    allowed = (same | prefix) & causal
-    mask = torch.zeros(allowed.shape, dtype=torch.bfloat16).masked_fill_(~allowed, -1e9)
-    return mask[:, None]
 
 
 def language_loss(
@@ -262,19 +199,10 @@ def language_loss(
         )
     hidden = model.model(
         inputs_embeds=torch.cat((before, image, texts), 1),
-        attention_mask=_attention_mask(batch.blocks),
+        attention_mask=attention_mask(batch.blocks, torch.bfloat16),
         position_ids=batch.positions,
         use_cache=False,
     ).last_hidden_state
     hidden = hidden[:, -batch.texts.shape[1] :]
-    labelled = batch.labels >= 0
-    logits = model.lm_head(hidden[labelled]).float()
-    expected, kinds = batch.labels[labelled], batch.kinds[labelled]
-    loss = F.cross_entropy(logits, expected)
-    right = (logits.detach().argmax(-1) == expected).float()
-    parts = {"loss": float(loss.detach())}
-    for number, kind in enumerate(EVERY_KIND):
-        of_kind = kinds == number
-        if of_kind.any():
-            parts[kind] = float(right[of_kind].mean())
-    return loss, parts
+    loss, accuracies = answer_loss(model.lm_head, hidden, batch.labels, batch.kinds, EVERY_KIND)
+    return loss, {"loss": float(loss.detach())} | accuracies

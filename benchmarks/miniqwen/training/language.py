@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -13,9 +13,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3VLForConditionalGeneration
 
-from benchmarks.minillava.questions import Question
 from benchmarks.minillava.render import Scene
 from benchmarks.minillava.training.language import drop_tokens
+from benchmarks.minillava.training.sequences import (
+    IGNORED,
+    PADDING,
+    PREFIX,
+    UNSCORED,
+    TextSequence,
+    answer_loss,
+    attention_mask,
+    build_sequence,
+    pad_rows,
+)
 from benchmarks.minillava.training.towers import LossParts
 from benchmarks.minillava.vocabulary import token_id
 from benchmarks.miniqwen.pages import Number, Page, Word
@@ -31,10 +41,6 @@ from benchmarks.miniqwen.training.texts import (
 )
 from benchmarks.miniqwen.vocabulary import AFTER_IMAGE, BEFORE_IMAGE, END, PAD
 
-# Values of `LanguageBatch.blocks` for the shared image prefix, and for padding.
-_PREFIX, _PADDING = -1, -2
-_UNSCORED = -1
-_IGNORED = -100
 _PHRASE = " {question}"
 _NAMING_WEIGHT = 0.3
 
@@ -84,27 +90,6 @@ def keep_informative_tokens(
     return sorted(list(dict.fromkeys(order))[:budget])
 
 
-@dataclass
-class _Sequence:
-    """One growing sequence of question blocks, the first of which starts at position `start`."""
-
-    start: int
-    texts: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-
-    def add(self, block: int, kind: int, question: list[int], answer: list[int]) -> None:
-        # The label of a position is the token that follows it; the end token is not scored.
-        self.texts += question + answer
-        self.labels += [_IGNORED] * (len(question) - 1) + answer + [_IGNORED]
-        self.kinds += [_UNSCORED] * (len(question) - 1) + [kind] * (len(answer) - 1)
-        self.kinds += [_UNSCORED] * 2
-        self.positions += range(self.start, self.start + len(question) + len(answer))
-        self.blocks += [block] * (len(question) + len(answer))
-
-
 def language_batch(
     seed: int,
     tokenizer: Tokenizer,
@@ -124,9 +109,9 @@ def language_batch(
     weights = QUESTION_WEIGHTS if questions else PHRASE_WEIGHTS
     between, template = split_template()
     before, after = tokenizer.encode(BEFORE_IMAGE).ids, tokenizer.encode(between).ids
-    seen = view.seen
+    seen, end = view.seen, token_id(tokenizer, END)
     start = len(before) + max(seen.rows, seen.columns) + len(after)
-    sequences: list[_Sequence] = []
+    sequences: list[TextSequence] = []
     kept: list[list[int]] = []
     for content in pictures.contents:
         texts = [
@@ -142,7 +127,7 @@ def language_batch(
             chosen, answerable = drop_tokens(rng, asked, budget, seen.tokens)
             texts = [one for one, keep in zip(texts, answerable, strict=True) if keep]
         kept.append(chosen)
-        sequences.append(_build_sequence(tokenizer, texts, start))
+        sequences.append(build_sequence(tokenizer, texts, start, end, TRAINED_KINDS))
     names = name_tokens(tokenizer, pictures.labels)
     pad = token_id(tokenizer, PAD)
     return _pad_batch(torch.tensor(kept), before, after, seen, sequences, pad, names)
@@ -154,66 +139,35 @@ def split_template() -> tuple[str, str]:
     return between, "{question}" + rest
 
 
-def _build_sequence(
-    tokenizer: Tokenizer, questions: Sequence[tuple[str, Question]], start: int
-) -> _Sequence:
-    """Tokenise (text, question) pairs into one block each."""
-    end = token_id(tokenizer, END)
-    texts = tokenizer.encode_batch([text for text, _ in questions])
-    answers = tokenizer.encode_batch([f" {question.answer}" for _, question in questions])
-    sequence = _Sequence(start)
-    for block, ((_, question), text, answer) in enumerate(
-        zip(questions, texts, answers, strict=True)
-    ):
-        sequence.add(block, TRAINED_KINDS.index(question.kind), text.ids, [*answer.ids, end])
-    return sequence
-
-
 def _pad_batch(
     kept: Tensor,
     before: list[int],
     after: list[int],
     seen: Size,
-    sequences: Sequence[_Sequence],
+    sequences: Sequence[TextSequence],
     pad: int,
     names: Tensor,
 ) -> LanguageBatch:
     """Pad sequences on the right to the longest, and put the shared prefix in front."""
-    longest = max(1, *(len(sequence.texts) for sequence in sequences))
-    count = len(sequences)
-
-    def padded(rows: list[list[int]], fill: int) -> Tensor:
-        return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
-
-    first = len(before)
+    count, first = len(sequences), len(before)
     image = torch.stack((torch.full_like(kept, 0), kept // seen.columns, kept % seen.columns))
-    text = padded([sequence.positions for sequence in sequences], 0)
+    text = pad_rows([sequence.positions for sequence in sequences], 0)
     lead = torch.arange(first).expand(3, count, -1)
     between = sequences[0].start - len(after) + torch.arange(len(after))
     positions = [lead, image + first, between.expand(3, count, -1), text.expand(3, -1, -1)]
-    prefix = torch.full((count, first + kept.shape[1] + len(after)), _PREFIX)
-    blocks = padded([sequence.blocks for sequence in sequences], _PADDING)
+    prefix = torch.full((count, first + kept.shape[1] + len(after)), PREFIX)
+    blocks = pad_rows([sequence.blocks for sequence in sequences], PADDING)
     return LanguageBatch(
         before=torch.tensor(before),
         after=torch.tensor(after),
         kept=kept,
-        texts=padded([sequence.texts for sequence in sequences], pad),
-        labels=padded([sequence.labels for sequence in sequences], _IGNORED),
-        kinds=padded([sequence.kinds for sequence in sequences], _UNSCORED),
+        texts=pad_rows([sequence.texts for sequence in sequences], pad),
+        labels=pad_rows([sequence.labels for sequence in sequences], IGNORED),
+        kinds=pad_rows([sequence.kinds for sequence in sequences], UNSCORED),
         positions=torch.cat(positions, 2),
         blocks=torch.cat((prefix, blocks), 1),
         names=names,
     )
-
-
-def _attention_mask(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask (B, 1, T, T): a token sees the prefix and the past of its own block."""
-    length = blocks.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    same = blocks[:, :, None] == blocks[:, None, :]
-    prefix = (blocks == _PREFIX)[:, None, :]
-    allowed = (same | prefix) & causal
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -1e9)[:, None]
 
 
 def language_states(
@@ -235,7 +189,7 @@ def language_states(
     first, length = before.shape[1], hidden.shape[1]
     behind = length - first - batch.kept.shape[1]
     angles = language.rotary_emb(hidden, batch.positions)
-    mask = _attention_mask(batch.blocks, hidden.dtype)
+    mask = attention_mask(batch.blocks, hidden.dtype)
     for number, layer in enumerate(language.layers):
         hidden = layer(hidden, position_embeddings=angles, attention_mask=mask)
         if number < len(levels):
@@ -265,18 +219,10 @@ def language_loss(
     Kinds end in the divisor of the view, or in "dropped" where tokens are dropped.
     """
     hidden, image = language_states(model, batch, pictures, view.seen)
-    labelled = batch.labels >= 0
-    logits = model.lm_head(hidden[labelled]).float()
-    expected, kinds = batch.labels[labelled], batch.kinds[labelled]
-    loss = F.cross_entropy(logits, expected)
-    right = (logits.detach().argmax(-1) == expected).float()
-    naming = naming_loss(image, model.model.language_model.embed_tokens.weight, batch.names)
-    parts = {"loss": float(loss.detach()), "naming": float(naming.detach())}
-    loss = loss + _NAMING_WEIGHT * naming
     dropped = batch.kept.shape[1] < view.seen.tokens
     suffix = "dropped" if dropped else str(view.divisor)
-    for number, kind in enumerate(TRAINED_KINDS):
-        of_kind = kinds == number
-        if of_kind.any():
-            parts[f"{kind}/{suffix}"] = float(right[of_kind].mean())
-    return loss, parts
+    names = [f"{kind}/{suffix}" for kind in TRAINED_KINDS]
+    loss, accuracies = answer_loss(model.lm_head, hidden, batch.labels, batch.kinds, names)
+    naming = naming_loss(image, model.model.language_model.embed_tokens.weight, batch.names)
+    parts = {"loss": float(loss.detach()), "naming": float(naming.detach())}
+    return loss + _NAMING_WEIGHT * naming, parts | accuracies

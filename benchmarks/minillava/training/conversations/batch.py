@@ -21,11 +21,11 @@ from benchmarks.minillava.training.language import (
     RECALLED,
     TURNS,
     LanguageBatch,
-    TextSequence,
     drop_tokens,
     pad_batch,
 )
 from benchmarks.minillava.training.scenes import training_scenes
+from benchmarks.minillava.training.sequences import TextSequence
 from benchmarks.minillava.training.texts import training_questions
 from benchmarks.minillava.vocabulary import (
     AFTER_IMAGE,
