@@ -4,7 +4,7 @@ An image takes K places in the cache but costs the encoder N tokens. Counted as 
 encode many times the images that its budget is meant for, and everyone who is decoding waits.
 Counted as N, waits are as in stock vLLM, and a burst of images is prefilled in more steps. An
 operator chooses by ``--ec-manager-config``. Memory is bounded either way
-(:func:`vllm_autoprune.serving.compat.bound_encoder_calls`).
+(:func:`vllm_autoprune.serving.compat.worker.bound_encoder_calls`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from tests.serving.unit import samples
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.compat import api, worker
 from vllm_autoprune.serving.startup import activation, config
 
 
@@ -33,14 +34,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
         compat, "register_model", lambda *arguments: record.models.append(arguments)
     )
     monkeypatch.setattr(
-        compat,
+        api,
         "register_renderer",
         lambda *arguments: record.renderers.append(arguments),
     )
-    monkeypatch.setattr(compat, "request_positions_on_cpu", lambda: None)
+    monkeypatch.setattr(worker, "request_positions_on_cpu", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
-    monkeypatch.setattr(compat, "refuse_sleep", lambda reason: None)
-    monkeypatch.setattr(compat, "check_requests", lambda check: None)
+    monkeypatch.setattr(worker, "refuse_sleep", lambda reason: None)
+    monkeypatch.setattr(api, "check_requests", lambda check: None)
     # Hooks have their own test; checking them here would import many vLLM modules.
     monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)

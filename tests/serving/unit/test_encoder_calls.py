@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_autoprune.serving import compat
+from vllm_autoprune.serving.compat import worker
 from vllm_autoprune.serving.models.vision import group_by_tokens
 
 BOUND = 100
@@ -58,7 +58,7 @@ def first_calls(model: object, features: dict[str, list[int | None]]) -> list[di
     output: Any = SimpleNamespace(
         scheduled_encoder_inputs=scheduled, free_encoder_mm_hashes=["freed"]
     )
-    outputs = compat._wrap_encoder_v1(stock)(first_runner(model, features), output)
+    outputs = worker._wrap_encoder_v1(stock)(first_runner(model, features), output)
     assert outputs == [f"{name}{i}" for name, inputs in scheduled.items() for i in inputs]
     assert output.scheduled_encoder_inputs is scheduled
     return calls
@@ -94,5 +94,5 @@ def test_runner_v2_is_given_one_group_after_another(model: object, groups: Any) 
         return list(calls[-1])
 
     runner: Any = SimpleNamespace(model=model)
-    assert compat._wrap_encoder_v2(stock)(runner, items) == [60, 30, 30, 150]
+    assert worker._wrap_encoder_v2(stock)(runner, items) == [60, 30, 30, 150]
     assert calls == (groups if isinstance(groups, list) else [[60, 30, 30, 150]])

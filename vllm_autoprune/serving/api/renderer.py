@@ -13,7 +13,7 @@ from vllm_autoprune.serving.api.instruction import extract_details, extract_inst
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt, RecallTurn
-from vllm_autoprune.serving.compat import allow_mm_kwarg
+from vllm_autoprune.serving.compat.api import allow_mm_kwarg
 from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:

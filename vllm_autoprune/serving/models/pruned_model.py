@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.utils import group_and_batch_mm_items
 
-from vllm_autoprune.serving.compat import (
+from vllm_autoprune.serving.compat.worker import (
     Encode,
     bound_encoder_calls,
     clear_with_worker_caches,

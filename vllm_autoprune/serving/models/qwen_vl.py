@@ -17,7 +17,7 @@ from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
 from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.compat import UNCHANGED_DELTA, keep_deltas, request_positions
+from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, keep_deltas, request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.models.qwen_vision import QwenVision
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount

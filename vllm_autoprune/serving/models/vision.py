@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
-from vllm_autoprune.serving.compat import Encode, embed_without_lora
+from vllm_autoprune.serving.compat.worker import Encode, embed_without_lora
 from vllm_autoprune.serving.shared.plan import NO_KEY, Key
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache

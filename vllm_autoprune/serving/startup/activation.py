@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, misplaced_fields
+from vllm_autoprune.serving.compat import api, worker
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared import repeated_images
 from vllm_autoprune.serving.shared.served_state import served_state
@@ -29,12 +30,12 @@ def activate(architecture: str) -> None:
     backbone = BACKBONES[architecture]
     compat.register_model(architecture, backbone.model)
     if backbone.mrope:
-        compat.request_positions_on_cpu()
+        worker.request_positions_on_cpu()
     engine_requests.watch_requests()
-    compat.check_requests(misplaced_fields.check_request)
+    api.check_requests(misplaced_fields.check_request)
     repeated_images.restore_repeated_tensors()
-    compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    compat.refuse_sleep(sleep_problem)
+    api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
+    worker.refuse_sleep(sleep_problem)
 
 
 class Activation:

@@ -10,7 +10,7 @@ import pytest
 from tests.serving.unit.samples import served
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.misplaced_fields import check_request, find_misplaced_field
-from vllm_autoprune.serving.compat import _wrap_preprocess
+from vllm_autoprune.serving.compat.api import _wrap_preprocess
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
 

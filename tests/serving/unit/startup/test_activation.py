@@ -11,7 +11,7 @@ import pytest
 
 from tests.serving.unit.conftest import Registered
 from tests.serving.unit.samples import LLAVA, served, vllm_config
-from vllm_autoprune.serving import compat
+from vllm_autoprune.serving.compat import worker
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.serving.startup import activation
 from vllm_autoprune.serving.startup.activation import sleep_problem
@@ -65,7 +65,7 @@ def test_sleep_is_refused_before_the_engine_is_paused(monkeypatch: pytest.Monkey
 
     monkeypatch.undo()  # this test needs the real shim
     monkeypatch.setattr(EngineCore, "sleep", stock)
-    compat.refuse_sleep(sleep_problem)
+    worker.refuse_sleep(sleep_problem)
     engine: Any = EngineCore.__new__(EngineCore)
     engine.vllm_config = SimpleNamespace(model_config=config(TOWER))
     with pytest.raises(ValueError, match=r"--autoprune-text-tower.*use level 1"):

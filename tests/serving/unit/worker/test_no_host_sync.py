@@ -219,7 +219,7 @@ def test_attention_of_towers_with_and_without_cls() -> None:
 @pytest.mark.compat
 def test_positions_of_kept_tokens() -> None:
     """As Model Runner V2 asks for them: token ids and positions lie on the device."""
-    from vllm_autoprune.serving.compat import UNCHANGED_DELTA
+    from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA
     from vllm_autoprune.serving.models.qwen_vision import QwenVision
     from vllm_autoprune.serving.models.qwen_vl import PrunedQwen
 

