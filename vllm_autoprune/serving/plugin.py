@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 DISABLE = "VLLM_AUTOPRUNE_DISABLE"
 """Set to 1 to keep the plugin out of a process altogether."""
@@ -24,8 +25,9 @@ def disabled() -> bool:
 def register() -> None:
     """Called by vLLM in every process, possibly more than once (``vllm.general_plugins``).
 
-    Two wrappers, neither of which does anything until a state is given: one adds the flags to
-    vLLM's parser, one takes our settings out of ``additional_config`` before vLLM hashes it.
+    Three wrappers, none of which does anything until a state is given: one adds the flags to vLLM's
+    parser, one puts their settings on the model config, and one checks them, and takes them out of
+    ``additional_config`` before vLLM hashes it.
     """
     if disabled():
         return
@@ -36,7 +38,19 @@ def register() -> None:
     from vllm_autoprune.serving.startup.flags import wrap_add_cli_args
 
     wrap(EngineArgs, "add_cli_args", wrap_add_cli_args)
+    wrap(EngineArgs, "create_model_config", _with_settings)
     wrap(VllmConfig, "try_verify_and_update_config", _with_state)
+
+
+def _with_settings(create: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
+    def create_with_settings(self: EngineArgs, *args: object, **named: object) -> ModelConfig:
+        from vllm_autoprune.serving.startup.config import attach_settings
+
+        model_config = create(self, *args, **named)
+        attach_settings(model_config, self.additional_config)
+        return model_config
+
+    return create_with_settings
 
 
 def _with_state(verify: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:

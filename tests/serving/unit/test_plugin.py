@@ -22,7 +22,11 @@ from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.startup.activation import activate
 
 def hooks():
-    owners = ((EngineArgs, "add_cli_args"), (VllmConfig, "try_verify_and_update_config"))
+    owners = (
+        (EngineArgs, "add_cli_args"),
+        (EngineArgs, "create_model_config"),
+        (VllmConfig, "try_verify_and_update_config"),
+    )
     return [id(owner.__dict__[name]) for owner, name in owners]
 
 def served_by():

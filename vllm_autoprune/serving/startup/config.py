@@ -8,7 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
-from vllm_autoprune.serving.compat import attach, require_vllm, uses_rust_frontend
+from vllm_autoprune.serving.compat import (
+    attach,
+    get_attachment,
+    require_vllm,
+    uses_rust_frontend,
+)
 from vllm_autoprune.serving.models import BACKBONES, Backbone
 from vllm_autoprune.serving.models.unserved import UNSERVED
 from vllm_autoprune.serving.shared.description import format_summary
@@ -45,25 +50,35 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.autoprune")
 
+_SETTINGS = "autoprune_settings"
+"""Attribute of a model config with settings that are not applied yet."""
+
+
+def attach_settings(model_config: ModelConfig, additional: object) -> None:
+    """Put the plugin's settings, if ``additional_config`` has any, on a new model config.
+
+    ``vllm launch render`` makes a config of the model alone, without ``additional_config``.
+    """
+    if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
+        attach(model_config, _SETTINGS, dict(additional))
+
 
 def apply_settings(vllm_config: VllmConfig) -> None:
-    """Move the plugin's settings from ``additional_config`` to the model config, checked.
+    """Apply the plugin's settings from ``additional_config``, or from the model config, checked.
 
     Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
     command line the process ends with that message alone instead of a traceback.
     """
-    additional = vllm_config.additional_config
-    if vllm_config.model_config is None or not isinstance(additional, Mapping):
+    if vllm_config.model_config is None:
         return
-    if SETTINGS_KEY not in additional:
+    found = _take_settings(vllm_config)
+    if SETTINGS_KEY not in found:
         return
-    settings = additional[SETTINGS_KEY]
-    # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
-    vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
+    settings = found[SETTINGS_KEY]
     try:
         require_vllm()
         served = resolve_settings(settings, vllm_config)
@@ -77,6 +92,19 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     attach_metrics_setup(vllm_config)
     attach_kv_blocks(vllm_config)
     logger.info("%s", format_summary(served))
+
+
+def _take_settings(vllm_config: VllmConfig) -> Mapping[str, object]:
+    """The settings under their key, if there are any to apply; removed from where they were."""
+    attached = get_attachment(vllm_config.model_config, _SETTINGS)
+    if attached is not None:
+        attach(vllm_config.model_config, _SETTINGS, None)
+    additional = vllm_config.additional_config
+    if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
+        # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
+        vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
+        return additional
+    return attached if isinstance(attached, Mapping) else {}
 
 
 def resolve_settings(settings: object, vllm_config: VllmConfig) -> ServedState:

@@ -39,7 +39,11 @@ _QWEN = (
 )
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("vllm.engine.arg_utils", ("EngineArgs.add_cli_args",), "plugin: the flags"),
+    Hook(
+        "vllm.engine.arg_utils",
+        ("EngineArgs.add_cli_args", "EngineArgs.create_model_config"),
+        "plugin: the flags",
+    ),
     Hook(
         "vllm.config",
         (

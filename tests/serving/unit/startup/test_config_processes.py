@@ -12,7 +12,7 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.shared.served_state import served_state
 from vllm_autoprune.serving.startup import config as config_module
-from vllm_autoprune.serving.startup.config import apply_settings
+from vllm_autoprune.serving.startup.config import apply_settings, attach_settings
 
 
 def test_settings_are_moved_to_the_model_config(
@@ -31,6 +31,21 @@ def test_settings_are_moved_to_the_model_config(
     assert served.state.digest[:12] in record.getMessage()
 
 
+def test_settings_reach_a_config_of_the_model_alone(registered: Registered) -> None:
+    """``vllm launch render`` makes one, and leaves ``additional_config`` out."""
+    config = vllm_config()
+    config.additional_config = {}
+    settings = {"state": "autoprune", "budget": 16}
+    attach_settings(config.model_config, {"autoprune": settings})
+    apply_settings(config)
+    served = served_state(config.model_config)
+    assert served is not None and served.budget == 16
+    # vLLM verifies some configs of one model more than once.
+    config.model_config.architecture = "Unknown"
+    apply_settings(config)
+    assert served_state(config.model_config) is served
+
+
 @pytest.mark.parametrize("additional", [{"theirs": 1}, {}, "opaque"], ids=repr)
 def test_without_settings_the_config_is_unchanged(
     registered: Registered, additional: object
@@ -38,6 +53,7 @@ def test_without_settings_the_config_is_unchanged(
     config = vllm_config()
     config.additional_config = additional
     attributes = dict(vars(config.model_config))
+    attach_settings(config.model_config, additional)
     apply_settings(config)
     assert config.additional_config is additional
     assert vars(config.model_config) == attributes

@@ -20,6 +20,8 @@ from vllm_autoprune.serving.startup.hooks import HOOKS, Hook, find_missing_names
 LOOKED_AT: Mapping[str, str] = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "flags of vLLM's own came; ours are added "
     "to what it returns",
+    "vllm.engine.arg_utils.EngineArgs.create_model_config": "one more field is set; ours is added "
+    "to what it returns",
     "vllm.v1.core.encoder_cache_manager.EncoderCacheManager.allocate": "references of a request "
     "are counted by image as well; what is allocated, and when it is asked, are what they were",
     "vllm.renderers.hf.HfRenderer.render_messages": "prompt embeddings that the chat template "
