@@ -120,10 +120,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def command(model: str | Path, port: int, flags: Sequence[str] = ()) -> list[str]:
-    """The command line of a small local server, run by this interpreter's vLLM."""
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    return [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+def command(
+    model: str | Path,
+    port: int,
+    flags: Sequence[str] = (),
+    vllm: Path | None = None,
+    subcommand: Sequence[str] = ("serve",),
+) -> list[str]:
+    """The command line of a small local server, run by ``vllm``, or by this interpreter's."""
+    vllm = vllm or Path(sys.executable).with_name("vllm")
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    return [str(vllm), *subcommand, str(model), *where, *flags]
 
 
 def run_engine(module: str, *arguments: str | Path, log: Path) -> str:
@@ -154,8 +161,12 @@ def serve(
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
     patience: float = 300.0,
+    vllm: Path | None = None,
+    subcommand: Sequence[str] = ("serve",),
 ) -> Iterator[Server]:
     """Serve ``model`` until the block ends, however it ends.
+
+    ``vllm``: the command of another environment; ``subcommand``: its words before the model.
 
     The server gets a process group of its own, which is ended as a whole; on Linux it is
     also ended when this process is killed (which vLLM ignores while it starts).
@@ -168,7 +179,7 @@ def serve(
             log = Path(folder) / "server.log"
         out = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
-            command(model, port, flags),
+            command(model, port, flags, vllm, subcommand),
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

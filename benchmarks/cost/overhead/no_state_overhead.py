@@ -1,4 +1,4 @@
-"""The plugin without a state against vLLM without the plugin, and that against itself.
+"""The plugin without a state against an environment without the plugin, and that against itself.
 
 The three servers run side by side and get every request in turn, so that whatever slows the machine
 slows all of them; the second stock server shows the size of the noise.
@@ -7,99 +7,166 @@ slows all of them; the second stock server shows the size of the noise.
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
+from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section, Table, format_excess, format_spread
+from benchmarks.cost.overhead.bare_environment import build_bare_environment
 from benchmarks.cost.overhead.settings import Settings, build_request, image_url
 from benchmarks.cost.overhead.ttft import Timing
 from benchmarks.server import Server, serve
-from vllm_autoprune.serving.plugin import DISABLE
-from vllm_autoprune.statistics import Estimate, ratio_of_medians, spread, within
+from vllm_autoprune.statistics import Estimate, ratio_of_medians, spread, verdict_of, within
 
-SERVERS: Mapping[str, Mapping[str, str]] = {
-    "stock": {DISABLE: "1"},
-    "plugin": {DISABLE: "0"},
-    "stock again": {DISABLE: "1"},
-}
-REQUESTS = ("text", "image")
-TOKENS, SIDE = 8, 168
+SERVERS = ("stock", "plugin", "stock again")
+"""``plugin`` has it installed; the environment of the others does not."""
+
+REQUESTS: Mapping[str, int] = {"text": 1, "image": 1, "8 images at once": 8}
+"""Kinds of requests, and how many are sent together."""
+
+TOKENS, SIDE, COMPARED = 8, 168, 20
 LOW, HIGH = 0.99, 1.01
 
 Times = dict[str, dict[str, list[list[float]]]]
-"""Seconds of whole requests by kind of request and server, one row a round."""
-
-
-def measure(settings: Settings) -> Section:
-    """Two sets of servers, started in opposite order."""
-    turns, rounds = (1, 40) if settings.quick else (2, 200)
-    totals, firsts = _empty(), _empty()
-    by_set: list[dict[str, float]] = []
-    for turn in range(turns):
-        names = list(SERVERS) if turn % 2 == 0 else list(SERVERS)[::-1]
-        with contextlib.ExitStack() as stack:
-            running = {name: stack.enter_context(_serve(settings, name)) for name in names}
-            _send_rounds(running, turn, rounds, totals, firsts)
-        part = slice(turn * rounds, None)
-        by_set.append({kind: _ratio(totals, kind, "plugin", part).value for kind in REQUESTS})
-    return build_section(totals, firsts, by_set)
+"""Seconds by kind of request and server, one row a round."""
 
 
 def _empty() -> Times:
     return {kind: {name: [] for name in SERVERS} for kind in REQUESTS}
 
 
+@dataclass
+class Measured:
+    """All values of a run."""
+
+    totals: Times = field(default_factory=_empty)
+    """Until the last answer of those sent together has ended."""
+    processor: Times = field(default_factory=_empty)
+    """Processor time of the server meanwhile."""
+    differing: list[str] = field(default_factory=list)
+    """Requests whose answers are not the same bytes on all servers."""
+    compared: int = 0
+    by_set: list[dict[str, float]] = field(default_factory=list)
+    """Ratios of whole requests, plugin to stock, of each set of servers alone."""
+
+
+def measure(settings: Settings) -> Section:
+    """Two sets of servers, started in opposite order."""
+    turns, rounds = (1, 40) if settings.quick else (2, 200)
+    measured = Measured()
+    with tempfile.TemporaryDirectory(prefix="bare-") as folder:
+        bare = build_bare_environment(Path(folder))
+        for turn in range(turns):
+            names = SERVERS if turn % 2 == 0 else SERVERS[::-1]
+            with contextlib.ExitStack() as stack:
+                running = {
+                    name: stack.enter_context(_serve(settings, name, bare)) for name in names
+                }
+                _compare_answers(running, turn, measured)
+                _send_rounds(running, turn, rounds, measured)
+            part = slice(turn * rounds, None)
+            measured.by_set.append(
+                {kind: _ratio(measured.totals, kind, "plugin", part).value for kind in REQUESTS}
+            )
+    return build_section(measured)
+
+
 @contextlib.contextmanager
-def _serve(settings: Settings, name: str) -> Iterator[Server]:
+def _serve(settings: Settings, name: str, bare: Path) -> Iterator[Server]:
     log_progress(f"inert: start {name}")
     flags = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048",
              "--no-enable-prefix-caching", "--mm-processor-cache-gb", "0")  # fmt: skip
     log = settings.log(f"inert-{name.replace(' ', '-')}")
-    with serve(settings.model, *flags, env=SERVERS[name], log=log) as server:
+    stock = name != "plugin"
+    with serve(
+        settings.model,
+        *flags,
+        env={"PYTHONPATH": ""} if stock else None,
+        log=log,
+        vllm=bare if stock else None,
+    ) as server:
         yield server
 
 
-def _send_rounds(
-    running: Mapping[str, Server], turn: int, rounds: int, totals: Times, firsts: Times
-) -> None:
-    numbers, names, warm_up = count(turn * 100_000), list(SERVERS), 20
+def _compare_answers(running: Mapping[str, Server], turn: int, measured: Measured) -> None:
+    for at in range(COMPARED):
+        url = image_url(turn * COMPARED + at, SIDE, SIDE) if at % 2 else None
+        text = f"Which shape is number {at} of {turn}?"
+        answers = {_answer(server, text, url) for server in running.values()}
+        measured.compared += 1
+        if len(answers) > 1:
+            measured.differing.append(f"{'image' if url else 'text'} {turn}/{at}")
+
+
+def _answer(server: Server, text: str, url: str | None) -> str:
+    """The body of an answer with log-probabilities, without what names the request."""
+    request = json.loads(build_request(server.model, text, url, tokens=TOKENS))
+    request.pop("stream_options", None)
+    status, answer = server.post(
+        "/v1/chat/completions", {**request, "stream": False, "logprobs": True, "top_logprobs": 5}
+    )
+    if status != 200:
+        raise BenchmarkError(f"{status}: {answer}")
+    return json.dumps({k: v for k, v in answer.items() if k not in ("id", "created")})
+
+
+def _send_rounds(running: Mapping[str, Server], turn: int, rounds: int, measured: Measured) -> None:
+    numbers, warm_up = count(turn * 1_000_000), 20
     for i in range(warm_up + rounds):
         if i % 50 == 0:
             log_progress(f"inert: round {i} of {warm_up + rounds}")
-        order = names[i % 3 :] + names[: i % 3]
-        for kind in REQUESTS:
-            number = next(numbers)
-            url = image_url(number, SIDE, SIDE) if kind == "image" else None
-            text = f"What is number {number} in the picture? Say it again: {number}."
+        order = SERVERS[i % 3 :] + SERVERS[: i % 3]
+        for kind, together in REQUESTS.items():
+            sent = [next(numbers) for _ in range(together)]
             for name in order if i % 2 == 0 else reversed(order):
                 server = running[name]
-                body = build_request(server.model, text, url, tokens=TOKENS)
-                (record,) = Client(server.url).send_together([body])
-                timing = Timing.of(record)
+                bodies = [_build_body(server, kind, number) for number in sent]
+                before = server.processor_seconds()
+                records = Client(server.url).send_together(bodies)
+                spent = server.processor_seconds() - before
                 if i >= warm_up:
-                    totals[kind][name].append([timing.total])
-                    firsts[kind][name].append([timing.ttft])
+                    total = max(Timing.of(record).total for record in records)
+                    measured.totals[kind][name].append([total])
+                    measured.processor[kind][name].append([spent])
+
+
+def _build_body(server: Server, kind: str, number: int) -> bytes:
+    url = None if kind == "text" else image_url(number, SIDE, SIDE)
+    text = f"What is number {number} in the picture? Say it again: {number}."
+    return build_request(server.model, text, url, tokens=TOKENS)
 
 
 def _ratio(times: Times, kind: str, name: str, part: slice = slice(None)) -> Estimate:
     return ratio_of_medians(times[kind][name][part], times[kind]["stock"][part])
 
 
-def build_section(totals: Times, firsts: Times, by_set: list[dict[str, float]]) -> Section:
-    """Claims and figures; ``by_set``: the ratios of each set of servers alone."""
-    claims = []
-    for what, times in (("whole request", totals), ("TTFT", firsts)):
+def build_section(measured: Measured) -> Section:
+    """Claims and figures."""
+    equal = measured.compared - len(measured.differing)
+    claims = [
+        Claim(
+            "plugin installed, no state: answers with their log-probabilities are the same bytes",
+            f"{equal} of {measured.compared}",
+            verdict_of(not measured.differing and measured.compared > 0),
+        )
+    ]
+    parts = (("time, and so requests/s", measured.totals), ("processor time", measured.processor))
+    for what, times in parts:
         for kind in REQUESTS:
             ratio = _ratio(times, kind, "plugin")
             noise = format_excess(_ratio(times, kind, "stock again"))
-            promise = f"plugin installed, no state, {kind} request, {what}: within 1 % of stock"
-            measured = f"{format_excess(ratio)}; stock against stock: {noise}"
-            claims.append(Claim(promise, measured, within(ratio, LOW, HIGH)))
+            promise = f"plugin installed, no state, {kind}, {what}: within 1 % of stock"
+            text = f"{format_excess(ratio)}; stock against stock: {noise}"
+            claims.append(Claim(promise, text, within(ratio, LOW, HIGH)))
     rows = [
-        (kind, name, *(format_spread(spread([v for row in t[kind][name] for v in row]))
-                       for t in (totals, firsts)))
+        (kind, name, *(format_spread(spread([v for row in times[kind][name] for v in row]))
+                       for _, times in parts))
         for kind in REQUESTS
         for name in SERVERS
     ]  # fmt: skip
@@ -107,20 +174,24 @@ def build_section(totals: Times, firsts: Times, by_set: list[dict[str, float]]) 
         name="inert",
         title="The plugin without a state",
         setup=[
-            f"mini-LLaVA, one request at a time, {TOKENS} tokens each, caches off",
+            f"mini-LLaVA, {TOKENS} tokens an answer, caches off; stock is an environment without "
+            "the plugin, otherwise the same",
             "three servers side by side, every request to each of them in rotating order; sets of "
             "servers started anew, one after the other: ratios "
             + "; ".join(
-                ", ".join(f"{k} {100 * (r - 1):+.1f} %" for k, r in one.items()) for one in by_set
+                ", ".join(f"{k} {100 * (r - 1):+.1f} %" for k, r in one.items())
+                for one in measured.by_set
             ),
+            "processor time is that of the API server and the worker; the engine core between "
+            "them polls while the worker computes",
         ],
         claims=claims,
         tables=[
             Table(
                 "Milliseconds: median (quartiles).",
-                ("request", "server", "whole request", "TTFT"),
+                ("request", "server", "time", "processor time"),
                 rows,
             )
         ],
-        data={"totals": totals, "firsts": firsts},
+        data={"totals": measured.totals, "processor": measured.processor},
     )

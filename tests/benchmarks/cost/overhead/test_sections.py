@@ -12,6 +12,7 @@ from benchmarks.common.report import MIB
 from benchmarks.cost.__main__ import build_parser
 from benchmarks.cost.overhead import memory, no_state_overhead, second_question, ttft
 from benchmarks.cost.overhead.memory import BOUND, TOLERANCE, Memory
+from benchmarks.cost.overhead.no_state_overhead import Measured
 from benchmarks.cost.overhead.ttft import Timing
 
 
@@ -67,27 +68,37 @@ def test_no_body_is_ever_sent_twice() -> None:
     assert len(set(bodies)) == len(bodies)
 
 
-def test_equal_servers_are_within_one_percent() -> None:
-    alike = {
-        kind: {name: [[0.1]] * 9 for name in no_state_overhead.SERVERS}
-        for kind in no_state_overhead.REQUESTS
-    }
+def _measured(plugin: float, processor: float, differing: list[str]) -> Measured:
+    """Stock servers at 0.1 s, the other at ``plugin`` and at ``processor`` seconds."""
 
-    section = no_state_overhead.build_section(alike, alike, [{"text": 1.0, "image": 1.0}])
+    def times(value: float) -> no_state_overhead.Times:
+        return {
+            kind: {
+                name: [[value if name == "plugin" else 0.1]] * 9
+                for name in no_state_overhead.SERVERS
+            }
+            for kind in no_state_overhead.REQUESTS
+        }
 
-    assert {claim.verdict for claim in section.claims} == {"holds"}
+    return Measured(times(plugin), times(processor), differing, 20, [])
 
 
-def test_two_percent_of_overhead_does_not_hold() -> None:
-    alike = {
-        kind: {name: [[0.1]] * 9 for name in no_state_overhead.SERVERS}
-        for kind in no_state_overhead.REQUESTS
-    }
-    slower = {kind: {**alike[kind], "plugin": [[0.102]] * 9} for kind in no_state_overhead.REQUESTS}
+@pytest.mark.parametrize(
+    ("plugin", "processor", "differing", "fails"),
+    [
+        (0.1, 0.1, [], []),
+        (0.102, 0.1, [], [1, 2, 3]),
+        (0.1, 0.098, [], [4, 5, 6]),
+        (0.1, 0.1, ["text 0/1"], [0]),
+    ],
+)
+def test_time_processor_time_and_answers_without_a_state_are_claims(
+    plugin: float, processor: float, differing: list[str], fails: list[int]
+) -> None:
+    claims = no_state_overhead.build_section(_measured(plugin, processor, differing)).claims
 
-    section = no_state_overhead.build_section(slower, alike, [])
-
-    assert [c.verdict for c in section.claims] == ["does not hold"] * 2 + ["holds"] * 2
+    assert len(claims) == 1 + 2 * len(no_state_overhead.REQUESTS)
+    assert [at for at, claim in enumerate(claims) if claim.verdict != "holds"] == fails
 
 
 def _memory(ready: float, level: float, growth: float = 0.0) -> Memory:
