@@ -15,7 +15,13 @@ Across = Literal["mean", "worst"]
 Objective = Literal["quality", "budgets", "tasks", "latency"]
 """Optimization targets: overall quality, quality per budget, quality per category, latency."""
 
-STRATEGIES_WITHOUT_MENU = ("openevolve", "random", "tpe")
+STRATEGIES_WITHOUT_MENU = (
+    "evoprompting-code",
+    "openevolve-code",
+    "openevolve-states",
+    "random",
+    "tpe",
+)
 """Strategies that ignore menus: their candidates are programs or come from no language model."""
 
 DEFAULT_MENU = 1

@@ -156,7 +156,9 @@ def _run_comparison(options: argparse.Namespace) -> None:
     from offline_search.strategies import STRATEGIES
 
     yardstick = open_yardstick(options.yardstick, options.checkpoint)
-    own = YardstickEvaluator(yardstick, _scenes(options), each=options.each)
+    own = YardstickEvaluator(
+        yardstick, _scenes(options), each=options.each, base_policy=options.base_policy
+    )
     evaluator = CachingEvaluator(own)
     recorded = RecordedProposer(options.replies) if options.replies else None
     proposer_name = options.proposer_model or EMBEDDED_MODEL

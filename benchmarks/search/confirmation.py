@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.common.progress import log_progress
 from benchmarks.search.comparison import format_mean, ledger_path
+from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.evaluation.answers import Answers, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
 from offline_search.ledger import read_ledger
@@ -23,7 +24,6 @@ from offline_search.ledger.records import SettingsRecord, WinnerRecord
 from offline_search.report.markdown import table
 from offline_search.settings import FrozenModel
 from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
 
 FILE = "confirmation.json"
 
@@ -47,24 +47,30 @@ def read_confirmation(folder: Path) -> dict[str, Confirmed]:
     return _CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
 
 
-def find_winners(ledgers: Iterable[Path]) -> Mapping[str, tuple[PruningState, Sequence[int]]]:
+def find_winners(ledgers: Iterable[Path]) -> Mapping[str, tuple[Candidate, Sequence[int]]]:
     """Winners and budgets of the searches that have ended, by name of the ledger."""
-    winners: dict[str, tuple[PruningState, Sequence[int]]] = {}
+    winners: dict[str, tuple[Candidate, Sequence[int]]] = {}
     for path in sorted(ledgers):
         records = read_ledger(path)
         chosen = next((one for one in records if isinstance(one, WinnerRecord)), None)
         if chosen is not None and isinstance(records[0], SettingsRecord):
-            state = load_state(json.dumps(chosen.state))
-            winners[path.stem] = (state, records[0].settings.budgets)
+            winner = _load_winner(chosen)
+            winners[path.stem] = (winner, records[0].settings.budgets)
     return winners
 
 
+def _load_winner(chosen: WinnerRecord) -> Candidate:
+    if chosen.state is None:
+        return SelectionProgram(chosen.program)
+    return load_state(json.dumps(chosen.state))
+
+
 async def _measure(
-    evaluator: Evaluator, state: PruningState, budgets: Sequence[int], full: Answers
+    evaluator: Evaluator, winner: Candidate, budgets: Sequence[int], full: Answers
 ) -> Confirmed:
     count = len(evaluator.dataset.examples("test"))
     answers = [
-        await evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count))
+        await evaluator.evaluate(EvaluationJob(winner, budget, "test", 0, count))
         for budget in budgets
     ]
     means = [float(relative_logprob(each, full).mean()) for each in answers]
@@ -72,7 +78,7 @@ async def _measure(
     return Confirmed(
         questions=count,
         evaluator=evaluator.name,
-        digest=state.digest,
+        digest=winner.digest,
         objective=round(sum(means) / len(means), 6),
         accuracy=round(right / (count * len(budgets)), 6),
     )
@@ -83,13 +89,13 @@ def confirm(folder: Path, evaluator: Evaluator) -> dict[str, Confirmed]:
     confirmed = read_confirmation(folder)
     count = len(evaluator.dataset.examples("test"))
     full: Answers | None = None
-    for name, (state, budgets) in find_winners(folder.glob("*.jsonl")).items():
+    for name, (winner, budgets) in find_winners(folder.glob("*.jsonl")).items():
         known = confirmed.get(name)
-        if known and (known.digest, known.evaluator) == (state.digest, evaluator.name):
+        if known and (known.digest, known.evaluator) == (winner.digest, evaluator.name):
             continue
         if full is None:
             full = asyncio.run(evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count)))
-        confirmed[name] = asyncio.run(_measure(evaluator, state, budgets, full))
+        confirmed[name] = asyncio.run(_measure(evaluator, winner, budgets, full))
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
         (folder / FILE).write_bytes(_CONFIRMED.dump_json(confirmed, indent=1))
     return confirmed

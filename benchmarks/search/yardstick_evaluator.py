@@ -14,9 +14,11 @@ from benchmarks.accuracy.yardsticks.cases import ALL_TOKENS, FULL, Budget, Case
 from benchmarks.accuracy.yardsticks.yardstick import EncodedBatch, Yardstick, batches
 from benchmarks.minillava.split import Example as SceneQuestion
 from benchmarks.search.scenes import as_example, sample_questions
+from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, Split
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.programs.selection import select_with_program
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -34,9 +36,18 @@ class YardstickEvaluator:
     """
 
     def __init__(
-        self, yardstick: Yardstick, images: dict[Split, int], *, each: int | None = None
+        self,
+        yardstick: Yardstick,
+        images: dict[Split, int],
+        *,
+        each: int | None = None,
+        base_policy: str = "cdpruner",
     ) -> None:
-        """``each`` is the maximum number of questions about one image."""
+        """``each`` is the maximum number of questions about one image.
+
+        Programs that select tokens are given the picks of ``base_policy``.
+        """
+        self._base_policy = base_policy
         self._yardstick = yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
@@ -77,7 +88,10 @@ class YardstickEvaluator:
                 selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
                 begin += len(batch)
                 if batch[selected]:
-                    scores = self._encode(job.split, number, batch).score(case).answers
+                    encoded = self._encode(job.split, number, batch)
+                    if isinstance(job.candidate, SelectionProgram):
+                        case = await self._run_program(job.candidate, case.budget, encoded.tokens)
+                    scores = encoded.score(case).answers
                     logprob += scores.logprob[selected].tolist()
                     right += scores.right[selected].tolist()
         except AutopruneError as error:
@@ -85,10 +99,20 @@ class YardstickEvaluator:
         return Answers(tuple(logprob), tuple(map(bool, right)))
 
     def _case(self, job: EvaluationJob) -> Case:
-        if job.state is None:
+        if job.candidate is None:
             return Case(FULL, ALL_TOKENS, FULL)
         budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
-        return Case(job.state.name, budget, state=job.state)
+        if isinstance(job.candidate, SelectionProgram):
+            return Case("program", budget)
+        return Case(job.candidate.name, budget, state=job.candidate)
+
+    async def _run_program(
+        self, program: SelectionProgram, budget: Budget, tokens: VisualTokens
+    ) -> Case:
+        """The case of the tokens that a program keeps of each image of a batch."""
+        count = budget.tokens(tokens.count)
+        kept = await select_with_program(program, tokens, self._base_policy, count)
+        return Case("program", budget, kept=kept)
 
     def _encode(self, split: Split, number: int, batch: list[SceneQuestion]) -> EncodedBatch:
         key = (split, number)

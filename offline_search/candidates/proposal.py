@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from offline_search.candidates.ablation import ablate
 from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
+from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.states.json_text import parse_json
@@ -27,7 +28,8 @@ class Draft:
     """A proposed candidate: its state, or the problems that make it invalid.
 
     ``origin`` names the source of the proposal, ``parents`` the earlier candidates that it was
-    derived from, ``program`` the code that returned it if the proposal was a program.
+    derived from, ``program`` the code that returned it if the proposal was a program. A candidate
+    in free code has ``selection`` in place of a state.
     """
 
     origin: str
@@ -35,6 +37,12 @@ class Draft:
     problems: tuple[Problem, ...] = ()
     parents: tuple[str, ...] = ()
     program: str = ""
+    selection: SelectionProgram | None = None
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """What is evaluated, or None for an invalid proposal."""
+        return self.selection if self.state is None else self.state
 
 
 def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> PruningState:

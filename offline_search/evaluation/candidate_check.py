@@ -10,11 +10,15 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.ledger.records import VerdictRecord
+from offline_search.programs.selection import select_with_program
 from offline_search.settings import Settings
-from vllm_autoprune.errors import AutopruneError, ProblemsError
+from vllm_autoprune.errors import AutopruneError, ProblemsError, SelectionError
+from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.executor.check import safety_check
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
@@ -56,6 +60,30 @@ def check_candidate(state: PruningState, settings: Settings, probes: Probes) -> 
     )
 
 
+async def check_program(
+    program: SelectionProgram, settings: Settings, probes: Probes
+) -> VerdictRecord:
+    """Verdict on a program that selects tokens: it runs on every probe, twice with equal results.
+
+    Its fingerprint is that of a state that keeps the same tokens and merges none.
+    """
+    digest = hashlib.sha256()
+    try:
+        for budget in settings.budgets:
+            for tokens in probes:
+                first, second = [
+                    await select_with_program(program, tokens, settings.base_policy, budget)
+                    for _ in range(2)
+                ]
+                if not torch.equal(first, second):
+                    raise SelectionError("select returns other indices when it is run again")
+                _update_fingerprint(digest, first, gather_rows(tokens.features, first))
+    except SelectionError as error:
+        return VerdictRecord(digest=program.digest, valid=False, problems=(str(error)[:300],))
+    behaviour = digest.hexdigest() if probes else ""
+    return VerdictRecord(digest=program.digest, valid=True, behaviour=behaviour)
+
+
 @torch.no_grad()
 def selection_fingerprint(state: PruningState, budgets: Sequence[int], probes: Probes) -> str:
     """SHA-256 of the token rows selected for every probe; empty without probes.
@@ -70,9 +98,13 @@ def selection_fingerprint(state: PruningState, budgets: Sequence[int], probes: P
         policy = materialize(state, budget)
         for tokens in probes:
             refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
-            digest.update(refined.indices.numpy().tobytes())
-            digest.update(refined.features.float().contiguous().numpy().tobytes())
+            _update_fingerprint(digest, refined.indices, refined.features)
     return digest.hexdigest()
+
+
+def _update_fingerprint(digest: hashlib._Hash, indices: Tensor, features: Tensor) -> None:
+    digest.update(indices.contiguous().numpy().tobytes())
+    digest.update(features.float().contiguous().numpy().tobytes())
 
 
 @torch.no_grad()

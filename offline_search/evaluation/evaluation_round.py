@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from offline_search.candidates.proposal import Draft
+from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Example
 from offline_search.evaluation.answers import (
     NO_ANSWERS,
@@ -20,7 +21,7 @@ from offline_search.evaluation.answers import (
     relative_logprob,
     significantly_below,
 )
-from offline_search.evaluation.candidate_check import Probes, check_candidate
+from offline_search.evaluation.candidate_check import Probes, check_candidate, check_program
 from offline_search.evaluation.evaluator import (
     EvaluationFailed,
     EvaluationJob,
@@ -107,8 +108,8 @@ class RoundEvaluator:
         count = len(self._examples)
         self._full = await self._evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
         scores = self._new_scores()
-        await self._measure_state(base, scores, 0, count)
-        verdict = self._check(base)
+        await self._measure_candidate(base, scores, 0, count)
+        verdict = await self._check(base)
         self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
         result = self._trial_record(proposal, "evaluated", scores)
@@ -127,32 +128,32 @@ class RoundEvaluator:
             for draft, proposal in zip(drafts, proposals, strict=True)
         ]
         for candidate in candidates:
-            candidate.result = self._screen(candidate)
+            candidate.result = await self._screen(candidate)
         await self._measure_all(candidates, history, early_stopping)
         return [self._finish(candidate) for candidate in candidates]
 
     def _new_scores(self) -> ScoreAccumulator:
         return ScoreAccumulator(self._settings.budgets, self._full)
 
-    def _screen(self, candidate: _Candidate) -> TrialRecord | None:
+    async def _screen(self, candidate: _Candidate) -> TrialRecord | None:
         """The result of a candidate that needs no measurement, or None."""
-        proposal, state = candidate.proposal, candidate.draft.state
-        if state is None:
+        proposal, proposed = candidate.proposal, candidate.draft.candidate
+        if proposed is None:
             reason = proposal.problems[0] if proposal.problems else "no state"
             return self._trial_record(proposal, "invalid", reason=reason)
-        if state.digest in self._known:
-            return self._trial_record(proposal, "same", same_as=self._known[state.digest])
-        verdict = self._check(state)
+        if proposed.digest in self._known:
+            return self._trial_record(proposal, "same", same_as=self._known[proposed.digest])
+        verdict = await self._check(proposed)
         if not verdict.valid:
             return self._trial_record(proposal, "unsafe", reason=verdict.problems[0])
         duplicate = verdict.behaviour and self._known.get(verdict.behaviour)
         if duplicate:
-            self._known[state.digest] = duplicate
+            self._known[proposed.digest] = duplicate
             return self._trial_record(proposal, "same", same_as=duplicate)
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
         self._known |= {
-            state.digest: proposal.name,
-            verdict.behaviour or state.digest: proposal.name,
+            proposed.digest: proposal.name,
+            verdict.behaviour or proposed.digest: proposal.name,
         }
         return None
 
@@ -174,9 +175,9 @@ class RoundEvaluator:
     async def _measure_step(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
         """Measure examples ``start`` to ``stop``; candidates that fail get their result."""
         jobs = [
-            self._measure_state(state, candidate.scores, start, stop)
+            self._measure_candidate(proposed, candidate.scores, start, stop)
             for candidate in candidates
-            if (state := candidate.draft.state) is not None
+            if (proposed := candidate.draft.candidate) is not None
         ]
         outcomes = await asyncio.gather(*jobs, return_exceptions=True)
         for candidate, outcome in zip(candidates, outcomes, strict=True):
@@ -188,11 +189,11 @@ class RoundEvaluator:
             elif isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _measure_state(
-        self, state: PruningState, scores: ScoreAccumulator, start: int, stop: int
+    async def _measure_candidate(
+        self, candidate: Candidate, scores: ScoreAccumulator, start: int, stop: int
     ) -> None:
         budgets = self._settings.budgets
-        jobs = [EvaluationJob(state, budget, "search", start, stop) for budget in budgets]
+        jobs = [EvaluationJob(candidate, budget, "search", start, stop) for budget in budgets]
         answers = await asyncio.gather(*(self._evaluator.evaluate(job) for job in jobs))
         for budget, each in zip(budgets, answers, strict=True):
             scores.add(budget, each)
@@ -219,15 +220,22 @@ class RoundEvaluator:
         result = candidate.result or self._trial_record(candidate.proposal, "evaluated", scores)
         result = self._ledger.put(result)
         values = scores.mean() if scores.answer_count() else None
-        return Trial(candidate.proposal, result, candidate.draft.state, values)
+        draft = candidate.draft
+        return Trial(candidate.proposal, result, draft.state, values, draft.selection)
 
     def _forget(self, name: str) -> None:
         """Forget a candidate whose evaluation failed, so that later duplicates are evaluated."""
         self._known = {key: known for key, known in self._known.items() if known != name}
 
-    def _check(self, state: PruningState) -> VerdictRecord:
-        known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")
-        return known or self._ledger.put(check_candidate(state, self._settings, self._probes))
+    async def _check(self, candidate: Candidate) -> VerdictRecord:
+        known = self._ledger.find(VerdictRecord, f"verdict/{candidate.digest}")
+        if known is not None:
+            return known
+        if isinstance(candidate, SelectionProgram):
+            verdict = await check_program(candidate, self._settings, self._probes)
+        else:
+            verdict = check_candidate(candidate, self._settings, self._probes)
+        return self._ledger.put(verdict)
 
     def _trial_record(
         self,
@@ -283,14 +291,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _proposal_record(draft: Draft, number: int, index: int) -> ProposalRecord:
-    state = draft.state
+    state, candidate = draft.state, draft.candidate
     return ProposalRecord(
         round=number,
         index=index,
         origin=draft.origin,
         parents=draft.parents,
         state=None if state is None else state.model_dump(mode="json", exclude={"provenance"}),
-        digest="" if state is None else state.digest,
+        digest="" if candidate is None else candidate.digest,
         problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
         program=draft.program,
     )

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from offline_search.candidates.selection_program import Candidate
 from offline_search.dataset import Dataset, Split
 from offline_search.evaluation.answers import NO_ANSWERS, Answers
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ALL_TOKENS, Clock, EvaluationRecord
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _DECIMALS = 5
@@ -20,14 +20,14 @@ _DECIMALS = 5
 
 
 class EvaluationFailed(SearchError):
-    """A state could not be measured, for the reason in the message."""
+    """A candidate could not be measured, for the reason in the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """Examples ``start`` to ``stop`` of a split at K = ``budget``; without a state, unpruned."""
+    """Examples ``start`` to ``stop`` of a split at K = ``budget``; unpruned without a candidate."""
 
-    state: PruningState | None
+    candidate: Candidate | None
     budget: int
     split: Split
     start: int
@@ -35,7 +35,7 @@ class EvaluationJob:
 
 
 class Evaluator(Protocol):
-    """Measures states on one model and data set; jobs may run concurrently."""
+    """Measures candidates on one model and data set; jobs may run concurrently."""
 
     @property
     def name(self) -> str:
@@ -91,8 +91,8 @@ class RecordedEvaluator:
 def _empty_record(job: EvaluationJob) -> EvaluationRecord:
     return EvaluationRecord(
         split=job.split,
-        digest=ALL_TOKENS if job.state is None else job.state.digest,
-        budget=0 if job.state is None else job.budget,
+        digest=ALL_TOKENS if job.candidate is None else job.candidate.digest,
+        budget=0 if job.candidate is None else job.budget,
         start=job.start,
         stop=job.stop,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Example
 from offline_search.evaluation.objectives import pareto_ranks
 from offline_search.ledger.records import ProposalRecord, TrialRecord
@@ -17,12 +18,16 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate with its result; ``values`` are its relative log-probabilities ``(M,)``."""
+    """A candidate with its result; ``values`` are its relative log-probabilities ``(M,)``.
+
+    A candidate in free code has ``selection`` in place of a state.
+    """
 
     proposal: ProposalRecord
     result: TrialRecord
     state: PruningState | None = None
     values: Floats | None = None
+    selection: SelectionProgram | None = None
 
     @property
     def name(self) -> str:
@@ -35,6 +40,11 @@ class Trial:
         return self.result.objective if self.result.status == "evaluated" else None
 
     @property
+    def candidate(self) -> Candidate | None:
+        """What was evaluated: a state, or a program that selects tokens."""
+        return self.selection if self.state is None else self.state
+
+    @property
     def score(self) -> float:
         """The objective of a fully evaluated trial; raises :class:`ValueError` for others."""
         if self.objective is None:
@@ -44,8 +54,14 @@ class Trial:
     def require_state(self) -> PruningState:
         """The state; every trial that was measured has one."""
         if self.state is None:
-            raise ValueError(f"candidate {self.name} is invalid and has no state")
+            raise ValueError(f"candidate {self.name} has no state")
         return self.state
+
+    def require_candidate(self) -> Candidate:
+        """The state or the program; every trial that was measured has one."""
+        if self.candidate is None:
+            raise ValueError(f"candidate {self.name} is invalid")
+        return self.candidate
 
 
 @dataclass

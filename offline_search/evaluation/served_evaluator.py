@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.dataset import Dataset, Example
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
@@ -131,7 +132,9 @@ class ServedEvaluator:
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job; every example goes to the server that its image is assigned to."""
         examples = self.dataset.examples(job.split)[job.start : job.stop]
-        pruning = _pruning_options(job.state, job.budget)
+        if isinstance(job.candidate, SelectionProgram):
+            raise EvaluationFailed("a server measures states only, not programs that select tokens")
+        pruning = _pruning_options(job.candidate, job.budget)
         scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
         return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
 

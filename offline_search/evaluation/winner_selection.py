@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from offline_search.candidates.selection_program import Candidate
 from offline_search.dataset import Dataset, Example, Split
 from offline_search.evaluation.answers import (
     Answers,
@@ -68,13 +69,18 @@ class WinnerSelector:
         }
         name = max(estimates, key=lambda candidate: estimates[candidate])
         winner = candidates[name]
-        test = await self._compare(winner.require_state(), "test")
+        candidate = winner.require_candidate()
+        test = await self._compare(candidate, "test")
         base = await self._compare(self._base, "test")
-        state = self._document(winner, confirmed[name], test, base)
+        state = None
+        if winner.state is not None:
+            document = self._document(winner, winner.state, confirmed[name], test, base)
+            state = document.model_dump(mode="json")
         return WinnerRecord(
             winner=name,
-            digest=state.digest,
-            state=state.model_dump(mode="json"),
+            digest=candidate.digest,
+            state=state,
+            program="" if winner.selection is None else winner.selection.code,
             confirmed=confirmed,
             estimates=estimates,
             test=test,
@@ -87,7 +93,7 @@ class WinnerSelector:
         confirmed: dict[str, Comparison] = {}
         for trial in candidates:
             try:
-                confirmed[trial.name] = await self._compare(trial.require_state(), "validation")
+                confirmed[trial.name] = await self._compare(trial.require_candidate(), "validation")
             except EvaluationFailed:
                 continue
         return confirmed
@@ -96,22 +102,22 @@ class WinnerSelector:
         """Pareto front and base policy on the test split; empty in a single-objective search."""
         if not self._settings.is_multi_objective:
             return {}
-        candidates = [("base", self._base, history.base)]
+        candidates: list[tuple[str, Candidate, TrialRecord]] = [("base", self._base, history.base)]
         for trial in history.pareto_front()[:MAX_FRONT_MEMBERS]:
-            candidates.append((trial.name, trial.require_state(), trial.result))
+            candidates.append((trial.name, trial.require_candidate(), trial.result))
         front: dict[str, FrontMember] = {}
-        for name, state, result in candidates:
+        for name, candidate, result in candidates:
             try:
-                test = await self._test_objectives(state, result)
+                test = await self._test_objectives(candidate, result)
             except EvaluationFailed:
                 continue
-            front[name] = FrontMember(digest=state.digest, search=result.axes, test=test)
+            front[name] = FrontMember(digest=candidate.digest, search=result.axes, test=test)
         return front
 
-    async def _test_objectives(self, state: PruningState, result: TrialRecord) -> dict[str, float]:
+    async def _test_objectives(self, candidate: Candidate, result: TrialRecord) -> dict[str, float]:
         full = await self._measure(None, 0, "test")
         values = {
-            budget: relative_logprob(await self._measure(state, budget, "test"), full)
+            budget: relative_logprob(await self._measure(candidate, budget, "test"), full)
             for budget in self._settings.budgets
         }
         objective = round(float(self._aggregate(list(values.values())).mean()), 6)
@@ -129,11 +135,11 @@ class WinnerSelector:
         total = search_count * trial.score + validation.examples * validation.objective.value
         return round(total / (search_count + validation.examples), 6)
 
-    async def _compare(self, state: PruningState, split: Split) -> Comparison:
-        """Scores of a state on a split, and paired differences to the base policy."""
+    async def _compare(self, candidate: Candidate, split: Split) -> Comparison:
+        """Scores of a candidate on a split, and paired differences to the base policy."""
         budgets, examples = self._settings.budgets, self._dataset.examples(split)
         full = await self._measure(None, 0, split)
-        ours = [await self._measure(state, budget, split) for budget in budgets]
+        ours = [await self._measure(candidate, budget, split) for budget in budgets]
         theirs = [await self._measure(self._base, budget, split) for budget in budgets]
         values = self._aggregate([relative_logprob(answers, full) for answers in ours])
         base_values = self._aggregate([relative_logprob(answers, full) for answers in theirs])
@@ -159,15 +165,20 @@ class WinnerSelector:
         mean: Floats = np.mean(values, axis=0)
         return mean
 
-    async def _measure(self, state: PruningState | None, budget: int, split: Split) -> Answers:
+    async def _measure(self, candidate: Candidate | None, budget: int, split: Split) -> Answers:
         count = len(self._dataset.examples(split))
-        return await self._evaluator.evaluate(EvaluationJob(state, budget, split, 0, count))
+        return await self._evaluator.evaluate(EvaluationJob(candidate, budget, split, 0, count))
 
     def _document(
-        self, winner: Trial, validation: Comparison, test: Comparison, base: Comparison
+        self,
+        winner: Trial,
+        state: PruningState,
+        validation: Comparison,
+        test: Comparison,
+        base: Comparison,
     ) -> PruningState:
         """The winning state with its name and provenance, which are outside its digest."""
-        state, settings = winner.require_state(), self._settings
+        settings = self._settings
         provenance = state.provenance.model_copy(
             update={
                 "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "

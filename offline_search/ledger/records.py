@@ -234,7 +234,12 @@ class WinnerRecord(_Record):
     kind: Literal["chosen"] = "chosen"
     winner: str
     digest: str
-    state: dict[str, JsonValue]
+    state: dict[str, JsonValue] | None
+    program: str = Field(
+        default="",
+        exclude_if=lambda program: not program,
+        description="the winner's code where it is a program that selects tokens",
+    )
     confirmed: dict[str, Comparison] = Field(
         description="by proposal: scores on the validation split"
     )

@@ -35,7 +35,7 @@ def summarize(history: History) -> str:
     """Loss by category, the best candidates and those of the last round, limits, failures."""
     lines = [f"Base policy alone: {_score(history.base.objective)}."]
     lines += _describe_categories(history)
-    ranked = history.ranked()
+    ranked = [trial for trial in history.ranked() if trial.state is not None]
     best = _best_of_each_structure(ranked)
     if ranked:
         lines.append(

@@ -13,9 +13,10 @@ from offline_search.candidates.components import JsonObject
 from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal import MAX_REPLY_CHARACTERS, Draft, parse_proposal
 from offline_search.candidates.schema import proposal_schema
+from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import Clock, Cost, ProgramRecord, ReplyRecord
-from offline_search.proposers.program_runner import run_program
+from offline_search.programs.runner import run_program
 from offline_search.proposers.prompt import Messages, repair_prompt
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem
@@ -122,6 +123,24 @@ class ProposalClient:
             return Draft(request.origin, None, (problem,), request.parents, program.code)
         draft = parse_proposal(program.output, self._settings, request.origin, request.parents)
         return replace(draft, program=program.code)
+
+    async def request_selection(
+        self, request: ProposalRequest, extract_code: Callable[[str], str]
+    ) -> Draft:
+        """The draft whose candidate is the program in a reply, which selects tokens itself.
+
+        ``extract_code`` and failed programs are as in :meth:`request_program`.
+        """
+        reply = await self._recorded_reply(request, "first", request.messages, None)
+        if reply.text is None:
+            return self._parse(reply, request)
+        try:
+            code = extract_code(reply.text)
+        except ValueError as error:
+            problem = Problem("", str(error), "change the program", "reply.program")
+            return Draft(request.origin, None, (problem,), request.parents)
+        draft = Draft(request.origin, None, (), request.parents, code)
+        return replace(draft, selection=SelectionProgram(code))
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""

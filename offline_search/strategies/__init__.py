@@ -6,18 +6,24 @@ from collections.abc import Callable
 
 from offline_search.settings import Settings
 from offline_search.strategies.autoprune_plus import AutoPrunePlus
+from offline_search.strategies.free_code import EvoPromptingCode, OpenEvolveCode
 from offline_search.strategies.language_model import AutoPrune, EvoPrompting
 from offline_search.strategies.openevolve import OpenEvolve
 from offline_search.strategies.sampling import RandomSearch, TpeSearch
 from offline_search.strategies.strategy import Strategy
 
-__all__ = ["STRATEGIES", "Strategy"]
+__all__ = ["CODE_STRATEGIES", "STRATEGIES", "Strategy"]
+
+CODE_STRATEGIES = ("evoprompting-code", "openevolve-code")
+"""Strategies whose candidates are programs, which only an evaluator in this process can measure."""
 
 STRATEGIES: dict[str, Callable[[Settings], Strategy]] = {
     "autoprune": AutoPrune,
     "autoprune+": AutoPrunePlus,
-    "evoprompting": EvoPrompting,
-    "openevolve": OpenEvolve,
+    "evoprompting-code": EvoPromptingCode,
+    "evoprompting-states": EvoPrompting,
+    "openevolve-code": OpenEvolveCode,
+    "openevolve-states": OpenEvolve,
     "random": RandomSearch,
     "tpe": TpeSearch,
 }

@@ -1,4 +1,4 @@
-"""Strategies that leave every decision to a language model: `autoprune` and `evoprompting`."""
+"""Strategies that leave every decision to a language model that writes states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AutoPrune:
 
 
 class EvoPrompting:
-    """`evoprompting`: the model crosses two parents, drawn by rank from the best trials.
+    """`evoprompting-states`: the model crosses two parents, drawn by rank from the best trials.
 
     The first generation is proposed without history, until there are enough parents.
     """

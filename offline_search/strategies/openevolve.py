@@ -1,4 +1,4 @@
-"""`openevolve`: the package OpenEvolve evolves a program that returns the candidate.
+"""`openevolve-states`: the package OpenEvolve evolves a program that returns a state.
 
 OpenEvolve selects parents and inspirations (`ProgramDatabase`, MAP-Elites), writes the prompt
 (`PromptSampler`) and extracts the program from a reply. Its controller is not used, because it runs
@@ -19,7 +19,7 @@ import logging
 import math
 import pprint
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from textwrap import indent
@@ -29,7 +29,7 @@ from offline_search.candidates.components import compact_json
 from offline_search.candidates.proposal import Draft
 from offline_search.evaluation.history import History, Trial
 from offline_search.proposers.prompt import Messages, describe_language
-from offline_search.proposers.proposal_client import ProposalRequest
+from offline_search.proposers.proposal_client import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import minimal_state
 from offline_search.strategies.strategy import Round
@@ -66,10 +66,22 @@ class OpenEvolve:
             for index, (messages, parent) in enumerate(prompts, len(drafts))
         )
         changed = [
-            current.client.request_program(request, partial(_apply_change, parent.code))
+            self._request(current.client, request, partial(_apply_change, parent.code))
             for request, (_, parent) in zip(requests, prompts, strict=True)
         ]
         return [*drafts, *await asyncio.gather(*changed)]
+
+    def _request(
+        self, client: ProposalClient, request: ProposalRequest, extract: Callable[[str], str]
+    ) -> Awaitable[Draft]:
+        return client.request_program(request, extract)
+
+    def _system_prompt(self) -> str:
+        return (
+            f"{describe_language(self._settings)}\n\n"
+            "You improve a Python program: a function policy(budget) that returns such an object "
+            "as a dict. It may compute and import math and random; it has no files and no network."
+        )
 
     def _initial_program(self) -> Draft:
         state = minimal_state(self._settings)
@@ -94,7 +106,7 @@ class OpenEvolve:
         best = database.get_top_programs(_TOP_PROGRAMS, island_idx=island)
         top = [program.to_dict() for program in best]
         config = PromptConfig(
-            system_message=_system_prompt(self._settings),
+            system_message=self._system_prompt(),
             num_top_programs=_TOP_PROGRAMS,
             num_diverse_programs=0,
         )
@@ -188,14 +200,6 @@ def _apply_change(parent: str, reply: str) -> str:
     if code == parent:
         raise ValueError("the reply does not change the program")
     return str(code)
-
-
-def _system_prompt(settings: Settings) -> str:
-    return (
-        f"{describe_language(settings)}\n\n"
-        "You improve a Python program: a function policy(budget) that returns such an object as a "
-        "dict. It may compute and import math and random; it has no files and no network."
-    )
 
 
 @contextlib.contextmanager

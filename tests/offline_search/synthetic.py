@@ -15,6 +15,7 @@ from random import Random
 from typing import TypeVar
 
 from offline_search.candidates.components import JsonObject
+from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Dataset, Example, read_dataset, write_split
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
@@ -24,6 +25,7 @@ from offline_search.proposers.prompt import Messages
 from offline_search.proposers.proposal_client import Reply, SpendingLimits
 from offline_search.search import Search
 from offline_search.settings import Settings
+from offline_search.strategies import CODE_STRATEGIES, STRATEGIES
 from tests.offline_search.endpoint import Answer, Body, completion
 from tests.offline_search.replies import valid_replies
 from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
@@ -71,13 +73,20 @@ class SyntheticEvaluator:
         self.jobs.append(job)
         if self._delay:
             await asyncio.sleep(self._delay)
-        if job.state is not None and job.state.digest in self.fails:
+        if job.candidate is not None and job.candidate.digest in self.fails:
             raise EvaluationFailed("the server answered 500")
         examples = self.dataset.examples(job.split)[job.start : job.stop]
-        value = 0.0 if job.state is None else score_state(job.state)
+        value = 0.0 if job.candidate is None else score(job.candidate)
         noises = [_noise(job, example) for example in examples]
         logprob = tuple(-1.0 + value + 0.05 * noise for noise in noises)
         return Answers(logprob, tuple(value > -1.2 for value in logprob))
+
+
+def score(candidate: Candidate) -> float:
+    """Score of a candidate, at most 0; that of a program depends on its length."""
+    if isinstance(candidate, SelectionProgram):
+        return -0.01 * (1 + len(candidate.code) % 17)
+    return score_state(candidate)
 
 
 def score_state(state: PruningState) -> float:
@@ -90,7 +99,7 @@ def score_state(state: PruningState) -> float:
 
 
 def _noise(job: EvaluationJob, example: Example) -> float:
-    whose = "full" if job.state is None else job.state.digest
+    whose = "full" if job.candidate is None else job.candidate.digest
     shared = Random(f"{example.image} {example.question}").gauss(0, 1)
     own = Random(f"{example.image} {example.question} {whose}").gauss(0, 1)
     return shared + 0.1 * own
@@ -124,6 +133,8 @@ def hash_request(messages: Messages, seed: int) -> int:
 
 
 R = TypeVar("R", bound=Record)
+
+STATE_STRATEGIES = [name for name in STRATEGIES if name not in CODE_STRATEGIES]
 
 VALID_REPLIES = valid_replies(30)
 

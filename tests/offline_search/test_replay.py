@@ -9,9 +9,9 @@ from offline_search.dataset import Dataset
 from offline_search.ledger.records import ProposalRecord, ReplyRecord
 from offline_search.replay import replay
 from offline_search.settings import Settings
-from offline_search.strategies import STRATEGIES
 from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
+    STATE_STRATEGIES,
     VALID_REPLIES,
     SyntheticEvaluator,
     ledger_digest,
@@ -21,7 +21,7 @@ from tests.offline_search.synthetic import (
 from vllm_autoprune.errors import SearchError
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_finished_search_repeats_no_step(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
@@ -33,7 +33,7 @@ async def test_a_finished_search_repeats_no_step(
     assert (tmp_path / "l").read_bytes() == before and len(evaluator.jobs) == jobs
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_search_resumes_from_any_prefix_of_its_ledger(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
@@ -51,7 +51,7 @@ async def test_a_search_resumes_from_any_prefix_of_its_ledger(
             (r["digest"], r["split"], r["start"]) for r in records if r["kind"] == "evaluation"
         }
         for job in evaluator.jobs:
-            digest = "full" if job.state is None else job.state.digest
+            digest = "full" if job.candidate is None else job.candidate.digest
             assert (digest, job.split, job.start) not in known, "measured again"
 
 
@@ -64,7 +64,7 @@ async def test_a_ledger_with_other_settings_is_refused(
         await run_search(tmp_path / "l", other, SyntheticEvaluator(data))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_recorded_search_replays_without_endpoints(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
@@ -100,7 +100,7 @@ async def test_a_changed_recording_does_not_replay(
         await replay(tmp_path / "l", tmp_path / "replayed", data)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_a_search_of_cores_replays(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:

@@ -19,13 +19,17 @@ from offline_search.ledger.records import (
 )
 from offline_search.proposers.proposal_client import SpendingLimits
 from offline_search.settings import Settings
-from offline_search.strategies import STRATEGIES
 from offline_search.strategies.start_states import base_state, paper_state
-from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
+from tests.offline_search.synthetic import (
+    STATE_STRATEGIES,
+    SyntheticEvaluator,
+    records_of_kind,
+    run_search,
+)
 from vllm_autoprune import load_state
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STATE_STRATEGIES)
 async def test_every_strategy_finds_a_state_that_loads(
     strategy: str, settings: Settings, data: Dataset, tmp_path: Path
 ) -> None:
@@ -114,7 +118,9 @@ async def test_several_budgets_are_aggregated(
     settings = settings.model_copy(update={"budgets": (8, 4), "across": across})
     evaluator = SyntheticEvaluator(data)
     await run_search(tmp_path / "l", settings, evaluator)
-    measured = {(job.state.digest, job.budget) for job in evaluator.jobs if job.state is not None}
+    measured = {
+        (job.candidate.digest, job.budget) for job in evaluator.jobs if job.candidate is not None
+    }
     assert {budget for _, budget in measured} == {8, 4}
     trials = records_of_kind(tmp_path / "l", TrialRecord)
     evaluated = [trial for trial in trials if trial.status == "evaluated"]
@@ -148,7 +154,9 @@ async def test_the_winner_has_the_best_combined_estimate(
     for name, validation in chosen.confirmed.items():
         total = searched * (results[name].objective or 0) + validated * validation.objective.value
         assert chosen.estimates[name] == pytest.approx(total / (searched + validated), abs=1e-5)
-    tested = {job.state.digest for job in evaluator.jobs if job.split == "test" and job.state}
+    tested = {
+        job.candidate.digest for job in evaluator.jobs if job.split == "test" and job.candidate
+    }
     assert tested == {chosen.digest, base_state(settings).digest}
 
 
@@ -158,7 +166,7 @@ async def test_the_worst_budget_counts_on_held_out_splits(
     class WeakSmallBudget(SyntheticEvaluator):
         async def evaluate(self, job: EvaluationJob) -> Answers:
             answers = await super().evaluate(job)
-            loss = 0.5 if job.state is not None and job.budget == 4 else 0.0
+            loss = 0.5 if job.candidate is not None and job.budget == 4 else 0.0
             return Answers(tuple(value - loss for value in answers.logprob), answers.right)
 
     worst = settings.model_copy(update={"budgets": (8, 4), "across": "worst"})

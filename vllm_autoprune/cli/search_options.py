@@ -25,7 +25,8 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy",
         default="autoprune+",
-        help="autoprune+ (default), autoprune, evoprompting, openevolve, random or tpe",
+        help="autoprune+ (default), autoprune, evoprompting-states, openevolve-states, random or "
+        "tpe",
     )
     group.add_argument("--rounds", type=int, default=10, help="rounds of proposals (default 10)")
     group.add_argument("--per-round", type=int, default=5, help="candidates per round")
@@ -144,12 +145,13 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
 
     from offline_search.dataset import read_dataset
     from offline_search.settings import Settings
-    from offline_search.strategies import STRATEGIES
+    from offline_search.strategies import CODE_STRATEGIES, STRATEGIES
     from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
     problems = []
+    served = [name for name in STRATEGIES if name not in CODE_STRATEGIES]
     for flag, value, known in (
-        ("--strategy", options.strategy, STRATEGIES),
+        ("--strategy", options.strategy, served),
         ("--base-policy", options.base_policy, BASE_POLICIES),
     ):
         if value not in known:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, Literal
 
+from torch import Tensor
+
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -48,7 +50,7 @@ ALL_TOKENS = Budget("all", Fraction(1))
 
 @dataclass(frozen=True)
 class Case:
-    """One way to choose tokens, at one budget.
+    """One way to choose tokens, at one budget: a control, a state, or given indices ``(M, K)``.
 
     ``base`` is the base policy that a state refines, or the case that ranks after the merger where
     this one ranks before it: the one it is compared with.
@@ -59,6 +61,7 @@ class Case:
     control: Control | None = None
     state: PruningState | None = None
     base: str = ""
+    kept: Tensor | None = None
 
     @property
     def key(self) -> str:

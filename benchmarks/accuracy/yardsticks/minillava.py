@@ -28,6 +28,7 @@ from benchmarks.minillava.split import (
     weights_digest,
 )
 from benchmarks.minillava.wordings import CATEGORIES
+from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
@@ -87,7 +88,9 @@ class EncodedScenes:
     def score(self, case: Case) -> CaseScores:
         """Score the answers given the rows that the case keeps."""
         budget = case.budget.tokens(self.tokens.count)
-        if case.control is not None:
+        if case.kept is not None:
+            rows = gather_rows(self.tokens.features, case.kept)
+        elif case.control is not None:
             rows = _CONTROLS[case.control](self._batch, self.tokens, budget)
         else:
             assert case.state is not None

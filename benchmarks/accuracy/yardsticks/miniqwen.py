@@ -82,6 +82,9 @@ class EncodedQuestions:
                 self._batch, self._image, refined.indices, refined.features
             )
             return CaseScores(answers, budget)
+        if case.kept is not None:
+            kept = case.kept
+            return CaseScores(self._reader.score_answers(self._batch, self._image, kept), budget)
         if case.control in (FULL, RESIZED):
             image = self._image
             if case.control == RESIZED:

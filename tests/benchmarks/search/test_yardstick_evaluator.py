@@ -8,10 +8,11 @@ import torch
 
 from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
+from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Split
-from offline_search.evaluation.answers import accuracy, relative_logprob
+from offline_search.evaluation.answers import Answers, accuracy, relative_logprob
 from offline_search.evaluation.candidate_check import selection_fingerprint
-from offline_search.evaluation.evaluator import EvaluationJob
+from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
 from vllm_autoprune import load_state
 
 SCENES = 10
@@ -74,3 +75,23 @@ async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     assert whole == full
     eighth = await evaluator.evaluate(EvaluationJob(state, 9, "search", 0, count))
     assert relative_logprob(eighth, full).mean() < -0.1
+
+
+@pytest.mark.parametrize(("name", "budget"), [("minillava", 8), ("miniqwen", 9)])
+async def test_programs_are_measured_on_the_tokens_that_they_select(name: str, budget: int) -> None:
+    """The base policy's picks score as the base policy does, any others differently."""
+    torch.set_num_threads(1)
+    evaluator = YardstickEvaluator(open_yardstick(name), _images(2), each=4, base_policy="divprune")
+    count = len(evaluator.dataset.examples("search"))
+    head = "def select(features, signals, K):\n    return"
+
+    async def measure(candidate: Candidate) -> Answers:
+        return await evaluator.evaluate(EvaluationJob(candidate, budget, "search", 0, count))
+
+    base = await measure(load_state("divprune"))
+    assert await measure(SelectionProgram(f"{head} signals['reference']")) == base
+    first = await measure(SelectionProgram(f"{head} range(K)"))
+    assert sum(first.logprob) < sum(base.logprob)
+    wrong = SelectionProgram(f"{head} [0]")
+    with pytest.raises(EvaluationFailed, match="different indices"):
+        await measure(wrong)

@@ -180,7 +180,7 @@ def test_a_search_without_menus_draws_nothing(settings: Settings) -> None:
     assert menu.describe() in proposal_prompt(settings, "history", shown, 0, 5, menu)[1]["content"]
 
 
-@pytest.mark.parametrize("strategy", ["random", "tpe", "openevolve"])
+@pytest.mark.parametrize("strategy", ["random", "tpe", "openevolve-states"])
 def test_menus_are_refused_for_strategies_that_ignore_them(strategy: str) -> None:
     with pytest.raises(ValidationError, match="leave it out"):
         Settings(strategy=strategy, proposer="model", menu=WIDTH)
@@ -201,7 +201,7 @@ class SchemaRecordingProposer(ScriptedProposer):
         return await super().reply(messages, schema, seed)
 
 
-@pytest.mark.parametrize("strategy", ["autoprune", "autoprune+", "evoprompting"])
+@pytest.mark.parametrize("strategy", ["autoprune", "autoprune+", "evoprompting-states"])
 def test_every_request_has_its_own_menu(strategy: str, data: Dataset, tmp_path: Path) -> None:
     evaluator = SyntheticEvaluator(data, probes=False)
     settings = Settings(

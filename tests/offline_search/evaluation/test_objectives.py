@@ -24,6 +24,7 @@ from tests.offline_search.synthetic import (
     records_of_kind,
     run_search,
 )
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 POINTS = st.lists(
     st.fixed_dictionaries({"a": st.integers(0, 4), "b": st.integers(0, 4)}), max_size=12
@@ -54,9 +55,9 @@ class ConflictingTasks(SyntheticEvaluator):
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         answers = await super().evaluate(job)
-        if job.state is None:
+        if not isinstance(job.candidate, PruningState):
             return answers
-        pull = 0.1 * (job.state.constraints.selector.bounds(8)[0] - 4)
+        pull = 0.1 * (job.candidate.constraints.selector.bounds(8)[0] - 4)
         lost = 0.2 if job.budget == 4 else 0.0
         examples = self.dataset.examples(job.split)[job.start : job.stop]
         values = [

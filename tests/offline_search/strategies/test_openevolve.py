@@ -14,7 +14,7 @@ from offline_search.dataset import Dataset
 from offline_search.evaluation.history import History, Trial
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import ProgramRecord, ProposalRecord, TrialRecord
-from offline_search.proposers.program_runner import run_program
+from offline_search.programs.runner import run_program
 from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings
@@ -24,7 +24,9 @@ from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator
 from vllm_autoprune.errors import ConfigError
 
-SETTINGS = Settings(strategy="openevolve", rounds=3, per_round=3, budgets=(8,), proposer="scripted")
+SETTINGS = Settings(
+    strategy="openevolve-states", rounds=3, per_round=3, budgets=(8,), proposer="scripted"
+)
 
 
 def change(body: str) -> str:
@@ -130,7 +132,7 @@ def test_parents_do_not_depend_on_hash_seeds(data: Dataset, tmp_path: Path) -> N
 def test_a_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openevolve.database", None)
     with pytest.raises(ConfigError, match="search-openevolve"):
-        STRATEGIES["openevolve"](SETTINGS)
+        STRATEGIES["openevolve-states"](SETTINGS)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
     from offline_search.report import as_markdown, read_report
     from vllm_autoprune.tpdsl.states.load import load_state
 
-    if options.output is not None:
+    if options.output is not None and winner.state is not None:
         state = load_state(winner.state)
         write_file(options.output, state.dumps().encode())
     if options.json:

@@ -55,7 +55,7 @@ async def test_a_search_resumes_and_compares_its_winners(data: Dataset, tmp_path
     tested = evaluator.jobs[first:]
     assert {job.split for job in tested} == {"test"}, "test questions choose nothing"
     entered = {row.state.digest for row in report.rows}
-    assert {job.state.digest for job in tested if job.state is not None} == entered
+    assert {job.candidate.digest for job in tested if job.candidate is not None} == entered
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         again = await run(settings, ledger, evaluator)
     assert len(evaluator.jobs) == measured, "nothing is measured again"

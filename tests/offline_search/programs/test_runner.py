@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.proposers import program_runner
-from offline_search.proposers.program_runner import Output, run_program
+from offline_search.programs import runner
+from offline_search.programs.runner import Output, run_program
 
 
 def run(code: str, budget: int = 8) -> Output:
@@ -103,6 +103,6 @@ def test_a_program_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_endless_program_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_runner, "_TIMEOUT", 1.5)
+    monkeypatch.setattr(runner, "_TIMEOUT", 1.5)
     output = run("def policy(k):\n    while True: pass\n")
     assert "did not end" in output.failure or "was ended" in output.failure

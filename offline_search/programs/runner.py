@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offline_search.proposers import program_sandbox
+from pydantic import JsonValue
+
+from offline_search.programs import sandbox
 from vllm_autoprune.errors import ConfigError, Problem
 
 _TIMEOUT = 60.0
 """Seconds for starting Python and running a program; the sandbox also limits processor time."""
 
-_MAX_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Maximum length of a program, and of its output."""
 
 
@@ -32,28 +35,37 @@ class Output:
 
 async def run_program(code: str, budget: int) -> Output:
     """Run ``policy(budget)`` of a program; raises :class:`ConfigError` without a sandbox."""
-    if len(code) > _MAX_CHARACTERS:
-        return Output(
-            failure=f"the program has {len(code)} characters, more than {_MAX_CHARACTERS}"
-        )
+    return await run_sandboxed(code, {"budget": budget})
+
+
+async def run_sandboxed(
+    code: str, request: Mapping[str, JsonValue], limit: int = MAX_CHARACTERS
+) -> Output:
+    """Output of a program, at most ``limit`` characters; the request is one of the sandbox's.
+
+    Raises :class:`ConfigError` without a sandbox.
+    """
+    if len(code) > MAX_CHARACTERS:
+        return Output(failure=f"the program has {len(code)} characters, more than {MAX_CHARACTERS}")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", str(Path(program_sandbox.__file__)),
+        sys.executable, "-I", "-S", str(Path(sandbox.__file__)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={},
-        limit=4 * _MAX_CHARACTERS,
+        # One thread: a library that starts others could not do so inside the sandbox.
+        env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        limit=4 * limit,
     )  # fmt: skip
     try:
-        request = json.dumps({"code": code, "budget": budget}).encode()
-        text, errors = await asyncio.wait_for(_communicate(process, request), _TIMEOUT)
+        body = json.dumps({"code": code, **request}).encode()
+        text, errors = await asyncio.wait_for(_communicate(process, body, limit), _TIMEOUT)
     except TimeoutError:
         return Output(failure=f"the program did not end within {_TIMEOUT:.0f} s")
     finally:
         await _terminate(process)
-    if len(text) > _MAX_CHARACTERS:  # checked first: its exit status is that of a killed process
-        return Output(failure=f"the program returned more than {_MAX_CHARACTERS} characters")
-    if process.returncode == program_sandbox.SANDBOX_UNAVAILABLE:
+    if len(text) > limit:  # checked first: its exit status is that of a killed process
+        return Output(failure=f"the program returned more than {limit} characters")
+    if process.returncode == sandbox.SANDBOX_UNAVAILABLE:
         fix = "use another strategy: the sandbox for programs needs Linux with seccomp"
         raise ConfigError("search", [Problem("--strategy", f"cannot run a sandbox: {errors}", fix)])
     if process.returncode:
@@ -61,15 +73,17 @@ async def run_program(code: str, budget: int) -> Output:
     return Output(text)
 
 
-async def _communicate(process: asyncio.subprocess.Process, request: bytes) -> tuple[str, str]:
+async def _communicate(
+    process: asyncio.subprocess.Process, request: bytes, limit: int
+) -> tuple[str, str]:
     """Output and errors of the process, each up to just over the maximum length."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     process.stdin.write(request)
     process.stdin.close()
     text, errors = await asyncio.gather(
-        _read_limited(process.stdout), _read_limited(process.stderr)
+        _read_limited(process.stdout, limit), _read_limited(process.stderr, limit)
     )
-    if len(text) > _MAX_CHARACTERS:
+    if len(text) > limit:
         await _terminate(process)
     await process.wait()
     return text, errors
@@ -82,8 +96,8 @@ async def _terminate(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def _read_limited(stream: asyncio.StreamReader) -> str:
+async def _read_limited(stream: asyncio.StreamReader, limit: int) -> str:
     content = b""
-    while len(content) <= _MAX_CHARACTERS and (part := await stream.read(_MAX_CHARACTERS)):
+    while len(content) <= limit and (part := await stream.read(limit)):
         content += part
     return content.decode(errors="replace")

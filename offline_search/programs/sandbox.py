@@ -1,9 +1,14 @@
 """Sandboxed process that runs a program written by a language model.
 
 Run by its path and with the standard library alone: it must import nothing of this package. Reads
-``{"code": ..., "budget": ...}`` from standard input; writes the JSON of ``policy(budget)`` to
-standard output, or the error to standard error. Exits with ``SANDBOX_UNAVAILABLE``, before it runs
-anything, if the sandbox cannot be set up.
+one of two requests from standard input, and writes JSON to standard output, or the error to
+standard error:
+
+    {"code", "budget"}                      the return value of ``policy(budget)``
+    {"code", "budget", "images", "numpy"}   the indices of ``select(features, signals, K)`` of each
+                                            image; ``numpy`` is the folder that holds the package
+
+Exits with ``SANDBOX_UNAVAILABLE``, before it runs anything, if the sandbox cannot be set up.
 
 The sandbox is a seccomp filter: the process can compute and use its three open pipes, and cannot
 open files or sockets, start processes or send signals.
@@ -11,14 +16,21 @@ open files or sockets, start processes or send signals.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import io
 import json
+import operator
 import os
 import platform
 import resource
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Modules that programs may import have to be loaded before opening files is forbidden.
 for _name in ("collections", "copy", "functools", "itertools", "math", "random", "re", "string"):
@@ -87,15 +99,53 @@ def enter_sandbox() -> None:
             raise OSError(ctypes.get_errno(), "the kernel refuses the sandbox")
 
 
-def _run_policy(code: str, budget: int) -> str:
-    """Return value of the program's ``policy(budget)`` as JSON."""
+def _load_function(code: str, name: str, signature: str) -> Callable[..., object]:
+    """The function of that name that the program defines."""
     # Models that write JSON policies tend to use the constants of JSON in programs as well.
     names: dict[str, object] = {"__name__": _PROGRAM, "true": True, "false": False, "null": None}
     exec(compile(code, _PROGRAM, "exec"), names)
-    policy = names.get("policy")
-    if not callable(policy):
-        raise TypeError("the program defines no function policy(budget)")
+    function = names.get(name)
+    if not callable(function):
+        raise TypeError(f"the program defines no function {name}({signature})")
+    return function
+
+
+def _run_policy(code: str, budget: int) -> str:
+    """Return value of the program's ``policy(budget)`` as JSON."""
+    policy = _load_function(code, "policy", "budget")
     return json.dumps(policy(budget), allow_nan=False)
+
+
+def _import_numpy(folder: str) -> None:
+    """Import numpy with the parts that it would load later, when no file can be opened."""
+    sys.path.append(folder)
+    for name in ("numpy", "numpy.linalg", "numpy.random", "numpy.fft", "numpy.ma"):
+        __import__(name)
+
+
+def _run_selection(code: str, budget: int, images: Sequence[Mapping[str, Any]]) -> str:
+    """Indices that the program's ``select(features, signals, K)`` returns for each image."""
+    import random
+
+    import numpy as np
+
+    select = _load_function(code, "select", "features, signals, K")
+    selections = []
+    for image in images:
+        # The same numbers for every image, so that a selection does not depend on the others.
+        random.seed(0)
+        np.random.seed(0)
+        signals = {name: _decode_array(array) for name, array in image["signals"].items()}
+        indices = select(_decode_array(image["features"]), signals, budget)
+        selections.append([operator.index(index) for index in indices])  # type: ignore[attr-defined]
+    return json.dumps(selections)
+
+
+def _decode_array(array: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    data = np.frombuffer(base64.b64decode(array["data"]), array["type"])
+    return data.reshape(array["shape"]).copy()
 
 
 def _describe_error(error: BaseException) -> str:
@@ -112,6 +162,8 @@ def _describe_error(error: BaseException) -> str:
 def main() -> int:
     """Read the request, enter the sandbox, run the program and write its output."""
     request = json.load(sys.stdin)
+    if "numpy" in request:
+        _import_numpy(request["numpy"])
     try:
         enter_sandbox()
     except OSError as error:
@@ -119,7 +171,13 @@ def main() -> int:
         return SANDBOX_UNAVAILABLE
     output, sys.stdout = sys.stdout, io.StringIO()  # discard what the program prints
     try:
-        output.write(_run_policy(request["code"], request["budget"]))
+        code, budget = request["code"], request["budget"]
+        selects = "images" in request
+        output.write(
+            _run_selection(code, budget, request["images"])
+            if selects
+            else _run_policy(code, budget)
+        )
         output.flush()
     except BaseException as error:  # including SystemExit of the program
         sys.stderr.write(_describe_error(error))

@@ -1,0 +1,1 @@
+"""Programs that a language model wrote: the sandbox, and what they return."""
