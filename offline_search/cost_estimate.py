@@ -12,7 +12,7 @@ from offline_search.proposers.prompt import Messages, proposal_prompt
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.start_states import minimal_state
-from offline_search.strategies.strategy import maximum_rounds
+from offline_search.strategies.strategy import RACED_PER_PLACE, maximum_rounds
 
 _CHARACTERS_PER_TOKEN = 3.5
 """Approximate, for English and JSON."""
@@ -42,6 +42,8 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEst
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = maximum_rounds(settings, strategy)
     calls = rounds * settings.per_round if strategy.uses_proposer else 0
+    if settings.race and not strategy.stops_early:  # `autoprune+` asks for three slots in ten
+        calls *= RACED_PER_PLACE
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
     completion_tokens = calls * _REPLY_TOKENS

@@ -26,11 +26,14 @@ from offline_search.proposers.proposal_client import ProposalClient, Proposer, S
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.start_states import base_state
-from offline_search.strategies.strategy import Round, has_fixed_evaluations, maximum_rounds
+from offline_search.strategies.strategy import (
+    RACED_PER_PLACE,
+    Round,
+    has_fixed_evaluations,
+    maximum_rounds,
+    races,
+)
 from vllm_autoprune.errors import SearchError
-
-_RACED_PER_PLACE = 3
-"""Candidates that a strategy with early stopping proposes for each of a round's m places."""
 
 
 class SearchObserver(Protocol):
@@ -82,14 +85,14 @@ class Search:
                 break
             rng = Random(f"{settings.seed} {number}")
             count = settings.per_round
-            if strategy.stops_early:
+            if races(settings, strategy):
                 # The last round is smaller, so that a race spends no more than its budget.
                 left = budget - _count_answers(history)
                 full = len(examples) * len(settings.budgets)
-                count = _RACED_PER_PLACE * min(count, max(1, left // full))
+                count = RACED_PER_PLACE * min(count, max(1, left // full))
             current = Round(number, count, history, summary, rng, client)
             drafts = await strategy.propose(current)
-            trials = await rounds.evaluate_round(drafts, number, history, strategy.stops_early)
+            trials = await rounds.evaluate_round(drafts, number, history, races(settings, strategy))
             history.trials += trials
             summary = summarize(history)
             ledger.put(SummaryRecord(round=number, text=summary))

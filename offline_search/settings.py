@@ -12,8 +12,13 @@ from vllm_autoprune.tpdsl.registry import Component, default_call
 Across = Literal["mean", "worst"]
 """How the objectives of several budgets are aggregated: their mean or their minimum."""
 
-Objective = Literal["quality", "budgets", "tasks", "latency"]
-"""Optimization targets: overall quality, quality per budget, quality per category, latency."""
+Objective = Literal["quality", "mme", "budgets", "tasks", "latency"]
+"""Optimization targets: overall quality, MME's total in its place, quality per budget, quality per
+category, latency."""
+
+Library = Literal["searched", "paper"]
+"""Atoms that a language model is offered: those of the searched components, extensions among them;
+or all 131 of the paper, with source, budget, safety checks and r_min, and no extension."""
 
 STRATEGIES_WITHOUT_MENU = (
     "evoprompting-code",
@@ -65,10 +70,20 @@ class Settings(FrozenModel):
         exclude_if=lambda core: not core,
         description="whether candidates may split K into a core and a delta",
     )
+    library: Library = Field(
+        default="searched",
+        exclude_if=lambda library: library == "searched",
+        description="atoms that a language model is offered",
+    )
     rank_at: bool = Field(
         default=False,
         exclude_if=lambda rank_at: not rank_at,
         description="whether candidates may rank tokens before the patch merger",
+    )
+    race: bool = Field(
+        default=False,
+        exclude_if=lambda race: not race,
+        description="whether candidates are dropped after a part of the examples",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
     equal_evaluations: bool = Field(
@@ -96,15 +111,28 @@ class Settings(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _require_one_quality(self) -> Settings:
+        if self.scored_by_mme and not set(self.objectives) <= {"mme", "latency"}:
+            raise ValueError("MME's total can only be joined by latency: leave the others out")
+        return self
+
+    @model_validator(mode="after")
     def _require_menu_reader(self) -> Settings:
         if self.menu and (not self.proposer or self.strategy in STRATEGIES_WITHOUT_MENU):
             raise ValueError("only a language model that writes states reads a menu: leave it out")
+        if self.menu and self.library == "paper":
+            raise ValueError("a menu offers a part of the atoms: leave it out")
         return self
 
     @property
     def is_multi_objective(self) -> bool:
         """Whether candidates are ranked by more than overall quality."""
-        return set(self.objectives) != {"quality"}
+        return set(self.objectives) not in ({"quality"}, {"mme"})
+
+    @property
+    def scored_by_mme(self) -> bool:
+        """Whether quality is MME's total instead of the log-probability of answers."""
+        return "mme" in self.objectives
 
     @property
     def source_budget(self) -> int:

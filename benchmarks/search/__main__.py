@@ -106,6 +106,9 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
     )
+    compare.add_argument(
+        "--race", action="store_true", help="race the candidates of every strategy"
+    )
     compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without a proposer")
 
 
@@ -171,6 +174,7 @@ def _run_comparison(options: argparse.Namespace) -> None:
         budgets=tuple(options.budget),
         proposer="" if options.no_proposer else proposer_name,
         menu=_menu_width(options),
+        race=options.race,
     )
 
     async def run(proposer: Proposer | None) -> None:

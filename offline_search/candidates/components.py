@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from offline_search.settings import Library
 from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly
+from vllm_autoprune.tpdsl.atoms.source import Source
 from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.states.state import Constraints, Core, PruningState, Scoring
 from vllm_autoprune.tpdsl.tokens import RankAt
@@ -19,9 +21,16 @@ RANK_AT = "rank_at"
 """The optional components, searched where the settings say so."""
 
 
-def searched_components(core: bool = False, rank_at: bool = False) -> tuple[str, ...]:
+LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
+"""Fields that take the 131 atoms of the paper."""
+
+
+def searched_components(
+    core: bool = False, rank_at: bool = False, library: Library = "searched"
+) -> tuple[str, ...]:
     """Names of the searched components, with or without the optional ones."""
-    return (*COMPONENTS, *([CORE] if core else []), *([RANK_AT] if rank_at else []))
+    names = LIBRARY_COMPONENTS if library == "paper" else COMPONENTS
+    return (*names, *([CORE] if core else []), *([RANK_AT] if rank_at else []))
 
 
 class Components(BaseModel):
@@ -72,7 +81,11 @@ def compact_json(state: PruningState) -> JsonObject:
         call_default_factory=True
     ):
         compact["partition"] = constraints.partition.model_dump(mode="json", exclude_defaults=True)
-    return {**body, "constraints": compact, "reassembly": state.reassembly.model_dump(mode="json")}
+    source: JsonObject = {}
+    if state.source != Source():
+        source = {"source": state.source.model_dump(mode="json", exclude_defaults=True)}
+    reassembly = state.reassembly.model_dump(mode="json")
+    return {**source, **body, "constraints": compact, "reassembly": reassembly}
 
 
 def atom_calls(state: PruningState) -> list[AtomCall]:
@@ -94,9 +107,10 @@ def structure(state: PruningState) -> tuple[str, ...]:
 
     Two states of one structure differ in numbers only.
     """
+    source = (state.source.tokens, *state.source.priors) if state.source != Source() else ()
     core = () if state.core is None else (f"core={state.core.policy.name}",)
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
-    return (*(call.atom for call in atom_calls(state)), *core, *rank)
+    return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank)
 
 
 def feature_names(state: PruningState) -> frozenset[str]:

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from offline_search.candidates.components import JsonObject, atom_calls, exchange_quota
 from offline_search.candidates.schema import (
     MAX_SIGNALS,
+    called_atom,
     definitions,
     reference_name,
     referenced_definitions,
@@ -64,7 +65,7 @@ class Menu:
     def restrict(self, schema: JsonObject) -> JsonObject:
         """The schema of a proposal without atoms that are not offered."""
         known = definitions(schema)
-        by_atom = {atom: name for name, body in known.items() if (atom := _called_atom(body))}
+        by_atom = {atom: name for name, body in known.items() if (atom := called_atom(body))}
         removed = {by_atom[atom] for atom in by_atom if self._excludes(atom)}
         signals = [by_atom[name] for name in self.atoms["signals"]]
         quota: JsonObject = {"type": "integer", "enum": list(self.quotas)}
@@ -148,14 +149,6 @@ def _fixed_list_schema(names: Sequence[str]) -> JsonObject:
         "type": "array", "prefixItems": items, "items": False,
         "minItems": len(names), "maxItems": len(names),
     }  # fmt: skip
-
-
-def _called_atom(definition: JsonValue) -> str:
-    """The atom whose call a definition describes, or an empty string."""
-    properties = definition.get("properties") if isinstance(definition, dict) else None
-    atom = properties.get("atom") if isinstance(properties, dict) else None
-    name = atom.get("const") if isinstance(atom, dict) else None
-    return name if isinstance(name, str) else ""
 
 
 def _restrict_object(

@@ -13,6 +13,7 @@ from offline_search.candidates.components import COMPONENTS, JsonObject, searche
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.json_text import parse_json
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import SCHEMA, PruningState
@@ -50,8 +51,10 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
 
     Raises :class:`StateError` with every problem.
     """
-    searched = searched_components(settings.core, settings.rank_at)
+    searched = searched_components(settings.core, settings.rank_at, settings.library)
     parts = {name: components[name] for name in searched if name in components}
+    if settings.library == "paper":
+        _refuse_extensions(parts)
     if settings.without or settings.quota is not None:
         parts = ablate(parts, settings)
     document: JsonObject = {
@@ -59,11 +62,30 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         "name": "candidate",
         "base_policy": {"name": settings.base_policy},
         "budget": budget_call(settings.source_budget).model_dump(mode="json"),
-        **parts,
         "safety": list(SAFETY_CHECKS),
+        **parts,
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
-    return load_state(json.dumps(document))
+    state = load_state(json.dumps(document))
+    if state.budget.range() != (settings.source_budget, settings.source_budget):
+        what = f"keeps another number of tokens than {settings.source_budget}"
+        fix = f"write {budget_call(settings.source_budget).model_dump_json()}"
+        raise StateError("proposal", [Problem("/budget", what, fix)])
+    return state
+
+
+def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = "") -> None:
+    """Raise :class:`StateError` for an atom that is not one of the paper's 131."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_extensions(item, f"{where}/{index}")
+    elif isinstance(value, Mapping):
+        atom = value.get("atom")
+        if isinstance(atom, str) and atom in ATOMS and ATOMS[atom].origin == "extension":
+            problem = Problem(where, f"{atom} is an extension", "write an atom of the list")
+            raise StateError("proposal", [problem])
+        for name, item in value.items():
+            _refuse_extensions(item, f"{where}/{name}")
 
 
 def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[str, ...]) -> Draft:
@@ -91,7 +113,7 @@ def _parse_object(text: str) -> JsonObject:
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
-    known = searched_components(core=True, rank_at=True)
+    known = searched_components(core=True, rank_at=True, library="paper")
     return {name: part for name, part in data.items() if name in known}
 
 

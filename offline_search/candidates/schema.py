@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 from pydantic import JsonValue
 
 from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
+from offline_search.settings import Library
+from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_SIGNALS = 6
@@ -16,29 +19,74 @@ MAX_SIGNALS = 6
 _MAX_ITEMS = {"signals": MAX_SIGNALS, "pool": 3}
 
 # Schema keywords that do not constrain the output.
-_UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "$schema", "$id")
+_UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "allOf", "$schema", "$id")
 
 
 @cache
-def proposal_schema(budget: int, core: bool = False, rank_at: bool = False) -> JsonObject:
+def proposal_schema(
+    budget: int, core: bool = False, rank_at: bool = False, library: Library = "searched"
+) -> JsonObject:
     """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts.
 
-    With ``core``, a proposal may have one; with ``rank_at``, it may say where tokens are ranked.
+    With ``core``, a proposal may have one; with ``rank_at``, it may say where tokens are ranked;
+    with the library of the paper, it may have all 131 atoms, r_min, and no extension.
     """
     full: JsonObject = PruningState.model_json_schema()
     properties, known = _object_at(full, "properties"), definitions(full)
-    parts: JsonObject = {name: properties[name] for name in searched_components(core, rank_at)}
+    parts: JsonObject = {
+        name: properties[name] for name in searched_components(core, rank_at, library)
+    }
+    bounds = Bounds(budget, library)
     schema: JsonObject = {
         "type": "object",
-        "properties": {name: _restrict(part, budget) for name, part in parts.items()},
+        "properties": {name: _restrict(part, bounds) for name, part in parts.items()},
         "required": list(COMPONENTS),
         "additionalProperties": False,
     }
     needed = referenced_definitions(schema, known)
     schema["$defs"] = {
-        name: _restrict(definition, budget) for name, definition in known.items() if name in needed
+        name: _restrict(definition, bounds) for name, definition in known.items() if name in needed
     }
-    return schema
+    return _remove_extensions(schema) if library == "paper" else schema
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What restricts a proposal beyond the language itself."""
+
+    budget: int
+    library: Library
+
+
+def _remove_extensions(schema: JsonObject) -> JsonObject:
+    """The schema without atoms that the paper does not have."""
+    removed = {
+        name
+        for name, body in definitions(schema).items()
+        if (atom := called_atom(body)) and ATOMS[atom].origin == "extension"
+    }
+
+    def keep(value: JsonValue) -> JsonValue:
+        if isinstance(value, list):
+            return [keep(item) for item in value if reference_name(item) not in removed]
+        if isinstance(value, dict):
+            return {name: keep(item) for name, item in value.items() if name not in removed}
+        return value
+
+    kept = keep(schema)
+    assert isinstance(kept, dict)
+    return kept
+
+
+def called_atom(definition: JsonValue) -> str:
+    """The atom whose call a definition describes, or an empty string."""
+    if not isinstance(definition, dict) or not isinstance(
+        properties := definition.get("properties"), dict
+    ):
+        return ""
+    atom = properties.get("atom")
+    name = atom.get("const") if isinstance(atom, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def definitions(schema: JsonObject) -> JsonObject:
@@ -53,15 +101,15 @@ def _object_at(schema: JsonObject, key: str) -> JsonObject:
     return value
 
 
-def _restrict(value: JsonValue, budget: int, key: str = "") -> JsonValue:
+def _restrict(value: JsonValue, bounds: Bounds, key: str = "") -> JsonValue:
     if isinstance(value, list):
-        return [_restrict(item, budget) for item in value]
+        return [_restrict(item, bounds) for item in value]
     if not isinstance(value, dict):
         return value
     if key == "properties":  # its keys are field names, not schema keywords
-        return _restrict_properties(value, budget)
+        return _restrict_properties(value, bounds)
     restricted: JsonObject = {
-        name: _restrict(item, budget, name)
+        name: _restrict(item, bounds, name)
         for name, item in value.items()
         if name not in _UNUSED_KEYWORDS
     }
@@ -72,16 +120,19 @@ def _restrict(value: JsonValue, budget: int, key: str = "") -> JsonValue:
     return restricted
 
 
-def _restrict_properties(properties: JsonObject, budget: int) -> JsonObject:
-    """Bound list lengths and the quota; ``r_min`` is omitted because it follows from q_e."""
+def _restrict_properties(properties: JsonObject, bounds: Bounds) -> JsonObject:
+    """Bound list lengths and the quota; ``r_min`` follows from q_e where it is not offered."""
+    offers_r_min = bounds.library == "paper"
     restricted: JsonObject = {
-        name: _restrict(item, budget, name) for name, item in properties.items() if name != "r_min"
+        name: _restrict(item, bounds, name)
+        for name, item in properties.items()
+        if offers_r_min or name != "r_min"
     }
     for name, item in restricted.items():
         if isinstance(item, dict) and name in _MAX_ITEMS:
             item["maxItems"] = _MAX_ITEMS[name]
         if isinstance(item, dict) and name == "q_e":
-            item["maximum"] = budget
+            item["maximum"] = bounds.budget
     return restricted
 
 

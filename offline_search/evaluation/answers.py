@@ -1,12 +1,14 @@
 """Answers of one policy to a sequence of examples, and the scores computed from them.
 
 The objective is the mean log-probability of the reference answer minus that of the unpruned model
-on the same examples. Accuracy and accuracy+ (as MME defines them) are reported only.
+on the same examples, or MME's total minus the unpruned model's.
+Both are means of one value for each example, so that candidates are compared in the same way.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,40 @@ def relative_logprob(answers: Answers, full: Answers) -> Floats:
     count = len(answers)
     gaps: Floats = np.asarray(answers.logprob) - np.asarray(full.logprob[:count])
     return gaps
+
+
+def relative_mme(examples: Sequence[Example], answers: Answers, full: Answers) -> Floats:
+    """Contributions ``(M,)`` to MME's total less those of the unpruned model, in thousand points.
+
+    ``examples`` are those of the whole split; their contributions have the total as their mean.
+    """
+    count = len(answers)
+    own = _mme_contributions(examples, answers.right)
+    gaps: Floats = own - _mme_contributions(examples, full.right[:count])
+    return gaps
+
+
+def _mme_contributions(examples: Sequence[Example], right: Sequence[bool]) -> Floats:
+    """Share of each answered example in accuracy and accuracy+ of its category, in thousands.
+
+    The examples that accuracy+ takes together count where all of them answered so far are right.
+    """
+    paired = {example.category for example in examples if example.pair is not None}
+    questions = Counter(example.category for example in examples)
+    keys = [
+        None if one.pair is None and one.category in paired else (one.category, one.image, one.pair)
+        for one in examples
+    ]
+    sizes = Counter(key for key in keys if key is not None)
+    groups = Counter(category for category, *_ in sizes)
+    wrong = {key for key, correct in zip(keys, right, strict=False) if not correct}
+    values = []
+    for example, key, correct in zip(examples, keys, right, strict=False):
+        value = correct / questions[example.category]
+        if key is not None and key not in wrong:
+            value += 1 / (sizes[key] * groups[example.category])
+        values.append(value)
+    return len(examples) * np.asarray(values) / 10
 
 
 def accuracy(answers: Answers) -> float:

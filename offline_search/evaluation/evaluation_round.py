@@ -18,7 +18,6 @@ from offline_search.evaluation.answers import (
     accuracy,
     accuracy_plus,
     category_means,
-    relative_logprob,
     significantly_below,
 )
 from offline_search.evaluation.candidate_check import Probes, check_candidate, check_program
@@ -28,7 +27,7 @@ from offline_search.evaluation.evaluator import (
     RecordedEvaluator,
 )
 from offline_search.evaluation.history import History, Trial
-from offline_search.evaluation.objectives import objective_vector
+from offline_search.evaluation.objectives import objective_vector, relative_values
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
@@ -46,8 +45,9 @@ RACING_KEEPS = (3, 2)
 class ScoreAccumulator:
     """Answers of one state so far, by budget, and the scores computed from them."""
 
-    budgets: Sequence[int]
+    settings: Settings
     full: Answers
+    examples: Sequence[Example]
     answers: dict[int, Answers] = field(default_factory=dict)
 
     def add(self, budget: int, answers: Answers) -> None:
@@ -55,18 +55,18 @@ class ScoreAccumulator:
         self.answers[budget] = self.answers.get(budget, NO_ANSWERS) + answers
 
     def values(self, budget: int) -> Floats:
-        """Relative log-probabilities at one budget."""
-        return relative_logprob(self.answers[budget], self.full)
+        """Value of each answered example, relative to the unpruned model, at one budget."""
+        return relative_values(self.settings, self.examples, self.answers[budget], self.full)
 
     def mean(self) -> Floats:
-        """Relative log-probabilities, mean over the budgets."""
-        mean: Floats = np.mean([self.values(budget) for budget in self.budgets], axis=0)
+        """Value of each answered example, mean over the budgets."""
+        mean: Floats = np.mean([self.values(budget) for budget in self.settings.budgets], axis=0)
         return mean
 
-    def objective(self, across: str) -> float:
+    def objective(self) -> float:
         """Mean or worst objective over the budgets."""
-        each = [float(self.values(budget).mean()) for budget in self.budgets]
-        return round(min(each) if across == "worst" else sum(each) / len(each), 6)
+        each = [float(self.values(budget).mean()) for budget in self.settings.budgets]
+        return round(min(each) if self.settings.across == "worst" else sum(each) / len(each), 6)
 
     def answer_count(self) -> int:
         """Number of answers, over all budgets."""
@@ -133,7 +133,7 @@ class RoundEvaluator:
         return [self._finish(candidate) for candidate in candidates]
 
     def _new_scores(self) -> ScoreAccumulator:
-        return ScoreAccumulator(self._settings.budgets, self._full)
+        return ScoreAccumulator(self._settings, self._full, self._examples)
 
     async def _screen(self, candidate: _Candidate) -> TrialRecord | None:
         """The result of a candidate that needs no measurement, or None."""
@@ -264,7 +264,7 @@ class RoundEvaluator:
     def _summary_scores(self, scores: ScoreAccumulator) -> dict[str, Any]:
         answers = [scores.answers[budget] for budget in self._settings.budgets]
         return {
-            "objective": scores.objective(self._settings.across),
+            "objective": scores.objective(),
             "accuracy": _mean([accuracy(each) for each in answers]),
             "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
             "by_category": category_means(self._examples, scores.mean()),
@@ -277,7 +277,7 @@ class RoundEvaluator:
             settings,
             self._examples,
             {budget: scores.values(budget) for budget in settings.budgets},
-            scores.objective(settings.across),
+            scores.objective(),
             None if verdict is None else verdict.latency,
         )
 

@@ -1,4 +1,4 @@
-"""Objective vectors and Pareto ranks of a multi-objective search.
+"""Objectives: the value of each example, objective vectors, and Pareto ranks.
 
 All objectives are maximized; latency therefore counts as negative milliseconds.
 """
@@ -8,12 +8,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offline_search.dataset import Example
-from offline_search.evaluation.answers import category_means
+from offline_search.evaluation.answers import (
+    Answers,
+    category_means,
+    relative_logprob,
+    relative_mme,
+)
 from offline_search.settings import Settings
 from vllm_autoprune.statistics import Floats
 
 ObjectiveVector = Mapping[str, float]
 """Value of each objective."""
+
+
+def describe_objective(settings: Settings) -> str:
+    """What the objective of a search is, with its unit."""
+    if settings.scored_by_mme:
+        return "MME's total less that of the model with all tokens, in thousand points"
+    return "mean log-probability of the reference answer less the full-token model's, in nats"
+
+
+def relative_values(
+    settings: Settings, examples: Sequence[Example], answers: Answers, full: Answers
+) -> Floats:
+    """Value of each answered example ``(M,)`` less that of the unpruned model; their mean counts.
+
+    ``examples`` are those of the whole split.
+    """
+    if settings.scored_by_mme:
+        return relative_mme(examples, answers, full)
+    return relative_logprob(answers, full)
 
 
 def objective_vector(
@@ -33,6 +57,8 @@ def objective_vector(
         return vector
     if "quality" in settings.objectives:
         vector["quality"] = objective
+    if settings.scored_by_mme:
+        vector["mme"] = objective
     if "budgets" in settings.objectives:
         vector |= {f"K={budget}": round(float(each.mean()), 6) for budget, each in values.items()}
     if "tasks" in settings.objectives:

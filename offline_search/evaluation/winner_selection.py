@@ -19,7 +19,6 @@ from offline_search.evaluation.answers import (
     accuracy_plus,
     bootstrap_mean,
     mme_total,
-    relative_logprob,
 )
 from offline_search.evaluation.evaluator import (
     EvaluationFailed,
@@ -27,7 +26,11 @@ from offline_search.evaluation.evaluator import (
     RecordedEvaluator,
 )
 from offline_search.evaluation.history import History, Trial
-from offline_search.evaluation.objectives import objective_vector
+from offline_search.evaluation.objectives import (
+    describe_objective,
+    objective_vector,
+    relative_values,
+)
 from offline_search.ledger.records import Comparison, FrontMember, TrialRecord, WinnerRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
@@ -117,7 +120,7 @@ class WinnerSelector:
     async def _test_objectives(self, candidate: Candidate, result: TrialRecord) -> dict[str, float]:
         full = await self._measure(None, 0, "test")
         values = {
-            budget: relative_logprob(await self._measure(candidate, budget, "test"), full)
+            budget: self._relative(await self._measure(candidate, budget, "test"), full, "test")
             for budget in self._settings.budgets
         }
         objective = round(float(self._aggregate(list(values.values())).mean()), 6)
@@ -141,8 +144,8 @@ class WinnerSelector:
         full = await self._measure(None, 0, split)
         ours = [await self._measure(candidate, budget, split) for budget in budgets]
         theirs = [await self._measure(self._base, budget, split) for budget in budgets]
-        values = self._aggregate([relative_logprob(answers, full) for answers in ours])
-        base_values = self._aggregate([relative_logprob(answers, full) for answers in theirs])
+        values = self._aggregate([self._relative(answers, full, split) for answers in ours])
+        base_values = self._aggregate([self._relative(answers, full, split) for answers in theirs])
 
         def mean(score: Callable[[Sequence[Example], Answers], float]) -> float:
             return round(sum(score(examples, answers) for answers in ours) / len(ours), 6)
@@ -157,6 +160,9 @@ class WinnerSelector:
             gain=bootstrap_mean(examples, values - base_values),
             accuracy_gain=bootstrap_mean(examples, _mean_correct(ours) - _mean_correct(theirs)),
         )
+
+    def _relative(self, answers: Answers, full: Answers, split: Split) -> Floats:
+        return relative_values(self._settings, self._dataset.examples(split), answers, full)
 
     def _aggregate(self, values: Sequence[Floats]) -> Floats:
         """Values over several budgets: their mean, or those of the worst budget."""
@@ -191,8 +197,8 @@ class WinnerSelector:
                     "test": test.model_dump(mode="json"),
                     "test_base_policy": base.model_dump(mode="json"),
                 },
-                "notes": f"Candidate {winner.name} by {winner.proposal.origin}. Objective: mean "
-                "log-probability of the reference answer less the full-token model's, in nats.",
+                "notes": f"Candidate {winner.name} by {winner.proposal.origin}. "
+                f"Objective: {describe_objective(settings)}.",
             }
         )
         name = f"{settings.base_policy}-searched-k{settings.source_budget}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from offline_search.evaluation.history import Trial
 from offline_search.programs.selection import SIGNALS
-from offline_search.proposers.prompt import Message, Messages
+from offline_search.proposers.prompt import Message, Messages, describe_score
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -40,9 +40,8 @@ language model reads them; signals is a dict of numpy arrays:
 {signals}
 
 The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
-question. A score is the mean log-probability of the reference answers less that of the model with \
-all tokens; higher is better. The program may import numpy, math and random; it has no files and \
-no network, and returns the same indices each time."""
+question. A score is {describe_score(settings)}. The program may import numpy, math and random; \
+it has no files and no network, and returns the same indices each time."""
 
 
 def program_prompt(settings: Settings, example: str, number: int, count: int) -> Messages:

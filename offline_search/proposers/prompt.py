@@ -32,23 +32,43 @@ class Message(TypedDict):
 Messages = tuple[Message, ...]
 
 
+def describe_score(settings: Settings) -> str:
+    """What the scores in prompts are."""
+    if settings.scored_by_mme:
+        return (
+            "the MME total of the model (accuracy and accuracy+ of each category in per cent, "
+            "summed) less that of the model with all tokens; higher is better"
+        )
+    return (
+        "the mean log-probability of the reference answers less that of the model with all "
+        "tokens; higher is better"
+    )
+
+
 @cache
 def describe_language(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from which atoms, how it is scored."""
     policy = BASE_POLICIES[settings.base_policy]
     budget = settings.source_budget
+    whole = settings.library == "paper"
+    library = ' "source", "budget" and "safety" may be added.' if whole else ""
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. The base policy {policy.name} picks {budget} of them: {policy.doc} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
-q_e of the {budget} picks for candidates. A score is the mean log-probability of the reference \
-answers less that of the model with all tokens; higher is better. These atoms can be used:
+q_e of the {budget} picks for candidates. A score is {describe_score(settings)}. These atoms can \
+be used:
 
-{render_proposer_text(searched_components(settings.core, settings.rank_at)).strip()}
+{_render_atoms(settings).strip()}
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
 {', "core": {"share": ..., ...} or null' if settings.core else ""}\
-{', "rank_at": ...' if settings.rank_at else ""}}}"""
+{', "rank_at": ...' if settings.rank_at else ""}}}{library}"""
+
+
+def _render_atoms(settings: Settings) -> str:
+    components = searched_components(settings.core, settings.rank_at, settings.library)
+    return render_proposer_text(components, extensions=settings.library != "paper")
 
 
 def _system_prompt(settings: Settings) -> str:
@@ -86,6 +106,19 @@ def crossover_prompt(
         f"score above {_score(best)}. {_menu_sentence(menu)}JSON only."
     )
     return _conversation(settings, request)
+
+
+def ranking_prompt(best: Sequence[Trial], options: Sequence[PruningState]) -> Messages:
+    """Prompt for the option that is expected to score highest; short, for a small model."""
+    measured = [f"{_score(one.score)}: {_components(one.require_state())}" for one in best]
+    listed = [f"{number}: {_components(state)}" for number, state in enumerate(options, 1)]
+    request = (
+        "A policy chooses which visual tokens of an image a vision-language model keeps. Higher "
+        "scores are better. Measured scores of policies:\n" + "\n".join(measured) + "\n\n"
+        "Policies that were not measured:\n" + "\n".join(listed) + "\n\n"
+        f'Which of 1 to {len(options)} scores highest? Answer {{"choice": NUMBER}}.'
+    )
+    return ({"role": "user", "content": request},)
 
 
 def repair_prompt(request: Messages, reply: str, problems: Sequence[str]) -> Messages:

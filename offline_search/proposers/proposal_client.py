@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from offline_search.candidates.compact_schema import merge_equal_calls
 from offline_search.candidates.components import JsonObject
 from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal import MAX_REPLY_CHARACTERS, Draft, parse_proposal
@@ -86,9 +88,12 @@ class ProposalClient:
     async def request_proposal(self, request: ProposalRequest) -> Draft:
         """The draft in a reply, after one attempt to repair an invalid reply."""
         settings = self._settings
-        schema = proposal_schema(settings.source_budget, settings.core, settings.rank_at)
+        schema = proposal_schema(
+            settings.source_budget, settings.core, settings.rank_at, settings.library
+        )
         if request.menu is not None:
             schema = request.menu.restrict(schema)
+        schema = merge_equal_calls(schema)
         reply = await self._recorded_reply(request, "first", request.messages, schema)
         draft = self._parse(reply, request)
         if draft.state is not None or reply.text is None:
@@ -141,6 +146,20 @@ class ProposalClient:
             return Draft(request.origin, None, (problem,), request.parents)
         draft = Draft(request.origin, None, (), request.parents, code)
         return replace(draft, selection=SelectionProgram(code))
+
+    async def request_choice(self, request: ProposalRequest, options: Sequence[Draft]) -> Draft:
+        """The option that the model chooses by its number; the first one after an invalid reply."""
+        numbers = list(range(1, len(options) + 1))
+        schema: JsonObject = {
+            "type": "object",
+            "properties": {"choice": {"type": "integer", "enum": list(numbers)}},
+            "required": ["choice"],
+            "additionalProperties": False,
+        }
+        reply = await self._recorded_reply(request, "first", request.messages, schema)
+        chosen = re.search(r"\d+", reply.text or "")
+        number = int(chosen.group()) if chosen else 0
+        return options[number - 1] if number in numbers else options[0]
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""

@@ -13,7 +13,7 @@ from vllm_autoprune.statistics import Estimate
 
 _SPREAD = 3.0
 """A chart of the better half is added where the worse half takes this many times its height."""
-_OBJECTIVE = "objective, nats"
+_OBJECTIVE = "objective"
 _SPLITS: Mapping[Split, float] = {"search": 1.0, "validation": 2.0, "test": 3.0}
 
 

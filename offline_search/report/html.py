@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from offline_search.evaluation.objectives import describe_objective
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report import markdown
 from offline_search.report.charts import anchor, draw_charts
@@ -18,10 +19,12 @@ from vllm_autoprune.pages.table import Cell, PageRow, PageTable, split_interval
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.states.differences import Change
 
-_OBJECTIVE = (
-    "Objective: log-probability of the reference answer minus that of the unpruned model, in nats; "
-    "0 is as good as unpruned. Intervals: 95 %, images resampled."
-)
+
+def _objective_note(report: SearchReport) -> str:
+    return (
+        f"Objective: {describe_objective(report.settings)}; 0 is as good as unpruned. "
+        "Intervals: 95 %, images resampled."
+    )
 
 
 def as_html(report: SearchReport) -> str:
@@ -79,7 +82,7 @@ def _list_facts(report: SearchReport) -> list[str]:
 def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Section]:
     yield Section(
         "Why this candidate",
-        [*explain_winner(report, winner), _OBJECTIVE],
+        [*explain_winner(report, winner), _objective_note(report)],
         tables=[_finalists(report, winner)],
     )
     rows = markdown.result_rows(winner.test, winner.base)
@@ -146,8 +149,8 @@ def _progress_sections(report: SearchReport) -> Iterator[Section]:
     texts = ["Nothing has been measured yet."]
     if charts:
         texts = [
-            f"{_OBJECTIVE} Hollow: stopped early, measured on a part of the search split. Click a "
-            "point for the candidate."
+            f"{_objective_note(report)} Hollow: stopped early, measured on a part of the search "
+            "split. Click a point for the candidate."
         ]
     yield Section("Progress", [*texts, markdown.count_candidates(report)], charts)
 

@@ -4,8 +4,9 @@ A round proposes three times as many candidates as other strategies, because mos
 dropped after an eighth of the examples. The first round has warm starts and random states. Every
 slot of a later round goes to one origin:
 
-    llm        a structure from a language model, where one that can reason is given
-    ranked     one of several suggestions of TPE, chosen by a small language model
+    llm        a state from a language model
+    ranked     with menus, as for a small language model: the one of four further suggestions of TPE
+               that it ranks first
     tpe        structure and numbers by TPE over all candidates, raced ones by their estimates
     mutation   one of the best with some choices changed
     crossover  choices of two of the best
@@ -18,7 +19,7 @@ round: Centaur (arXiv 2603.24647) found more to be worse.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from random import Random
 
 from offline_search.candidates.components import structure
@@ -30,6 +31,8 @@ from offline_search.candidates.search_space import (
     sample_proposal,
 )
 from offline_search.evaluation.history import History, Trial
+from offline_search.proposers.prompt import ranking_prompt
+from offline_search.proposers.proposal_client import ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.sampling import TpeStudy, sample_draft
 from offline_search.strategies.start_states import paper_state, warm_start_states
@@ -40,6 +43,12 @@ _BEST_STRUCTURES = 5
 
 _MODEL_SHARE = 0.3
 """Share of a round's slots that a language model gets."""
+
+_SUGGESTIONS = 4
+"""Suggestions of TPE that a small language model ranks for each of its slots."""
+
+_SHOWN_BEST = 3
+"""Measured candidates that it is shown beside them."""
 
 _MUTATION_RATE = 0.15
 """Probability that a mutation changes a choice."""
@@ -68,12 +77,26 @@ class AutoPrunePlus:
             self._sample(origin, study, best, current.rng)
             for origin in _spread_origins(current.count - requested)
         ]
-        default = paper_state(self._settings)
-        requests = [
-            request_improvement(current, self._settings, index, default)
-            for index in range(requested)
-        ]
+        request = self._request_ranking if self._settings.menu else self._request_structure
+        requests = [request(current, index, study, best) for index in range(requested)]
         return [*await asyncio.gather(*requests), *drafts]
+
+    def _request_structure(
+        self, current: Round, index: int, study: TpeStudy, best: Sequence[Trial]
+    ) -> Awaitable[Draft]:
+        return request_improvement(current, self._settings, index, paper_state(self._settings))
+
+    def _request_ranking(
+        self, current: Round, index: int, study: TpeStudy, best: Sequence[Trial]
+    ) -> Awaitable[Draft]:
+        """One of several further suggestions of TPE; those of TPE's own slots stay."""
+        options = [
+            sample_draft("ranked", study.suggest(), self._settings) for _ in range(_SUGGESTIONS)
+        ]
+        states = [option.state for option in options if option.state is not None]
+        messages = ranking_prompt(best[:_SHOWN_BEST], states)
+        request = ProposalRequest(current.number, index, messages, "ranked")
+        return current.client.request_choice(request, options)
 
     def _start(self, current: Round) -> list[Draft]:
         states = warm_start_states(self._settings) if current.number == 1 else []

@@ -47,13 +47,21 @@ class Strategy(Protocol):
         """The drafts of a round, at most ``current.count``."""
 
 
+RACED_PER_PLACE = 3
+"""Candidates that are proposed for each of a round's m places where candidates are raced."""
+
 _MAX_ROUNDS_FACTOR = 4
 """A search with a fixed number of evaluations runs at most this many times T rounds."""
 
 
 def has_fixed_evaluations(settings: Settings, strategy: Strategy) -> bool:
     """Whether rounds go on until T x m evaluations are spent, instead of ending after T rounds."""
-    return settings.equal_evaluations or strategy.stops_early
+    return settings.equal_evaluations or races(settings, strategy)
+
+
+def races(settings: Settings, strategy: Strategy) -> bool:
+    """Whether candidates are dropped after a part of the examples, and more of them proposed."""
+    return settings.race or strategy.stops_early
 
 
 def maximum_rounds(settings: Settings, strategy: Strategy) -> int:

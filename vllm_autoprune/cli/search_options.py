@@ -44,8 +44,9 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         "--objective",
         nargs="+",
         default=["quality"],
-        choices=("quality", "budgets", "tasks", "latency"),
-        help="objectives; a search with anything but `quality` finds a Pareto front",
+        choices=("quality", "mme", "budgets", "tasks", "latency"),
+        help="objectives: quality, or MME's total in its place; with others, a search finds a "
+        "Pareto front",
     )
     group.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     group.add_argument(
@@ -55,11 +56,24 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         choices=("anchoring", "fusion", "diversity"),
         help="ablation: components removed from every candidate",
     )
+    group.add_argument(
+        "--race",
+        action="store_true",
+        help="propose three times as many candidates and drop most after an eighth of the "
+        "questions; autoprune+ always does",
+    )
     group.add_argument("--quota", type=int, metavar="Q", help="ablation: q_e of every candidate")
     group.add_argument(
         "--core",
         action="store_true",
         help="candidates may split K into a core without the question and a delta",
+    )
+    group.add_argument(
+        "--library",
+        choices=("searched", "paper"),
+        default="searched",
+        help="atoms that a language model is offered: those that the search varies (default), or "
+        "the paper's 131, source, budget, safety and r_min among them, without extensions",
     )
     group.add_argument(
         "--rank-at",
@@ -176,7 +190,9 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             without=tuple(options.without),
             quota=options.quota,
             core=options.core,
+            race=options.race,
             rank_at=options.rank_at,
+            library=options.library,
             proposer=proposer_name if strategy.uses_proposer else "",
             menu=_menu_width(options, strategy.uses_proposer),
             temperature=options.temperature,

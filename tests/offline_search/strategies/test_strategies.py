@@ -72,6 +72,39 @@ def test_a_language_model_gets_less_than_a_third_of_the_slots(
     assert later.count("tpe") >= later.count("llm")
 
 
+async def test_a_small_model_ranks_suggestions_and_displaces_none(
+    data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(
+        strategy="autoprune+", rounds=3, per_round=4, budgets=(8,), proposer="scripted", menu=1
+    )
+    chosen: dict[str, list[str]] = {}
+    for reply in ('{"choice": 1}', '{"choice": 3}', "I cannot say", '{"choice": 9}'):
+        path = tmp_path / reply.replace("/", "")
+        await run_search(path, settings, SyntheticEvaluator(data), [reply])
+        first_round = [p for p in records_of_kind(path, ProposalRecord) if p.round == 2]
+        origins = Counter(one.origin for one in first_round)
+        assert origins == {"ranked": 3, "tpe": 5, "mutation": 3, "crossover": 1}
+        chosen[reply] = [one.digest for one in first_round if one.origin == "ranked"]
+    assert chosen["I cannot say"] == chosen['{"choice": 9}'] == chosen['{"choice": 1}']
+    assert not set(chosen['{"choice": 3}']) & set(chosen['{"choice": 1}'])
+
+
+@pytest.mark.parametrize("strategy", ["autoprune", "tpe"])
+async def test_any_strategy_can_race(strategy: str, data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(
+        strategy=strategy, rounds=3, per_round=4, budgets=(8,), race=True,
+        proposer="scripted" if strategy == "autoprune" else "",
+    )  # fmt: skip
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data, probes=False), REPLIES)
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
+    assert {trial.round for trial in trials if trial.index == 11} >= {1, 2}
+    dropped = [trial for trial in trials if trial.status == "dropped"]
+    assert dropped and {trial.examples for trial in dropped} <= {3, 12}
+    size = len(data.examples("search"))
+    assert sum(trial.examples for trial in trials) <= 12 * size + size / 2
+
+
 def test_a_race_measures_more_candidates_and_spends_no_more(data: Dataset, tmp_path: Path) -> None:
     search_all_seeds("autoprune+", data, tmp_path, rounds=4)
     trials = records_of_kind(tmp_path / "autoprune+-0", TrialRecord)

@@ -31,9 +31,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         nargs="?",
-        choices=("run", "report"),
+        choices=("run", "report", "mme"),
         default="run",
-        help="run a search (the default), or report on a ledger",
+        help="run a search (the default), report on a ledger, or write MME's files as --data",
     )
     parser.add_argument(
         "--ledger", type=Path, default=Path("search.jsonl"), help="file that holds the search"
@@ -48,6 +48,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the state, or the report as HTML"
     )
+    parser.add_argument(
+        "--mme", type=Path, metavar="FOLDER", help="with `mme`: the folder of MME's categories"
+    )
     add_search_arguments(parser.add_argument_group("search"))
     add_evaluator_arguments(parser.add_argument_group("evaluation"))
     add_proposer_arguments(parser.add_argument_group("proposer"))
@@ -59,6 +62,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.data is None:
         fix = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
         raise ConfigError("search", [Problem("--data", "is missing", fix)])
+    if options.action == "mme":
+        return _convert_mme(options)
     if options.replay is not None:
         return _replay(options)
     settings, dataset = read_settings_and_data(options)
@@ -128,6 +133,20 @@ def _replay(options: argparse.Namespace) -> int:
             "not make; begin a new ledger"
         )
     return _print_winner(options, winner)
+
+
+def _convert_mme(options: argparse.Namespace) -> int:
+    from offline_search.mme import convert_mme
+
+    if options.mme is None:
+        fix = "name the folder that has a folder for each category of MME"
+        raise ConfigError("search", [Problem("--mme", "is missing", fix)])
+    counts = convert_mme(options.mme, options.data, options.seed)
+    if options.json:
+        print(as_json(dict(counts)))
+    else:
+        print(", ".join(f"{count} questions in {split}" for split, count in counts.items()))
+    return 0
 
 
 def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) -> int:

@@ -215,10 +215,11 @@ def _table(names: list[str]) -> list[str]:
     return lines
 
 
-def render_proposer_text(components: Collection[str] = ()) -> str:
+def render_proposer_text(components: Collection[str] = (), *, extensions: bool = True) -> str:
     """Text of the language for an LLM proposer: base policies, fields, atoms and parameters.
 
-    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them.
+    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them; without
+    ``extensions`` it has the atoms of the paper alone.
     """
     lines = []
     if not components:
@@ -229,7 +230,9 @@ def render_proposer_text(components: Collection[str] = ()) -> str:
             continue
         many = ", a list" if place.many else ""
         lines += ["", f"{place.group} ({place.pointer}{many}):"]
-        lines += _reassembly_axes() if place.group == "reassembly" else _atom_lines(place)
+        lines += (
+            _reassembly_axes() if place.group == "reassembly" else _atom_lines(place, extensions)
+        )
     if not components or "core" in components:
         lines += [
             "",
@@ -247,11 +250,13 @@ def render_proposer_text(components: Collection[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _atom_lines(place: Place) -> Iterator[str]:
+def _atom_lines(place: Place, extensions: bool) -> Iterator[str]:
     """One line per atom; a parameter that several share is described for the first one only."""
     described: set[Parameter] = set()
     for name in place.names:
         atom = ATOMS[name]
+        if atom.origin == "extension" and not extensions:
+            continue
         own = list_parameters(atom.call)
         new = _list(p for p in own if p not in described)
         repeated = ", ".join(p.name for p in own if p in described)

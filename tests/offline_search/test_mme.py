@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offline_search.dataset import SPLITS, Dataset, Example, read_dataset
+from offline_search.evaluation.answers import Answers, mme_total, relative_mme
+from offline_search.evaluation.evaluator import EvaluationJob
+from offline_search.ledger.records import TrialRecord
+from offline_search.mme import convert_mme
+from offline_search.settings import Settings
+from tests.offline_search.synthetic import SyntheticEvaluator, records_of_kind, run_search
+from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import ConfigError
+
+
+@pytest.fixture
+def mme(tmp_path: Path) -> Path:
+    """Two categories in the two layouts of MME, with ten images each."""
+    for number in range(10):
+        beside = tmp_path / "mme" / "color"
+        beside.mkdir(parents=True, exist_ok=True)
+        (beside / f"{number}.txt").write_text("Is it red?\tYes\nIs it blue?\tNo\n")
+        (beside / f"{number}.jpg").write_text(f"color {number}")
+        for folder, name, text in (
+            ("questions_answers_YN", f"{number}.txt", "A cat?\tNo\nA dog?\tYes"),
+            ("images", f"{number}.png", f"scene {number}"),
+        ):
+            (tmp_path / "mme" / "scene" / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "mme" / "scene" / folder / name).write_text(text)
+    return tmp_path / "mme"
+
+
+def test_files_of_both_layouts_become_a_data_folder(
+    mme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "data"
+    assert main(["search", "mme", "--mme", str(mme), "--data", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"search": 20, "validation": 8, "test": 12}
+    data = read_dataset(target)
+    examples = [example for split in SPLITS for example in data.examples(split)]
+    assert {(one.category, one.question, one.answer) for one in examples} == {
+        ("color", "Is it red?", "Yes"), ("color", "Is it blue?", "No"),
+        ("scene", "A cat?", "No"), ("scene", "A dog?", "Yes"),
+    }  # fmt: skip
+    pairs = [example.pair for example in examples]
+    assert Counter(pairs) == dict.fromkeys(range(20), 2)
+    for one in examples:
+        stem = Path(one.image).stem
+        assert data.image_bytes(one).decode() == f"{one.category} {stem}"
+
+
+def test_every_problem_of_the_files_is_listed(mme: Path, tmp_path: Path) -> None:
+    (mme / "color" / "3.jpg").unlink()
+    (mme / "scene" / "questions_answers_YN" / "4.txt").write_text("Is it red? Yes")
+    with pytest.raises(ConfigError, match=r"(?s)3\.txt.*has no image.*4\.txt.*no question"):
+        convert_mme(mme, tmp_path / "data")
+    with pytest.raises(ConfigError, match="contains no question"):
+        convert_mme(tmp_path / "nowhere", tmp_path / "data")
+
+
+EXAMPLES = [
+    *(Example(image=f"{n // 2}.png", question="q", answer="a", category="c", pair=n // 2)
+      for n in range(8)),
+    *(Example(image=f"i{n // 3}.png", question="q", answer="a", category="d") for n in range(6)),
+    Example(image="9.png", question="q", answer="a", category="c"),
+]  # fmt: skip
+
+
+def answers(right: list[bool]) -> Answers:
+    return Answers((0.0,) * len(right), tuple(right))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_values_of_examples_have_mmes_total_as_their_mean(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    own, full = (answers([bool(bit) for bit in rng.integers(0, 2, 15)]) for _ in range(2))
+    values = relative_mme(EXAMPLES, own, full)
+    expected = mme_total(EXAMPLES, own) - mme_total(EXAMPLES, full)
+    assert 1000 * values.mean() == pytest.approx(expected)
+    # After a part of the examples, those of the other categories do not change.
+    assert relative_mme(EXAMPLES, answers([*own.right[:8]]), full) == pytest.approx(values[:8])
+
+
+async def test_a_search_for_mmes_total_finds_what_log_probability_hides(
+    data: Dataset, tmp_path: Path
+) -> None:
+    class MoreRightLessLikely(SyntheticEvaluator):
+        """An exchange of few tokens answers more questions, at lower probabilities."""
+
+        async def evaluate(self, job: EvaluationJob) -> Answers:
+            count = job.stop - job.start
+            if job.candidate is None:
+                return Answers((0.0,) * count, (True,) * count)
+            few = '"q_e":1' in job.candidate.model_dump_json()  # type: ignore[union-attr]
+            right = tuple(bool(few or number % 2) for number in range(count))
+            return Answers((-2.0 if few else -1.0,) * count, right)
+
+    found = {}
+    for objective in ("mme", "quality"):
+        settings = Settings(strategy="random", rounds=4, budgets=(8,), objectives=(objective,))
+        evaluator = MoreRightLessLikely(data, probes=False)
+        winner = await run_search(tmp_path / objective, settings, evaluator)
+        found[objective] = winner
+        objectives = {t.objective for t in records_of_kind(tmp_path / objective, TrialRecord)}
+        assert objectives == ({0.0, -0.3} if objective == "mme" else {-1.0, -2.0})
+    assert found["mme"].test.mme_total == 400 and found["quality"].test.mme_total == 100
+    assert found["mme"].test.objective.value == 0
+    assert "thousand points" in json.dumps(found["mme"].state)
+
+
+@pytest.mark.parametrize("others", [("quality",), ("tasks", "latency"), ("budgets",)])
+def test_mmes_total_takes_the_place_of_quality(others: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="joined by latency"):
+        Settings.model_validate({"objectives": ("mme", *others)})
+    assert Settings.model_validate({"objectives": ("mme", "latency")}).is_multi_objective
+    assert not Settings.model_validate({"objectives": ("mme",)}).is_multi_objective
