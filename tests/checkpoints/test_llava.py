@@ -14,7 +14,8 @@ from benchmarks.minillava.split import CLIP, LLAVA, draw_examples, png
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoints import open_vision
-from vllm_autoprune.checkpoints.llava import LlavaVision, restore_picture
+from vllm_autoprune.checkpoints.llava import LlavaVision
+from vllm_autoprune.checkpoints.regions import restore_picture
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.tpdsl.states.state import known_base_policies

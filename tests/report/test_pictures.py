@@ -152,7 +152,7 @@ class Reader(HTMLParser):
 
 
 def test_page_is_self_contained() -> None:
-    text = render_page(explanation())
+    text = render_page([explanation()])
     reader = Reader()
     reader.feed(text)
     assert reader.figures == 3
@@ -163,7 +163,7 @@ def test_page_is_self_contained() -> None:
 
 
 def test_question_is_escaped_in_the_page() -> None:
-    text = render_page(explanation())
+    text = render_page([explanation()])
     assert "<b>" not in text and "&lt;b&gt;this&lt;/b&gt;" in text
     reader = Reader()
     reader.feed(text)
@@ -172,8 +172,8 @@ def test_question_is_escaped_in_the_page() -> None:
 
 def test_a_page_has_the_values_of_every_token() -> None:
     reader = Reader()
-    reader.feed(render_page(explanation()))
-    data = json.loads(reader.scripts[0])
+    reader.feed(render_page([explanation()]))
+    (data,) = json.loads(reader.scripts[0])
     assert data["place"][8] == [1, 2]
     assert data["status"][8] == "swapped in"
     assert data["status"][3] == "swapped out, pick 2 of the reference"
@@ -185,7 +185,7 @@ def test_a_page_has_the_values_of_every_token() -> None:
 
 def test_the_picture_in_the_page_is_the_image() -> None:
     match = re.search(
-        r"background-image:url\(data:image/png;base64,([^)]+)\)", render_page(explanation())
+        r"--picture:url\(data:image/png;base64,([^)]+)\)", render_page([explanation()])
     )
     assert match is not None
     with Image.open(io.BytesIO(base64.b64decode(match[1]))) as image:
@@ -207,8 +207,8 @@ class TestCore:
         assert plain is not None and CORE not in {colour for _, colour in plain}
 
     def test_page(self) -> None:
-        page = render_page(self.split())
+        page = render_page([self.split()])
         assert page.count('<rect class="core"') == 1 and page.count('<rect class="kept"') == 2
         assert "core, kept for every question" in page
         assert "kept for every question, pick 1 of the reference" in page
-        assert "for every question" not in render_page(explanation())
+        assert "for every question" not in render_page([explanation()])

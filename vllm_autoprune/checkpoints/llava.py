@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vllm_autoprune.checkpoints.regions import restore_picture
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.api.instruction_tokens import truncate_clip_ids, truncate_text
@@ -22,39 +23,14 @@ from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
 from vllm_autoprune.serving.worker.relevance import ClipTower, InputEmbeddings, RelevanceSpace
+from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.optional_inputs import Instruction, NextLayer, TowerStates, Words
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 if TYPE_CHECKING:
-    from transformers import LlavaConfig, PreTrainedTokenizerBase
-
-
-from typing import TYPE_CHECKING
-
-from vllm_autoprune.tpdsl.decoder_prefix import DecoderLayer, DecoderPrefix
-
-if TYPE_CHECKING:
-    from transformers import LlamaModel
+    from transformers import LlamaModel, LlavaConfig, PreTrainedTokenizerBase
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-
-from typing import Protocol
-
-
-class Normalisation(Protocol):
-    """Mean and standard deviation with which an image processor normalises pixels."""
-
-    image_mean: list[float]
-    image_std: list[float]
-
-
-def restore_picture(pixels: Tensor, normalisation: Normalisation) -> Image.Image:
-    """The picture of normalised pixel values ``(3, H, W)``."""
-    mean = pixels.new_tensor(normalisation.image_mean)[:, None, None]
-    std = pixels.new_tensor(normalisation.image_std)[:, None, None]
-    levels = ((pixels.float() * std + mean) * 255).round().clamp(0, 255).byte()
-    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 
 def build_prefix(

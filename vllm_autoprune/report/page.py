@@ -30,30 +30,39 @@ from vllm_autoprune.tpdsl.tokens import Grid
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def render_page(explanation: Explanation) -> str:
-    """Render the whole document."""
-    grid = explanation.trace.grid
-    figures = "\n".join(_figure(panel, grid) for panel in explanation.panels)
-    question = html.escape(explanation.question)
-    data = json.dumps(_tokens(explanation.trace)).replace("<", "\\u003c")
+def render_page(explanations: Sequence[Explanation]) -> str:
+    """Render the whole document: a section for each region of the image."""
+    question = html.escape(explanations[0].question)
+    panels = [panel for explanation in explanations for panel in explanation.panels]
+    sections = "\n".join(_section(explanation) for explanation in explanations)
+    regions = [_tokens(explanation.trace) for explanation in explanations]
+    data = json.dumps(regions).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{question}</title>
-<style>{_style(explanation)}</style>
+<style>{_style()}</style>
 <h1>{question}</h1>
-<p>{html.escape(explanation.summary)}</p>
-<p class="legend">{_legend(explanation.panels)}</p>
+<p class="legend">{_legend(panels)}</p>
 <output id="details">Point at a token to read its values.</output>
-<main>
-{figures}
-</main>
+{sections}
 <script type="application/json" id="tokens">{data}</script>
 <script>{_SCRIPT}</script>
 </html>
 """
+
+
+def _section(explanation: Explanation) -> str:
+    grid = explanation.trace.grid
+    figures = "\n".join(_figure(panel, grid) for panel in explanation.panels)
+    style = (
+        f"--ratio:{grid.width * grid.tiles}/{grid.height};--panel:{22 * grid.tiles}rem;"
+        f"--picture:url({_inline(explanation.picture.convert('RGB'))})"
+    )
+    summary = html.escape(explanation.summary)
+    return f'<section style="{style}"><p>{summary}</p>\n<main>\n{figures}\n</main></section>'
 
 
 def _legend(panels: Sequence[Panel]) -> str:
@@ -165,34 +174,36 @@ def _inline(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(encode_png(image)).decode()}"
 
 
-def _style(explanation: Explanation) -> str:
-    grid = explanation.trace.grid
-    ratio = f"{grid.width * grid.tiles}/{grid.height}"
+def _style() -> str:
     ramp = ",".join(css_colour(colour) for colour in RAMP)
     stayed, left, entered = css_colour(STAYED), css_colour(LEFT), css_colour(ENTERED)
     core = css_colour(CORE)
-    width = 22 * grid.tiles
     return f"""
-:root{{color-scheme:light;font:16px/1.5 system-ui,sans-serif;color:{css_colour(INK)}}}
+:root{{color-scheme:light dark;
+--ink:{css_colour(INK)};--page:#fff;--soft:#626976;--box:#f3f4f6}}
+@media(prefers-color-scheme:dark){{
+:root{{--ink:#e4e7ec;--page:#14171c;--soft:#a2abb8;--box:#1d222a}}}}
+html{{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page)}}
 body{{max-width:78rem;margin:2rem auto;padding:0 1.5rem}}
-h1{{font-size:1.6rem;margin:0}} p{{margin:.3rem 0;color:#626976}}
+h1{{font-size:1.6rem;margin:0}} p{{margin:.3rem 0;color:var(--soft)}}
 .legend{{display:flex;flex-wrap:wrap;gap:1.5rem;align-items:center;margin:1rem 0}}
 .legend span{{display:flex;align-items:center}}
 .legend i{{flex:none;width:1.3rem;height:1.3rem;margin-right:.5rem;
 background:{css_colour(INK)};border:3px solid;box-sizing:border-box;
 font:bold 1rem/.9rem monospace;text-align:center}}
-.legend .kept{{border-color:{stayed};outline:2px solid {css_colour(INK)}}}
+.legend .kept{{border-color:{stayed};outline:2px solid var(--soft)}}
 .legend .core{{border-color:{core}}}
 .legend .left{{color:{left}}} .legend .entered{{color:{entered}}}
 .legend .ramp{{width:9rem;border:0;background:linear-gradient(90deg,{ramp})}}
-output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:#f3f4f6;border-radius:.4rem;
+output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:var(--box);
+border-radius:.4rem;
 position:sticky;top:0;z-index:1}}
-main{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,{width}rem),1fr));
+main{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--panel)),1fr));
 gap:1.5rem;margin-top:1.5rem}}
 figure{{margin:0;align-self:end}} figcaption{{font-weight:600;margin-bottom:.3rem}}
-figcaption small{{font-weight:400;color:#626976;margin-left:.5rem}}
-.scene{{position:relative;aspect-ratio:{ratio};background-size:100% 100%;
-background-image:url({_inline(explanation.picture.convert("RGB"))})}}
+figcaption small{{font-weight:400;color:var(--soft);margin-left:.5rem}}
+.scene{{position:relative;aspect-ratio:var(--ratio);background-size:100% 100%;
+background-image:var(--picture)}}
 .scene svg,.scene .heat{{position:absolute;inset:0;width:100%;height:100%}}
 .heat{{opacity:.75;image-rendering:pixelated}}
 .grey{{background-color:#fff;background-blend-mode:luminosity}}
@@ -205,19 +216,22 @@ svg .here{{stroke:#ff2bd6;stroke-width:.14}}
 
 
 _SCRIPT = """
-const data = JSON.parse(document.getElementById("tokens").textContent);
+const regions = JSON.parse(document.getElementById("tokens").textContent);
 const details = document.getElementById("details");
-const at = new Map(data.place.map(([row, column], token) => [row + "," + column, token]));
-const marks = document.querySelectorAll(".here");
-document.querySelectorAll("svg").forEach(svg => svg.addEventListener("pointermove", event => {
-  const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
-  const column = Math.floor((event.clientX - box.left) / box.width * view.width);
-  const row = Math.floor((event.clientY - box.top) / box.height * view.height);
-  const token = at.get(row + "," + column);
-  if (token === undefined) return;
-  marks.forEach(mark => { mark.setAttribute("x", column); mark.setAttribute("y", row); });
-  const values = Object.entries(data.values).map(([name, all]) => name + " " + all[token]);
-  details.textContent = ["token " + token + " (row " + row + ", column " + column + "): "
-    + data.status[token], ...values].join("; ");
-}));
+document.querySelectorAll("section").forEach((section, number) => {
+  const data = regions[number];
+  const at = new Map(data.place.map(([row, column], token) => [row + "," + column, token]));
+  const marks = section.querySelectorAll(".here");
+  section.querySelectorAll("svg").forEach(svg => svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+    const column = Math.floor((event.clientX - box.left) / box.width * view.width);
+    const row = Math.floor((event.clientY - box.top) / box.height * view.height);
+    const token = at.get(row + "," + column);
+    if (token === undefined) return;
+    marks.forEach(mark => { mark.setAttribute("x", column); mark.setAttribute("y", row); });
+    const values = Object.entries(data.values).map(([name, all]) => name + " " + all[token]);
+    details.textContent = ["token " + token + " (row " + row + ", column " + column + "): "
+      + data.status[token], ...values].join("; ");
+  }));
+});
 """

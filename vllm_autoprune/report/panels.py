@@ -33,7 +33,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Data of the picture or page about one image and one question."""
+    """Data of the picture or page about one question and one region of an image.
+
+    ``region`` names the region, where the image has several.
+    """
 
     picture: Image.Image
     question: str
@@ -42,12 +45,15 @@ class Explanation:
     base_policy: str
     trace: Trace
     panels: tuple[Panel, ...]
+    region: str = ""
 
     @property
     def summary(self) -> str:
         """One line: state, number of tokens kept, and number exchanged."""
         kept, total = len(self.trace.kept) + self.trace.extra, self.trace.grid.tokens
-        summary = f"{self.state} ({self.digest[:12]}) keeps {kept} of {total} visual tokens"
+        place = f"{self.region}: " if self.region else ""
+        name = f"{place}{self.state}"
+        summary = f"{name} ({self.digest[:12]}) keeps {kept} of {total} visual tokens"
         if self.trace.fallback != "none":
             return f"{summary}; its scores were not finite, {self.trace.fallback} selection instead"
         core = f"; {len(self.trace.core)} of them are the core" if self.trace.core else ""
@@ -57,9 +63,9 @@ class Explanation:
 
 
 def explain(
-    policy: PruningPolicy, picture: Image.Image, question: str, trace: Trace
+    policy: PruningPolicy, picture: Image.Image, question: str, trace: Trace, region: str = ""
 ) -> Explanation:
-    """Build the panels of one image: image, reference, exchange, quality, every signal."""
+    """Build the panels of a region: picture, reference, exchange, groups, quality, signals."""
     base = policy.base.name
     count = len(trace.reference)
     extra = f" + {trace.extra} merged rows" if trace.extra else ""
@@ -85,8 +91,9 @@ def explain(
         panels += [
             Panel(atom_title(s.atom), f"weight {s.weight:g}", s.values) for s in trace.signals
         ]
+    state = policy.state
     return Explanation(
-        picture, question, policy.state.name, policy.state.digest, base, trace, tuple(panels)
+        picture, question, state.name, state.digest, base, trace, tuple(panels), region
     )
 
 

@@ -106,6 +106,18 @@ def draw_sheet(explanation: Explanation) -> Image.Image:
     return sheet
 
 
+def draw_sheets(explanations: Sequence[Explanation]) -> Image.Image:
+    """Draw the sheets of all regions of an image, one below another."""
+    sheets = [draw_sheet(explanation) for explanation in explanations]
+    width, height = max(sheet.width for sheet in sheets), sum(sheet.height for sheet in sheets)
+    joined = Image.new("RGB", (width, height), PAPER)
+    top = 0
+    for sheet in sheets:
+        joined.paste(sheet, (0, top))
+        top += sheet.height
+    return joined
+
+
 def encode_png(image: Image.Image) -> bytes:
     """Bytes of a PNG file."""
     buffer = io.BytesIO()

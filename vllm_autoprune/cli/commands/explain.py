@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         required=True,
         metavar="DIR|HF_ID",
-        help="LLaVA-1.5 checkpoint: a folder, or its id on the Hugging Face Hub",
+        help="checkpoint of a served backbone: a folder, or its id on the Hugging Face Hub",
     )
     parser.add_argument(
         "--text-tower",
@@ -55,20 +55,26 @@ def _run(options: argparse.Namespace) -> int:
     policy = materialize(load_state(options.state), options.budget)
     image = read_image(options.image)
 
-    from vllm_autoprune.checkpoints import find_checkpoint, open_vision
+    from vllm_autoprune.checkpoints import find_checkpoint, select_regions
     from vllm_autoprune.report.panels import explain
     from vllm_autoprune.report.trace import trace_images
 
-    vision = open_vision(find_checkpoint(options.checkpoint), options.text_tower)
-    encoded = vision.encode(image, options.question)
-    (image_trace,) = trace_images(policy, encoded.tokens, refine(policy, encoded.tokens))
-    explanation = explain(policy, encoded.picture, options.question, image_trace)
+    checkpoint = find_checkpoint(options.checkpoint)
+    regions = select_regions(checkpoint, options.text_tower, policy, image, options.question)
+    traces, explanations = [], []
+    for number, region in enumerate(regions, start=1):
+        (trace,) = trace_images(region.policy, region.tokens, region.refined)
+        name = f"region {number} of {len(regions)}" if len(regions) > 1 else ""
+        explanations.append(explain(region.policy, region.picture, options.question, trace, name))
+        traces.append(trace)
     for path in outputs:
-        write_file(path, _render(explanation, path.suffix.lower()))
+        write_file(path, _render(explanations, path.suffix.lower()))
+    summary = "\n".join(explanation.summary for explanation in explanations)
     if options.json:
-        print(as_json({"summary": explanation.summary, "trace": dataclasses.asdict(image_trace)}))
+        shown = [dataclasses.asdict(trace) for trace in traces]
+        print(as_json({"summary": summary, "trace": shown[0], "regions": shown}))
     else:
-        print(explanation.summary)
+        print(summary)
         print("\n".join(f"wrote {path}" for path in outputs) or "no -o FILE: nothing written")
     return 0
 
@@ -102,14 +108,14 @@ def read_image(path: Path) -> Image.Image:
         raise ConfigError("image", [Problem(str(path), what, "give an image file")]) from None
 
 
-def _render(explanation: Explanation, suffix: str) -> bytes:
+def _render(explanations: Sequence[Explanation], suffix: str) -> bytes:
     if suffix == ".png":
-        from vllm_autoprune.report.picture import draw_sheet, encode_png
+        from vllm_autoprune.report.picture import draw_sheets, encode_png
 
-        return encode_png(draw_sheet(explanation))
+        return encode_png(draw_sheets(explanations))
     from vllm_autoprune.report.page import render_page
 
-    return render_page(explanation).encode()
+    return render_page(explanations).encode()
 
 
 COMMAND = Command(

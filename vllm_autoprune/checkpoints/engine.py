@@ -1,0 +1,166 @@
+"""Selection inside a vLLM engine of this process, with the code that serves, for every backbone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vllm_autoprune.checkpoints.regions import SelectedRegion, join_tiles, restore_picture
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.tpdsl.base_policy import Given
+from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.outcome import RefinedTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from vllm_autoprune.serving.models.vision import ImageInputs
+    from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+    from vllm_autoprune.serving.worker.features import ImageFeatures
+
+_LONGEST_PROMPT = 8192
+"""Tokens of the question and of the kept image at most."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
+"""A policy with a region's share of K, the region's tokens, and what is kept of them."""
+
+
+def select_in_engine(
+    checkpoint: Path,
+    text_tower: Path | None,
+    policy: PruningPolicy,
+    image: Image.Image,
+    question: str,
+) -> list[SelectedRegion]:
+    """Each region of an image, and what a server with this policy's state keeps of it.
+
+    Raises :class:`ConfigError` where K is not below the image's tokens.
+    """
+    keep_engine_in_process()
+    llm = _start_engine(checkpoint, text_tower, policy)
+    with record_selections() as selections, _record_tiles(llm) as tiles:
+        _prefill(llm, image, question)
+    if not selections:
+        what = f"K = {policy.budget} keeps every token of this image"
+        raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
+    return [
+        SelectedRegion(_picture(tokens, image, tiles, checkpoint), applied, tokens, refined)
+        for applied, tokens, refined in selections
+    ]
+
+
+def _start_engine(checkpoint: Path, text_tower: Path | None, policy: PruningPolicy) -> LLM:
+    from transformers import AutoConfig
+    from vllm import LLM
+
+    settings: dict[str, object] = {
+        "state": policy.state.model_dump(mode="json"),
+        "budget": policy.budget,
+    }
+    if text_tower is not None:
+        settings["text_tower"] = str(text_tower)
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    longest = min(_LONGEST_PROMPT, config.max_position_embeddings)
+    return LLM(
+        str(checkpoint),
+        dtype="bfloat16",
+        enforce_eager=True,
+        # An image is one item, whole, where no cache could share a part of it.
+        enable_prefix_caching=False,
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+        max_num_seqs=1,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        skip_mm_profiling=True,
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        additional_config={"autoprune": settings},
+    )
+
+
+def keep_engine_in_process() -> None:
+    """Set vLLM's environment so that an engine that starts later has its model in this process."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def record_selections() -> Iterator[list[Selection]]:
+    """Record every selection of an engine in this process while the context is open."""
+    from vllm_autoprune.serving.worker import region_selection
+    from vllm_autoprune.serving.worker.selection import select_with_fallback
+
+    selections: list[Selection] = []
+
+    def select_and_record(
+        policy: PruningPolicy,
+        tokens: VisualTokens,
+        reporter: FallbackReporter,
+        given: Given | None = None,
+    ) -> RefinedTokens:
+        refined = select_with_fallback(policy, tokens, reporter, given)
+        selections.append((policy, tokens, refined))
+        return refined
+
+    region_selection.select_with_fallback = select_and_record  # type: ignore[attr-defined]
+    try:
+        yield selections
+    finally:
+        region_selection.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _record_tiles(llm: LLM) -> Iterator[list[Tensor]]:
+    """Record the pixels ``(T, 3, H, W)`` of images that are encoded in tiles."""
+    from vllm_autoprune.serving.models.pruned_model import PrunedModel
+
+    (model,) = llm.apply_model(lambda model: model)
+    assert isinstance(model, PrunedModel) and model.autoprune is not None
+    vision = model.autoprune
+    encode, tiles = vision.encode, list[Tensor]()
+
+    def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        pixels = images[0]["pixel_values"]
+        if pixels.ndim == 4:
+            tiles.append(pixels)
+        return encode(images)
+
+    vision.encode = encode_and_record  # type: ignore[method-assign]
+    try:
+        yield tiles
+    finally:
+        vision.encode = encode  # type: ignore[method-assign]
+
+
+def _prefill(llm: LLM, image: Image.Image, question: str) -> None:
+    from vllm import SamplingParams
+
+    picture, text = {"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}
+    message = {"role": "user", "content": [picture, text]}
+    llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def _picture(
+    tokens: VisualTokens, image: Image.Image, tiles: Sequence[Tensor], checkpoint: Path
+) -> Image.Image:
+    """What a region shows: the tiles side by side, where each has a grid of its own."""
+    if tokens.grid.tiles == 1 or not tiles:
+        return image
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(checkpoint)
+    return join_tiles([restore_picture(tile.cpu(), processor) for tile in torch.cat([*tiles])])
