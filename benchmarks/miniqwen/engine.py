@@ -1,6 +1,7 @@
 """``python -m benchmarks.miniqwen.engine``: score a vLLM engine on a split, stock or pruned.
 
-Answers are also compared with those of transformers, which the yardsticks are measured with.
+Answers, and the tokens that states keep, are also compared with those of transformers, which the
+yardsticks are measured with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -29,6 +31,9 @@ from benchmarks.miniqwen.split import (
     image_size,
 )
 from benchmarks.miniqwen.vocabulary import prompt
+from vllm_autoprune.checkpoints.engine import keep_engine_in_process, record_selections
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.states.load import load_state
 
 if TYPE_CHECKING:
@@ -96,6 +101,32 @@ def right_in_process(
 
 
 @torch.no_grad()
+def kept_in_process(
+    yardstick: Yardstick, examples: Sequence[Example], case: Case
+) -> Iterator[set[int]]:
+    """The tokens that the case's state keeps of each example's image, by the yardstick's inputs."""
+    assert case.state is not None
+    for _, batch in groupby(examples, key=lambda example: example.image_id):
+        tokens = yardstick.encode(list(batch)).tokens
+        policy = materialize(case.state, case.budget.tokens(tokens.count))
+        yield from map(set, refine(policy, tokens).indices.tolist())
+
+
+def kept_in_engine(
+    engine: LLM, examples: Sequence[Example], divisor: int, case: Case
+) -> Iterator[tuple[str, set[int]]]:
+    """Answer and kept tokens of each example, asked alone: images of a batch come in any order."""
+    for example in examples:
+        engine.reset_prefix_cache()
+        engine.reset_mm_cache()
+        engine.llm_engine.reset_encoder_cache()
+        with record_selections() as selections:
+            (answer,) = engine_answers(engine, [example], divisor, case)
+        ((_, _, refined),) = selections
+        yield answer, set(refined.indices[0].tolist())
+
+
+@torch.no_grad()
 def transformers_answers(checkpoint: Path, examples: Sequence[Example]) -> list[str]:
     """Greedy answers of transformers, in the order of the examples."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.bfloat16)
@@ -148,7 +179,12 @@ def _compare_stock(checkpoint: Path, examples: Sequence[Example]) -> dict[str, o
 def _compare_pruned(
     arguments: argparse.Namespace, examples: Sequence[Example]
 ) -> dict[str, dict[str, object]]:
-    """By state, and for the resize control: accuracy both ways, and the share of equal verdicts."""
+    """By state, and for the resize control: accuracy both ways, and shares of equal results.
+
+    A verdict is whether an answer is right; of a state also how many questions keep the same
+    tokens, what share of its tokens an image has in common, and equal verdicts where all are.
+    """
+    keep_engine_in_process()
     states = {name: load_state(name) for name in arguments.state}
     first = next(iter(states.values()))
     engine = open_engine(
@@ -159,16 +195,31 @@ def _compare_pruned(
     cases = [Case(RESIZED, budget, RESIZED)]
     cases += [Case(name, budget, state=state) for name, state in states.items()]
     for case in cases:
-        answers = engine_answers(engine, examples, arguments.divisor, case)
+        kept: list[set[int]] = []
+        if case.state is None:
+            answers = engine_answers(engine, examples, arguments.divisor, case)
+        else:
+            asked = list(kept_in_engine(engine, examples, arguments.divisor, case))
+            answers, kept = [answer for answer, _ in asked], [tokens for _, tokens in asked]
         served = [is_right(text, one.answer) for text, one in zip(answers, examples, strict=True)]
         own = list(right_in_process(yardstick, examples, case))
         same = [one == other for one, other in zip(served, own, strict=True)]
         report[case.name] = {
             "questions": len(examples),
-            "same verdict": sum(same) / len(same),
-            "vllm": sum(served) / len(served),
-            "in process": sum(own) / len(own),
+            "same verdict": fmean(same),
+            "vllm": fmean(served),
+            "in process": fmean(own),
         }
+        if kept:
+            pairs = list(zip(kept, kept_in_process(yardstick, examples, case), strict=True))
+            equal = [one == other for one, other in pairs]
+            report[case.name] |= {
+                "same tokens": fmean(equal),
+                "tokens in common": fmean(len(one & other) / len(one) for one, other in pairs),
+                "same verdict with the same tokens": fmean(
+                    verdict for verdict, tokens in zip(same, equal, strict=True) if tokens
+                ),
+            }
     return report
 
 
