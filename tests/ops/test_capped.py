@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.dpp_torch import capped_greedy_map
+from vllm_autoprune.ops.dpp_torch import capped_greedy_map, condition
 
 
 def similarity(seed: int, batch: int = 2, tokens: int = 20, width: int = 24) -> torch.Tensor:
@@ -91,6 +91,35 @@ def test_cap_is_ignored_if_all_cells_are_full() -> None:
         cap=1,
     )
     assert actual.tolist() == [[3, 2, 1, 0]]
+
+
+@given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), forced=st.integers(0, 4))
+def test_conditioned_on_tokens_it_picks_what_follows_them_as_anchors(
+    seed: int, cap: int, forced: int
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    kernel, labels = similarity(seed), torch.randint(5, (2, 20), generator=source)
+    quality = torch.rand(2, 20, generator=source) + 0.1
+    order = torch.rand(2, 20, generator=source).argsort(dim=1)
+    core, first = order[:, :6], order[:, 6 : 6 + forced]
+    eligible = (torch.rand(2, 20, generator=source) < 0.8).scatter(1, order[:, 6:16], True)
+    eligible = eligible.scatter(1, core, False)
+    anchored = capped_greedy_map(
+        *(kernel, quality, 14),
+        anchors=torch.cat([core, first], dim=1),
+        eligible=eligible,
+        cells=labels,
+        cap=cap,
+    )
+    conditioned = capped_greedy_map(
+        *(kernel, quality, 8),
+        anchors=first,
+        eligible=eligible,
+        cells=labels,
+        cap=cap,
+        conditioned=condition(kernel, core),
+    )
+    assert torch.equal(conditioned, anchored[:, 6:])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

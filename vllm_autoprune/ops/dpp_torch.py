@@ -69,14 +69,9 @@ def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) ->
     count = given.shape[1]
     residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
     factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
-    first = torch.arange(batch, device=given.device)
     for step in range(count):
         pick = given[:, step]
-        row = similarity[first, pick]
-        known = factors[:, :, : -(-step // ALIGNED) * ALIGNED]
-        # One image at a time: a sum over a batch may be rounded in another way.
-        for image, own, new in zip(known, known[first, pick], row, strict=True):
-            torch.addmv(new, image, own, alpha=-1, out=new)
+        row = _conditioned_row(similarity, factors, step, pick)
         pivot = residual.gather(1, pick[:, None])
         adds = pivot > DEPENDENT
         if valid is not None:
@@ -88,6 +83,20 @@ def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) ->
     taken = torch.zeros_like(residual, dtype=given.dtype).scatter_add_(1, given, ones)
     residual = residual.masked_fill(taken > 0, -1.0)
     return Conditioned(factors[:, :, :count].transpose(1, 2), residual)
+
+
+def _conditioned_row(similarity: Tensor, factors: Tensor, known: int, pick: Tensor) -> Tensor:
+    """Rows ``(B, N)`` of the tokens at pick ``(B,)``, less their projection on ``known`` factors.
+
+    factors ``(B, N, F)``, those that are not known zero.
+    """
+    first = torch.arange(len(pick), device=pick.device)
+    row = similarity[first, pick]
+    written = factors[:, :, : -(-known // ALIGNED) * ALIGNED]
+    # One image at a time: a sum over a batch may be rounded in another way.
+    for image, own, new in zip(written, written[first, pick], row, strict=True):
+        torch.addmv(new, image, own, alpha=-1, out=new)
+    return row
 
 
 def greedy_map_torch(
@@ -163,26 +172,31 @@ def capped_greedy_map(
     eligible: Tensor,
     cells: Tensor,
     cap: int,
+    conditioned: Conditioned | None = None,
 ) -> Tensor:
     """Greedy MAP as in :func:`vllm_autoprune.ops.dpp.greedy_map`, at most ``cap`` picks per cell.
 
-    The set of allowed tokens depends on earlier picks, so the whole conditioned similarity is
-    updated: after a pick the outer product of its scaled row is subtracted from S. A step costs N^2
-    where greedy_map costs N times the number of earlier steps. All operations are element-wise, so
-    results are bit-identical alone and in a batch.
-
     similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
-    count towards their cells and may exceed the cap; eligible ``(B, N)`` bool; cells ``(B, N)``
-    int64 in 0..N-1. Returns ``(B, count)`` int64, unique. If all eligible tokens are in full cells
-    the cap is ignored; once gains are exhausted, the remaining picks are by quality.
+    count towards their cells and may exceed the cap, as do the tokens of ``conditioned``; eligible
+    ``(B, N)`` bool; cells ``(B, N)`` int64 in 0..N-1. Returns ``(B, count)`` int64, unique, the
+    same alone and in a batch. If all eligible tokens are in full cells the cap is ignored; once
+    gains are exhausted, the remaining picks are by quality.
     """
     batch, forced = anchors.shape
-    first = torch.arange(batch, device=quality.device)
+    tokens = quality.shape[1]
+    known = 0 if conditioned is None else conditioned.factors.shape[1]
+    factors = quality.new_zeros(batch, tokens, -(-(known + count) // ALIGNED) * ALIGNED)
+    if conditioned is None:
+        residual = similarity.diagonal(dim1=1, dim2=2)
+        given = torch.zeros_like(eligible)
+    else:
+        residual, given = conditioned.residual, conditioned.residual <= GIVEN
+        factors[:, :, :known] = conditioned.factors.transpose(1, 2)
     weight = quality * quality
     lowest = torch.finfo(quality.dtype).min
     spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
-    open_ = eligible.clone()
-    occupancy = torch.zeros_like(cells)
+    open_ = eligible & ~given
+    occupancy = torch.zeros_like(cells).scatter_add_(1, cells, given.to(cells.dtype))
     sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
     picks = []
     for step in range(count):
@@ -191,7 +205,6 @@ def capped_greedy_map(
         else:
             room = open_ & (occupancy.gather(1, cells) < cap)
             room = torch.where(room.any(dim=1, keepdim=True), room, open_)
-            residual = similarity.diagonal(dim1=1, dim2=2)
             gain, best = (weight * residual).masked_fill(~room, -torch.inf).max(dim=1)
             sound = sound & (gain > EXHAUSTED) & (gain < torch.inf)
             pick = torch.where(sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1))
@@ -199,10 +212,10 @@ def capped_greedy_map(
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])
         occupancy.scatter_add_(1, cell, torch.ones_like(cell))
-        row = similarity[first, pick]
-        pivot = row.gather(1, pick[:, None]).clamp_min(DIVISOR)
-        row = row * pivot.rsqrt()
-        similarity = similarity - row[:, :, None] * row[:, None, :]
+        row = _conditioned_row(similarity, factors, known + step, pick)
+        row = row * residual.gather(1, pick[:, None]).clamp_min(DIVISOR).rsqrt()
+        factors[:, :, known + step] = row
+        residual = residual - row * row
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)
     return torch.stack(picks, dim=1)

@@ -80,9 +80,9 @@ class Given:
 
     closed ``(B, N)`` bool marks tokens that may not be picked, at least the given ones; covered
     ``(B, N)`` bool the given ones and those that their rows stand for, which are not merged again.
-    conditioned is the tile-wise cosine conditioned on the given tokens, where it is
-    known: it depends on the image alone and serves every question. most is the largest number of
-    closed tokens of any image.
+    conditioned is the tile-wise cosine conditioned on the given tokens, and exchange the similarity
+    that the state's selector compares tokens by, where they are known: they depend on the image
+    alone and serve every question. most is the largest number of closed tokens of any image.
     """
 
     indices: Tensor
@@ -90,6 +90,7 @@ class Given:
     covered: Tensor
     most: int
     conditioned: Conditioned | None = None
+    exchange: Conditioned | None = None
 
     @classmethod
     def none(cls, tokens: VisualTokens) -> Given:

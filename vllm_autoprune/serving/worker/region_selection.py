@@ -26,10 +26,16 @@ from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.region_shares import RegionShare, share_over_regions
 from vllm_autoprune.serving.worker.relevance import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import select_at_random, select_with_fallback
+from vllm_autoprune.tpdsl.atoms.constraints import compares_greedily
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy, delta_policy
 from vllm_autoprune.tpdsl.executor.pooling import pool_tokens
-from vllm_autoprune.tpdsl.executor.refine import give_core, give_kept, keep_evenly
+from vllm_autoprune.tpdsl.executor.refine import (
+    condition_exchange,
+    give_core,
+    give_kept,
+    keep_evenly,
+)
 from vllm_autoprune.tpdsl.language_prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.optional_inputs import (
     Instruction,
@@ -161,21 +167,41 @@ def _conditioned(
     keys: Sequence[Hashable],
 ) -> Given:
     """The given cores with what further questions need of them, where the policy has such."""
-    condition = policy.base.condition
-    if condition is None:
-        return given
-    # Another policy compares tokens in another way, upon the same core.
-    by = policy.state.base_policy.model_dump_json()
-    tokens = policy.state.ranked(tokens)
+    state, condition = policy.state, policy.base.condition
+    conditioned, exchange = None, None
+    # Another policy or selector compares tokens in another way, upon the same core.
+    if condition is not None:
+        by = state.base_policy.model_dump_json()
+
+        def condition_base() -> Conditioned:
+            assert condition is not None
+            return condition(state.base_policy.params, state.ranked(tokens), given.indices)
+
+        conditioned = _known_or_made(context, keys, by, condition_base)
+    if policy.refines and compares_greedily(state.constraints.selector):
+        by = repr((state.source.tokens, state.scoring.kernel, state.constraints.selector.atom))
+        exchange = _known_or_made(
+            context, keys, by, lambda: condition_exchange(policy, tokens, given.indices)
+        )
+    return replace(given, conditioned=conditioned, exchange=exchange)
+
+
+def _known_or_made(
+    context: SelectionContext,
+    keys: Sequence[Hashable],
+    by: str,
+    condition: Callable[[], Conditioned],
+) -> Conditioned:
+    """Similarities of a batch conditioned on its cores: as they are kept, or made and kept."""
     keys = [None if key is None else (key, by) for key in keys]
-    conditioned = [context.cores.conditioned(key) for key in keys]
-    if any(one is None for one in conditioned):
-        fresh = condition(policy.state.base_policy.params, tokens, given.indices)
+    known = [context.cores.conditioned(key) for key in keys]
+    if any(one is None for one in known):
+        fresh = condition()
         for i, key in enumerate(keys):
-            if conditioned[i] is None:
-                conditioned[i] = own = fresh.select(i, len(keys))
+            if known[i] is None:
+                known[i] = own = fresh.select(i, len(keys))
                 context.cores.put_conditioned(key, own)
-    return replace(given, conditioned=Conditioned.join(_present(conditioned)))
+    return Conditioned.join(_present(known))
 
 
 def _remember(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.dpp_torch import capped_greedy_map
+from vllm_autoprune.ops.dpp_torch import Conditioned, capped_greedy_map, condition
 from vllm_autoprune.ops.rowwise import mask_from_indices, rank_descending
 from vllm_autoprune.tpdsl.atoms.kernels import Kernel, conditional_kernel, run_kernel
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
@@ -84,18 +84,22 @@ class SelectorInputs:
             return picks
         return picks | mask_from_indices(self.given.indices, picks.shape[1])
 
-    def select_anchored(self, select: Callable[[Tensor, int, Tensor], Tensor]) -> Tensor:
-        """Kept tokens ``(B, N)`` of ``select(anchors, count, eligible)``, a greedy selection.
+    def select_anchored(
+        self,
+        similarity: Tensor,
+        select: Callable[[Tensor, int, Tensor, Conditioned | None], Tensor],
+    ) -> Tensor:
+        """Kept tokens ``(B, N)`` of ``select(anchors, count, eligible, conditioned)``.
 
-        Anchors are the given tokens and the first P - q picks.
+        Anchors are the first P - q picks; ``conditioned`` is the similarity of a greedy selection
+        conditioned on the given tokens.
         """
         first, count = self.picks[:, : self.picks.shape[1] - self.quota], self.picks.shape[1]
-        eligible, tokens = self.pool | self.reference, self.g.shape[1]
-        if self.given is None:
-            return mask_from_indices(select(first, count, eligible), tokens)
-        anchors = torch.cat([self.given.indices, first], dim=1)
-        given = self.given.indices.shape[1]
-        return mask_from_indices(select(anchors, given + count, eligible)[:, given:], tokens)
+        conditioned = None
+        if self.given is not None:
+            conditioned = self.given.exchange or condition(similarity, self.given.indices)
+        picks = select(first, count, self.pool | self.reference, conditioned)
+        return mask_from_indices(picks, self.g.shape[1])
 
 
 def _exchange_pairs(
@@ -212,9 +216,15 @@ def maximal_marginal_relevance_pool_selector(
 def _anchored_dpp(revision: SelectorInputs, kernel: Kernel) -> Tensor:
     """Greedy MAP over pool and reference, conditioned on the first P - q picks as anchors."""
     return revision.select_anchored(
-        lambda anchors, count, eligible: greedy_map(
-            kernel.similarity, kernel.quality, count, anchors=anchors, eligible=eligible
-        )
+        kernel.similarity,
+        lambda anchors, count, eligible, conditioned: greedy_map(
+            kernel.similarity,
+            kernel.quality,
+            count,
+            anchors=anchors,
+            eligible=eligible,
+            conditioned=conditioned,
+        ),
     )
 
 
@@ -243,7 +253,8 @@ def runtime_reference_anchor_pool_dpp_selector(
 def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(
-        lambda anchors, count, eligible: capped_greedy_map(
+        revision.kernel.similarity,
+        lambda anchors, count, eligible, conditioned: capped_greedy_map(
             revision.kernel.similarity,
             revision.kernel.quality,
             count,
@@ -251,8 +262,34 @@ def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs
             eligible=eligible,
             cells=revision.labels,
             cap=call.cell_cap,
-        )
+            conditioned=conditioned,
+        ),
     )
+
+
+_GREEDY = (
+    "anchor_controlled_pool_dpp_selector",
+    "runtime_reference_anchor_pool_dpp_selector",
+    "constrained_pool_dpp_selector",
+)
+
+
+def compares_greedily(call: SelectorCall) -> bool:
+    """Whether a selector runs a greedy MAP, which continues from a conditioned similarity."""
+    return call.atom in _GREEDY
+
+
+def condition_selector(
+    call: SelectorCall, kernel_call: AtomCall, tokens: VisualTokens, given: Tensor
+) -> Conditioned:
+    """What a greedy selector reads of the tokens at given ``(B, A)``, the same for every question.
+
+    Token quality, which may depend on the question, only scales the kernel.
+    """
+    if call.atom == "runtime_reference_anchor_pool_dpp_selector":
+        return condition(tokens.cosine, given)
+    g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
+    return condition(run_kernel(kernel_call, tokens, g).similarity, given)
 
 
 Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]

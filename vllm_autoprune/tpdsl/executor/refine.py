@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.dpp_torch import Conditioned
 from vllm_autoprune.ops.rowwise import (
     evenly_spaced,
     gather_rows,
@@ -24,7 +25,11 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     rank_descending,
 )
-from vllm_autoprune.tpdsl.atoms.constraints import SelectorInputs, run_selector
+from vllm_autoprune.tpdsl.atoms.constraints import (
+    SelectorInputs,
+    condition_selector,
+    run_selector,
+)
 from vllm_autoprune.tpdsl.atoms.fusion import run_fusion
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import run_reassembly
@@ -74,6 +79,13 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     if count + -(-delta // tiles) > per_tile or most + delta > tokens.count:
         return Given(core, mask_from_indices(core, tokens.count), covered, policy.core)
     return Given(core, covered, covered, most)
+
+
+def condition_exchange(policy: PruningPolicy, tokens: VisualTokens, given: Tensor) -> Conditioned:
+    """What the policy's greedy selector reads of the tokens at ``(B, A)`` for every question."""
+    scoring, selector = policy.state.scoring, policy.state.constraints.selector
+    view = apply_view(policy.state.source.tokens, policy.state.ranked(tokens))
+    return condition_selector(selector, scoring.kernel, view, given)
 
 
 def give_kept(tokens: VisualTokens, kept: Tensor) -> Given:

@@ -138,7 +138,8 @@ def _selector(state: PruningState, shape: Shape) -> Work:
         ):
             return sort + Work(24 * quota, n * n + quota * n * (12 + quota / 2))
         case "constrained_pool_dpp_selector":
-            return _partition(state.constraints.partition, shape) + Work(22 * k, 0.8 * k * n * n)
+            capped = Work(40 * k, 24 * n * k)
+            return _partition(state.constraints.partition, shape) + greedy_work(shape, k) + capped
         case "anchor_controlled_pool_dpp_selector" | "runtime_reference_anchor_pool_dpp_selector":
             return sort + greedy_work(shape, k)
     return sort

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.serving.unit.batches import N, images, parts, plan
 from tests.serving.unit.samples import SIX, region, rows_of, served
+from vllm_autoprune.ops.dpp_torch import Conditioned, condition
 from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Chooser, ItemPlan
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker import region_selection
@@ -21,6 +22,7 @@ from vllm_autoprune.serving.worker.cores import MAX_CORES, CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.region_selection import SelectionContext
+from vllm_autoprune.tpdsl.atoms import constraints
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -114,6 +116,36 @@ def test_a_further_question_neither_chooses_the_core_nor_conditions_on_it_again(
     finally:
         object.__setattr__(cdpruner, "condition", _CONDITION)
     assert torch.equal(again, first[1])
+
+
+@pytest.mark.parametrize(
+    "selector", ["anchor_controlled", "runtime_reference_anchor", "constrained"]
+)
+def test_a_greedy_selector_takes_no_step_for_the_core_and_conditions_on_it_once(
+    monkeypatch: pytest.MonkeyPatch, selector: str
+) -> None:
+    name = "capped_greedy_map" if selector == "constrained" else "greedy_map"
+    greedy, steps, conditioned = getattr(constraints, name), [], []
+
+    def count_steps(similarity: Tensor, quality: Tensor, count: int, **more: object) -> Tensor:
+        steps.append(count)
+        return greedy(similarity, quality, count, **more)
+
+    def count_conditions(similarity: Tensor, given: Tensor) -> Conditioned:
+        conditioned.append(given.shape[1])
+        return condition(similarity, given)
+
+    monkeypatch.setattr(constraints, name, count_steps)
+    monkeypatch.setattr(constraints, "condition", count_conditions, raising=False)
+    atom = {"atom": f"{selector}_pool_dpp_selector", "q_e": 2}
+    state = served({"/constraints/selector": atom, "/core": {"share": 0.5}})
+    (one,) = images(1)
+    cores = CoreCache(1 << 20)
+    first = kept([core_plan(), delta_plan((8,))], [one, one], state, cores)
+    second = kept([delta_plan((9,))], [one], state, cores)
+    assert (steps, conditioned) == ([K - CORE] * 2, [CORE])
+    assert rows_of(one, first[1]) == rows_of(one, kept([delta_plan((8,))], [one], state)[0])
+    assert not set(rows_of(one, second[0])) & set(rows_of(one, first[0]))
 
 
 def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
