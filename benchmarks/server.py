@@ -58,6 +58,17 @@ class Server:
             text = error.read().decode()
             return error.code, json.loads(text) if text.startswith("{") else {"error": text}
 
+    def await_api_servers(self, count: int, patience: float = 60.0) -> None:
+        """Wait until so many API servers are up: the first one alone answers the health check.
+
+        Raises :class:`ServerDied` where they do not come up.
+        """
+        deadline = time.monotonic() + patience
+        while self.logged().count("Application startup complete") < count:
+            if time.monotonic() > deadline:
+                raise ServerDied(f"{count} API servers were not ready after {patience:.0f} s")
+            time.sleep(0.2)
+
     def resident_bytes(self) -> int:
         """Resident memory of all its processes; pages that they share count in each."""
         return sum(resident_by_process(self.process.pid).values())

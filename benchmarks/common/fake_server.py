@@ -194,15 +194,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         texts, emitted = reply.texts(body), list[float]()
+        options = body.get("stream_options") or {}
+        usage = _usage(reply, body) if options.get("continuous_usage_stats") else {}
         if reply.role_first:
-            self._write_delta(role="assistant", content="")
+            self._write_delta(usage, 0, role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
             if number == 0 and not reply.role_first:
-                self._write_delta(role="assistant", content="")
+                self._write_delta(usage, 0, role="assistant", content="")
             emitted.append(time.perf_counter())
-            self._write_delta(content=text)
+            self._write_delta(usage, number + 1, content=text)
             if reply.cut and number >= len(texts) // 2:
                 return
         self.server.record.emitted.append(tuple(emitted))
@@ -222,8 +224,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _write_error(self, status: int, message: str) -> None:
         self._write_whole(status, json.dumps({"error": {"message": message}}))
 
-    def _write_delta(self, **delta: str) -> None:
-        self._write_event(_chunk([{"index": 0, "delta": delta, "finish_reason": None}]))
+    def _write_delta(self, usage: Mapping[str, object], tokens: int, **delta: str) -> None:
+        """Write a chunk; with the usage so far, of an answer of ``tokens``, unless it is empty."""
+        chunk = _chunk([{"index": 0, "delta": delta, "finish_reason": None}])
+        if usage:
+            chunk["usage"] = {**usage, "completion_tokens": tokens}
+        self._write_event(chunk)
 
     def _write_event(self, chunk: Mapping[str, object]) -> None:
         self._write_data(json.dumps(chunk).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -90,9 +89,5 @@ def two_front_ends(runner: Runner) -> Iterator[Server]:
     flags = (*COMMON, *PRUNED, *budgets, "--api-server-count", "2")
     env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
     with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:
-        # The health check is answered by the first process that is up.
-        deadline = time.monotonic() + 60
-        while server.logged().count("Application startup complete") < 2:
-            assert time.monotonic() < deadline, "the second front end did not start"
-            time.sleep(0.2)
+        server.await_api_servers(2)
         yield server

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
@@ -14,10 +14,17 @@ from random import Random
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.client import Client
-from benchmarks.cost.soak.requests import Request
+from benchmarks.cost.soak.hang_up import Killed, hang_up
+from benchmarks.cost.soak.requests import LONG_ANSWER, Request, RequestMix
 
 MAX_FAULTS = 20
 """Faults that are described; all are counted."""
+
+KILLERS = 16
+"""Clients that hang up, each once in so many seconds: together one every second."""
+
+MAX_EVENTS = 10
+"""Events of a stream that a client reads before it hangs up, at most."""
 
 CounterValues = Mapping[str, float]
 """Values by name and labels, summed over engines and finish reasons."""
@@ -49,8 +56,13 @@ class Tally:
     kinds: Counter[str] = field(default_factory=Counter)
     before: int = 0
     after: int = 0
+    core: int = 0
+    recalled: int = 0
     prompt_tokens: int = 0
     answer_tokens: int = 0
+    killed: int = 0
+    unseen_tokens: int = 0
+    """At most so many answer tokens were computed that nobody waited for."""
     faults: list[str] = field(default_factory=list)
 
     def add(self, request: Request, status: int, text: str) -> None:
@@ -59,63 +71,94 @@ class Tally:
         self.kinds[request.kind] += 1
         if status != request.status:
             self.errors += 1
-            if len(self.faults) < MAX_FAULTS:
-                self.faults.append(
-                    f"{request.kind}: HTTP {status}, not {request.status}: {text[:200]}"
-                )
+            self._add_fault(f"{request.kind}: HTTP {status}, not {request.status}: {text[:200]}")
         elif status != 200:
             self.refused += 1
         else:
-            self._add_answer(request, json.loads(text)["usage"])
+            self.answered += 1
+            usage = json.loads(text)["usage"]
+            self._add_counts(request, usage["prompt_tokens"], usage["completion_tokens"])
 
-    def _add_answer(self, request: Request, usage: dict[str, int]) -> None:
-        self.answered += 1
+    def add_killed(self, request: Request, killed: Killed) -> None:
+        """Count one request whose client hung up in the middle of the answer."""
+        self.sent += 1
+        if killed.error:
+            self.errors += 1
+            self._add_fault(f"{request.kind}, streamed: {killed.error}")
+            return
+        self.killed += 1
+        self.unseen_tokens += LONG_ANSWER - killed.answer_tokens
+        self._add_counts(request, killed.prompt_tokens, killed.answer_tokens)
+
+    def _add_fault(self, text: str) -> None:
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(text)
+
+    def _add_counts(self, request: Request, prompt_tokens: int, answer_tokens: int) -> None:
         self.requests[request.policy] += 1
         self.images[request.keep] += request.images
         self.before += request.before
         self.after += request.after
-        self.prompt_tokens += usage["prompt_tokens"]
-        self.answer_tokens += usage["completion_tokens"]
+        self.core += request.core
+        self.recalled += request.recalled
+        self.prompt_tokens += prompt_tokens
+        self.answer_tokens += answer_tokens
 
 
-def keep_busy(
-    url: str, draw: Callable[[Random], Request], users: int, seconds: float, seed: int = 0
-) -> Tally:
+def keep_busy(url: str, mix: RequestMix, users: int, seconds: float, seed: int = 0) -> Tally:
     """Send requests for that long; every user sends the next one as soon as it has an answer.
 
-    Waits for requests in flight at the end, so that both sides count them.
+    Beside them a client hangs up in the middle of an answer every second. Waits for requests in
+    flight at the end, so that both sides count them.
     """
     client, tally, lock = Client(url), Tally(), threading.Lock()
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
+    end = begin + seconds
 
     def user(number: int) -> None:
         random = Random(f"{seed}/{number}")
         while time.monotonic() < end:
-            request = draw(random)
+            request = mix.draw(random)
             status, text = client.post(request.body)
             with lock:
                 tally.add(request, status, text)
             if status == 0:
                 time.sleep(1.0)  # no server: do not retry in a busy loop
 
-    with ThreadPoolExecutor(users, thread_name_prefix="user") as pool:
-        for future in [pool.submit(user, number) for number in range(users)]:
+    def killer(number: int) -> None:
+        random, due = Random(f"{seed}/killer {number}"), begin + number
+        while due < end:
+            time.sleep(max(0.0, due - time.monotonic()))
+            request = mix.draw_stream(random)
+            killed = hang_up(url, request.body, random.randint(1, MAX_EVENTS))
+            with lock:
+                tally.add_killed(request, killed)
+            due = max(due + KILLERS, time.monotonic())
+
+    with ThreadPoolExecutor(users + KILLERS, thread_name_prefix="client") as pool:
+        futures = [pool.submit(user, number) for number in range(users)]
+        futures += [pool.submit(killer, number) for number in range(KILLERS)]
+        for future in futures:
             future.result()
     return tally
 
 
 @dataclass(frozen=True, slots=True)
 class CountPair:
-    """One figure as counted by client and server."""
+    """One figure as counted by client and server.
+
+    ``unseen``: at most so much more is counted by the server, of what its client did not wait for.
+    """
 
     name: str
     client: float
     server: float
+    unseen: float = 0.0
 
     @property
     def equal(self) -> bool:
-        """Whether both counts are exactly the same."""
-        return self.client == self.server
+        """Whether both counts are the same, but for what the client cannot know."""
+        return self.client <= self.server <= self.client + self.unseen
 
 
 def read_counters(exposition: str) -> CounterValues:
@@ -146,6 +189,8 @@ def compare_counts(
         "autoprune_requests_refused_total": tally.refused,
         "autoprune_visual_tokens_total before": tally.before,
         "autoprune_visual_tokens_total after": tally.after,
+        "autoprune_core_tokens_total": tally.core,
+        "autoprune_recalled_tokens_total": tally.recalled,
         "autoprune_kv_bytes_saved_total": (tally.before - tally.after) * kv_bytes,
         **{f"autoprune_requests_total {policy}": n for policy, n in tally.requests.items()},
         **{f"autoprune_images_total {keep}": n for keep, n in tally.images.items()},
@@ -155,4 +200,7 @@ def compare_counts(
     server_only = {name for name in after if name.startswith(counted)} - client.keys()
     client |= dict.fromkeys(server_only, 0.0)
     grown = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in client}
-    return [CountPair(name, client[name], grown[name]) for name in sorted(client)]
+    unseen = {"vllm:generation_tokens_total": float(tally.unseen_tokens)}
+    return [
+        CountPair(name, client[name], grown[name], unseen.get(name, 0.0)) for name in sorted(client)
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.minillava.adapters import ADAPTERS, draw_adapter, write_adapters
 from tests.serving.engine import examples, forget, release, vision_runs
 from tests.serving.interleave import render_prompt
 from tests.serving.paths import LLAVA
@@ -21,8 +21,6 @@ from tests.serving.scenarios.modes import REQUESTS, complete, start_mode
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
-
-NAMES = ("first", "second")
 
 
 @scenario
@@ -37,18 +35,20 @@ def lora_mode() -> Report:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for adapter in NAMES:
-            _write_adapter(folder / adapter, NAMES.index(adapter))
+        write_adapters(folder)
         loras: dict[str | None, LoRARequest | None] = {
             None: None,
-            **{name: LoRARequest(name, at, str(folder / name)) for at, name in enumerate(NAMES, 1)},
+            **{
+                name: LoRARequest(name, at, str(folder / name))
+                for at, name in enumerate(ADAPTERS, 1)
+            },
         }
         # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
         llm = start_mode(enable_lora=True, max_loras=3, max_lora_rank=8)
         report = _adapted(llm, loras)
         release(llm)
         report["merged"] = []
-        for adapter in NAMES:
+        for adapter in ADAPTERS:
             merged = _merge_adapter(folder, adapter)
             llm = start_mode(model=str(merged))
             report["merged"].append(complete(llm, _asked()))
@@ -87,50 +87,12 @@ def _cached(llm: LLM, one: Mapping[str, object], lora: LoRARequest | None) -> in
     return int(output.num_cached_tokens or 0)
 
 
-_RANK = 8
-_MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-
-
-def _adapter_weights(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B of each adapted module, by the checkpoint's name of the module."""
-    random = torch.Generator().manual_seed(seed)
-    config = json.loads((LLAVA / "config.json").read_text())["text_config"]
-    hidden, middle = config["hidden_size"], config["intermediate_size"]
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for module in _MODULES:
-            wide = middle if module == "mlp.down_proj" else hidden
-            down = torch.randn(_RANK, wide, generator=random) / wide**0.5
-            up = torch.randn(hidden, _RANK, generator=random) / _RANK**0.5
-            weights[f"language_model.model.layers.{layer}.{module}"] = (down, up)
-    return weights
-
-
-def _write_adapter(folder: Path, seed: int) -> None:
-    """An adapter as PEFT saves it."""
-    folder.mkdir()
-    tensors = {}
-    for module, (down, up) in _adapter_weights(seed).items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = down
-        tensors[f"base_model.model.{module}.lora_B.weight"] = up
-    save_file(tensors, folder / "adapter_model.safetensors")
-    names = sorted({module.rpartition(".")[2] for module in _MODULES})
-    config = {
-        "peft_type": "LORA",
-        "r": _RANK,
-        "lora_alpha": _RANK,
-        "target_modules": names,
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
 def _merge_adapter(folder: Path, adapter: str) -> Path:
     """mini-LLaVA with an adapter added to its weights."""
     merged = folder / f"merged-{adapter}"
     shutil.copytree(LLAVA, merged)
     weights = load_file(merged / "model.safetensors")
-    for module, (down, up) in _adapter_weights(NAMES.index(adapter)).items():
+    for module, (down, up) in draw_adapter(ADAPTERS.index(adapter)).items():
         name = f"{module}.weight"
         weights[name] = (weights[name].float() + up @ down).to(torch.float32)
     (merged / "model.safetensors").unlink()

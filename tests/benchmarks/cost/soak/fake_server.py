@@ -9,14 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
+from benchmarks.cost.soak.requests import BLOCK
 from tests.serving.unit.samples import served
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.image_split import SplitImage, align_core
 from vllm_autoprune.serving.api.pruning_choice import resolve_choices, state_label
-from vllm_autoprune.serving.api.request_fields import parse_request
+from vllm_autoprune.serving.api.recall import choose_recalls
+from vllm_autoprune.serving.api.request_fields import RecallTurn, parse_request
 from vllm_autoprune.serving.shared.placeholders import TokenCount
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 
-TOKENS, BUDGET, TEXT, KV_BYTES = 144, 8, 20, 3072
+TOKENS, BUDGET, RECALL, TEXT, KV_BYTES = 144, 8, 4, 20, 3072
+START = 5
+"""Tokens of a prompt in front of its image."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class PlannedReplies:
     def __init__(self, faults: Faults) -> None:
         self.counts: Counter[str] = Counter()
         self._faults = faults
-        self._state = replace(served(), rules=RequestRules("states", 1, 65536))
+        self._state = replace(served(), rules=RequestRules("states", 1, 65536, recall=RECALL))
 
     def metrics(self) -> str:
         return "".join(f"{name} {float(count)}\n" for name, count in sorted(self.counts.items()))
@@ -58,7 +63,8 @@ class PlannedReplies:
             counts["autoprune_requests_refused_total"] += 1
             return Reply(status=400, error=str(error))
         answer = int(body["max_tokens"])
-        counts['vllm:request_success_total{engine="0",finished_reason="length"}'] += 1
+        if not body.get("stream"):  # its client hangs up
+            counts['vllm:request_success_total{engine="0",finished_reason="length"}'] += 1
         counts['vllm:prompt_tokens_total{engine="0"}'] += prompt
         counts['vllm:generation_tokens_total{engine="0"}'] += answer
         if due["forgotten"]:
@@ -66,7 +72,7 @@ class PlannedReplies:
             counts.update(before)
         if due["fallen"]:
             counts['autoprune_fallbacks_total{fallback="uniform",reason="scores"}'] += 1
-        return Reply(usage={"prompt_tokens": prompt, "completion_tokens": answer})
+        return Reply(first=0.01, usage={"prompt_tokens": prompt, "completion_tokens": answer})
 
     def _plan(self, body: Body) -> int:
         """Prompt tokens of a request, which is counted; raises AutopruneError."""
@@ -74,12 +80,24 @@ class PlannedReplies:
         request = parse_request(kwargs["autoprune"] if isinstance(kwargs, dict) else None)
         images = json.dumps(body["messages"]).count('"type": "image_url"')
         choices = resolve_choices(self._state, request, [TokenCount(TOKENS)] * images)
-        kept = sum(choice.kept for choice in choices)
+        later = [one for one in body["messages"][1:] if one["role"] == "user"]
+        turns = [RecallTurn(images=images, text=one["content"]) for one in later]
+        recall = RECALL if request.recall is None else request.recall
+        contents = [str(i) for i in range(images)]
+        recalled = sum(one.budget for one in choose_recalls(turns, recall, choices, contents))
+        kept = sum(choice.kept for choice in choices) + recalled
+        core = sum(
+            align_core(START, SplitImage(choice.kept, choice.core, None), BLOCK)
+            for choice in choices
+            if choice.core
+        )
         called = state_label(self._state, request)
         self.counts[f'autoprune_requests_total{{state="{called}"}}'] += 1
         self.counts[f'autoprune_images_total{{chooser="{request.keep}"}}'] += images
         self.counts['autoprune_visual_tokens_total{stage="before"}'] += images * TOKENS
         self.counts['autoprune_visual_tokens_total{stage="after"}'] += kept
+        self.counts["autoprune_core_tokens_total"] += core
+        self.counts["autoprune_recalled_tokens_total"] += recalled
         self.counts["autoprune_kv_bytes_saved_total"] += (images * TOKENS - kept) * KV_BYTES
         return TEXT + kept
 

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from benchmarks.common.client import Client
+from benchmarks.common.fake_server import Reply, fake_server
 from benchmarks.cost import soak as command
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.soak import Verdict
@@ -20,14 +21,26 @@ from benchmarks.cost.soak.counts import (
     keep_busy,
     read_counters,
 )
+from benchmarks.cost.soak.hang_up import hang_up
 from benchmarks.cost.soak.memory import Samples
-from benchmarks.cost.soak.requests import RequestMix
-from tests.benchmarks.cost.soak.fake_server import BUDGET, KV_BYTES, TOKENS, Faults, serve_planned
+from benchmarks.cost.soak.requests import KINDS, LONG_ANSWER, RequestMix
+from tests.benchmarks.cost.soak.fake_server import (
+    BUDGET,
+    KV_BYTES,
+    RECALL,
+    START,
+    TOKENS,
+    Faults,
+    serve_planned,
+)
 from tests.serving.unit.samples import served
+
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
 def mix() -> RequestMix:
-    return RequestMix("model", TOKENS, served().state.name, BUDGET)
+    state = served().state.name
+    return RequestMix("model", TOKENS, state, BUDGET, RECALL, START, ("first", "second"))
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -37,7 +50,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def soaked(url: str, seconds: float = 1.5) -> Verdict:
     before = metrics(url)
-    tally = keep_busy(url, mix().draw, users=4, seconds=seconds)
+    tally = keep_busy(url, mix(), users=4, seconds=seconds)
     lines = compare_counts(before, metrics(url), tally, KV_BYTES)
     return Verdict(seconds / 60, 4, tally, lines, flat(), "a test")
 
@@ -83,24 +96,26 @@ def test_a_server_that_is_down_is_a_problem() -> None:
     with serve_planned() as url:
         pass
     assert Client(url).post(b"{}")[0] == 0
-    tally = keep_busy(url, mix().draw, users=2, seconds=0.2)
-    assert tally.errors == tally.sent == 2
+    tally = keep_busy(url, mix(), users=2, seconds=0.2)
+    assert tally.errors == tally.sent == 3  # of both users, and of the client that hangs up
     verdict = Verdict(1, 2, tally, [], flat(), "a test")
     assert "nothing was answered" in verdict.problems
 
 
 def test_every_kind_of_request_has_the_planned_status_and_tokens() -> None:
     """The fake server plans with the plugin's own code: status and tokens of many draws."""
-    random, seen = Random(3), set()
+    random, seen, models = Random(3), set(), set()
     with serve_planned() as url:
         for _ in range(150):
             ask = mix().draw(random)
+            models.add(json.loads(ask.body)["model"])
             status, text = Client(url).post(ask.body)
             assert status == ask.status, (ask.kind, text)
             if status == 200:
                 assert json.loads(text)["usage"]["prompt_tokens"] == 20 + ask.after
             seen.add(ask.kind)
-    assert seen == {"plain", "budget", "policy", "own", "control", "off", "two", "bad"}
+    assert seen == {name for name, _ in KINDS}
+    assert {"first", "second", "model"} == models
 
 
 def test_pictures_vary() -> None:
@@ -132,3 +147,31 @@ def test_the_command_writes_json_and_exits_with_the_verdict(
         assert written["holds"] is (status == 0)
         assert written["samples"]["resident"][0] == {"1 vllm": 1 << 30}
     assert "1 errors" in capsys.readouterr().out
+
+
+def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
+    random = Random(5)
+    with serve_planned() as url:
+        request = mix().draw_stream(random)
+        killed = hang_up(url, request.body, 4)
+        assert (killed.error, killed.answer_tokens) == ("", 3)  # the first event names the role
+        tally = Tally()
+        tally.add_killed(request, killed)
+        lines = compare_counts({}, metrics(url), tally, KV_BYTES)
+    assert all(line.equal for line in lines)
+    (tokens,) = (line for line in lines if line.name == "vllm:generation_tokens_total")
+    assert (tokens.client, tokens.server, tokens.unseen) == (3, LONG_ANSWER, LONG_ANSWER - 3)
+
+
+def test_a_stream_that_ends_or_is_refused_is_an_error() -> None:
+    with fake_server(Reply(deltas=("one",), first=0.0)) as server:
+        body = json.dumps({"model": "mock", "stream": True, "stream_options": USAGE}).encode()
+        assert "ended before" in hang_up(server.url, body, 50).error
+        refused = hang_up(server.url, b'{"model": "another"}', 1).error
+    assert "HTTP 404" in refused
+
+
+def test_more_answer_tokens_than_the_client_read_are_counted_up_to_a_bound() -> None:
+    assert CountPair("tokens", 3, 10, unseen=7).equal
+    assert not CountPair("tokens", 3, 11, unseen=7).equal
+    assert not CountPair("tokens", 3, 2, unseen=7).equal
