@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -15,6 +15,7 @@ from tests.fuzz.grammar import anything
 from tests.fuzz.mutate import ODD_TEXTS, mutate
 from tests.fuzz.spoil import spoil
 from tests.hostile.attacks.texts import SPECIAL
+from tests.hostile.conversations import CORES, draw_conversation
 from tests.serving.http import body
 from tests.tpdsl.samples import shipped
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
@@ -24,6 +25,12 @@ from vllm_autoprune.tpdsl.states.load import load_state
 BODY = "body"
 """The kind of requests that change what vLLM reads itself."""
 
+CONVERSATION = "conversation"
+"""The kind of requests with several turns, whose later ones recall tokens."""
+
+READ_BY_VLLM = (BODY, CONVERSATION)
+"""Kinds of requests that stock vLLM may refuse or fail too."""
+
 KINDS: Mapping[str, float] = {
     "state": 34,
     "entry": 25,
@@ -32,6 +39,7 @@ KINDS: Mapping[str, float] = {
     "huge": 2,
     "sound": 6,
     BODY: 17,
+    CONVERSATION: 30,
 }
 """How often each kind is drawn."""
 
@@ -62,12 +70,6 @@ _ODD: Mapping[str, tuple[object, ...]] = {
         "autoprune",
     ),
 }
-_CORES: tuple[dict[str, object], ...] = (
-    {"share": 0.5},
-    {"share": 0.9, "policy": {"name": "divprune"}},
-    {"share": 0.75, "cover": 0.5, "strength": 0.25},
-    {"share": 1.0},
-)
 _DETAILS: tuple[object, ...] = ("low", "high", "auto", "", "ü", 1, None, {})
 
 
@@ -84,14 +86,20 @@ class Mutant:
     stock: Mapping[str, object] | None
 
 
-def draw(server: Server, examples: list[Example], random: Random) -> Mutant:
-    """One mutated request."""
+def draw(
+    server: Server, examples: list[Example], random: Random, adapters: Sequence[str] = ()
+) -> Mutant:
+    """One mutated request, to the model or to one of its adapters."""
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     request = body(server, random.choice(examples), max_tokens=1)
-    if kind == BODY:
+    if kind == CONVERSATION:
+        request = draw_conversation(server, examples, random)
+    elif kind == BODY:
         _change_body(request, random)
     else:
         request["mm_processor_kwargs"] = _mutate_kwargs(kind, random)
+    if adapters:
+        request["model"] = random.choice((server.model, *adapters))
     text = json.dumps(request)
     shown = json.dumps({k: v for k, v in request.items() if k not in ("model", "messages")})
     if random.random() < _SPOILT:
@@ -114,7 +122,7 @@ def _without_entry(request: Mapping[str, object]) -> dict[str, object]:
 def entries() -> list[Any]:
     """Valid entries to mutate."""
     state = json.loads(load_state("visionzip").dumps())
-    with_cores = [{**shipped(), "core": core} for core in _CORES]
+    with_cores = [{**shipped(), "core": core} for core in CORES]
     return [
         {"budget": 8},
         {"budget": [8]},
@@ -138,7 +146,7 @@ def _mutate_kwargs(kind: str, random: Random) -> Any:
     if kind == "state":
         state = shipped()
         if random.random() < 0.5:
-            state["core"] = copy.deepcopy(random.choice(_CORES))
+            state["core"] = copy.deepcopy(random.choice(CORES))
         kwargs[REQUEST_FIELD] = {"state": state, "budget": random.choice((None, 8, 16, 64))}
         # Else hardly any would change the core.
         mutate(state["core"] if "core" in state and random.random() < 0.5 else state, random)

@@ -1,6 +1,7 @@
 """``python -m tests.hostile.mutate``: mutated requests to one live server, which has to live.
 
-No request is missing an answer, and none is answered by a server error that stock vLLM does not
+All of it is on: two API servers, adapters, recall, a state with a core, states by request. No
+request is missing an answer, and none is answered by a server error that stock vLLM does not
 give for such requests: those that change what vLLM reads itself are sent to a stock server too,
 without our entry. What is refused never reaches the engine, and a normal request is answered
 afterwards as it was before. Exit status 0 where all of that holds.
@@ -13,27 +14,38 @@ import json
 import math
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.minillava.adapters import ADAPTERS, adapter_flags, write_adapters
 from benchmarks.server import Server, serve
-from tests.hostile.bodies import BODY, Mutant, draw
+from tests.hostile.bodies import READ_BY_VLLM, Mutant, draw
 from tests.hostile.client import CHAT, Client, Reply
 from tests.serving.engine import examples
 from tests.serving.http import ask, text_of
 from tests.serving.paths import CLIP, LLAVA
+from tests.serving.runners import ENVIRONMENTS
 
 FLAGS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32")
 PRUNED = (
-    *("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP)),
+    *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
+    *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),
     *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=8,high=64"),
 )
+API_SERVERS = 2
+START_TIMEOUT = 1200.0
+"""Seconds that a server may take to start on a busy machine."""
+
+PROGRESS = 250
+"""Requests after which progress is printed."""
 
 SHOWN = 200
 """Characters of a bad exchange that are shown."""
@@ -91,12 +103,16 @@ def run(
     at_once: int = 4,
     stock: Server | None = None,
     seconds: float = math.inf,
+    first: int = 0,
+    adapters: Sequence[str] = (),
 ) -> Tally:
     """Send ``count`` requests, ``at_once`` at a time, and hold the server to its promises.
 
     Without a ``stock`` server no server error is excused. After ``seconds`` no more are sent.
+    ``first`` is the number of the first request, to go on with a run of the same seed.
     """
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
+    deadline = begun + seconds
     tally = Tally()
     asked = examples(2)
     before, engine = text_of(ask(server, asked[0])), _finished_by_engine(server)
@@ -105,21 +121,27 @@ def run(
     def exchange(number: int) -> Exchange | None:
         if time.monotonic() > deadline:
             return None
-        mutant = draw(server, asked, Random(f"{seed}/{number}"))
+        mutant = draw(server, asked, Random(f"{seed}/{number}"), adapters)
         reply = client.send(CHAT, mutant.content)
         failed = not 0 < reply.status < 500
         mirrored = None
-        if other is not None and mutant.stock is not None and (failed or mutant.kind == BODY):
-            mirrored = other.send(CHAT, {**mutant.stock, "model": other.server.model})
+        if (
+            other is not None
+            and mutant.stock is not None
+            and (failed or mutant.kind in READ_BY_VLLM)
+        ):
+            mirrored = other.send(CHAT, mutant.stock)
         return Exchange(number, mutant, reply, mirrored)
 
     wrong: list[Exchange] = []
     with ThreadPoolExecutor(at_once) as pool:
-        for one in pool.map(exchange, range(count)):
+        for one in pool.map(exchange, range(first, first + count)):
             if one is None:
                 break
             if _count_exchange(tally, one):
                 wrong.append(one)
+                print(f"number {one.number}: {one.reply}; stock: {one.stock}", flush=True)
+            _print_progress(tally, one.number + 1 - first, count, time.monotonic() - begun)
     # After the last one: what stock answers to a request depends on those before it.
     tally.faults += [
         f"seed {seed} number {one.number} ({one.mutant.kind}): {one.mutant.shown[:SHOWN]} -> "
@@ -134,6 +156,12 @@ def run(
     if after != before:
         tally.faults.append(f"a normal request was answered {before!r}, and is now {after!r}")
     return tally
+
+
+def _print_progress(tally: Tally, done: int, count: int, seconds: float) -> None:
+    if done % PROGRESS == 0:
+        left = seconds / done * (count - done)
+        print(f"[{done}/{count}, {left:.0f} s left] {_format_counts(tally.statuses)}", flush=True)
 
 
 def _cause(reply: Reply) -> str:
@@ -171,15 +199,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first request")
+    parser.add_argument("--runner", choices=[*ENVIRONMENTS], default="v1")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=math.inf, help="send no more after that")
     parser.add_argument("--json", help="write the tally to this file")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
-        stock = stack.enter_context(serve(LLAVA, *FLAGS))
-        server = stack.enter_context(serve(LLAVA, *FLAGS, *PRUNED))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="adapters-")))
+        write_adapters(folder)
+        flags, env = (*FLAGS, *adapter_flags(folder)), ENVIRONMENTS[options.runner]
+        stock = stack.enter_context(serve(LLAVA, *flags, env=env, patience=START_TIMEOUT))
+        pruned = (*flags, *PRUNED, "--api-server-count", str(API_SERVERS))
+        server = stack.enter_context(serve(LLAVA, *pruned, env=env, patience=START_TIMEOUT))
+        server.await_api_servers(API_SERVERS, START_TIMEOUT)
         begun = time.monotonic()
-        tally = run(server, options.count, options.seed, options.at_once, stock, options.seconds)
+        tally = run(
+            *(server, options.count, options.seed, options.at_once, stock, options.seconds),
+            *(options.first, ADAPTERS),
+        )
         print(report(tally, time.monotonic() - begun))
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
