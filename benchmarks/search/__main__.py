@@ -1,19 +1,26 @@
-"""Command ``python -m benchmarks.search data | compare | table | confirm | candidates | speed``."""
+"""Command ``python -m benchmarks.search``: data, comparisons of strategies, tables, speed."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS, open_yardstick
 from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
-from benchmarks.search.comparison import as_markdown
+from benchmarks.search.comparison import as_markdown, needs_proposer
 from benchmarks.search.scenes import write_data
+from benchmarks.search.study import ARMS, PER_ROUND, Study
 from offline_search.dataset import Split
 from offline_search.settings import DEFAULT_MENU
+
+if TYPE_CHECKING:
+    from offline_search.proposers.endpoint import EndpointProposer
 
 _DEFAULT_STRATEGIES = ("autoprune+", "autoprune", "random")
 
@@ -31,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _confirm(options)
     elif options.command == "candidates":
         print(candidates_as_markdown(options.ledgers), end="")
+    elif options.command == "study":
+        _run_study(options)
     if options.command in ("compare", "table"):
         print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
     return 0
@@ -48,6 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     confirm.add_argument("--yardstick", choices=YARDSTICKS, default="minillava")
     confirm.add_argument("--images", type=int, default=1000, help="images of the test split")
+    study = commands.add_parser(
+        "study", help="run, or resume, the published comparison on both yardsticks, and print it"
+    )
+    study.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
+    study.add_argument("--seeds", type=int, default=8, help="number of seeds")
+    study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS))
+    study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
+    study.add_argument("--strategies", nargs="+", default=list(ARMS))
+    study.add_argument("--rounds", type=int, default=10, help="rounds of five evaluations")
+    study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
+    study.add_argument("--proposer-model", help="its name there")
     candidates = commands.add_parser(
         "candidates", help="print valid, best, mean, worst and std of the candidates of searches"
     )
@@ -141,6 +161,41 @@ def _confirm(options: argparse.Namespace) -> None:
     print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
 
 
+def _run_study(options: argparse.Namespace) -> None:
+    from offline_search.proposers.embedded_model import EMBEDDED_MODEL
+
+    study = Study(
+        options.out,
+        options.strategies,
+        range(options.seeds),
+        options.rounds,
+        options.proposer_model or EMBEDDED_MODEL,
+        menu=0 if options.proposer_url else DEFAULT_MENU,
+    )
+    with contextlib.ExitStack() as stack:
+        connect: Callable[[], EndpointProposer] | None = None
+        if study.needs_proposer:
+            url = options.proposer_url or stack.enter_context(_serve_embedded())
+            seeded = options.proposer_url is not None
+            connect = partial(_open_endpoint, url, study.proposer, PER_ROUND, seeded)
+        for yardstick in options.yardsticks:
+            for budget in options.budgets:
+                print(study.run(yardstick, budget, connect), flush=True)
+
+
+def _serve_embedded() -> contextlib.AbstractContextManager[str]:
+    from offline_search.proposers.embedded_model import prepare_model
+    from offline_search.proposers.embedded_server import serve_model
+
+    return serve_model(prepare_model())
+
+
+def _open_endpoint(url: str, model: str, requests: int, seeded: bool) -> EndpointProposer:
+    from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
+
+    return EndpointProposer(EndpointSettings(url, model, max_in_flight=requests, seeded=seeded))
+
+
 def _menu_width(options: argparse.Namespace) -> int:
     if options.no_proposer:
         return 0
@@ -151,12 +206,9 @@ def _menu_width(options: argparse.Namespace) -> int:
 def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.comparison import CachingEvaluator, RecordedProposer, run_comparison
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
-    from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
-    from offline_search.proposers.embedded_server import serve_model
-    from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
+    from offline_search.proposers.embedded_model import EMBEDDED_MODEL
     from offline_search.proposers.proposal_client import Proposer
     from offline_search.settings import Settings
-    from offline_search.strategies import STRATEGIES
 
     yardstick = open_yardstick(options.yardstick, options.checkpoint)
     own = YardstickEvaluator(
@@ -194,17 +246,15 @@ def _run_comparison(options: argparse.Namespace) -> None:
 
     def endpoint(url: str, seeded: bool) -> EndpointProposer:
         requests = options.per_round * options.concurrency
-        return EndpointProposer(
-            EndpointSettings(url, settings.proposer, max_in_flight=requests, seeded=seeded)
-        )
+        return _open_endpoint(url, settings.proposer, requests, seeded)
 
-    needed = any(STRATEGIES[name](settings).uses_proposer for name in options.strategies)
+    needed = needs_proposer(options.strategies, settings)
     if recorded is not None or not needed:
         asyncio.run(run(recorded))
     elif options.proposer_url:
         asyncio.run(run(endpoint(options.proposer_url, not options.no_seeds)))
     else:
-        with serve_model(prepare_model()) as url:
+        with _serve_embedded() as url:
             asyncio.run(run(endpoint(url, seeded=False)))
 
 

@@ -50,6 +50,10 @@ _T_QUANTILES = {
 }
 
 
+WITHOUT_MODEL = "@none"
+"""Behind the name of a strategy: the arm that uses no language model where the strategy may."""
+
+
 class CachingEvaluator:
     """Evaluator that caches answers, shared by the searches of a comparison."""
 
@@ -105,27 +109,36 @@ async def run_comparison(
 ) -> None:
     """Run all searches that have not finished, seed by seed.
 
+    A strategy may end in :data:`WITHOUT_MODEL`.
+
     ``concurrency`` searches run together, because a small model answers 25 prompts in little more
     time than 5. Searches are independent, so this changes no record except its clock.
     """
     slots = asyncio.Semaphore(concurrency)
 
-    async def run(seed: int, strategy: str) -> None:
+    async def run(seed: int, arm: str) -> None:
         async with slots:
-            await _run_search(folder, strategy, seed, settings, evaluator, proposer)
+            await _run_search(folder, arm, seed, settings, evaluator, proposer)
 
     await asyncio.gather(*(run(seed, strategy) for seed in seeds for strategy in strategies))
 
 
+def needs_proposer(arms: Sequence[str], settings: Settings) -> bool:
+    """Whether any arm of a comparison asks a language model."""
+    used = [arm for arm in arms if not arm.endswith(WITHOUT_MODEL)]
+    return any(STRATEGIES[arm](settings).uses_proposer for arm in used)
+
+
 async def _run_search(
     folder: Path,
-    strategy: str,
+    arm: str,
     seed: int,
     settings: Settings,
     evaluator: Evaluator,
     proposer: Proposer | None,
 ) -> None:
-    uses_proposer = STRATEGIES[strategy](settings).uses_proposer
+    strategy = arm.removesuffix(WITHOUT_MODEL)
+    uses_proposer = strategy == arm and STRATEGIES[strategy](settings).uses_proposer
     own_settings = settings.model_copy(
         update={
             "strategy": strategy,
@@ -138,8 +151,8 @@ async def _run_search(
             else 0,
         }
     )
-    progress = ProgressLog(lambda line: print(f"{strategy} {seed}: {line}", flush=True))
-    with Ledger(ledger_path(folder, strategy, seed)) as ledger:
+    progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
+    with Ledger(ledger_path(folder, arm, seed)) as ledger:
         unavailable = UnavailableBackend(own_settings.evaluator, evaluator.dataset)
         own_proposer = proposer if uses_proposer and proposer else unavailable
         search = Search(own_settings, ledger, evaluator, own_proposer, observer=progress)

@@ -101,8 +101,13 @@ def confirm(folder: Path, evaluator: Evaluator) -> dict[str, Confirmed]:
     return confirmed
 
 
-def as_markdown(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> str:
-    """Confirmed objective and accuracy of each strategy, and paired differences to the last."""
+def as_markdown(
+    folder: Path, strategies: Sequence[str], seeds: Sequence[int], reference: str = ""
+) -> str:
+    """Confirmed objective and accuracy of each strategy, and paired differences to one of them.
+
+    The reference is the last strategy by default.
+    """
     confirmed = read_confirmation(folder)
     objectives = {
         strategy: {
@@ -112,7 +117,7 @@ def as_markdown(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -
         }
         for strategy in strategies
     }
-    *_, reference = strategies
+    reference = reference or strategies[-1]
     head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
     rows = []
     for strategy, own in objectives.items():

@@ -1,0 +1,111 @@
+"""The published comparison: every strategy on one yardstick and K, and its winners confirmed.
+
+All arms of a comparison share evaluator, data, base policy and number of evaluations. Ledgers are
+kept for each yardstick and K, so a study can be resumed, extended by strategies, and printed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
+from benchmarks.search import confirmation
+from benchmarks.search.comparison import (
+    WITHOUT_MODEL,
+    CachingEvaluator,
+    as_markdown,
+    needs_proposer,
+    run_comparison,
+)
+from benchmarks.search.yardstick_evaluator import YardstickEvaluator
+from offline_search.dataset import Split
+from offline_search.evaluation.evaluator import Evaluator
+from offline_search.proposers.proposal_client import Proposer
+from offline_search.settings import Settings
+
+ARMS = (
+    "random",
+    "tpe",
+    f"autoprune+{WITHOUT_MODEL}",
+    "autoprune+",
+    "autoprune",
+    "evoprompting-states",
+    "openevolve-states",
+    "evoprompting-code",
+    "openevolve-code",
+)
+
+REFERENCE = "tpe"
+"""The strategy that the others are compared with."""
+
+PER_ROUND = 5
+
+BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
+"""Base policy of each yardstick: one that does not read the question, so that much can be found."""
+
+_IMAGES: dict[Split, int] = {"search": 128, "validation": 128, "test": 128}
+_FRESH_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
+"""Images that winners are confirmed on; each has one question."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study: its folder, arms and seeds, and the evaluations of a search in rounds of five."""
+
+    folder: Path
+    arms: Sequence[str]
+    seeds: Sequence[int]
+    rounds: int
+    proposer: str
+    menu: int
+
+    @property
+    def needs_proposer(self) -> bool:
+        """Whether an arm asks a language model."""
+        return needs_proposer(self.arms, self._settings(1, BASE_POLICIES["minillava"]))
+
+    def run(self, name: str, budget: int, connect: Callable[[], Proposer] | None) -> str:
+        """Run what is missing on one yardstick at one K; the tables in Markdown.
+
+        ``connect`` opens the proposer, once for each comparison, because each has its event loop.
+        """
+        folder = self.folder / f"{name}-k{budget}"
+        folder.mkdir(parents=True, exist_ok=True)
+        yardstick, base = open_yardstick(name), BASE_POLICIES[name]
+        own = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
+        settings = self._settings(budget, base)
+        asyncio.run(self._compare(folder, settings, CachingEvaluator(own), connect))
+        fresh = YardstickEvaluator(yardstick, _FRESH_IMAGES, each=1, base_policy=base)
+        confirmation.confirm(folder, fresh)
+        tables = (
+            as_markdown(folder, self.arms, self.seeds),
+            confirmation.as_markdown(folder, self.arms, self.seeds, REFERENCE),
+        )
+        return "\n".join([f"## {yardstick.name}, K = {budget}", "", *tables])
+
+    async def _compare(
+        self,
+        folder: Path,
+        settings: Settings,
+        evaluator: Evaluator,
+        connect: Callable[[], Proposer] | None,
+    ) -> None:
+        proposer = None if connect is None else connect()
+        try:
+            await run_comparison(folder, self.arms, self.seeds, settings, evaluator, proposer)
+        finally:
+            if proposer is not None:
+                await proposer.close()
+
+    def _settings(self, budget: int, base_policy: str) -> Settings:
+        return Settings(
+            rounds=self.rounds,
+            per_round=PER_ROUND,
+            base_policy=base_policy,
+            budgets=(budget,),
+            proposer=self.proposer,
+            menu=self.menu,
+        )

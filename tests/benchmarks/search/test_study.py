@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.accuracy.yardsticks.yardstick import Yardstick
+from benchmarks.search import study as study_module
+from benchmarks.search.comparison import ledger_path, needs_proposer
+from benchmarks.search.study import ARMS, REFERENCE, Study
+from offline_search.dataset import Dataset, Split
+from offline_search.ledger import read_ledger
+from offline_search.ledger.records import ReplyRecord, SettingsRecord
+from offline_search.settings import Settings
+from offline_search.strategies import STRATEGIES
+from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, dataset
+
+
+class StandIn:
+    """A yardstick's name, where its model is not needed."""
+
+    name = "stand-in"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return dataset(folder)
+
+
+def test_a_study_compares_arms_with_and_without_a_model(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[SyntheticEvaluator] = []
+
+    def evaluator(
+        yardstick: Yardstick, images: dict[Split, int], *, each: int, base_policy: str
+    ) -> SyntheticEvaluator:
+        used.append(SyntheticEvaluator(data, probes=False))
+        return used[-1]
+
+    monkeypatch.setattr(study_module, "open_yardstick", lambda name: StandIn())
+    monkeypatch.setattr(study_module, "YardstickEvaluator", evaluator)
+    arms = (REFERENCE, "autoprune+@none", "autoprune+")
+    study = Study(tmp_path / "out", arms, range(2), 2, "scripted", menu=1)
+    assert study.needs_proposer
+    proposers: list[ScriptedProposer] = []
+
+    def connect() -> ScriptedProposer:
+        proposers.append(ScriptedProposer(['{"choice": 2}']))
+        return proposers[-1]
+
+    text = study.run("minillava", 8, connect)
+    assert "## stand-in, K = 8" in text and "| autoprune+@none | 2 |" in text
+    assert "less tpe, paired by seed" in text
+    folder = tmp_path / "out" / "minillava-k8"
+    for arm, asks in zip(arms, (False, False, True), strict=True):
+        records = read_ledger(ledger_path(folder, arm, 1))
+        first = records[0]
+        assert isinstance(first, SettingsRecord)
+        assert first.settings.strategy == arm.removesuffix("@none")
+        assert bool(first.settings.proposer) == asks
+        assert any(isinstance(record, ReplyRecord) for record in records) == asks
+    # Printing it again measures nothing again.
+    assert study.run("minillava", 8, connect) == text
+    assert not used[-1].jobs and not used[-2].jobs and not proposers[1].requests
+
+
+def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
+    assert {arm.removesuffix("@none") for arm in ARMS} == set(STRATEGIES)
+    settings = Settings(proposer="m")
+    without: Sequence[str] = ("random", "tpe", "autoprune+@none")
+    assert not needs_proposer(without, settings)
+    assert all(needs_proposer([arm], settings) for arm in ARMS if arm not in without)
