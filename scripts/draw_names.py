@@ -20,7 +20,7 @@ DOCSTRINGS, MODULES = 40, 30
 def main() -> None:
     """Print one draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))

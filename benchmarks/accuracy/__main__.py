@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from benchmarks.common.report import Table
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.published import Audit, audit, read_published
 
 COLUMNS = (
@@ -20,7 +20,7 @@ COLUMNS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 if a printed figure follows none of the definitions, else 0."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.accuracy",
         description="Print the published tables with every figure recomputed.",
     )

@@ -8,7 +8,6 @@ what a client records must be what was emitted.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import signal
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from vllm_autoprune.cli.output import CommandParser
 
 MODEL = "mock"
 PROMPT_TOKENS = 600
@@ -294,10 +295,10 @@ def fake_server(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.common.fake_server", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--first", type=float, default=0.1, help="seconds to the first text")
     parser.add_argument("--gaps", default="0.02", help="seconds between deltas, repeated")
     parser.add_argument("--slots", type=int, help="requests worked on at once (default: all)")

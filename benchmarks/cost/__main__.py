@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType, ModuleType
 
+from vllm_autoprune.cli.output import CommandParser
+
 COMMANDS: Mapping[str, str] = {
     "overhead": "cost of the plugin itself: time to first token, memory, and without a state",
     "efficiency": "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
@@ -28,7 +30,7 @@ COMMANDS: Mapping[str, str] = {
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """All commands, and the arguments of the given one."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.cost", description="What pruning costs and what it saves."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.demo.interrupt import InterruptHandler
-from vllm_autoprune.cli.output import HelpFormatter
+from vllm_autoprune.cli.output import CommandParser
 
 # Slow imports are in `main`, once Ctrl-C is handled.
 
@@ -17,9 +17,8 @@ SCENES = 20
 
 def build_parser() -> argparse.ArgumentParser:
     """The options; each has a default."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.demo",
-        formatter_class=HelpFormatter,
         description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
         "answers, and one of LLaVA-1.5's proportions with random weights, to compare times.",
     )

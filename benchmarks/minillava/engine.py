@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from PIL import Image
 
 from benchmarks.minillava.split import CHECKPOINT, Example, Split, draw_examples, grade_answers
 from benchmarks.minillava.vocabulary import prompt
+from vllm_autoprune.cli.output import CommandParser
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -63,10 +63,12 @@ def answer_questions(
 
 def main() -> None:
     """Parse the arguments, ask the questions and write the scores as JSON."""
-    parser = argparse.ArgumentParser(description="Score a stock vLLM engine on a held-out split.")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
-    parser.add_argument("--split", choices=get_args(Split), default="test")
-    parser.add_argument("--scenes", type=int, default=200)
+    parser = CommandParser(description="Score a stock vLLM engine on a held-out split.")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder of the checkpoint"
+    )
+    parser.add_argument("--split", choices=get_args(Split), default="test", help="held-out split")
+    parser.add_argument("--scenes", type=int, default=200, help="scenes of it")
     # A file, because the engine's processes write their log lines to standard output as well.
     parser.add_argument("--json", type=Path, required=True, help="file for the scores")
     arguments = parser.parse_args()

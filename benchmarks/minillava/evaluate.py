@@ -6,7 +6,6 @@ model and the policies, not the plugin.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from benchmarks.minillava.selections import (
     selections,
 )
 from benchmarks.minillava.split import CHECKPOINT, Example, aggregate, draw_examples
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
 
 BUDGETS = (64, 32, 16, 8)
@@ -190,11 +190,15 @@ def format_report(report: dict[str, object]) -> str:
 
 def main() -> None:
     """Parse the arguments, evaluate and print the report."""
-    parser = argparse.ArgumentParser(description="Evaluate the mini-LLaVA with transformers.")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
-    parser.add_argument("--split", choices=("search", "validation", "test"), default="test")
-    parser.add_argument("--scenes", type=int, default=200)
-    parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
+    parser = CommandParser(description="Evaluate the mini-LLaVA with transformers.")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder of the checkpoint"
+    )
+    parser.add_argument(
+        "--split", choices=("search", "validation", "test"), default="test", help="held-out split"
+    )
+    parser.add_argument("--scenes", type=int, default=200, help="scenes of it")
+    parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS), help="each K")
     parser.add_argument("--json", type=Path, help="file for the whole report")
     arguments = parser.parse_args()
     reader = Reader(arguments.checkpoint)

@@ -7,7 +7,6 @@ data set on the Hub. lmms-eval itself is needed only to run the task.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import get_args
 
 from benchmarks.minillava.split import Example, Split, draw_examples, png
 from benchmarks.minillava.wordings import CATEGORIES
+from vllm_autoprune.cli.output import CommandParser
 
 TASK = "minillava"
 
@@ -88,10 +88,10 @@ def _question_line(number: int, image: str, example: Example) -> dict[str, objec
 
 def main() -> None:
     """Parse the arguments, write the task and print how to run it."""
-    parser = argparse.ArgumentParser(description="Write a held-out split as a task of lmms-eval.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--split", choices=get_args(Split), default="test")
-    parser.add_argument("--scenes", type=int, default=200)
+    parser = CommandParser(description="Write a held-out split as a task of lmms-eval.")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--split", choices=get_args(Split), default="test", help="held-out split")
+    parser.add_argument("--scenes", type=int, default=200, help="scenes of it")
     arguments = parser.parse_args()
     examples = draw_examples(arguments.split, arguments.scenes)
     write_task(arguments.folder, arguments.split, examples)

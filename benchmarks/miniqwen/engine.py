@@ -32,6 +32,7 @@ from benchmarks.miniqwen.split import (
 )
 from benchmarks.miniqwen.vocabulary import prompt
 from vllm_autoprune.checkpoints.engine import keep_engine_in_process, record_selections
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -146,10 +147,12 @@ def transformers_answers(checkpoint: Path, examples: Sequence[Example]) -> list[
 
 def main() -> None:
     """Parse the arguments, ask the questions and write scores and agreement as JSON."""
-    parser = argparse.ArgumentParser(description="Score a vLLM engine on a held-out split.")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
-    parser.add_argument("--split", choices=get_args(Split), default="test")
-    parser.add_argument("--images", type=int, default=200)
+    parser = CommandParser(description="Score a vLLM engine on a held-out split.")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder of the checkpoint"
+    )
+    parser.add_argument("--split", choices=get_args(Split), default="test", help="held-out split")
+    parser.add_argument("--images", type=int, default=200, help="pictures of it")
     parser.add_argument("--state", nargs="+", default=[], help="states to serve, one after another")
     parser.add_argument("--divisor", type=int, default=8, help="K is N over it, with a state")
     # A file, because the engine's processes write their log lines to standard output as well.

@@ -5,7 +5,6 @@ Computed with transformers, so these figures check the model, not the plugin.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from benchmarks.common.report import Table
 from benchmarks.minillava.split import Example
 from benchmarks.miniqwen.reader import EncodedImage, Reader
 from benchmarks.miniqwen.split import CHECKPOINT, aggregate, draw_examples, image_size
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.statistics import ClusterBootstrap, estimate
 
 DIVISORS = (2, 4, 8, 16)
@@ -144,11 +144,21 @@ def format_report(report: dict[str, object]) -> str:
 
 def main() -> None:
     """Parse the arguments, evaluate and print the report."""
-    parser = argparse.ArgumentParser(description="Evaluate mini-Qwen3-VL with transformers.")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
-    parser.add_argument("--split", choices=("search", "validation", "test"), default="test")
-    parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--divisors", type=int, nargs="*", default=list(DIVISORS))
+    parser = CommandParser(description="Evaluate mini-Qwen3-VL with transformers.")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder of the checkpoint"
+    )
+    parser.add_argument(
+        "--split", choices=("search", "validation", "test"), default="test", help="held-out split"
+    )
+    parser.add_argument("--images", type=int, default=200, help="pictures of it")
+    parser.add_argument(
+        "--divisors",
+        type=int,
+        nargs="*",
+        default=list(DIVISORS),
+        help="each K is N over one of them",
+    )
     parser.add_argument("--json", type=Path, help="file for the whole report")
     arguments = parser.parse_args()
     examples = draw_examples(arguments.split, arguments.images)

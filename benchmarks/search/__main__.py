@@ -18,6 +18,7 @@ from benchmarks.search.scenes import write_data
 from benchmarks.search.study import ARMS, PER_ROUND, Study
 from offline_search.dataset import Split
 from offline_search.settings import DEFAULT_MENU
+from vllm_autoprune.cli.output import CommandParser
 
 if TYPE_CHECKING:
     from offline_search.proposers.endpoint import EndpointProposer
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
+    parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     data = commands.add_parser("data", help="write held-out scenes as a data folder")
     data.add_argument("--out", type=Path, required=True, help="data folder")
@@ -55,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     confirm = commands.add_parser(
         "confirm", help="measure the winners of a comparison on many fresh questions"
     )
-    confirm.add_argument("--yardstick", choices=YARDSTICKS, default="minillava")
+    confirm.add_argument(
+        "--yardstick", choices=YARDSTICKS, default="minillava", help="model to measure on"
+    )
     confirm.add_argument("--images", type=int, default=1000, help="images of the test split")
     study = commands.add_parser(
         "study", help="run, or resume, the published comparison on both yardsticks, and print it"
@@ -71,14 +74,27 @@ def _parser() -> argparse.ArgumentParser:
     candidates = commands.add_parser(
         "candidates", help="print valid, best, mean, worst and std of the candidates of searches"
     )
-    candidates.add_argument("ledgers", type=Path, nargs="+", metavar="LEDGER")
+    candidates.add_argument(
+        "ledgers", type=Path, nargs="+", metavar="LEDGER", help="ledgers of searches"
+    )
     for command in (compare, table, confirm):
         command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
-        command.add_argument("--strategies", nargs="+", default=list(_DEFAULT_STRATEGIES))
+        command.add_argument(
+            "--strategies",
+            nargs="+",
+            default=list(_DEFAULT_STRATEGIES),
+            help="strategies to compare",
+        )
         command.add_argument("--seeds", type=int, default=5, help="number of seeds")
     for command in (data, compare):
-        command.add_argument("--scenes", type=int, nargs=3, default=[20, 20, 40],
-                             metavar=("SEARCH", "VALIDATION", "TEST"))  # fmt: skip
+        command.add_argument(
+            "--scenes",
+            type=int,
+            nargs=3,
+            default=[20, 20, 40],
+            metavar=("SEARCH", "VALIDATION", "TEST"),
+            help="scenes of each split",
+        )
         command.add_argument(
             "--each", type=int, metavar="N", help="maximum number of questions about a scene"
         )
@@ -88,28 +104,37 @@ def _parser() -> argparse.ArgumentParser:
     speed.add_argument("--candidates", type=int, default=50, help="candidates of the fast method")
     speed.add_argument("--few", type=int, default=3, help="candidates of the slow methods")
     speed.add_argument(
-        "--layers", type=int, metavar="N",
+        "--layers",
+        type=int,
+        metavar="N",
         help="instead of mini-LLaVA: LLaVA-1.5-7B's widths with N language layers and no weights",
-    )  # fmt: skip
+    )
     speed.add_argument("--images", type=int, help="maximum number of images")
     return parser
 
 
 def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument("--yardstick", choices=YARDSTICKS, default="minillava")
+    compare.add_argument(
+        "--yardstick", choices=YARDSTICKS, default="minillava", help="model to measure on"
+    )
     compare.add_argument(
         "--checkpoint", type=Path, help="another training of the yardstick's model"
     )
-    compare.add_argument("--base-policy", default="visionzip")
-    compare.add_argument("--budget", type=int, nargs="+", default=[8])
-    compare.add_argument("--rounds", type=int, default=10)
-    compare.add_argument("--per-round", type=int, default=5)
-    compare.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
-    compare.add_argument("--proposer-model")
     compare.add_argument(
-        "--replies", type=Path, nargs="+", metavar="LEDGER",
+        "--base-policy", default="visionzip", help="base policy that candidates start from"
+    )
+    compare.add_argument("--budget", type=int, nargs="+", default=[8], help="each K")
+    compare.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
+    compare.add_argument("--per-round", type=int, default=5, help="candidates of a round")
+    compare.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
+    compare.add_argument("--proposer-model", help="model of the endpoint")
+    compare.add_argument(
+        "--replies",
+        type=Path,
+        nargs="+",
+        metavar="LEDGER",
         help="use the replies recorded in these ledgers as proposer",
-    )  # fmt: skip
+    )
     compare.add_argument(
         "--at-once",
         type=int,
@@ -119,10 +144,12 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
         help="searches that run concurrently",
     )
     compare.add_argument(
-        "--menu", type=int, metavar="N",
+        "--menu",
+        type=int,
+        metavar="N",
         help="atoms offered per changed part of a proposal; 0: no restriction, the default with "
         f"--proposer-url; else {DEFAULT_MENU}",
-    )  # fmt: skip
+    )
     compare.add_argument(
         "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -32,6 +31,7 @@ from benchmarks.zoo.evidence import (
 )
 from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE, build_states
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.statistics import ClusterBootstrap, estimate
 
 
@@ -110,7 +110,7 @@ POLICIES = Path(__file__).resolve().parents[2] / "policies"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments and run one of the three commands."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.zoo", description="Build the shipped states and their evidence."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "measure", help="measure states without evidence; an interrupted run can be repeated"
     )
     measuring.add_argument("--scenes", type=int, default=100, help="scenes of the test split")
-    measuring.add_argument("--budgets", type=int, nargs="+", default=[16, 8])
+    measuring.add_argument("--budgets", type=int, nargs="+", default=[16, 8], help="each K")
     measuring.add_argument("--again", action="store_true", help="measure all states again")
     options = parser.parse_args(arguments)
     if options.command == "build":

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
+import pytest
 from pydantic import JsonValue
 
-from vllm_autoprune.cli.output import error_record, format_error, format_table, format_value
+from vllm_autoprune.cli.output import (
+    CommandParser,
+    error_record,
+    format_error,
+    format_table,
+    format_value,
+)
 from vllm_autoprune.errors import Problem, SelectionError, StateError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_columns_are_aligned() -> None:
@@ -45,3 +57,26 @@ def test_one_problem_is_one_line_and_several_are_a_list() -> None:
 def test_values_are_shown_as_json_but_strings_bare() -> None:
     values: list[JsonValue] = ["a b", None, True, {"a": 1}]
     assert [format_value(value) for value in values] == ["a b", "null", "true", '{"a": 1}']
+
+
+def test_every_parser_states_defaults_and_answers_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = CommandParser(prog="measure")
+    command = parser.add_subparsers().add_parser("users")
+    command.add_argument("--count", type=int, default=7, help="number of users")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["users", "--help"])
+    assert "number of users (default: 7)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parser.parse_args(["users", "--count", "a"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_option_of_a_measurement_has_a_help_text() -> None:
+    for folder in ("benchmarks", "tests/hostile", "tests/fuzz"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".add_argument"):
+                    given = {keyword.arg for keyword in call.keywords}
+                    assert given & {"help", None}, f"{path}: {ast.unparse(call)}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.fuzz.campaign import Campaign, Run
 from tests.fuzz.judge import SLOW, SMALL, Judge
 from tests.fuzz.tally import Tally
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.tpdsl.registry import ATOMS
 
 
@@ -49,11 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", description=__doc__.split("\n")[0]
-    )
+    parser = CommandParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=100_000, help="texts in all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument(
         "--full-every", type=int, default=500, help="every how many texts the checks run in full"

@@ -8,7 +8,6 @@ that FILE says were withstood are not run again, so that a campaign can be run i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -24,11 +23,12 @@ from tests.hostile.attack import ATTACKS, BACKBONES, PRUNED, Attack
 from tests.hostile.campaign import Outcome, run_attack
 from tests.hostile.fleet import Fleet
 from tests.serving.runners import ENVIRONMENTS
+from vllm_autoprune.cli.output import CommandParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse arguments, run attacks, print outcomes."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m tests.hostile", description=(__doc__ or "").partition("\n")[0]
     )
     several = {"action": "append", "default": None}

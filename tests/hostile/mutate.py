@@ -9,7 +9,6 @@ afterwards as it was before. Exit status 0 where all of that holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -33,6 +32,7 @@ from tests.serving.engine import examples
 from tests.serving.http import ask, text_of
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.runners import ENVIRONMENTS
+from vllm_autoprune.cli.output import CommandParser
 
 FLAGS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32")
 PRUNED = (
@@ -194,14 +194,16 @@ def _format_counts(counts: Mapping[Any, int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start a server and a stock one, send mutated requests, and report."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m tests.hostile.mutate", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10_000, help="number of requests")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--first", type=int, default=0, help="number of the first request")
-    parser.add_argument("--runner", choices=[*ENVIRONMENTS], default="v1")
-    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument(
+        "--runner", choices=[*ENVIRONMENTS], default="v1", help="model runner of vLLM"
+    )
+    parser.add_argument("--at-once", type=int, default=4, help="requests in flight")
     parser.add_argument("--seconds", type=float, default=math.inf, help="send no more after that")
     parser.add_argument("--json", help="write the tally to this file")
     options = parser.parse_args(arguments)

@@ -26,7 +26,6 @@ from vllm_autoprune.cli.commands import (
 )
 from vllm_autoprune.cli.output import (
     CommandParser,
-    HelpFormatter,
     as_json,
     error_record,
     format_error,
@@ -97,7 +96,6 @@ def parser() -> argparse.ArgumentParser:
             help=command.help,
             description=command.help[:1].upper() + command.help[1:] + ".",
             epilog=command.epilog,
-            formatter_class=HelpFormatter,
         )
         command.arguments(entry)
         entry.add_argument("--json", action="store_true", help="print machine-readable output")

@@ -30,7 +30,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that answers wrong arguments in one line instead of with its whole usage."""
+    """A parser that states defaults in its help, and answers wrong arguments in one line."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        return HelpFormatter(self.prog)
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and end with status 2."""

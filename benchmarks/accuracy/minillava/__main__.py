@@ -11,6 +11,7 @@ from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES
 from benchmarks.accuracy.minillava.model import EMBEDDED, find_model
 from benchmarks.accuracy.minillava.suite import Settings, build_suite
 from vllm_autoprune.cli.commands.eval import add_run_arguments, run_suite
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError
 
 
@@ -35,19 +36,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="python -m benchmarks.accuracy.minillava",
         description="Measure accuracy of every base policy, residual and ablation on mini-LLaVA.",
     )
-    top.add_argument("--out", type=Path, default=Path("out/eval/minillava"), metavar="FOLDER")
+    top.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/eval/minillava"),
+        metavar="FOLDER",
+        help="folder for the results",
+    )
     top.add_argument("--json", action="store_true", help="print the report as JSON")
     add_run_arguments(top)
     top.add_argument(
         "--model", default=EMBEDDED, help="embedded (default), or a folder with llava/ and clip/"
     )
     top.add_argument("--scenes", type=int, help="default: about half an hour's worth")
-    top.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K")
-    top.add_argument("--cases", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    top.add_argument(
+        "--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="K", help="each K"
+    )
+    top.add_argument(
+        "--cases", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="groups of cases"
+    )
     top.add_argument(
         "--server-url",
         metavar="URL",

@@ -23,6 +23,7 @@ from benchmarks.accuracy.yardsticks.report import (
     write_between_markers,
 )
 from benchmarks.accuracy.yardsticks.table import build_rows
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.run import Progress
 
@@ -56,16 +57,28 @@ def _measure(name: str, options: argparse.Namespace) -> Measured:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
         description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL. "
         "A run that is stopped goes on when the command is repeated.",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/yardsticks"), metavar="FOLDER")
-    parser.add_argument("--yardsticks", nargs="+", default=list(YARDSTICKS), choices=YARDSTICKS)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/yardsticks"),
+        metavar="FOLDER",
+        help="folder for the results",
+    )
+    parser.add_argument(
+        "--yardsticks",
+        nargs="+",
+        default=list(YARDSTICKS),
+        choices=YARDSTICKS,
+        help="models to measure on",
+    )
     parser.add_argument("--images", type=int, default=100, help="images of the test split")
     parser.add_argument("--methods", nargs="*", default=[], help="default: all of them")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="all rows as JSON")
     output.add_argument(

@@ -25,7 +25,9 @@ TITLE = "What pruning itself costs"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; each has a default."""
-    parser.add_argument("what", nargs="?", default="all", choices=(*MEASUREMENTS, "all"))
+    parser.add_argument(
+        "what", nargs="?", default="all", choices=(*MEASUREMENTS, "all"), help="what to measure"
+    )
     parser.add_argument(
         "--layers", type=int, default=LAYERS, help="language layers of the model of ttft"
     )

@@ -21,7 +21,9 @@ NO_GPU = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; each has a default."""
-    parser.add_argument("device", nargs="?", default="cpu", choices=("cpu", "gpu"))
+    parser.add_argument(
+        "device", nargs="?", default="cpu", choices=("cpu", "gpu"), help="where to measure"
+    )
     parser.add_argument("--only", choices=PARTS, help="one part of the CPU measurements")
     parser.add_argument("--quick", action="store_true", help="small sizes, as a trial run")
     parser.add_argument("--json", action="store_true", help="print JSON (a GPU always does)")

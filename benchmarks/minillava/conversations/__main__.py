@@ -28,6 +28,7 @@ from benchmarks.minillava.conversations.scoring import choose_rows, encode_turns
 from benchmarks.minillava.conversations.served import ServedTurns, ask_arm
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.split import weights_digest
+from vllm_autoprune.cli.output import CommandParser
 
 TITLE = "Conversations about one image"
 _BATCH = 16
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.minillava.conversations",
         description="Accuracy of turns 1 to 4 of conversations about one image.",
     )

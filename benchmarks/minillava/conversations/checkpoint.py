@@ -6,13 +6,13 @@ checkpoint, from which they were trained.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from benchmarks.minillava.split import CHECKPOINT
+from vllm_autoprune.cli.output import CommandParser
 
 LANGUAGE = Path(__file__).resolve().parent / "language.safetensors"
 
@@ -29,7 +29,7 @@ def write_checkpoint(folder: Path, language: Path = LANGUAGE) -> None:
 
 def main() -> None:
     """Parse the arguments and write the folder."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="Write mini-LLaVA with the language model trained on conversations."
     )
     parser.add_argument("folder", type=Path, help="receives llava/ and clip/")

@@ -5,16 +5,15 @@ Five stages in two processes; two checkpoints, before and after the stage with d
 
 from __future__ import annotations
 
-import argparse
-
 from benchmarks.minillava.training.scratch import SIZES, Run, train_rank
 from benchmarks.minillava.training.stages import add_run_options, start_ranks
+from vllm_autoprune.cli.output import CommandParser
 
 
 def main() -> None:
     """Parse the arguments, start all ranks and wait for them."""
-    parser = argparse.ArgumentParser(description="Train mini-LLaVA and its CLIP from scratch.")
-    parser.add_argument("--size", choices=sorted(SIZES), default="small")
+    parser = CommandParser(description="Train mini-LLaVA and its CLIP from scratch.")
+    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="size of the models")
     add_run_options(parser)
     arguments = parser.parse_args()
     start_ranks(train_rank, Run(**vars(arguments)))

@@ -71,7 +71,7 @@ class RunSettings:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options that fill `RunSettings`."""
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
     parser.add_argument("--work", type=Path, required=True, help="folder for the snapshots")
     parser.add_argument("--resume", action="store_true", help="continue from the snapshots")

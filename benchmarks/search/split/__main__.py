@@ -39,6 +39,7 @@ from offline_search.ledger import Ledger
 from offline_search.ledger.records import SettingsRecord
 from offline_search.settings import Settings
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError
 
 REFERENCES = ("minillava", "cdpruner", "shared-core", "divprune")
@@ -64,23 +65,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.search.split",
         description="Search for states with a shared core, against the best ones without.",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/search/split"), metavar="FOLDER")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/search/split"),
+        metavar="FOLDER",
+        help="folder for the results",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32], metavar="K")
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[8, 16, 32], metavar="K", help="each K"
+    )
     parser.add_argument(
         "--scenes", type=int, nargs="+", default=[24, 96, 320], metavar="N",
         help="validation scenes of each stage of halving, ascending",
     )  # fmt: skip
     parser.add_argument("--each", type=int, default=4, help="questions about a scene")
-    parser.add_argument("--test-scenes", type=int, default=400, metavar="N")
+    parser.add_argument(
+        "--test-scenes", type=int, default=400, metavar="N", help="scenes of the test split"
+    )
     parser.add_argument("--keep", type=int, default=5, help="a stage keeps one state of this many")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of neighbours of the best")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder of the checkpoint"
+    )
     return parser
 
 

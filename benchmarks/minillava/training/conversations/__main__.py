@@ -6,17 +6,17 @@ Continues the projector and the language model of a checkpoint; its towers stay 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from benchmarks.minillava.split import CHECKPOINT
 from benchmarks.minillava.training.conversations.train import Run, train_rank
 from benchmarks.minillava.training.stages import add_run_options, start_ranks
+from vllm_autoprune.cli.output import CommandParser
 
 
 def main() -> None:
     """Parse the arguments, start all ranks and wait for them."""
-    parser = argparse.ArgumentParser(description="Train mini-LLaVA on conversations.")
+    parser = CommandParser(description="Train mini-LLaVA on conversations.")
     parser.add_argument(
         "--checkpoint", type=Path, default=CHECKPOINT, help="folder with llava/ and clip/"
     )
