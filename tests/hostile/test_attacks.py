@@ -33,6 +33,7 @@ def uncached() -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CACHED)
 def test_attack_finds_no_problem(cached: Fleet, name: str) -> None:
     assert run_attack(ATTACKS[name], BACKBONE, "v2", cached.get).problems == []

@@ -19,6 +19,10 @@ COMMON = (
 PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
 
 
+V2_EXHAUSTIVE = (pytest.param("v1"), pytest.param("v2", marks=pytest.mark.exhaustive))
+"""Model runners of a test for which V2 is exhaustive."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise tests by model runner; V2 is exhaustive unless the test is marked ``both``."""
     direct = any(
@@ -26,8 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
     if "runner" in metafunc.fixturenames and not direct:
         both = any(metafunc.definition.iter_markers("both"))
-        rare = () if both else (pytest.mark.exhaustive,)
-        runners = [pytest.param("v1"), pytest.param("v2", marks=rare)]
+        runners = ("v1", "v2") if both else V2_EXHAUSTIVE
         metafunc.parametrize("runner", runners, indirect=True, scope="session")
 
 

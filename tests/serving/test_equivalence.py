@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.serving.conftest import V2_EXHAUSTIVE
 from tests.serving.runners import Runner
 
 pytestmark = [
@@ -17,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
 def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
     inert = runner.run("plain")
     absent = runner.run("plain", {"VLLM_AUTOPRUNE_DISABLE": "1"})

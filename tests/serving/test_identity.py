@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.serving.conftest import V2_EXHAUSTIVE
 from tests.serving.runners import Runner
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.both,
-    pytest.mark.scenarios(
-        "interleaved", "instruction_left_out", "blind_state", "batches", "embeddings_for_relevance"
-    ),
+    pytest.mark.scenarios("interleaved", "batches"),
 ]
 
 
@@ -46,6 +45,8 @@ def test_one_vision_pass_per_image(runner: Runner) -> None:
     assert report["vision_runs_again"] == report["images"]
 
 
+@pytest.mark.scenarios("instruction_left_out")
+@pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
 def test_negative_control_without_the_instruction_in_the_identity(runner: Runner) -> None:
     """Shows that the tests above detect a missing instruction."""
     report = runner.run("instruction_left_out")
@@ -59,6 +60,8 @@ def test_negative_control_without_the_instruction_in_the_identity(runner: Runner
     assert changed, "leaving the instruction out should have turned a right answer wrong"
 
 
+@pytest.mark.scenarios("blind_state")
+@pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
 def test_a_state_that_does_not_read_the_instruction_shares_across_questions(runner: Runner) -> None:
     report = runner.run("blind_state")
     first, *later = report["answers"]
@@ -73,6 +76,8 @@ def test_a_follow_up_turn_reuses_the_image(runner: Runner) -> None:
     assert report["turn_two"]["cached"] >= 32
 
 
+@pytest.mark.scenarios("embeddings_for_relevance")
+@pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
 def test_relevance_from_input_embeddings_without_a_text_tower(runner: Runner) -> None:
     report = runner.run("embeddings_for_relevance")
     assert (report["kind"], report["sign"]) == ("InputEmbeddings", 1)

@@ -18,6 +18,7 @@ def test_mixed_requests_are_answered_together_as_alone(runner: Runner) -> None:
     assert len({str(answer) for answer in report["together"]}) == len(report["together"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.scenarios("plain_mode")
 def test_speculative_decoding(runner: Runner) -> None:
     # In a process of its own: vLLM looks for n-grams with numba, and starts no second CPU engine in

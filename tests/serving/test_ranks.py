@@ -55,6 +55,7 @@ def test_ranks_agree_with_m_rope() -> None:
     assert len({str(batch) for batch in first}) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.scenarios("data_parallel_tower")
 def test_ranks_agree_with_a_data_parallel_tower() -> None:
     """Each rank encodes some of the images; all features are gathered before the selection."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.serving.conftest import V2_EXHAUSTIVE
 from tests.serving.runners import Runner
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.both,
-    pytest.mark.scenarios("split_images", "core_size_left_out"),
+    pytest.mark.scenarios("split_images"),
 ]
 
 BLOCK, BUDGET = 32, 64
@@ -68,6 +69,8 @@ def test_image_stays_whole_without_a_prefix_cache_and_keeps_the_same_tokens(
     assert prompts[0] == prompts[1]
 
 
+@pytest.mark.scenarios("core_size_left_out")
+@pytest.mark.parametrize("runner", V2_EXHAUSTIVE, indirect=True)
 def test_negative_control_without_the_size_of_the_core_in_the_identity(runner: Runner) -> None:
     report = runner.run("core_size_left_out")
     assert report["wrong"] != report["right"]
