@@ -252,7 +252,7 @@ def parse(reads: Sequence[Read]) -> Stream:
 
 
 def _events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
-    """The data of each event; an event ends with an empty line, in whichever read that is."""
+    """Time and data of each server-sent event; an empty line ends one, which may span reads."""
     rest = b""
     for arrived, piece in reads:
         rest += piece.replace(b"\r\n", b"\n")

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """All of them, with two that warm the server up."""
+        """Number of all requests, including two that warm the server up."""
         return 2 + self.alone + self.together + self.images * QUESTIONS
 
 
@@ -132,7 +132,10 @@ def time_requests(
     first: int,
     advance: Advance,
 ) -> SpeedRow:
-    """Time one arm; ``first`` numbers its images and texts, so that no two arms share any."""
+    """Time the requests of one arm.
+
+    ``first`` is the number of its first image and text, so that arms share none.
+    """
     client = Client(url)
 
     def send(number: int, image: int) -> Record:

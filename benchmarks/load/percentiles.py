@@ -106,7 +106,7 @@ def distribution(by_request: Sequence[Sequence[float]]) -> Distribution | None:
 
 
 def share(good: Sequence[bool]) -> Estimate | None:
-    """The share of requests that are good; None of no request."""
+    """The share of requests that are good; None where there is no request."""
     if not good:
         return None
     values = np.asarray(good, dtype=np.float64)

@@ -122,7 +122,10 @@ def _draw_atoms(rng: Random, part: str, used: Set[str], width: int) -> tuple[str
 def _draw_signals(
     rng: Random, present: Sequence[str], others: Sequence[str], width: int
 ) -> list[str]:
-    """All present signals up to the maximum; with a width, some of them and some others."""
+    """Signals of a menu: those of the parents, up to the maximum.
+
+    With a width, up to as many new ones and about half of the parents'.
+    """
     if not width or not others:
         return rng.sample(present, min(len(present), MAX_SIGNALS))
     new = rng.sample(others, rng.randint(1, min(width, len(others), MAX_SIGNALS)))

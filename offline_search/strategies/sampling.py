@@ -146,7 +146,7 @@ class _PointRecorder:
         self.distributions: dict[str, BaseDistribution] = {}
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """The given option, or the first one where the point has none."""
+        """The option of the given choices, or the first option where they have none."""
         from optuna.distributions import CategoricalDistribution
 
         value = str(self._choices.get(name, options[0]))
@@ -155,7 +155,7 @@ class _PointRecorder:
         return value
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """The given number within its range, or the middle where the point has none."""
+        """The number of the given choices, within its range, or the middle where they have none."""
         from optuna.distributions import FloatDistribution, IntDistribution
 
         value = min(high, max(low, float(self._choices.get(name, (low + high) / 2))))

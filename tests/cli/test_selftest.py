@@ -120,7 +120,7 @@ def test_a_backbone_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch, broken: str = "") -> None:
-    """The host in the place of a GPU, with results that do not depend on it."""
+    """Let the command find a GPU, and give the results of its checks."""
     from vllm_autoprune.selftest.device import SelectionResult
 
     results = [

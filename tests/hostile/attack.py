@@ -48,7 +48,10 @@ class Site:
         self.client = self.open_client()
 
     def restart(self) -> Client:
-        """Replace the client, and return that of stock: after a request that ended both engines."""
+        """Start both servers again after a request that ended their engines.
+
+        Replaces the client, and returns that of the stock server.
+        """
         statuses, self.client = self.client.statuses, self.open_client()
         self.client.statuses.extend(statuses)
         return self.open_stock()

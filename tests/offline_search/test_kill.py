@@ -22,7 +22,10 @@ def slow_model(body: Body, number: int) -> Answer:
 
 
 def run_killed_command(data: Dataset, *more: str) -> list[str]:
-    """Output of the killed command: hits, exit codes, and both digests."""
+    """Run a search that is killed again and again, and one that is not, on the same data.
+
+    Returns what is printed: the number of kills, exit codes, and the digests of both ledgers.
+    """
     with endpoint(slow_model) as server:
         command = [sys.executable, "-m", "tests.offline_search.killed_command"]
         ended = subprocess.run(

@@ -18,7 +18,7 @@ from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
 
 @dataclass
 class Watch:
-    """Everything noted so far."""
+    """Record of selections: kept tokens and rows of each plan, budgets of each batch."""
 
     kept: dict[ItemPlan, list[int]] = field(default_factory=dict)
     rows: dict[ItemPlan, Tensor] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Watch:
 
 
 def watch(tower: nn.Module | None = None) -> Watch:
-    """Note from now on; ``tower`` is the vision tower whose batches are to be noted."""
+    """Start recording; with ``tower``, the sizes of its batches as well."""
     seen = Watch()
     prune, agree = batch.prune_images, selection._broadcast_selection
     select = region_selection.select_region

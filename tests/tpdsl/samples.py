@@ -133,7 +133,7 @@ def token_selection(
 
 
 def refused(source: str | Path) -> list[tuple[str, str]]:
-    """(where, what) of every problem of a refused state."""
+    """Load a state that must be refused; (where, what) of each of its problems."""
     with pytest.raises(StateError) as raised:
         load_state(source)
     assert raised.value.problems and all(p.fix for p in raised.value.problems)
@@ -141,7 +141,7 @@ def refused(source: str | Path) -> list[tuple[str, str]]:
 
 
 def refused_with(changes: dict[str, object]) -> list[tuple[str, str]]:
-    """(where, what) of every problem of the shipped state with some fields changed."""
+    """As :func:`refused`, of the shipped state with some fields changed."""
     return refused(json.dumps(edited(shipped(), changes)))
 
 

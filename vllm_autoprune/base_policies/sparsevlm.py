@@ -131,7 +131,7 @@ def recycled_count(pruned: int) -> int:
 
 
 def cluster_count(recycled: int) -> int:
-    """Number of clusters of ``recycled`` tokens."""
+    """Number of clusters into which ``recycled`` tokens are merged."""
     return int(recycled / 10) + 1
 
 

@@ -47,7 +47,7 @@ ALL_BUDGETS = "split, one state for all K"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 for a table, 1 if it cannot be made."""
+    """Search and print the table; returns the exit status, 1 if it cannot be made."""
     options = build_parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     try:

@@ -17,7 +17,7 @@ from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estima
 
 @dataclass(frozen=True)
 class Entrant:
-    """A state in the table: how it came there, and its answers by K."""
+    """A state that is compared: its label, and its answers by K."""
 
     label: str
     state: PruningState

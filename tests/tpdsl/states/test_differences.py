@@ -1,4 +1,4 @@
-"""Differences of JSON documents, and pointers that write."""
+"""Differences between JSON documents, and setting values at JSON pointers."""
 
 from __future__ import annotations
 

@@ -40,11 +40,12 @@ class UnsentItems:
     def rendering(
         self, cache: BaseMultiModalProcessorCache | None, hashes: Sequence[str]
     ) -> Iterator[Tensors]:
-        """While a request is rendered: the unsent ones among its images, to be kept with it.
+        """Context manager around the rendering of a request: the images of it not sent so far.
 
-        The caller adds those that the request itself brings (:func:`collect_tensors`). Images whose
-        requests were all refused are removed from the cache before it is read, so that they are
-        processed and sent again; so are those of this request if it fails here.
+        Their tensors have to be kept with the request. The caller adds those that it brings itself
+        (:func:`collect_tensors`). Images whose requests were all refused are removed from the cache
+        before it is read, so that they are processed and sent again; so are those of this request
+        if it fails here.
         """
         if not isinstance(cache, LruKeyReplicatedSenderCache):
             yield {}  # the other kinds of cache hold the tensors themselves

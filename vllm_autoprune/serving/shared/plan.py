@@ -121,7 +121,7 @@ class ItemPlan:
 
     @property
     def read(self) -> tuple[Ids, Ids]:
-        """Both forms of the instruction."""
+        """Token ids of the instruction, for the text tower and for the language model."""
         return self.instruction, self.language
 
     @property

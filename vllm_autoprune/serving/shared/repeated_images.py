@@ -43,7 +43,7 @@ def drop_repeated_tensors(
 
 
 def restore_repeated_tensors() -> None:
-    """Install the receiving side, which runs in the engine's process."""
+    """Let the engine's process restore the tensors that :func:`drop_repeated_tensors` removed."""
     from vllm.multimodal.cache.base import BaseMultiModalReceiverCache
 
     wrap(BaseMultiModalReceiverCache, "get_and_update_features", wrap_get_and_update_features)

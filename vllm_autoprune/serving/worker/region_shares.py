@@ -13,7 +13,7 @@ from vllm_autoprune.tpdsl.tokens import Grid
 
 
 class SizedRegion(Protocol):
-    """Region with tokens, and a share of the budget in tiles of the vision tower."""
+    """Region of an image: its tokens, and how many tiles of the vision tower it is."""
 
     @property
     def grid(self) -> Grid:
@@ -21,7 +21,7 @@ class SizedRegion(Protocol):
 
     @property
     def share(self) -> int:
-        """Share of the budget, in tiles."""
+        """Number of tiles; the budget is split over regions in proportion to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[Work, int]:
 
 
 def _quota(state: PruningState, shape: Shape) -> int:
-    """Tokens that may be exchanged at some K: a request may ask for another K than the shape's."""
+    """Exchange quota at the largest K, as requests may ask for another; at most the shape's K."""
     quota, _ = resolve_constraints(state.constraints.selector, MAX_BUDGET)
     return min(quota, shape.budget)
 

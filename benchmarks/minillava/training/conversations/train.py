@@ -1,4 +1,4 @@
-"""The stage on conversations: continues the projector and the language model of a checkpoint."""
+"""Training on conversations: one stage, from the projector and language model of a checkpoint."""
 
 from __future__ import annotations
 

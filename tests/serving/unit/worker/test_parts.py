@@ -203,7 +203,7 @@ def test_images_without_a_key_leave_nothing_in_the_cache() -> None:
 def recall_plan(
     ids: Sequence[int] = (9,), budget: int = 5, core: int = 0, **fields: Any
 ) -> ItemPlan:
-    """A turn that recalls, after one question about the image and the recall of another turn."""
+    """Plan of a third turn, which recalls tokens; the second turn has recalled some before it."""
     earlier = (Choice(K, (7,)), Choice(4, (8,)))
     return ItemPlan(budget, (1, 1), tuple(ids), part="recall", core=core, earlier=earlier, **fields)
 
