@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.common.shapes import write_clip, write_llava, write_llava_next, write_qwen
+from benchmarks.common.qwen_shape import write_qwen
+from benchmarks.common.shapes import write_clip, write_llava, write_llava_next
 from benchmarks.minillava.split import CLIP, LLAVA
 from vllm_autoprune.backbones import LLAVA_7B, LLAVA_NEXT_7B, QWEN_7B, BackboneShape
 
