@@ -9,6 +9,7 @@ from benchmarks.cost.overhead.bare_environment import build_bare_environment
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_the_environment_has_vllm_and_no_plugin(tmp_path: Path) -> None:
     vllm = build_bare_environment(tmp_path)
     shown = subprocess.run(
