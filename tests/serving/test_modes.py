@@ -20,13 +20,25 @@ def test_mixed_requests_are_answered_together_as_alone(runner: Runner) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.scenarios("plain_mode")
-def test_speculative_decoding(runner: Runner) -> None:
+@pytest.mark.parametrize(
+    "name", ["ngram_mode", pytest.param("draft_model_mode", marks=pytest.mark.exhaustive)]
+)
+def test_speculative_decoding(runner: Runner, name: str) -> None:
     # In a process of its own: vLLM looks for n-grams with numba, and starts no second CPU engine in
     # a process that has loaded it.
-    report = runner.run("speculative_mode", {"NUMBA_NUM_THREADS": "1"})
+    report = runner.run(name, {"NUMBA_NUM_THREADS": "1"})
     plain = runner.run("plain_mode")["together"]
     assert report["together"] == report["alone"] == plain
-    assert report["drafted"] > report["accepted"] > 0
+    assert report["draft"] > report["accepted"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.scenarios("plain_mode", "pipeline_mode")
+def test_pipeline_ranks(runner: Runner) -> None:
+    report = runner.run("pipeline_mode")
+    plain = runner.run("plain_mode")["together"]
+    assert report["together"] == report["alone"] == plain
+    assert report["layers"] == [3, 3]
 
 
 @pytest.mark.scenarios("plain_mode", "shared_memory_mode")

@@ -28,12 +28,14 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     hostile,
     load,
     modes,
+    pipeline,
     policies,
     ranks,
     recall,
     rendering,
     request_states,
     resized_images,
+    speculation,
     split,
 )
 

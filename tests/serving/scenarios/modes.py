@@ -76,7 +76,8 @@ def counter(llm: LLM, name: str) -> float:
     return float(sum(getattr(m, "value", 0) for m in llm.get_metrics() if m.name == name))
 
 
-def _together_and_alone(llm: LLM) -> dict[str, Any]:
+def answer_together_and_alone(llm: LLM) -> dict[str, Any]:
+    """Answers ``together``, and each ``alone`` with empty caches."""
     prompts = mixed_prompts()
     report: dict[str, Any] = {"together": complete(llm, prompts), "alone": []}
     for one in prompts:
@@ -88,30 +89,13 @@ def _together_and_alone(llm: LLM) -> dict[str, Any]:
 @scenario
 def plain_mode() -> Report:
     """Answers ``together``, and each ``alone`` with empty caches."""
-    return _together_and_alone(start_mode())
-
-
-@scenario
-def speculative_mode() -> Report:
-    """The same with n-gram speculation; ``drafted`` and ``accepted`` tokens."""
-    ngram = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
-    llm = start_mode(speculative_config=ngram)
-    report = _together_and_alone(llm)
-    for name in ("drafted", "accepted"):
-        stock = {"drafted": "num_draft_tokens", "accepted": "num_accepted_tokens"}[name]
-        report[name] = counter(llm, f"vllm:spec_decode_{stock}")
-    return report
+    return answer_together_and_alone(start_mode())
 
 
 @scenario
 def shared_memory_mode() -> Report:
     """The same with processed images in shared memory, small enough to be overwritten."""
-    return _together_and_alone(start_mode(mm_processor_cache_type="shm"))
+    return answer_together_and_alone(start_mode(mm_processor_cache_type="shm"))
 
 
 @scenario

@@ -111,7 +111,7 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "KV connectors", "yes",
-        "ExampleConnector: two servers share pruned KV; offloading to the CPU needs a GPU",
+        "ExampleConnector: two servers share pruned KV; LMCache and offloading need a GPU",
         (
             "serving/test_connectors.py::test_a_second_engine_takes_pruned_kv_of_the_first",
             "serving/test_shared_store.py::"
@@ -140,7 +140,7 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/test_modes.py::test_priority_scheduling_with_preemption",),
     ),
     Support(
-        "Speculative decoding", "yes", "by n-grams; a draft model has not been tried",
+        "Speculative decoding", "yes", "by n-grams or a draft model, which sees no image",
         ("serving/test_modes.py::test_speculative_decoding",),
     ),
     Support(
@@ -190,10 +190,11 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/test_data_parallel.py::test_both_engines_answer_alike",),
     ),
     Support(
-        "`--pipeline-parallel-size` above 1", "untested",
-        "vLLM's CPU worker fails at it without the plugin too. Refused for M-RoPE models, and for "
-        "states that read the language model's first layers",
+        "`--pipeline-parallel-size` above 1", "yes",
+        "two ranks answer like one (the test allocates what vLLM's CPU worker does not). Refused "
+        "for M-RoPE models, and for states that read the language model's first layers",
         (
+            "serving/test_modes.py::test_pipeline_ranks",
             "serving/unit/startup/test_mode_checks.py"
             "::test_positions_do_not_reach_later_ranks_of_a_pipeline",
         ),
@@ -258,10 +259,14 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/test_runners.py::test_reports_of_both_runners_are_equal",),
     ),
     Support(
-        "vLLM 0.33", "untested",
-        "its sources have every hook, called the same way; it has no wheel for CPUs",
-        ("serving/unit/startup/test_versions.py::test_a_release_has_every_hook",),
+        "vLLM 0.33 as far as it needs no device", "yes",
+        "rendering, processors, identities, plans and hooks, run with its sources",
+        (
+            "serving/unit/startup/test_versions.py::test_a_release_has_every_hook",
+            "serving/unit/worker/test_encoder_inputs.py::test_a_dropped_payload_is_asked_for_nothing",
+        ),
     ),
+    Support("vLLM 0.33 with a model", "untested", "it has no wheel for CPUs"),
     Support("GPUs, CUDA graphs of the language model", "untested", "not yet run"),
 )  # fmt: skip
 """``vllm serve`` with the plugin. Every row that says yes or refused names its test."""
