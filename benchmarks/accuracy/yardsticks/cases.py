@@ -13,7 +13,7 @@ from benchmarks.zoo.states import SEARCH_RESULTS, SOURCE
 from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.materialize import materialize
-from vllm_autoprune.tpdsl.states.load import load_state
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -82,6 +82,7 @@ def build_cases(
 ) -> list[Case]:
     """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
 
+    A name may also be that of any other shipped state, such as an ablation.
     The full model and the resize control are always among them. Where a yardstick has a patch
     merger, every base policy and state that reads features also ranks before it.
     """
@@ -91,12 +92,15 @@ def build_cases(
     for budget in budgets:
         cases += [Case(RESIZED, budget, RESIZED), Case(RANDOM, budget, RANDOM)]
         cases.append(Case(ORACLE, budget, ORACLE))
-        cases += _state_cases(budget, available)
+        cases += _state_cases(budget, available, names)
     return [case for case in cases if not names or case.name in wanted]
 
 
-def _state_cases(budget: Budget, available: frozenset[Need]) -> Iterator[Case]:
-    for name in (*BASE_POLICIES, *STATES):
+def _state_cases(
+    budget: Budget, available: frozenset[Need], names: Sequence[str]
+) -> Iterator[Case]:
+    others = [one for one in names if one in shipped_states() and one not in STATES]
+    for name in dict.fromkeys((*BASE_POLICIES, *STATES, *others)):
         state = load_state(name)
         if materialize(state, 16).needs <= available:
             base = "" if name in BASE_POLICIES else state.base_policy.name

@@ -54,3 +54,11 @@ def test_states_also_rank_before_the_merger_where_there_is_one() -> None:
         for case in build_cases([EIGHTH], MiniLlava.available)
         if case.name.endswith("@merger_in")
     ]
+
+
+def test_any_shipped_state_can_be_named() -> None:
+    names = ["cdpruner", "ablation-quota-8"]
+    cases = build_cases([EIGHTH], MiniLlava.available, names)
+    assert [case.name for case in cases] == ["full", "resized", *names]
+    assert cases[3].base == "cdpruner"
+    assert "ablation-quota-8" not in {c.name for c in build_cases([EIGHTH], MiniLlava.available)}
