@@ -129,7 +129,10 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "Render and generate servers", "yes", "both with the plugin and the same settings",
-        ("serving/test_processed_inputs.py::test_rendered_request_is_answered",),
+        (
+            "serving/test_render_split.py::test_rendered_elsewhere_is_answered_as_a_whole_request",
+            "serving/test_processed_inputs.py::test_rendered_request_is_answered",
+        ),
     ),
     Support(
         "Chunked prefill", "yes", "same tokens as whole prefill",
