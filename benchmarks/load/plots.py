@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.load.links import records_link
 from benchmarks.load.points import Point, ttft
 from benchmarks.load.schedule import Load, Slo
 from benchmarks.load.sweep import is_past_saturation
@@ -79,7 +78,7 @@ def goodput_rate(points: Sequence[Point]) -> Chart:
                     point.good,
                     _tip(point, f"{point.good:.2f} of {_offered(point):.2f} requests/s good"),
                     hollow=not point.valid,
-                    link=records_link(point.runs[0]),
+                    link=point.runs[0].records_link,
                 )
                 for point in mine
             ],
@@ -158,7 +157,7 @@ def _line(
         )
         text = f"TTFT p{level} {value:.0f} ms ({low:.0f}–{high:.0f})"
         text += f"\n{point.completed:.2f} requests/s achieved"
-        link = records_link(point.runs[0])
+        link = point.runs[0].records_link
         marks.append(
             Mark(x_value(point), value, _tip(point, text), low, high, not point.valid, link)
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from benchmarks.common.request_record import Record
 from benchmarks.load.percentiles import Distribution, distribution, share
-from benchmarks.load.result import Result
+from benchmarks.load.result import RECORDS, RESULT, Result
 from benchmarks.load.schedule import Load
 from vllm_autoprune.statistics import Estimate
 
@@ -45,6 +46,16 @@ class Run:
     records: tuple[Record, ...]
     folder: str
     """Relative to the report."""
+
+    @property
+    def records_link(self) -> str:
+        """Link from the report to the file that has every request."""
+        return quote(f"{self.folder}/{RECORDS}")
+
+    @property
+    def result_link(self) -> str:
+        """Link from the report to the file that has the figures."""
+        return quote(f"{self.folder}/{RESULT}")
 
     @property
     def counted(self) -> list[Record]:

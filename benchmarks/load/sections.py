@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from benchmarks.load.compare import FIGURES, Comparison, compare_answers, compare_arms
-from benchmarks.load.links import records_link, result_link
 from benchmarks.load.paired import Paired
 from benchmarks.load.percentiles import LEVELS, Distribution
 from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
@@ -220,8 +219,8 @@ def build_runs(runs: Sequence[Run]) -> Section:
             run.result.load.describe(),
             Cell(run.result.verdict.describe(), tone="" if run.result.verdict.valid else "bad"),
             "; ".join(run.result.verdict.notes),
-            Cell(f"{len(run.records)} requests", link=records_link(run)),
-            Cell("run.json", link=result_link(run)),
+            Cell(f"{len(run.records)} requests", link=run.records_link),
+            Cell("run.json", link=run.result_link),
         ]
         for run in runs
     ]
