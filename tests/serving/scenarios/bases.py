@@ -6,6 +6,8 @@ All in float32, so that rounding is small compared with the margin between two t
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.minillava.split import Example
@@ -39,7 +41,8 @@ SMALL = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64
 def base_policies() -> Report:
     """Prompt lengths and kept tokens of each base policy at two budgets, and transformers' tokens.
 
-    ``full`` has the prompt lengths of a server without a state.
+    Requests to one engine bring the policies, because starting an engine for each takes as long as
+    all requests. ``full`` has the prompt lengths of a server without a state.
     """
     questions = examples(2)
     llm = start(None, **SMALL)
@@ -48,28 +51,44 @@ def base_policies() -> Report:
         "policies": {},
     }
     release(llm)
+    llm = start({**STATE, "requests": "states"}, **SMALL)
     offline, seen = Offline(), watch()
     for name in BASE_POLICIES:
-        report["policies"][name] = _served(name, offline, seen)
+        forget(llm)
+        report["policies"][name] = _served(llm, name, offline, seen)
     return report
 
 
-def _served(name: str, offline: Offline, seen: Watch) -> Report:
-    llm = start({**STATE, "state": alone(name), "budget": 16}, **SMALL)
+def _served(llm: LLM, name: str, offline: Offline, seen: Watch) -> Report:
     state = load_state(json.dumps(alone(name)))
     meter = model_of(llm).autoprune_reporter.meter
+    before, errors = meter.counts(), Counter(meter.errors)
     report: dict[str, Any] = {}
     for budget in (8, 16):
         seen.kept.clear()
         policy = materialize(state, budget)
         report[str(budget)] = [_beside(llm, offline, policy, seen, e) for e in examples(2)]
-    report["fallbacks"], report["errors"] = meter.counts(), dict(meter.errors)
+    report["fallbacks"] = _increase(before, meter.counts())
+    report["errors"] = dict(Counter(meter.errors) - errors)
     report["alone"] = {str(plan): kept for plan, kept in seen.kept.items()}
-    report["together"] = _together(llm, seen)
-    report["survived"] = _survived(llm)
-    report["broken"], report["errors_at_last"] = meter.counts(), meter.errors
-    release(llm)
+    report["together"] = _together(llm, name, seen)
+    report["survived"] = _survived(llm, name)
+    report["broken"] = _increase(before, meter.counts())
+    report["errors_at_last"] = dict(Counter(meter.errors) - errors)
     return report
+
+
+def _increase(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {kind: count - before[kind] for kind, count in after.items()}
+
+
+def _prompt(
+    name: str, example: Example, budget: int = 16, instruction: str | None = None
+) -> dict[str, Any]:
+    """An example as a raw prompt that brings a base policy."""
+    raw: dict[str, Any] = prompt(example, budget, instruction)
+    raw["mm_processor_kwargs"]["autoprune"]["state"] = alone(name)
+    return raw
 
 
 def _beside(
@@ -77,7 +96,8 @@ def _beside(
 ) -> Report:
     """One answer, its kept tokens, and the tokens that transformers keeps."""
     before = set(seen.kept)
-    answer = generate(llm, [prompt(example, policy.budget)])[0]
+    name = policy.state.base_policy.name
+    answer = generate(llm, [_prompt(name, example, policy.budget)])[0]
     expected = offline.kept(policy, picture(example.image), example.question)
     case: dict[str, Any] = {
         "prompt_tokens": answer.prompt_tokens,
@@ -90,23 +110,23 @@ def _beside(
     return case
 
 
-def _together(llm: LLM, seen: Watch) -> Report:
+def _together(llm: LLM, name: str, seen: Watch) -> Report:
     """Kept tokens of all examples in one batch, with empty caches."""
     forget(llm)
     seen.kept.clear()
     seen.budgets.clear()
-    generate(llm, [prompt(e, 16) for e in examples(2)])
+    generate(llm, [_prompt(name, e) for e in examples(2)])
     kept = {str(plan): kept for plan, kept in seen.kept.items()}
     return {"kept": kept, "at_once": max(map(len, seen.budgets))}
 
 
-def _survived(llm: LLM) -> Report:
+def _survived(llm: LLM, name: str) -> Report:
     """Answers to a very long instruction, to an empty one, and with non-finite features."""
     example, other = examples(2)[0], examples(2)[-1]
     unseen = {"multi_modal_data": {"image": picture(example.image).rotate(9)}}
-    document = generate(llm, [prompt(example, instruction=" ".join(["red"] * 10_000))])[0]
-    nothing = generate(llm, [prompt(other, instruction="")])[0]
+    document = generate(llm, [_prompt(name, example, instruction=" ".join(["red"] * 10_000))])[0]
+    nothing = generate(llm, [_prompt(name, other, instruction="")])[0]
     broken = breaking(model_of(llm).multi_modal_projector, float("nan"))
-    spoilt = generate(llm, [{**prompt(example), **unseen}])[0]
+    spoilt = generate(llm, [{**_prompt(name, example), **unseen}])[0]
     broken.remove()
     return [answer.plain() for answer in (document, nothing, spoilt)]
