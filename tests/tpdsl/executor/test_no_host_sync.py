@@ -80,8 +80,13 @@ def test_shapes_do_not_depend_on_values(variant: str) -> None:
         assert refine(policy_of(variant), tokens).features.shape == (3, 8, 32)
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("base", BASE_POLICIES)
+@pytest.mark.parametrize(
+    ("base", "core"),
+    [
+        *((base, "cover") for base in BASE_POLICIES),
+        *(("cdpruner", core) for core in CORES if core != "cover"),
+    ],
+)
 def test_core_and_delta_do_not_synchronise(base: str, core: str) -> None:
     tokens = shapes_alone("meta", Grid(4, 4, tiles=3), torch.bfloat16)
     selector = {"atom": "constrained_pool_dpp_selector", "q_e": 2}
