@@ -201,7 +201,7 @@ class SchemaRecordingProposer(ScriptedProposer):
         return await super().reply(messages, schema, seed)
 
 
-@pytest.mark.parametrize("strategy", ["autoprune", "autoprune+", "evoprompting-states"])
+@pytest.mark.parametrize("strategy", ["autoprune", "evoprompting-states"])
 def test_every_request_has_its_own_menu(strategy: str, data: Dataset, tmp_path: Path) -> None:
     evaluator = SyntheticEvaluator(data, probes=False)
     settings = Settings(
