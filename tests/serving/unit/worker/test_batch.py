@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.serving.unit.batches import N, blind, images, parts, plan, pruned
 from tests.serving.unit.samples import image, rows_of, served
@@ -18,7 +15,6 @@ from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.first_image_check import FirstImageCheck
 from vllm_autoprune.serving.worker.region_selection import SelectionContext
-from vllm_autoprune.serving.worker.region_shares import split_over_regions
 from vllm_autoprune.serving.worker.selection import select_with_fallback
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -27,7 +23,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
 )
 from vllm_autoprune.tpdsl.outcome import RefinedTokens
-from vllm_autoprune.tpdsl.tokens import Grid
 
 
 @pytest.fixture
@@ -213,37 +208,6 @@ def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> N
     assert reporter.meter.errors == {}
     assert torch.equal(rows[:6], one.rows()[:6])
     assert torch.equal(rows[6:], extra[0])
-
-
-@dataclass(frozen=True)
-class Part:
-    grid: Grid
-    share: int
-
-
-def test_every_tile_counts_the_same() -> None:
-    base, crops = Part(Grid(4, 4), 1), Part(Grid(6, 8), 4)
-    assert split_over_regions(10, [base, crops]) == (2, 8)
-    assert split_over_regions(11, [base, crops]) == (3, 8)
-    assert split_over_regions(1, [base, crops]) == (1, 0)
-
-
-def test_surplus_goes_to_regions_with_room() -> None:
-    base, crops = Part(Grid(4, 4), 1), Part(Grid(2, 3), 4)
-    assert split_over_regions(20, [base, crops]) == (14, 6)
-    assert split_over_regions(100, [base, crops]) == (16, 6)
-
-
-@given(
-    st.integers(0, 300),
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5)), min_size=1),
-)
-def test_the_parts_add_up(budget: int, shapes: list[tuple[int, int, int]]) -> None:
-    parts = [Part(Grid(h, w), share) for h, w, share in shapes]
-    given_ = split_over_regions(budget, parts)
-    room = [part.grid.tokens for part in parts]
-    assert sum(given_) == min(budget, sum(room))
-    assert all(0 <= got <= size for got, size in zip(given_, room, strict=True))
 
 
 @pytest.mark.parametrize("core", [N - 2, N - 1, N, N + 1, 1000])
