@@ -14,6 +14,7 @@ from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET, PruningPolicy
+from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 Size = tuple[int, int]
@@ -74,35 +75,44 @@ def resolve_choices(
     state = served.state
     if request.state is not None:
         state = load_request_state(request.state, served.rules.cost)
-    choices = []
     budgets, details = _budgets(request, sizes), _detail_budgets(served.rules, request, len(sizes))
-    for budget, by_detail, image in zip(budgets, details, images, strict=True):
-        size = image.tokens
-        if budget is not None and not 1 <= budget <= MAX_BUDGET:
-            what = f"K = {budget}, and the image has N = {size} tokens"
-            raise request_error("budget", what, f"give 1 to {size}; {size} keeps all of them")
-        if request.state is None and budget is None:
-            policy = served.policy(by_detail, request.keep)
-        else:
-            policy = make_policy(state, by_detail if budget is None else budget, request.keep)
-            field = "state" if budget is None else "budget"
-            if budget is not None or by_detail is None:
-                _require_in_range(served.rules, policy.at(size, image.tiles).budget, field, "K")
-        kept = policy.tokens_kept(size, image.tiles)
-        if kept >= size:
-            choices.append(ImageChoice(size, size, request.keep))
-            continue
-        needs = policy.needs if runs_policy(request.keep) else frozenset()
-        _require_inputs(served, needs, policy)
-        encoded = b"" if request.state is None else encode_state(state)
-        choice = ImageChoice(
-            kept, size, request.keep, needs, encoded, served.selection_identity(state)
-        )
-        if state.core is not None and runs_policy(request.keep):
-            core = policy.at(size, image.tiles).core
-            choice = replace(choice, core=core, core_identity=state.core_digest)
-        choices.append(choice)
-    return tuple(choices)
+    return tuple(
+        _resolve_image(served, request, state, image, budget, by_detail)
+        for budget, by_detail, image in zip(budgets, details, images, strict=True)
+    )
+
+
+def _resolve_image(
+    served: ServedState,
+    request: PruningRequest,
+    state: PruningState,
+    image: TokenCount,
+    budget: int | None,
+    by_detail: int | None,
+) -> ImageChoice:
+    """The choice for one image, of the budget that the request or the image's detail gives."""
+    size = image.tokens
+    if budget is not None and not 1 <= budget <= MAX_BUDGET:
+        what = f"K = {budget}, and the image has N = {size} tokens"
+        raise request_error("budget", what, f"give 1 to {size}; {size} keeps all of them")
+    if request.state is None and budget is None:
+        policy = served.policy(by_detail, request.keep)
+    else:
+        policy = make_policy(state, by_detail if budget is None else budget, request.keep)
+        field = "state" if budget is None else "budget"
+        if budget is not None or by_detail is None:
+            _require_in_range(served.rules, policy.at(size, image.tiles).budget, field, "K")
+    kept = policy.tokens_kept(size, image.tiles)
+    if kept >= size:
+        return ImageChoice(size, size, request.keep)
+    needs = policy.needs if runs_policy(request.keep) else frozenset()
+    _require_inputs(served, needs, policy)
+    encoded = b"" if request.state is None else encode_state(state)
+    choice = ImageChoice(kept, size, request.keep, needs, encoded, served.selection_identity(state))
+    if state.core is not None and runs_policy(request.keep):
+        core = policy.at(size, image.tiles).core
+        choice = replace(choice, core=core, core_identity=state.core_digest)
+    return choice
 
 
 def state_label(served: ServedState, request: PruningRequest) -> str:
