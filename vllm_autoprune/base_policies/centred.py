@@ -1,4 +1,4 @@
-"""Cen-Prune's view of an image: centred similarity, and the weight of tokens unlike the others.
+"""Centred similarity of Cen-Prune, and its weights: larger for tokens unlike the others.
 
 Source: "Cen-Prune" (arXiv 2608.30263), the paper alone: there is no code. Shared by Cen-DivPrune
 and Cen-CDPruner.

@@ -1,4 +1,4 @@
-"""Geometry of tokens once what they all share is taken out (Cen-Prune).
+"""Centred features of an image: mean subtracted, variance scaled, mean dissimilarity (Cen-Prune).
 
 Features of one image are concentrated: their cosines lie close together, and differences between
 tokens are small beside the mean token. One image (or tile) at a time, because a mean over a batch
