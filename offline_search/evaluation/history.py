@@ -136,11 +136,3 @@ class History:
     def find(self, name: str) -> Trial | None:
         """The trial of a name."""
         return next((trial for trial in self.trials if trial.name == name), None)
-
-    def best_by_round(self) -> list[float]:
-        """Best objective of each round in which a trial was evaluated."""
-        rounds: dict[int, float] = {}
-        for trial in self.evaluated():
-            number = trial.proposal.round
-            rounds[number] = max(rounds.get(number, trial.score), trial.score)
-        return [best for _, best in sorted(rounds.items())]

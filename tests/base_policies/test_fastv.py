@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.base_policies.samples import prefix, select
 from vllm_autoprune import SelectionError
-from vllm_autoprune.base_policies.language_attention import last_token_rows, surviving_positions
+from vllm_autoprune.base_policies.language_attention import last_token_rows
 from vllm_autoprune.tpdsl.language_prefix import RecordedPrefix
 
 NOTHING = torch.nan
@@ -71,8 +71,3 @@ def test_rows_are_taken_where_each_sequence_ends() -> None:
     rows = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
     text = torch.tensor([[True, True, True], [True, False, False]])
     assert last_token_rows(rows, text).tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
-
-
-def test_surviving_positions_of_the_sequence() -> None:
-    # S = 2, N = 5, Lt = 2.
-    assert surviving_positions(torch.tensor([[4, 0]]), 2, 5, 9).tolist() == [[0, 1, 2, 6, 7, 8]]

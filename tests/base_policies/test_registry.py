@@ -12,11 +12,10 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.states.state import known_base_policies
 
 
 def test_the_base_policies_of_this_version() -> None:
-    assert {name: BASE_POLICIES[name].needs for name in known_base_policies()} == {
+    assert {name: BASE_POLICIES[name].needs for name in BASE_POLICIES} == {
         "cdpruner": {"instruction"},
         "cen_cdpruner": {"instruction"},
         "cen_divprune": set(),
@@ -37,7 +36,7 @@ def test_the_base_policies_of_this_version() -> None:
     }
 
 
-@pytest.mark.parametrize("name", known_base_policies())
+@pytest.mark.parametrize("name", BASE_POLICIES)
 def test_policies_and_parameters_are_documented(name: str) -> None:
     policy = BASE_POLICIES[name]
     assert policy.doc.endswith(".") and "\n" not in policy.doc

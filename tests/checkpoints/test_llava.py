@@ -18,7 +18,7 @@ from vllm_autoprune.checkpoints.llava import LlavaVision
 from vllm_autoprune.checkpoints.regions import restore_picture
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.report.trace import trace_images
-from vllm_autoprune.tpdsl.states.state import known_base_policies
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 EXAMPLE = draw_examples("test", 1)[0]
 
@@ -114,7 +114,7 @@ def test_the_language_models_layers_are_those_that_transformers_runs(scene: Imag
     assert vision.encode(scene, "").tokens.require_language().text.shape == (1, 1)
 
 
-@pytest.mark.parametrize("name", known_base_policies())
+@pytest.mark.parametrize("name", BASE_POLICIES)
 def test_inputs_suffice_for_every_base_policy(
     vision: LlavaVision, scene: Image.Image, name: str
 ) -> None:

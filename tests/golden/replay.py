@@ -18,7 +18,6 @@ from tests.golden.compare import (
 from tests.golden.degenerate import Demand, demand, same_until_duplicates, same_until_rank
 from tests.golden.records import RECORDS
 from tests.golden.replay_selections import SELECTIONS
-from vllm_autoprune.base_policies.language_attention import surviving_positions
 from vllm_autoprune.base_policies.sparsevlm import (
     cluster_count,
     find_raters,
@@ -32,7 +31,6 @@ from vllm_autoprune.tpdsl.base_policy import (
     PublishedSelection,
     ReferenceSelection,
 )
-from vllm_autoprune.tpdsl.tiles import llava_next_order
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -138,8 +136,19 @@ def fastv(case: Case) -> Problems:
     yield from compare_picks(case, picks, case.recorded("order")[None], case.recipe["K"])
     if demand(case) is not Demand.SOUND:
         length = case.given("attn_last_row").shape[1]
-        left = surviving_positions(picks, case.recipe["sys"], tokens.count, length)
+        left = _surviving_positions(picks, case.recipe["sys"], tokens.count, length)
         yield from find_differences("keep_seq", left[0], case.recorded("keep_seq"))
+
+
+def _surviving_positions(kept: Tensor, start: int, count: int, length: int) -> Tensor:
+    """Absolute positions ``(B, S + K + Lt)`` that remain of a sequence after pruning, ascending.
+
+    kept ``(B, K)`` are indices among the ``count`` visual tokens.
+    """
+    batch, device = kept.shape[0], kept.device
+    before = torch.arange(start, device=device).expand(batch, -1)
+    after = torch.arange(start + count, length, device=device).expand(batch, -1)
+    return torch.cat([before, kept.sort(dim=1).values + start, after], dim=1)
 
 
 def pdrop(case: Case) -> Problems:
@@ -182,8 +191,24 @@ def next_order(case: Case) -> Problems:
     size = case.recipe["N"]
     side = int(size**0.5)
     kept = case.recorded("keep") + torch.arange(len(case.recorded("keep")))[:, None] * size
-    actual = llava_next_order(kept.reshape(1, -1), Grid(side, side, len(kept)))
+    actual = _llava_next_order(kept.reshape(1, -1), Grid(side, side, len(kept)))
     yield from find_differences("sequence", actual[0], case.recorded("sequence"))
+
+
+def _llava_next_order(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
+    """Kept tokens ``(B, K)`` in the order in which LLaVA-NeXT reads them, ``(B, K)``.
+
+    First the tokens of tile 0, the base view, in raster order; then those of the crops in raster
+    order of the whole picture, with ``columns`` crops side by side. Indices count tile by tile in
+    the input and the output.
+    """
+    tile, place = kept // grid.per_tile, kept % grid.per_tile
+    y, x = place // grid.width, place % grid.width
+    crop = (tile - 1).clamp_min(0)
+    row = crop // columns * grid.height + y
+    across = crop % columns * grid.width + x
+    whole = grid.per_tile + row * (columns * grid.width) + across
+    return kept.gather(1, torch.where(tile == 0, place, whole).argsort(dim=1))
 
 
 def clip_chunk(case: Case) -> Problems:

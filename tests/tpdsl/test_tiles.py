@@ -8,7 +8,6 @@ from vllm_autoprune.tpdsl.tiles import (
     TileGroup,
     join_groups,
     join_tiles,
-    llava_next_order,
     tile_groups,
 )
 
@@ -59,16 +58,3 @@ def test_groups_are_joined_by_rank_with_surplus_rows_last() -> None:
     deep = join_groups([first[:, :, None], others[:, :, None]], groups, tokens)
     assert deep.tolist() == actual[:, :, None].tolist()
     assert join_groups([others], [TileGroup(0, 2, 1)], tokens).tolist() == [[10, 20], [110, 120]]
-
-
-def test_reading_order_of_llava_next() -> None:
-    # Tiles of 2 x 3: the base view holds 0 to 5; crops 6.. and 12.. stand side by side, 18.. and
-    # 24.. below them.
-    grid = Grid(2, 3, 5)
-    everything = torch.arange(30)[None]
-    rows = [[6, 7, 8, 12, 13, 14], [9, 10, 11, 15, 16, 17]]
-    rows += [[18, 19, 20, 24, 25, 26], [21, 22, 23, 27, 28, 29]]
-    order = [*range(6), *(token for row in rows for token in row)]
-    assert llava_next_order(everything, grid).tolist() == [order]
-    kept = torch.tensor([[28, 9, 5, 12, 0, 18], [0, 1, 2, 3, 4, 5]])
-    assert llava_next_order(kept, grid).tolist() == [[0, 5, 12, 9, 18, 28], [0, 1, 2, 3, 4, 5]]

@@ -48,14 +48,3 @@ def last_token_rows(rows: Tensor, text: Tensor) -> Tensor:
     last = torch.where(text, positions, 0).amax(dim=1)
     where = last[:, None, None, None].expand(-1, rows.shape[1], 1, rows.shape[3])
     return rows.gather(2, where)[:, :, 0]
-
-
-def surviving_positions(kept: Tensor, start: int, count: int, length: int) -> Tensor:
-    """Absolute positions ``(B, S + K + Lt)`` that remain of a sequence after pruning, ascending.
-
-    kept ``(B, K)`` are indices among the ``count`` visual tokens.
-    """
-    batch, device = kept.shape[0], kept.device
-    before = torch.arange(start, device=device).expand(batch, -1)
-    after = torch.arange(start + count, length, device=device).expand(batch, -1)
-    return torch.cat([before, kept.sort(dim=1).values + start, after], dim=1)

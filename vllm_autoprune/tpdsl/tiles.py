@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
 def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
@@ -87,19 +87,3 @@ def join_groups(
     common = spread[1].shape[1]
     both = torch.cat([spread[0][:, :common], spread[1]], dim=2).flatten(1, 2)
     return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)
-
-
-def llava_next_order(kept: Tensor, grid: Grid, columns: int = 2) -> Tensor:
-    """Kept tokens ``(B, K)`` in the order in which LLaVA-NeXT reads them, ``(B, K)``.
-
-    First the tokens of tile 0, the base view, in raster order; then those of the crops in raster
-    order of the whole picture, with ``columns`` crops side by side. Indices count tile by tile in
-    the input and the output.
-    """
-    tile, place = kept // grid.per_tile, kept % grid.per_tile
-    y, x = place // grid.width, place % grid.width
-    crop = (tile - 1).clamp_min(0)
-    row = crop // columns * grid.height + y
-    across = crop % columns * grid.width + x
-    whole = grid.per_tile + row * (columns * grid.width) + across
-    return kept.gather(1, torch.where(tile == 0, place, whole).argsort(dim=1))

@@ -30,7 +30,6 @@ def test_an_objective_of_exactly_zero_counts() -> None:
     assert known.best() is perfect and perfect.score == 0.0
     assert known.ranked() == [perfect, poor]
     assert known.best_values() is perfect.values
-    assert known.best_by_round() == [0.0]
 
 
 def test_a_base_policy_as_good_as_the_unpruned_model_stays_the_reference() -> None:

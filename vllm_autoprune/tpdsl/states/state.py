@@ -262,11 +262,6 @@ class PruningState(_Part):
         return self.model_dump_json(indent=2) + "\n"
 
 
-def known_base_policies() -> list[str]:
-    """Names of the registered base policies."""
-    return list(BASE_POLICIES)
-
-
 def _needs(call: BasePolicyCall) -> frozenset[Need]:
     return BASE_POLICIES[call.name].needs_of(call.params)
 
