@@ -30,7 +30,7 @@ SERVERS = ("stock", "plugin", "stock again")
 REQUESTS: Mapping[str, int] = {"text": 1, "image": 1, "8 images at once": 8}
 """Kinds of requests, and how many are sent together."""
 
-TOKENS, SIDE, COMPARED = 8, 168, 20
+TOKENS, SIDE, COMPARED, WARM_UP = 8, 168, 20, 20
 LOW, HIGH = 0.99, 1.01
 
 Times = dict[str, dict[str, list[list[float]]]]
@@ -117,10 +117,10 @@ def _answer(server: Server, text: str, url: str | None) -> str:
 
 
 def _send_rounds(running: Mapping[str, Server], turn: int, rounds: int, measured: Measured) -> None:
-    numbers, warm_up = count(turn * 1_000_000), 20
-    for i in range(warm_up + rounds):
+    numbers = count(turn * 1_000_000)
+    for i in range(WARM_UP + rounds):
         if i % 50 == 0:
-            log_progress(f"inert: round {i} of {warm_up + rounds}")
+            log_progress(f"inert: round {i} of {WARM_UP + rounds}")
         order = SERVERS[i % 3 :] + SERVERS[: i % 3]
         for kind, together in REQUESTS.items():
             sent = [next(numbers) for _ in range(together)]
@@ -130,7 +130,7 @@ def _send_rounds(running: Mapping[str, Server], turn: int, rounds: int, measured
                 before = server.processor_seconds()
                 records = Client(server.url).send_together(bodies)
                 spent = server.processor_seconds() - before
-                if i >= warm_up:
+                if i >= WARM_UP:
                     total = max(Timing.of(record).total for record in records)
                     measured.totals[kind][name].append([total])
                     measured.processor[kind][name].append([spent])
