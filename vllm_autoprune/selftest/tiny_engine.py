@@ -1,0 +1,183 @@
+"""vLLM on a tiny model, in this process: completions, with positions and kept rows observed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+from PIL import Image
+
+from vllm_autoprune.selftest.comparisons import BLOCK
+from vllm_autoprune.selftest.engine_observer import EngineObserver
+from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_QUESTION
+from vllm_autoprune.selftest.questions import PADDING, QUESTIONS, picture
+from vllm_autoprune.selftest.report import Completion
+
+_STEPS_BETWEEN_PREEMPTIONS = 11
+"""A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
+is decoded and the second while it is prefilled."""
+
+
+class TinyEngine:
+    """One engine; ``observer`` has what it does, ``llm`` is ``vllm.LLM``."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object] | None, **options: object
+    ) -> None:
+        """Start it, with a state unless ``settings`` is None."""
+        from vllm import LLM
+
+        more = {} if settings is None else {"additional_config": {"autoprune": dict(settings)}}
+        self.llm: Any = LLM(
+            model=str(folder),
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=1024,
+            block_size=BLOCK,
+            num_gpu_blocks_override=128,
+            limit_mm_per_prompt={"image": 4},
+            **more,
+            **options,
+        )
+        self.observer = EngineObserver()
+        self.observer.record_positions(self.model.get_language_model().model.layers[0])
+
+    @property
+    def model(self) -> Any:
+        """The served model."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+    @property
+    def processor(self) -> Any:
+        """A multi-modal processor of the model."""
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        return MULTIMODAL_REGISTRY.create_processor(self.llm.llm_engine.model_config)
+
+    def stop(self) -> None:
+        """End it, so that another one can start."""
+        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM collects garbage several times a start, and each time walks all that was imported.
+        gc.freeze()
+
+    def empty_caches(self) -> None:
+        """Empty vLLM's caches, and with them the plugin's."""
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    @contextmanager
+    def preempting(self) -> Iterator[None]:
+        """Preempt running requests regularly, during prefill and during decoding."""
+        engine = self.llm.llm_engine
+        step, steps = engine.step, itertools.count(1)
+
+        def step_with_preemption() -> Any:
+            if next(steps) % _STEPS_BETWEEN_PREEMPTIONS == 0:
+                engine.reset_prefix_cache(reset_running_requests=True)
+            return step()
+
+        engine.step = step_with_preemption
+        try:
+            yield
+        finally:
+            engine.step = step
+
+    def predict_tokens(self) -> dict[str, list[int]]:
+        """N of every image, computed from its size before any model runs."""
+        from vllm.multimodal.parse import ImageSize
+
+        processor = self.processor
+        count = processor._placeholders.count
+        return {
+            name: [count(processor.info, ImageSize(*image.size), {}).tokens for image in images]
+            for name, (_, images) in QUESTIONS.items()
+        }
+
+    def ask(self, name: str, budget: int | None = None, preempted: bool = False) -> Completion:
+        """The completion of one of the questions."""
+        return self.complete(*QUESTIONS[name], budget, preempted)
+
+    def complete(
+        self,
+        text: str,
+        images: Sequence[Image.Image],
+        budget: int | Sequence[int] | None,
+        preempted: bool = False,
+        uuid: str | None = None,
+    ) -> Completion:
+        """The completion of a text about images, each sent under the name ``uuid``."""
+        named = {} if uuid is None else {"uuid": uuid}
+        parts: list[dict[str, object]] = [
+            {"type": "image_pil", "image_pil": image, **named} for image in images
+        ]
+        content = [*parts, {"type": "text", "text": text + PADDING}]
+        messages: list[dict[str, object]] = [{"role": "user", "content": content}]
+        requested = budget if budget is None or isinstance(budget, int) else list(budget)
+        return self._chat(messages, {} if budget is None else {"budget": requested}, preempted)
+
+    def converse(self, preempted: bool = False) -> Completion:
+        """The completion of a third turn, where the second and the third recall tokens."""
+        text, (image,) = QUESTIONS[SPLIT_QUESTION]
+        parts = [
+            {"type": "image_pil", "image_pil": image},
+            {"type": "text", "text": text + PADDING},
+        ]
+        messages: list[dict[str, object]] = [{"role": "user", "content": parts}]
+        for later in ("which dog is on the left", "how many are there"):
+            messages += [
+                {"role": "assistant", "content": "blue"},
+                {"role": "user", "content": later},
+            ]
+        return self._chat(messages, {"recall": RECALL}, preempted)
+
+    def ask_about_video(self) -> Completion | None:
+        """The completion about a video of four frames; None if the model takes no videos."""
+        if "video" not in self.processor.info.get_supported_mm_limits():
+            return None
+        frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
+        metadata = {
+            "fps": 2.0,
+            "duration": 2.0,
+            "total_num_frames": 4,
+            "frames_indices": [0, 1, 2, 3],
+            "video_backend": "opencv",
+            "do_sample_frames": False,
+        }
+        placeholder = type(self.model).get_placeholder_str("video", 0)
+        prompt = {
+            "prompt": f"user {placeholder} what is on the left you",
+            "multi_modal_data": {"video": (frames, metadata)},
+        }
+        return self._completion(self.llm.generate([prompt], _sampling(), use_tqdm=False)[0])
+
+    def _chat(
+        self, messages: list[dict[str, object]], entry: Mapping[str, object], preempted: bool
+    ) -> Completion:
+        options = {"mm_processor_kwargs": {"autoprune": dict(entry)}} if entry else {}
+        (output,) = self.llm.chat([messages], _sampling(), use_tqdm=False, **options)
+        return self._completion(output, preempted)
+
+    def _completion(self, output: Any, preempted: bool = False) -> Completion:
+        generated = output.outputs[0]
+        cached = 0 if preempted else output.num_cached_tokens or 0
+        prompt, ids = list(output.prompt_token_ids), list(generated.token_ids)
+        computed = len(prompt) + len(ids) - 1 - cached
+        return Completion(
+            prompt=prompt,
+            ids=ids,
+            logprob=float(generated.cumulative_logprob),
+            cached=cached,
+            positions=self.observer.take_positions(computed, last=preempted),
+        )
+
+
+def _sampling() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
