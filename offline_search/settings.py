@@ -51,6 +51,11 @@ class Settings(FrozenModel):
     base_policy: str = Field(
         default="cdpruner", description="pi_P, the base policy of every candidate"
     )
+    other_bases: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda names: not names,
+        description="base policies that candidates may have instead",
+    )
     budgets: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
         default=(32,),
         description="K_0, tokens kept; with several, every candidate is measured at each",
@@ -123,6 +128,18 @@ class Settings(FrozenModel):
         if self.menu and self.library == "paper":
             raise ValueError("a menu offers a part of the atoms: leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _require_no_proposer_of_bases(self) -> Settings:
+        if self.other_bases and self.proposer:
+            raise ValueError("a language model is told one base policy: leave the others out")
+        return self
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Base policies to choose from, the search's own first; empty if there is no choice."""
+        names = dict.fromkeys((self.base_policy, *self.other_bases))
+        return tuple(names) if self.other_bases else ()
 
     @property
     def is_multi_objective(self) -> bool:

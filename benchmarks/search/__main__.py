@@ -123,6 +123,9 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--base-policy", default="visionzip", help="base policy that candidates start from"
     )
+    compare.add_argument(
+        "--other-bases", nargs="+", default=[], help="base policies that candidates may also have"
+    )
     compare.add_argument("--budget", type=int, nargs="+", default=[8], help="each K")
     compare.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
     compare.add_argument("--per-round", type=int, default=5, help="candidates of a round")
@@ -250,6 +253,7 @@ def _run_comparison(options: argparse.Namespace) -> None:
         rounds=options.rounds,
         per_round=options.per_round,
         base_policy=options.base_policy,
+        other_bases=tuple(options.other_bases),
         budgets=tuple(options.budget),
         proposer="" if options.no_proposer else proposer_name,
         menu=_menu_width(options),

@@ -18,6 +18,7 @@ COMPONENTS = ("scoring", "constraints", "reassembly")
 
 CORE = "core"
 RANK_AT = "rank_at"
+BASE = "base_policy"
 """The optional components, searched where the settings say so."""
 
 
@@ -26,11 +27,15 @@ LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
 
 
 def searched_components(
-    core: bool = False, rank_at: bool = False, library: Library = "searched"
+    core: bool = False,
+    rank_at: bool = False,
+    library: Library = "searched",
+    bases: bool = False,
 ) -> tuple[str, ...]:
     """Names of the searched components, with or without the optional ones."""
     names = LIBRARY_COMPONENTS if library == "paper" else COMPONENTS
-    return (*names, *([CORE] if core else []), *([RANK_AT] if rank_at else []))
+    optional = {CORE: core, RANK_AT: rank_at, BASE: bases}
+    return (*names, *(name for name, searched in optional.items() if searched))
 
 
 class Components(BaseModel):
@@ -103,14 +108,15 @@ def atom_calls(state: PruningState) -> list[AtomCall]:
 
 
 def structure(state: PruningState) -> tuple[str, ...]:
-    """Names of all atoms in order, of the core's policy, and where tokens are ranked.
+    """Names of all atoms in order, of the policies, and where tokens are ranked.
 
     Two states of one structure differ in numbers only.
     """
     source = (state.source.tokens, *state.source.priors) if state.source != Source() else ()
     core = () if state.core is None else (f"core={state.core.policy.name}",)
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
-    return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank)
+    base = f"{BASE}={state.base_policy.name}"
+    return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)
 
 
 def feature_names(state: PruningState) -> frozenset[str]:

@@ -51,7 +51,9 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
 
     Raises :class:`StateError` with every problem.
     """
-    searched = searched_components(settings.core, settings.rank_at, settings.library)
+    searched = searched_components(
+        settings.core, settings.rank_at, settings.library, bool(settings.bases)
+    )
     parts = {name: components[name] for name in searched if name in components}
     if settings.library == "paper":
         _refuse_extensions(parts)

@@ -13,7 +13,7 @@ from typing import Protocol, get_args
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import CORE, RANK_AT, Components, JsonObject
+from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
@@ -74,11 +74,16 @@ class NumericParameter:
 
 
 def sample_proposal(
-    source: ChoiceSource, budget: int, core: bool = False, rank_at: bool = False
+    source: ChoiceSource,
+    budget: int,
+    core: bool = False,
+    rank_at: bool = False,
+    bases: Sequence[str] = (),
 ) -> JsonObject:
     """A complete proposal: every atom and parameter chosen, q_e among powers of two.
 
-    With ``core``, it may have one, and with ``rank_at`` it says where tokens are ranked; all other
+    With ``core``, it may have one, with ``rank_at`` it says where tokens are ranked, and with
+    ``bases`` which of them it refines; all other
     choices are made before, as without.
     """
     signals = [
@@ -104,6 +109,8 @@ def sample_proposal(
         proposal[CORE] = _sample_core(source)
     if rank_at:
         proposal[RANK_AT] = source.option(RANK_AT, get_args(RankAt))
+    if bases:
+        proposal[BASE] = {"name": source.option(BASE, bases)}
     return proposal
 
 
@@ -138,7 +145,11 @@ def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
 
 
 def choices_of_state(
-    state: PruningState, budget: int, core: bool = False, rank_at: bool = False
+    state: PruningState,
+    budget: int,
+    core: bool = False,
+    rank_at: bool = False,
+    bases: Sequence[str] = (),
 ) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
 
@@ -165,6 +176,8 @@ def choices_of_state(
         choices |= _choices_of_call(call, budget)
     if core:
         choices |= _choices_of_core(state.core)
+    if bases:
+        choices[BASE] = state.base_policy.name
     return choices | {RANK_AT: state.rank_at} if rank_at else choices
 
 

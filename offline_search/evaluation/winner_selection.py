@@ -201,7 +201,7 @@ class WinnerSelector:
                 f"Objective: {describe_objective(settings)}.",
             }
         )
-        name = f"{settings.base_policy}-searched-k{settings.source_budget}"
+        name = f"{state.base_policy.name}-searched-k{settings.source_budget}"
         return state.model_copy(update={"name": name, "provenance": provenance})
 
 

@@ -175,7 +175,7 @@ def _changes(parent: ProposalRecord | None, child: ProposalRecord) -> tuple[Chan
 def _components(proposal: ProposalRecord | None) -> JsonObject | None:
     if proposal is None or proposal.state is None:
         return None
-    searched = searched_components(core=True, rank_at=True)
+    searched = searched_components(core=True, rank_at=True, bases=True)
     return {name: proposal.state[name] for name in searched if name in proposal.state}
 
 

@@ -123,10 +123,10 @@ class AutoPrunePlus:
         return Draft(origin, assemble_state(proposal, self._settings), (), names)
 
     @property
-    def _space(self) -> tuple[int, bool, bool]:
-        """K, and whether candidates may have a core and may rank before the merger."""
+    def _space(self) -> tuple[int, bool, bool, tuple[str, ...]]:
+        """K, whether candidates may have a core and rank before the merger, and base policies."""
         settings = self._settings
-        return settings.source_budget, settings.core, settings.rank_at
+        return settings.source_budget, settings.core, settings.rank_at, settings.bases
 
     def _build_study(self, history: History, rng: Random) -> TpeStudy:
         """TPE over all candidates that were measured, whatever their origin."""

@@ -65,7 +65,9 @@ class TpeSearch:
 
 def sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draft:
     """A draft of a state whose structure and numbers come from a source of choices."""
-    proposal = sample_proposal(source, settings.source_budget, settings.core, settings.rank_at)
+    proposal = sample_proposal(
+        source, settings.source_budget, settings.core, settings.rank_at, settings.bases
+    )
     return Draft(origin, assemble_state(proposal, settings))
 
 

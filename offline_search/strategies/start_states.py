@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offline_search.candidates.components import CORE, RANK_AT, Components, JsonObject
+from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
 from offline_search.candidates.proposal import assemble_state
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -49,7 +49,7 @@ def warm_start_states(settings: Settings) -> Sequence[PruningState]:
 
     q_e = K is included because with a weak base policy a full exchange may be best. A search of
     cores starts with two of them as well, after the paper's own state, and a search of where tokens
-    are ranked with that state ranking before the merger.
+    are ranked with that state ranking before the merger. A search of base policies has each alone.
     """
     source = Components.from_state(paper_state(settings))
     budget = settings.source_budget
@@ -69,6 +69,10 @@ def warm_start_states(settings: Settings) -> Sequence[PruningState]:
     if settings.rank_at:
         split.append(source.model_copy(update={RANK_AT: "merger_in"}))
     states[1:1] = [assemble_state(components.to_json(), settings) for components in split]
+    states[1:1] = [
+        assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
+        for name in settings.other_bases
+    ]
     return states
 
 

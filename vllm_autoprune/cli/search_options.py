@@ -32,6 +32,13 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--per-round", type=int, default=5, help="candidates per round")
     group.add_argument("--base-policy", default="cdpruner", help="base policy of every candidate")
     group.add_argument(
+        "--other-bases",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="base policies that candidates may have instead; without a language model",
+    )
+    group.add_argument(
         "--budget", type=int, nargs="+", default=[32], metavar="K", help="tokens kept of an image"
     )
     group.add_argument(
@@ -167,6 +174,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
     for flag, value, known in (
         ("--strategy", options.strategy, served),
         ("--base-policy", options.base_policy, BASE_POLICIES),
+        *(("--other-bases", name, BASE_POLICIES) for name in options.other_bases),
     ):
         if value not in known:
             problems.append(Problem(flag, f"{value!r} is not known", f"give {', '.join(known)}"))
@@ -183,6 +191,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             rounds=options.rounds,
             per_round=options.per_round,
             base_policy=options.base_policy,
+            other_bases=tuple(options.other_bases),
             budgets=tuple(options.budget),
             across=options.across,
             objectives=tuple(options.objective),

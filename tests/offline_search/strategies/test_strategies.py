@@ -9,6 +9,8 @@ from random import Random
 import pytest
 
 from offline_search.dataset import Dataset
+from offline_search.evaluation.answers import Answers
+from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.history import Trial
 from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
 from offline_search.settings import Settings
@@ -20,6 +22,8 @@ from tests.offline_search.synthetic import (
     records_of_kind,
     run_search,
 )
+from vllm_autoprune import load_state
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 SEEDS = range(3)
 REPLIES = valid_replies(40)
@@ -158,3 +162,38 @@ def test_autoprune_plus_runs_without_a_proposer(data: Dataset, tmp_path: Path) -
     settings = Settings(strategy="autoprune+", rounds=4, per_round=5, budgets=(8,))
     winner = asyncio.run(run_search(tmp_path / "l", settings, SyntheticEvaluator(data), []))
     assert not records_of_kind(tmp_path / "l", ReplyRecord) and winner.test.gain.low > 0
+
+
+@pytest.mark.parametrize("strategy", ["autoprune+", "random", "tpe"])
+async def test_base_policies_are_searched_where_several_are_given(
+    strategy: str, data: Dataset, tmp_path: Path
+) -> None:
+    class BestOnDart(SyntheticEvaluator):
+        """Another base policy is worth more than anything else."""
+
+        async def evaluate(self, job: EvaluationJob) -> Answers:
+            answers = await super().evaluate(job)
+            if isinstance(job.candidate, PruningState) and job.candidate.base_policy.name != "dart":
+                return Answers(tuple(value - 2 for value in answers.logprob), answers.right)
+            return answers
+
+    settings = Settings(strategy=strategy, rounds=4, per_round=4, budgets=(8,))
+    for others in ((), ("divprune", "dart")):
+        given = settings.model_copy(update={"other_bases": others})
+        path = tmp_path / f"{len(others)}"
+        winner = await run_search(path, given, BestOnDart(data, probes=False))
+        proposed = records_of_kind(path, ProposalRecord)
+        states = [load_state(one.state) for one in proposed if one.state is not None]
+        names = {state.base_policy.name for state in states}
+        assert names == {"cdpruner", *others}
+        best = load_state(winner.state or {})
+        assert best.base_policy.name == ("dart" if others else "cdpruner")
+        if strategy == "autoprune+" and others:
+            alone = [load_state(p.state) for p in proposed[1:3] if p.state is not None]
+            assert [state.base_policy.name for state in alone] == list(others)
+            assert all(state.constraints.selector.bounds(8)[0] == 0 for state in alone)
+
+
+def test_a_language_model_is_told_one_base_policy() -> None:
+    with pytest.raises(ValueError, match="leave the others out"):
+        Settings(proposer="m", other_bases=("dart",))
