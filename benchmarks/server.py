@@ -97,9 +97,11 @@ def _processor_seconds(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)
 
 
-def resident_by_process(pid: int) -> dict[str, int]:
+def resident_by_process(pid: int, *, files: bool = True) -> dict[str, int]:
     """Resident bytes of a process and all its descendants, by process id and short title.
 
+    Without ``files``, pages of files and those shared with other processes are left out: the kernel
+    takes pages of files back when memory is scarce.
     Raises psutil.NoSuchProcess where there is no such process.
     """
     root = psutil.Process(pid)
@@ -107,7 +109,8 @@ def resident_by_process(pid: int) -> dict[str, int]:
     for process in [root, *root.children(recursive=True)]:
         try:
             title = " ".join(process.cmdline())
-            size = int(process.memory_info().rss)
+            memory = process.memory_info()
+            size = int(memory.rss if files else memory.rss - memory.shared)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
         if size:

@@ -34,7 +34,10 @@ from tests.serving.paths import CLIP, LLAVA
 from tests.serving.runners import ENVIRONMENTS
 from vllm_autoprune.cli.output import CommandParser
 
-FLAGS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32")
+FLAGS = (
+    *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),
+    *("--num-gpu-blocks-override", "1024"),
+)
 PRUNED = (
     *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
     *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),

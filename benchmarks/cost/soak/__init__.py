@@ -124,6 +124,10 @@ API_SERVERS = 2
 START_TIMEOUT = 1200.0
 """Seconds that the server may take to start on a busy machine."""
 
+SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""oneDNN keeps 1,024 compiled operations, one for every shape: about a gigabyte, which takes
+thousands of requests to fill."""
+
 SAMPLES = 200
 """Memory samples over the whole run; at most one a second."""
 
@@ -148,7 +152,7 @@ def soak(minutes: float, users: int, seed: int, log: Path) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="adapters-") as adapters:
         write_adapters(Path(adapters))
         flags = (*server_flags(users), *adapter_flags(Path(adapters)))
-        with serve(LLAVA, *flags, log=log, patience=START_TIMEOUT) as server:
+        with serve(LLAVA, *flags, env=SMALL_CACHES, log=log, patience=START_TIMEOUT) as server:
             server.await_api_servers(API_SERVERS, START_TIMEOUT)
             mix = RequestMix(
                 *(server.model, count_visual_tokens(LLAVA), STATE, BUDGET, RECALL),
@@ -177,8 +181,8 @@ def _count_tokens_before_image(server: Server) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; each has a default."""
-    parser.add_argument("--minutes", type=float, default=30.0, help="duration")
-    parser.add_argument("--users", type=int, default=16, help="requests at once")
+    parser.add_argument("--minutes", type=float, default=60.0, help="duration")
+    parser.add_argument("--users", type=int, default=8, help="requests at once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder of JSON and log")
 

@@ -1,4 +1,4 @@
-"""Resident memory of every process of a server over time, and whether it grows.
+"""Resident memory of every process of a server over time, without files, and whether it grows.
 
 The time is divided into five equal parts; the first is the warm-up. A process is flat if the median
 of its resident memory in the last part exceeds that of the second part by at most 2 %, or by
@@ -99,7 +99,7 @@ def watch_memory(pid: int, every: float) -> Iterator[Samples]:
     def poll() -> None:
         while True:
             try:
-                samples.add(time.monotonic() - begin, resident_by_process(pid))
+                samples.add(time.monotonic() - begin, resident_by_process(pid, files=False))
             except psutil.NoSuchProcess:
                 return  # the server ended: requests fail from now on
             if stop.wait(every):

@@ -102,3 +102,15 @@ def test_memory_of_a_process_and_its_children_is_sampled() -> None:
     assert resident > 50_000_000
     assert recorded.seconds == sorted(set(recorded.seconds)) and len(recorded.seconds) >= 3
     assert any(name.startswith(f"{os.getpid()} ") for name in resident_by_process(os.getpid()))
+
+
+def test_pages_of_files_are_left_out_where_asked() -> None:
+    whole, own = (
+        {name.split()[0]: size for name, size in sizes.items()}[str(os.getpid())]
+        for sizes in (
+            resident_by_process(os.getpid()),
+            resident_by_process(os.getpid(), files=False),
+        )
+    )
+    # Python and torch are files that this process has loaded.
+    assert 0 < own < whole - 10 * MIB
