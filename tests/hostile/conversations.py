@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -46,10 +48,18 @@ def draw_conversation(server: Server, examples: Sequence[Example], random: Rando
     for change in random.choices(_CHANGES, k=random.choice((0, 1, 1, 2))):
         change(request, random)
     if random.random() < 0.15:  # last: it leaves nothing to rely on
-        tree = {"messages": request.pop("messages")}
-        mutate(tree, random)
-        request |= tree
+        _mutate_messages(request, random)
     return request
+
+
+def _mutate_messages(request: Request, random: Random) -> None:
+    """Mutate the messages as a tree; not at all where that nests deeper than Python copies."""
+    tree = {"messages": copy.deepcopy(request["messages"])}
+    with contextlib.suppress(RecursionError):
+        mutate(tree, random)
+        json.dumps(tree)
+        del request["messages"]
+        request |= tree
 
 
 def _draw_turn(server: Server, examples: Sequence[Example], random: Random) -> Request:
@@ -118,7 +128,11 @@ def _forge_turns(request: Request, random: Random) -> None:
 
 
 def _mutate_entry(request: Request, random: Random) -> None:
-    mutate(_entry(request), random)
+    entry = copy.deepcopy(_entry(request))
+    with contextlib.suppress(RecursionError):
+        mutate(entry, random)
+        json.dumps(entry)
+        request["mm_processor_kwargs"][REQUEST_FIELD] = entry
 
 
 def _entry(request: Request) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from benchmarks.server import Server
 from tests.hostile.bodies import KINDS, Mutant, draw
 from tests.hostile.conversations import draw_conversation
@@ -52,3 +54,15 @@ def test_conversations_recall_with_a_core_and_without_sound_and_mutated() -> Non
         seen["text"] += sound and len(messages) > 2
     assert min(seen[kind] for kind in ("core", "no core", "sound", "recall", "text")) > 90
     assert min(seen["broken"], seen["forged"]) > 20
+
+
+def test_messages_that_nest_deeper_than_python_copies_are_sent_unmutated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nest(tree: dict[str, Any], random: Random) -> None:
+        tree.clear()
+        raise RecursionError
+
+    monkeypatch.setattr("tests.hostile.conversations.mutate", nest)
+    asked = examples(2)
+    assert all(draw_conversation(SERVER, asked, Random(n)).get("messages") for n in range(60))
