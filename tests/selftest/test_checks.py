@@ -77,6 +77,7 @@ def good() -> Report:
         split={
             "first": first,
             "second": second,
+            "further": second,
             "alone second": second,
             "third": third.model_copy(update={"cached": 32}),
             "alone third": third,
@@ -116,6 +117,23 @@ def _set(**changes: object) -> Callable[[Report], Report]:
     return lambda report: report.model_copy(update=changes)
 
 
+def _in_tiles(pruned: list[int]) -> Callable[[Report], Report]:
+    """The image in two tiles of 6 tokens, with text before each; 2 rows of the first are kept."""
+
+    def change(report: Report) -> Report:
+        stock = [1, *[IMAGE] * 6, 2, *[IMAGE] * 6]
+        report = _with_completion("stock", prompt=stock)(report)
+        report = _set(kept={SPLIT_QUESTION: [[1, 2, 6, 7, 11]]})(report)
+        return _with_completion("pruned", prompt=pruned)(report)
+
+    return change
+
+
+def test_rows_of_every_tile_have_their_placeholders() -> None:
+    sound = _in_tiles([1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE])(good())
+    assert CHECKS["kept_rows_stand_in_their_tiles"](sound) == ""
+
+
 BROKEN: dict[str, list[Callable[[Report], Report]]] = {
     "answers_are_numbers": [
         _with_completion(way, logprob=math.nan) for way in ("stock", "chunked")
@@ -135,6 +153,10 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _set(kept={SPLIT_QUESTION: [[1, 2, 5, 7]]}),
         _set(kept={SPLIT_QUESTION: []}),
     ],
+    "kept_rows_stand_in_their_tiles": [
+        _in_tiles([1, IMAGE, IMAGE, IMAGE, 2, IMAGE, IMAGE]),
+        _in_tiles([1, IMAGE, 2, IMAGE, IMAGE, IMAGE, IMAGE]),
+    ],
     "small_steps_keep_the_same": [
         _with_completion("chunked", ids=[3, 5]),
         _with_completion("chunked", positions=full_positions()),
@@ -153,7 +175,9 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _set(split_kept=[*PARTS[:1], [0, 5]]),
         _set(splittable=False),
         _with_split("second", cached=0),
+        _with_split("further", cached=0),
         _with_split("first", cached=32),
+        _set(hybrid=True),
     ],
     "later_turns_recall_other_tokens": [
         _set(recalled=[]),
@@ -201,6 +225,20 @@ def test_nan_survives_json() -> None:
         CHECKS["answers_are_numbers"](read)
         == "stock, large: stock vLLM's own log-probability is nan"
     )
+
+
+def test_linear_attention_rounds_and_shares_from_the_third_question_on() -> None:
+    hybrid = _set(hybrid=True)(_with_split("second", cached=0)(good()))
+    assert CHECKS["questions_share_the_core"](hybrid) == ""
+    for name, field in (
+        ("small_steps_keep_the_same", "chunked"),
+        ("names_do_not_matter", "renamed"),
+    ):
+        assert CHECKS[name](_with_completion(field, logprob=-3.05)(hybrid)) == ""
+        assert CHECKS[name](_with_completion(field, logprob=-3.2)(hybrid)) != ""
+    video = good().stock[SPLIT_QUESTION].model_copy(update={"logprob": -3.05})
+    assert CHECKS["videos_are_untouched"](hybrid.model_copy(update={"video_pruned": video})) == ""
+    assert CHECKS["videos_are_untouched"](good().model_copy(update={"video_pruned": video})) != ""
 
 
 def test_every_check_has_a_failing_report() -> None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from vllm_autoprune.selftest.report import Completion
+from vllm_autoprune.selftest.report import Completion, Report
 
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
 
 TOLERANCE = 2e-2
 """Difference of log-probabilities in half precision that counts as equal."""
+
+_HYBRID_TOLERANCE = 0.1
+"""The same with linear attention, where a token alone and one of many are computed by different
+kernels: 0.04 was measured."""
+
+
+def choose_tolerance(report: Report) -> float:
+    """Difference of log-probabilities that counts as equal for a report's model."""
+    return _HYBRID_TOLERANCE if report.hybrid else TOLERANCE
 
 
 def remaining_indices(stock: list[int], pruned: list[int], kept: list[list[int]]) -> list[int]:
@@ -28,6 +37,17 @@ def remaining_indices(stock: list[int], pruned: list[int], kept: list[list[int]]
         while at < len(stock) and stock[at] == image:
             at += 1
     return indices
+
+
+def count_between(prompt: list[int], image: int) -> list[int]:
+    """How many image tokens stand before, between and after the other tokens of a prompt."""
+    counts = [0]
+    for token in prompt:
+        if token == image:
+            counts[-1] += 1
+        else:
+            counts.append(0)
+    return counts
 
 
 def describe_difference(one: Completion, other: Completion, tolerance: float = TOLERANCE) -> str:

@@ -41,5 +41,8 @@ QUESTIONS_WITH_BUDGETS: Mapping[str, tuple[str, tuple[Image.Image, ...], Sequenc
 SECOND = ("which dog is on the left", QUESTIONS[SPLIT_QUESTION][1])
 """Another question about the same image."""
 
+FURTHER = ("how many are there", QUESTIONS[SPLIT_QUESTION][1])
+"""A third question about it."""
+
 PADDING = " and the sky is blue on the right" * 6
 """Added to every question, so that image and text fill a block of the prefix cache."""

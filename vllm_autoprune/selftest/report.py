@@ -40,7 +40,8 @@ class Report(BaseModel):
     those of each later turn, and ``splittable`` whether images of this backbone can be
     two items of a prompt. The state with a core ranks before the patch merger where there is one;
     ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
-    relative to how much tokens differ, None without a merger.
+    relative to how much tokens differ, None without a merger. ``hybrid`` says whether some layers
+    have linear attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,5 +66,6 @@ class Report(BaseModel):
     merger_error: float | None
     fallbacks: int
     errors: dict[str, int]
+    hybrid: bool = False
     video_stock: Completion | None = None
     video_pruned: Completion | None = None

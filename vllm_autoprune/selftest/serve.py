@@ -10,9 +10,9 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import SMALL_BUDGET
 from vllm_autoprune.selftest.merger_reference import has_merger, measure_merger_error
 from vllm_autoprune.selftest.part_checks import SPLIT_BUDGET, SPLIT_QUESTION
-from vllm_autoprune.selftest.questions import QUESTIONS, QUESTIONS_WITH_BUDGETS, SECOND
+from vllm_autoprune.selftest.questions import FURTHER, QUESTIONS, QUESTIONS_WITH_BUDGETS, SECOND
 from vllm_autoprune.selftest.report import Report
-from vllm_autoprune.selftest.tiny_engine import TinyEngine
+from vllm_autoprune.selftest.tiny_engine import STEPS_BETWEEN_PREEMPTIONS, TinyEngine
 from vllm_autoprune.tpdsl.states.load import load_state
 
 SETTINGS = {"state": "autoprune", "budget": 4096, "requests": "budget"}
@@ -28,6 +28,7 @@ def serve(name: str) -> Report:
 def _serve_settings(folder: Path) -> Report:
     results: dict[str, Any] = {}
     engine = TinyEngine(folder, None)
+    results["hybrid"] = engine.llm.llm_engine.model_config.is_hybrid
     results["runner"] = "v2" if engine.llm.llm_engine.vllm_config.use_v2_model_runner else "v1"
     results["stock"] = {name: engine.ask(name) for name in QUESTIONS}
     results["video_stock"] = engine.ask_about_video()
@@ -66,7 +67,8 @@ def _serve_settings(folder: Path) -> Report:
     results["chunked"] = {name: engine.ask(name) for name in QUESTIONS}
     results["video_pruned"] = engine.ask_about_video()
     engine.llm.reset_prefix_cache()
-    with engine.preempting():
+    longest = max(len(one.prompt) for one in results["chunked"].values())
+    with engine.preempting(max(STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
         results["preempted"] = {name: engine.ask(name, preempted=True) for name in ("high", "two")}
     merger = has_merger(engine.llm)
     engine.stop()
@@ -98,6 +100,7 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
         split["third"] = engine.converse()
     recalled = list(engine.observer.kept_rows)
     split["second"] = engine.complete(*SECOND, None)
+    split["further"] = engine.complete(*FURTHER, None)
     engine.empty_caches()
     split["alone second"] = engine.complete(*SECOND, None)
     split["again first"] = engine.ask(SPLIT_QUESTION)

@@ -18,9 +18,9 @@ from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_QUESTION
 from vllm_autoprune.selftest.questions import PADDING, QUESTIONS, picture
 from vllm_autoprune.selftest.report import Completion
 
-_STEPS_BETWEEN_PREEMPTIONS = 11
+STEPS_BETWEEN_PREEMPTIONS = 11
 """A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
-is decoded and the second while it is prefilled."""
+is decoded and the second while it is prefilled. A longer prompt needs more steps to be answered."""
 
 
 class TinyEngine:
@@ -72,13 +72,13 @@ class TinyEngine:
         self.llm.llm_engine.reset_encoder_cache()
 
     @contextmanager
-    def preempting(self) -> Iterator[None]:
-        """Preempt running requests regularly, during prefill and during decoding."""
+    def preempting(self, interval: int = STEPS_BETWEEN_PREEMPTIONS) -> Iterator[None]:
+        """Preempt running requests every ``interval`` steps, during prefill and during decoding."""
         engine = self.llm.llm_engine
         step, steps = engine.step, itertools.count(1)
 
         def step_with_preemption() -> Any:
-            if next(steps) % _STEPS_BETWEEN_PREEMPTIONS == 0:
+            if next(steps) % interval == 0:
                 engine.reset_prefix_cache(reset_running_requests=True)
             return step()
 
