@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -35,6 +34,9 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+EncodedTiles = tuple[Tensor, "ImageFeatures"]
+"""Pixels ``(T, 3, H, W)`` of an image's tiles, and the features that they were encoded to."""
+
 Selection = tuple[PruningPolicy, VisualTokens, RefinedTokens]
 """A policy with a region's share of K, the region's tokens, and what is kept of them."""
 
@@ -57,9 +59,10 @@ def select_in_engine(
     if not selections:
         what = f"K = {policy.budget} keeps every token of this image"
         raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
+    pictures = _draw_regions(selections, image, tiles, checkpoint)
     return [
-        SelectedRegion(_picture(tokens, image, tiles, checkpoint), applied, tokens, refined)
-        for applied, tokens, refined in selections
+        SelectedRegion(picture, *selection)
+        for picture, selection in zip(pictures, selections, strict=True)
     ]
 
 
@@ -124,20 +127,21 @@ def record_selections() -> Iterator[list[Selection]]:
 
 
 @contextmanager
-def _record_tiles(llm: LLM) -> Iterator[list[Tensor]]:
-    """Record the pixels ``(T, 3, H, W)`` of images that are encoded in tiles."""
+def _record_tiles(llm: LLM) -> Iterator[list[EncodedTiles]]:
+    """Record the pixels and the features of images that are encoded in tiles."""
     from vllm_autoprune.serving.models.pruned_model import PrunedModel
 
     (model,) = llm.apply_model(lambda model: model)
     assert isinstance(model, PrunedModel) and model.autoprune is not None
     vision = model.autoprune
-    encode, tiles = vision.encode, list[Tensor]()
+    encode, tiles = vision.encode, list[EncodedTiles]()
 
     def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        features = encode(images)
         pixels = images[0]["pixel_values"]
         if pixels.ndim == 4:
-            tiles.append(pixels)
-        return encode(images)
+            tiles.append((pixels, features[0]))
+        return features
 
     vision.encode = encode_and_record  # type: ignore[method-assign]
     try:
@@ -154,13 +158,33 @@ def _prefill(llm: LLM, image: Image.Image, question: str) -> None:
     llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def _picture(
-    tokens: VisualTokens, image: Image.Image, tiles: Sequence[Tensor], checkpoint: Path
-) -> Image.Image:
-    """What a region shows: the tiles side by side, where each has a grid of its own."""
-    if tokens.grid.tiles == 1 or not tiles:
-        return image
+def _draw_regions(
+    selections: Sequence[Selection],
+    image: Image.Image,
+    tiles: Sequence[EncodedTiles],
+    checkpoint: Path,
+) -> list[Image.Image]:
+    """What each region shows: the image, its tiles side by side, or one tile."""
+    if not tiles:
+        return [image] * len(selections)
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(checkpoint)
-    return join_tiles([restore_picture(tile.cpu(), processor) for tile in torch.cat([*tiles])])
+    pixels, features = tiles[-1]
+    pictures = [restore_picture(tile.cpu(), processor) for tile in pixels]
+    budget = sum(policy.budget for policy, _, _ in selections)
+    if shown := find_tiles_of_regions(features, len(pictures), budget):
+        return [pictures[tile] for tile in shown]
+    joined = join_tiles(pictures)
+    return [joined if tokens.grid.tiles > 1 else image for _, tokens, _ in selections]
+
+
+def find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
+    """The tile that each region with a share of K shows; empty where regions are not tiles."""
+    from vllm_autoprune.serving.worker.region_shares import split_over_regions
+
+    regions = features.regions
+    if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
+        return []
+    shares = split_over_regions(budget, regions, features.first)
+    return [tile for tile, share in enumerate(shares) if share]

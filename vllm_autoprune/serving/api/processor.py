@@ -207,7 +207,7 @@ class PrunedProcessor(_Stock):
         updates = dict(super()._get_mm_prompt_updates(mm_items, plain, out_mm_kwargs))
         if "image" in updates and prunable(mm_items):
             updates["image"] = [
-                [_shorten(update, item) for update in of_item]
+                [_shorten(update, item, self._placeholders.first) for update in of_item]
                 for of_item, item in zip(updates["image"], plan.items, strict=True)
             ]
         return updates
@@ -286,8 +286,8 @@ def _split_plan(kwargs: Mapping[str, object]) -> tuple[RequestPlan, dict[str, ob
     return plan, {key: value for key, value in kwargs.items() if key != _PLAN}
 
 
-def _shorten(update: ResolvedPromptUpdate, item: ItemPlan) -> ResolvedPromptUpdate:
+def _shorten(update: ResolvedPromptUpdate, item: ItemPlan, first: int) -> ResolvedPromptUpdate:
     """A resolved prompt update whose text holds K of its N placeholders."""
     if item.profile:
         return update
-    return replace(update, content=shorten_placeholders(update.content, item.budget))
+    return replace(update, content=shorten_placeholders(update.content, item.budget, first))

@@ -16,6 +16,7 @@ from vllm_autoprune.serving.models.tiled import (
     count_image_tokens,
     count_largest_image_tokens,
 )
+from vllm_autoprune.serving.models.vision import ImageInputs
 from vllm_autoprune.serving.shared.placeholders import Placeholders
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Gemma3Vision(TiledVision):
     _model: Gemma3ForConditionalGeneration
     pixels = "pixel_values"
     counts = "num_patches"
+    apart = True
 
     @staticmethod
     def tower(model: Gemma3ForConditionalGeneration) -> nn.Module:
@@ -51,13 +53,13 @@ class Gemma3Vision(TiledVision):
         attention: nn.Module = layers[-1].self_attn.attn
         return attention
 
-    def rows(self, tiles: Tensor) -> Tensor:
+    def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
-        model = self._model
+        model, pixels = self._model, tiles[self.pixels]
         if self.graphs is not None:
-            each = torch.ones(len(tiles), dtype=torch.int64)
-            return torch.stack(list(self.graphs({self.pixels: tiles, self.counts: each})))
-        features = model._image_pixels_to_features(model.vision_tower, tiles)
+            each = torch.ones(len(pixels), dtype=torch.int64)
+            return torch.stack(list(self.graphs({self.pixels: pixels, self.counts: each})))
+        features = model._image_pixels_to_features(model.vision_tower, pixels)
         rows: Tensor = model.multi_modal_projector(features)
         return rows
 

@@ -18,6 +18,7 @@ from vllm_autoprune.serving.models.tiled import (
     count_image_tokens,
     count_largest_image_tokens,
 )
+from vllm_autoprune.serving.models.vision import ImageInputs
 from vllm_autoprune.serving.shared.placeholders import Placeholders
 from vllm_autoprune.serving.worker.merger_hook import MergerHook
 
@@ -58,9 +59,9 @@ class InternVLVision(TiledVision):
         projector, patches = self._model.multi_modal_projector, self._model.downsample_ratio**-2
         return MergerHook(projector, round(patches), projector, joined=True)
 
-    def rows(self, tiles: Tensor) -> Tensor:
+    def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
-        rows: Tensor = self._model.extract_feature(tiles)
+        rows: Tensor = self._model.extract_feature(tiles[self.pixels])
         return rows
 
 

@@ -50,8 +50,14 @@ class TiledVision(Vision):
 
     pixels: ClassVar[str]
     """The field of tiles ``(M, 3, H, W)``."""
+    masks: ClassVar[str] = ""
+    """The field of masks of the tiles' pixels ``(M, H, W)``; empty where there is none."""
     counts: ClassVar[str]
     """The field that says how many of them each image has ``(B,)``, on the CPU."""
+    apart: ClassVar[bool] = False
+    """Whether text stands between the tiles of an image: tokens are then chosen tile by tile."""
+    first: ClassVar[int] = 0
+    """Number of the tile that then takes what does not divide, as in ``Placeholders.first``."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         super().__init__(model, served)
@@ -73,48 +79,77 @@ class TiledVision(Vision):
         return None
 
     @abstractmethod
-    def rows(self, tiles: Tensor) -> Tensor:
+    def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call of ``embed_multimodal``."""
-        tiles, counts = inputs[self.pixels], inputs[self.counts]
-        assert isinstance(tiles, Tensor) and isinstance(counts, Tensor)
+        counts = inputs[self.counts]
+        assert isinstance(counts, Tensor)
+        fields = []
+        for name in self._tile_fields:
+            tiles = inputs[name]
+            assert isinstance(tiles, Tensor)
+            fields.append(tiles.split(counts.tolist()))
         return [
-            ModelImage({self.pixels: part}, len(part) * self.side**2)
-            for part in tiles.split(counts.tolist())
+            ModelImage(dict(zip(self._tile_fields, parts, strict=True)), len(parts[0]) * self.size)
+            for parts in zip(*fields, strict=True)
         ]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of one tile, n."""
+        return self.side**2
+
+    @property
+    def _tile_fields(self) -> tuple[str, ...]:
+        return (self.pixels, self.masks) if self.masks else (self.pixels,)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images in one pass of the vision tower."""
         counts = [len(image[self.pixels]) for image in images]
+        tiles = {name: torch.cat([image[name] for image in images]) for name in self._tile_fields}
         with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
-            rows = self.rows(torch.cat([image[self.pixels] for image in images]))
-        encoder, norms = (None, None) if self._merger_hook is None else self._merger_hook.take()
+            rows = self.rows(tiles)
+        entering = None if self._merger_hook is None else self._merger_hook.take()
         attention = (
             None if self._attention_hook is None else self._pooled(self._attention_hook.take())
         )
-        features, first = [], 0
+        features, start = [], 0
         for count in counts:
-            some = slice(first, first + count)
-            grid = Grid(self.side, self.side, count)
-            tokens = rows[some].flatten(0, 1).clone()
-            cells = slice(first * self.side**2, (first + count) * self.side**2)
-            before = None if encoder is None else encoder[cells].clone()
-            scored = norms is not None and "merger_input" in self.needs
-            region = Region(
-                grid,
-                tokens,
-                None if attention is None else attention[some].flatten(),
-                None,
-                self.cosine(tokens, before, grid),
-                share=count,
-                encoder=before,
-                merger_norms=norms[cells].clone() if norms is not None and scored else None,
-            )
-            features.append(ImageFeatures((region,)))
-            first += count
+            runs = [1] * count if self.apart else [count]
+            regions = []
+            for tiles_of_run in runs:
+                some = slice(start, start + tiles_of_run)
+                regions.append(self._region(rows, some, attention, entering))
+                start += tiles_of_run
+            features.append(ImageFeatures(tuple(regions), first=self.first))
         return features
+
+    def _region(
+        self,
+        rows: Tensor,
+        tiles: slice,
+        attention: Tensor | None,
+        entering: tuple[Tensor, Tensor] | None,
+    ) -> Region:
+        """Tokens of adjacent tiles that one selection chooses from."""
+        count = tiles.stop - tiles.start
+        grid = Grid(self.side, self.side, count)
+        tokens = rows[tiles].flatten(0, 1).clone()
+        cells = slice(tiles.start * self.size, tiles.stop * self.size)
+        encoder = None if entering is None else entering[0][cells].clone()
+        scored = entering is not None and "merger_input" in self.needs
+        return Region(
+            grid,
+            tokens,
+            None if attention is None else attention[tiles].flatten(),
+            None,
+            self.cosine(tokens, encoder, grid),
+            share=count,
+            encoder=encoder,
+            merger_norms=entering[1][cells].clone() if entering is not None and scored else None,
+        )
 
     def _pooled(self, received: Sequence[Tensor]) -> Tensor:
         """``(M, n)``: attention of patches, the mean of those that one token is made of."""

@@ -112,12 +112,14 @@ class ImageFeatures:
     """One image after the vision tower.
 
     filler ``(D,)`` is a row that stands for no token, of which the model puts ``gaps`` between
-    them (LLaVA-NeXT's newline); None where it has no such rows.
+    them (LLaVA-NeXT's newline); None where it has no such rows. ``first`` is the number of the
+    region that takes what does not divide of a budget.
     """
 
     regions: tuple[Region, ...]
     filler: Tensor | None = None
     gaps: int = 0
+    first: int = 0
 
     @property
     def candidates(self) -> int:
@@ -131,9 +133,9 @@ class ImageFeatures:
 
     def rows(self, count: int | None = None) -> Tensor:
         """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""
-        (first, *more) = self.regions
-        if not more and first.order is None:
-            return first.rows
+        if self.regions[0].order is None:
+            parts = [region.rows for region in self.regions]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         tokens = torch.cat([region.rows for region in self.regions])
         places = torch.cat([r.order for r in self.regions if r.order is not None])
         if self.filler is None:

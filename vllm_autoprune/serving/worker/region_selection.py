@@ -84,7 +84,7 @@ class SelectionContext:
 def region_shares(served: ServedState, plan: ItemPlan, image: ImageFeatures) -> list[RegionShare]:
     """The share of every region of an image in its plan."""
     policy = served.policy_for_plan(plan) if runs_policy(plan.keep) else None
-    return share_over_regions(plan, policy, image.regions)
+    return share_over_regions(plan, policy, image.regions, image.first)
 
 
 def select_region(

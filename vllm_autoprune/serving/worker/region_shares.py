@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from vllm_autoprune.serving.shared.part_shares import split_over_parts
 from vllm_autoprune.serving.shared.plan import ItemPlan
 from vllm_autoprune.tpdsl.executor.materialize import PruningPolicy
-from vllm_autoprune.tpdsl.tiles import split_over_tiles
 from vllm_autoprune.tpdsl.tokens import Grid
 
 
@@ -48,16 +48,19 @@ class RegionShare:
 
 
 def share_over_regions(
-    plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[SizedRegion]
+    plan: ItemPlan, policy: PruningPolicy | None, regions: Sequence[SizedRegion], first: int = 0
 ) -> list[RegionShare]:
-    """The share of every region; a core is split like the K that it is part of."""
+    """The share of every region; a core is split like the K that it is part of.
+
+    Region number ``first`` takes what does not divide.
+    """
     core, quota = (0, 0) if policy is None else (policy.core, policy.quota)
     shares = []
     for tokens, before, kept, exchanged in zip(
-        split_over_regions(plan.image_budget, regions),
-        split_over_regions(plan.kept_before, regions),
-        split_over_regions(core, regions),
-        split_over_regions(quota, regions),
+        split_over_regions(plan.image_budget, regions, first),
+        split_over_regions(plan.kept_before, regions, first),
+        split_over_regions(core, regions, first),
+        split_over_regions(quota, regions, first),
         strict=True,
     ):
         rows = tokens - before
@@ -67,22 +70,9 @@ def share_over_regions(
     return shares
 
 
-def split_over_regions(budget: int, regions: Sequence[SizedRegion]) -> tuple[int, ...]:
-    """Split K over regions: K / T for each of their tiles, the first tiles taking the remainder.
-
-    Surplus goes to the next region with room. If K is at least the number of tokens, every region
-    keeps all of its tokens.
-    """
-    tiles = split_over_tiles(budget, sum(region.share for region in regions))
-    wanted, first = [], 0
-    for region in regions:
-        wanted.append(sum(tiles[first : first + region.share]))
-        first += region.share
-    room = [region.grid.tokens for region in regions]
-    budgets = [min(one, size) for one, size in zip(wanted, room, strict=True)]
-    left = min(budget, sum(room)) - sum(budgets)
-    for i, size in enumerate(room):
-        more = min(left, size - budgets[i])
-        budgets[i] += more
-        left -= more
-    return tuple(budgets)
+def split_over_regions(
+    budget: int, regions: Sequence[SizedRegion], first: int = 0
+) -> tuple[int, ...]:
+    """Split K over regions by their shares: :func:`split_over_parts`."""
+    sizes = [region.grid.tokens for region in regions]
+    return split_over_parts(budget, sizes, [region.share for region in regions], first)
