@@ -1,4 +1,4 @@
-"""Vision side of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: image features, attention, merger input."""
+"""Vision side of Qwen-VL models: image features, attention, merger input."""
 
 from __future__ import annotations
 
@@ -38,13 +38,23 @@ class QwenVision(Vision):
         self.row_width = self._width * (1 + levels)
         reads = "cls_attention" in self.needs
         self._attention_hook = AttentionHook(_last_whole(model.visual).attn.attn) if reads else None
-        self._merger_hook = _merger_hook(model, self._merge**2) if self.reads_encoder else None
+        self._merger_hook = self.merger_hook(self._merge**2) if self.reads_encoder else None
 
     @staticmethod
     def tower(model: Qwen2_5_VLForConditionalGeneration) -> nn.Module:
         """The model's vision tower."""
         tower: nn.Module = model.visual
         return tower
+
+    def merger_hook(self, patches: int) -> MergerHook:
+        """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
+        visual = self._model.visual
+        if isinstance(self._model, _DEEPSTACK):
+            first = next(iter(visual.deepstack_merger_list), visual.merger)
+            return MergerHook(visual.merger, patches, first)
+        # vLLM calls Qwen2.5-VL's merger past its hooks; its norm comes first, and sees the same.
+        norm = visual.merger.ln_q
+        return MergerHook(norm, patches, norm)
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call, whose patches come in one tensor."""
@@ -144,16 +154,6 @@ class QwenVision(Vision):
         # This tower processes patches in window order.
         metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
         return metadata["reverse_indices"].to(self.sample_weight.device, non_blocking=True)
-
-
-def _merger_hook(model: Any, patches: int) -> MergerHook:
-    """Hook on the merger of the last block; norms are taken at the first deepstack merger."""
-    if isinstance(model, _DEEPSTACK):
-        first = next(iter(model.visual.deepstack_merger_list), model.visual.merger)
-        return MergerHook(model.visual.merger, patches, first)
-    # vLLM calls Qwen2.5-VL's merger past its hooks; its norm comes first, and sees the same.
-    norm = model.visual.merger.ln_q
-    return MergerHook(norm, patches, norm)
 
 
 def _last_whole(tower: Any) -> Any:

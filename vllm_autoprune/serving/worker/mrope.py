@@ -35,6 +35,11 @@ def position_channels(height: int, width: int, device: torch.device) -> Tensor:
     return torch.stack(digits, dim=1).float()
 
 
+def unplaced_channels(rows: Tensor) -> Tensor:
+    """Channels ``(m, 4)`` of rows whose tokens stay where they are."""
+    return rows.new_full((rows.shape[0], CHANNELS), -1, dtype=torch.float32)
+
+
 def position_offsets(carried: Tensor) -> Tensor:
     """``(3, M)`` int64 from channels ``(M, 4)``: time, height and width from the image's first."""
     digits = carried.long()
@@ -117,12 +122,16 @@ def place_image_tokens(
 
     carried holds channels ``(m, 4)`` of the step's image rows, in the order of the prompt; the
     step begins at token ``computed``. All tokens of an image have its first position in time, so
-    that is what heights and widths count from, however often this is done. No host sync.
+    that is what heights and widths count from, however often this is done. Rows with channels
+    below 0 (:func:`unplaced_channels`) leave their tokens where they are. No host sync.
     """
-    offsets = position_offsets(torch.cat(list(carried))).to(positions.device)
+    channels = torch.cat([one.float() for one in carried])
+    offsets = position_offsets(channels).to(positions.device)
     at = torch.arange(len(ids), device=positions.device)
     is_image = (ids.to(positions.device) == image) & (at >= computed)
     rank = is_image.cumsum(0) - 1
     selected = is_image & (rank < offsets.shape[1])
-    placed = positions[:1] + offsets[:, rank.clamp(0, offsets.shape[1] - 1)]
+    row = rank.clamp(0, offsets.shape[1] - 1)
+    selected &= (channels[:, 0] >= 0).to(positions.device)[row]
+    placed = positions[:1] + offsets[:, row]
     return torch.where(selected, placed.to(positions.dtype), positions)

@@ -16,6 +16,7 @@ from vllm_autoprune.serving.worker.mrope import (
     place_image_tokens,
     position_channels,
     position_offsets,
+    unplaced_channels,
 )
 
 IMAGE, TEXT = 9, 1
@@ -255,3 +256,15 @@ def test_image_token_in_user_text_keeps_its_position() -> None:
     placed = place_image_tokens(ids, positions, [kept], image, 0)
     assert placed[:, 3:].tolist() == positions[:, 3:].tolist()
     assert placed[:, 1].tolist() == [1, 1, 3]
+
+
+def test_frames_of_videos_with_the_images_token_stay_where_they_are() -> None:
+    """GLM-4.xV: the rows of a video before an image take its tokens' turn, and move nothing."""
+    ids = torch.tensor([5, 9, 9, 7, 9, 9, 6])
+    positions = torch.arange(7).expand(3, -1)
+    video = unplaced_channels(torch.zeros(2, 16, dtype=torch.bfloat16))
+    kept = position_channels(4, 4, torch.device("cpu"))[[2, 13]].bfloat16()
+    placed = place_image_tokens(ids, positions, [video, kept], 9, 0)
+    assert placed[:, :4].tolist() == positions[:, :4].tolist()
+    assert placed[:, 4:6].T.tolist() == [[4, 4, 6], [5, 8, 6]]
+    assert placed[:, 6].tolist() == [6, 6, 6]
