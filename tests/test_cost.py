@@ -12,6 +12,7 @@ from vllm_autoprune.backbones import (
     LLAVA_7B,
     LLAVA_13B,
     LLAVA_NEXT_7B,
+    QWEN3_5_9B,
     QWEN_7B,
     BackboneShape,
     find_backbone,
@@ -111,7 +112,11 @@ def test_backbones_are_known_by_name() -> None:
         "qwen2.5-vl-7b": 1296,
         "qwen3-vl-8b": 1024,
         "qwen3-vl-30b-a3b": 1024,
+        "qwen3.5-9b": 1024,
+        "glm-4.1v-9b": 1296,
+        "glm-4.5v": 1296,
         "internvl3-8b": 1280,
+        "idefics3-8b": 2873,
         "gemma-3-4b": 256,
     }
     assert find_backbone("qwen2.5-vl-7b") is QWEN_7B
@@ -135,3 +140,14 @@ def test_queries_may_be_narrower_than_the_model() -> None:
     projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
     attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
     assert prefill_flops(one, (1,)) == projections + attention + feed_forward
+
+
+def test_layers_of_linear_attention_by_hand() -> None:
+    """Three layers of four keep a state and no keys; keys 2048 wide, values 4096, one token."""
+    four = replace(QWEN3_5_9B, layers=4)
+    feed_forward = 2 * 3 * 4096 * 12288
+    linear = 2 * (4096 * (2 * 2048 + 3 * 4096) + 3 * 4096 * 128)
+    full = 2 * (4096 * (2 * 4096 + 2 * 1024) + 2 * 4096)
+    assert prefill_flops(four, (1,) * 4) == 3 * linear + full + 4 * feed_forward
+    assert estimate_cost(four, 1).kv_bytes == 2 * 1024 * 2
+    assert estimate_cost(QWEN3_5_9B, 100).kv_bytes == 8 * 100 * 2 * 1024 * 2

@@ -10,6 +10,20 @@ from vllm_autoprune.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Layers of linear attention (gated delta net), which keep one state and no keys and values.
+
+    One layer of ``every`` has full attention, the last of each group. Keys and values of all heads
+    are ``key_width`` and ``value_width`` wide, those of one head ``key_head``.
+    """
+
+    every: int
+    key_width: int
+    value_width: int
+    key_head: int
+
+
+@dataclass(frozen=True, slots=True)
 class BackboneShape:
     """Dimensions of one backbone: its language model and its grid of visual tokens.
 
@@ -39,11 +53,19 @@ class BackboneShape:
     """Checkpoint and image size that these numbers are taken from."""
     query_width: int = 0
     """Width of the queries (heads x head width), where it is not ``width``."""
+    linear: LinearAttention | None = None
+    """Its layers of linear attention; None where every layer has full attention."""
 
     @property
     def queries(self) -> int:
         """Width of the queries."""
         return self.query_width or self.width
+
+    def linear_attention(self, layer: int) -> LinearAttention | None:
+        """Linear attention of layer number ``layer``, counted from 0; None where it is full."""
+        if self.linear is None or (layer + 1) % self.linear.every == 0:
+            return None
+        return self.linear
 
     @property
     def tokens(self) -> int:
@@ -173,6 +195,40 @@ QWEN3_30B_A3B = replace(
     "experts of a token",
 )
 
+QWEN3_5_9B = replace(
+    QWEN3_8B,
+    name="qwen3.5-9b",
+    family="qwen3_5",
+    layers=32,
+    kv_width=4 * 256,
+    query_width=16 * 256,
+    linear=LinearAttention(every=4, key_width=16 * 128, value_width=32 * 128, key_head=128),
+    source="Qwen/Qwen3.5-9B; 1024 x 1024 pixels, 32 pixels a merged token",
+)
+
+GLM4_1V_9B = replace(
+    QWEN_7B,
+    name="glm-4.1v-9b",
+    family="glm4v",
+    layers=40,
+    width=4096,
+    feed_forward=13696,
+    kv_width=2 * 128,
+    source="zai-org/GLM-4.1V-9B-Thinking; 1008 x 1008 pixels, 28 pixels a merged token",
+)
+
+GLM4_5V = replace(
+    GLM4_1V_9B,
+    name="glm-4.5v",
+    family="glm4v_moe",
+    layers=46,
+    feed_forward=9 * 1408,
+    kv_width=8 * 128,
+    query_width=96 * 128,
+    source="zai-org/GLM-4.5V; 1008 x 1008 pixels, 28 pixels a merged token; the 8 experts of a "
+    "token and the shared one, in the first layer too",
+)
+
 INTERNVL3_8B = replace(
     QWEN_7B,
     name="internvl3-8b",
@@ -181,6 +237,21 @@ INTERNVL3_8B = replace(
     grid_width=16,
     tiles=5,
     source="OpenGVLab/InternVL3-8B-hf; 896 x 896 pixels: 2 x 2 tiles and a thumbnail",
+)
+
+IDEFICS3_8B = replace(
+    QWEN_7B,
+    name="idefics3-8b",
+    family="idefics3",
+    layers=32,
+    width=4096,
+    feed_forward=14336,
+    kv_width=8 * 128,
+    grid_height=13,
+    grid_width=13,
+    tiles=17,
+    source="HuggingFaceM4/Idefics3-8B-Llama3; a square image: 4 x 4 tiles and the whole image, "
+    "text between them not counted",
 )
 
 GEMMA3_4B = replace(
@@ -209,7 +280,11 @@ BACKBONE_SHAPES: dict[str, BackboneShape] = {
         QWEN_7B,
         QWEN3_8B,
         QWEN3_30B_A3B,
+        QWEN3_5_9B,
+        GLM4_1V_9B,
+        GLM4_5V,
         INTERNVL3_8B,
+        IDEFICS3_8B,
         GEMMA3_4B,
     )
 }

@@ -28,6 +28,19 @@ ASSUMPTIONS = (
 )
 
 
+LINEAR_LAYERS = (
+    "A layer of linear attention (gated delta net) has 2 x (n d (2 a + 3 v) + 3 n v h + 3 n d m): "
+    "q, k, v, gate and output projections, and three products with a state of v x h a token, where "
+    "a and v are the widths of keys and values and h that of one key head. Its state does not grow "
+    "with the prompt and is not counted as KV cache. Gates of full attention are left out."
+)
+
+
+def list_assumptions(shape: BackboneShape) -> tuple[str, ...]:
+    """What is counted for a backbone and what is left out."""
+    return ASSUMPTIONS if shape.linear is None else (*ASSUMPTIONS, LINEAR_LAYERS)
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Cost of one prompt."""
@@ -56,13 +69,29 @@ class Cost:
 
 def prefill_flops(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
     """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
-    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.queries
-    return sum(2 * (n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m) for n in schedule)
+    d, m = shape.width, shape.feed_forward
+    return sum(
+        2 * (_attention_macs(shape, layer, n) + 3 * n * d * m) for layer, n in enumerate(schedule)
+    )
+
+
+def _attention_macs(shape: BackboneShape, layer: int, n: int) -> int:
+    """Multiply-accumulates of n tokens in one layer, without its feed-forward."""
+    d, k, q = shape.width, shape.kv_width, shape.queries
+    linear = shape.linear_attention(layer)
+    if linear is None:
+        return n * d * (2 * q + 2 * k) + 2 * n * n * q
+    a, v = linear.key_width, linear.value_width
+    return n * d * (2 * a + 3 * v) + 3 * n * v * linear.key_head
 
 
 def kv_bytes(shape: BackboneShape, schedule: tuple[int, ...]) -> int:
     """Bytes of the keys and values of ``schedule[i]`` tokens in layer i, 16 bits each."""
-    return sum(n * 2 * shape.kv_width * 2 for n in schedule)
+    return sum(
+        n * 2 * shape.kv_width * 2
+        for layer, n in enumerate(schedule)
+        if shape.linear_attention(layer) is None
+    )
 
 
 def estimate_cost(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_autoprune.selftest.glm_models import GLM_BUILDERS
 from vllm_autoprune.selftest.qwen_models import QWEN_BUILDERS
 from vllm_autoprune.selftest.tiny_models import (
     CLIP_NAMES,
@@ -20,7 +21,7 @@ from vllm_autoprune.selftest.tiny_models import (
     write_checkpoint,
 )
 
-BUILDERS: dict[str, Callable[[Path], None]] = dict(QWEN_BUILDERS)
+BUILDERS: dict[str, Callable[[Path], None]] = {**QWEN_BUILDERS, **GLM_BUILDERS}
 """Name of a backbone -> writes its model to a folder."""
 
 
@@ -207,4 +208,30 @@ def _gemma3(folder: Path) -> None:
         tokenizer,
         chat_template=tokenizer.chat_template,
         image_seq_length=16,
+    ).save_pretrained(folder)
+
+
+@register_builder("idefics3")
+def _idefics3(folder: Path) -> None:
+    from transformers import Idefics3Config, Idefics3ImageProcessor, Idefics3Processor
+
+    side, patch, scale, across = 84, 14, 2, 2
+    tiles = [f"<row_{i}_col_{j}>" for i in range(1, across + 1) for j in range(1, across + 1)]
+    around = "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
+    tokenizer = build_tokenizer("<image>", *around, *tiles, "\n", "\n\n")
+    config = Idefics3Config(
+        vision_config={"image_size": side, "patch_size": patch, **VISION},
+        text_config={"model_type": "llama", "vocab_size": VOCABULARY, **TEXT},
+        image_token_id=token_id(tokenizer, "<image>"),
+        pad_token_id=0,
+        scale_factor=scale,
+    )
+    write_checkpoint(folder, config)
+    Idefics3Processor(
+        Idefics3ImageProcessor(
+            size={"longest_edge": across * side}, max_image_size={"longest_edge": side}
+        ),
+        tokenizer,
+        image_seq_len=(side // patch // scale) ** 2,
+        chat_template=tokenizer.chat_template,
     ).save_pretrained(folder)

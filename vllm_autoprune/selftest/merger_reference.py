@@ -27,12 +27,11 @@ def measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatur
 
     Of the features that an engine made of the image, against transformers in float32.
     """
-    (region,) = features.regions
-    assert region.encoder is not None and region.merger_norms is not None
+    rows = [region.encoder for region in features.regions if region.encoder is not None]
+    norms = [region.merger_norms for region in features.regions if region.merger_norms is not None]
     errors = []
-    for found, expected in zip(
-        (region.encoder, region.merger_norms), _read_merger_input(folder, image), strict=True
-    ):
+    for parts, expected in zip((rows, norms), _read_merger_input(folder, image), strict=True):
+        found = torch.cat(parts)
         deviation = (expected - expected.mean(dim=0)).pow(2).mean(dim=0).sum().sqrt()
         errors.append((found - expected).norm(dim=1).max() / deviation)
     return float(torch.stack(errors).max())
@@ -50,15 +49,21 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     def record(name: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, args: entering.update({name: args[0]}))
 
-    if not hasattr(model, "visual"):  # InternVL: pixel-shuffled tiles (T, n, 4C)
-        record("merger", model.multi_modal_projector)
+    if not hasattr(model, "visual"):  # InternVL and Idefics3: pixel-shuffled tiles (T, n, 4C)
+        shuffled = (
+            model.multi_modal_projector
+            if hasattr(model, "multi_modal_projector")
+            else model.connector.modality_projection
+        )
+        record("merger", shuffled)
         model.get_image_features(pixel_values=inputs["pixel_values"])
         tokens = entering["merger"].flatten(0, 1)
         norms = torch.stack([tokens.abs().sum(dim=1), tokens.pow(2).sum(dim=1).sqrt()], dim=1)
         return torch.stack(tokens.chunk(4, dim=1)).mean(dim=0), norms
 
     visual, grid = model.visual, inputs["image_grid_thw"]
-    record("merger", visual.merger)
+    # GLM-4.xV merges by a convolution behind a norm.
+    record("merger", visual.post_layernorm if hasattr(visual, "downsample") else visual.merger)
     first = "merger"
     if hasattr(visual, "deepstack_merger_list"):
         first = "deepstack"

@@ -31,7 +31,12 @@ def _qwen(
     start, end = "<|vision_start|>", "<|vision_end|>"
     image_pad, video_pad = "<|image_pad|>", "<|video_pad|>"
     tokenizer = build_tokenizer(
-        image_pad, video_pad, start, end, image_text=f"{start}{image_pad}{end}"
+        image_pad,
+        video_pad,
+        start,
+        end,
+        image_text=f"{start}{image_pad}{end}",
+        whole_words=kind.startswith("qwen3_5"),
     )
     config = AutoConfig.for_model(
         kind,
@@ -134,10 +139,37 @@ def _qwen3_moe(folder: Path) -> None:
     _qwen(folder, *kinds, _QWEN3, text, transposed=".mlp.experts.")
 
 
+_QWEN3_5: Part = {**_QWEN3, "deepstack_visual_indexes": []}
+_QWEN3_5_TEXT: Part = {
+    # vLLM's CPU kernels take linear heads of 64 or 128. The keys and values of 32 tokens take as
+    # much room as the state of a linear layer; vLLM would make larger blocks if they took less.
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def _qwen3_5(folder: Path) -> None:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    _qwen(folder, "qwen3_5", Qwen3VLProcessor, Qwen3VLVideoProcessor, _QWEN3_5, _QWEN3_5_TEXT)
+
+
 QWEN_BUILDERS: Mapping[str, Callable[[Path], None]] = {
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5,
     "qwen3_vl": _qwen3,
     "qwen3_vl_moe": _qwen3_moe,
+    "qwen3_5": _qwen3_5,
 }
 """Name of a backbone -> writes its model to a folder."""

@@ -45,7 +45,10 @@ class TinyEngine:
             **options,
         )
         self.observer = EngineObserver()
-        self.observer.record_positions(self.model.get_language_model().model.layers[0])
+        language_model = self.model.get_language_model()
+        # Idefics3's has no head around it.
+        layers = getattr(language_model, "model", language_model).layers
+        self.observer.record_positions(layers[0])
 
     @property
     def model(self) -> Any:

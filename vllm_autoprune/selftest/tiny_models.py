@@ -47,13 +47,15 @@ def build_tokenizer(
     *special: str,
     image_text: str | None = None,
     extra: Mapping[str, str] | None = None,
+    whole_words: bool = False,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer of whole words; ``image`` and ``special`` are added as special tokens.
 
     ``image_text`` is the text of an image in the chat template, ``extra`` maps the attribute names
-    that processors use to tokens.
+    that processors use to tokens. ``whole_words`` adds the words as tokens too, for a family whose
+    tokenizer class splits text by rules of its own.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
@@ -62,6 +64,8 @@ def build_tokenizer(
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens([image, *special])
+    if whole_words:
+        tokenizer.add_tokens([AddedToken(word, single_word=True) for word in WORDS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",

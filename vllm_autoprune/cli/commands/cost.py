@@ -7,7 +7,7 @@ import argparse
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape, find_backbone
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, format_paragraph, format_table
-from vllm_autoprune.cost import ASSUMPTIONS, Cost, estimate_cost
+from vllm_autoprune.cost import Cost, estimate_cost, list_assumptions
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def _record(
             }
             for k, row in zip(budgets, rows, strict=True)
         ],
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": list(list_assumptions(shape)),
     }
 
 
@@ -96,7 +96,7 @@ def _format_costs(
     )
     if full_layers:
         head.append(f"left after {full_layers} layers")
-    notes = [format_paragraph(f"- {note}") for note in ASSUMPTIONS]
+    notes = [format_paragraph(f"- {note}") for note in list_assumptions(shape)]
     return "\n".join([title, "", format_table(head, lines, ">>>>>>"), "", *notes])
 
 

@@ -244,7 +244,8 @@ def embed_without_lora(language_model: nn.Module) -> Embed:
     """
 
     def embed(ids: Tensor) -> Tensor:
-        inner = getattr(language_model, "model")  # noqa: B009  # no protocol declares it
+        # No protocol declares either; Idefics3's language model has no head around it.
+        inner = getattr(language_model, "model", language_model)
         layer = inner.embed_tokens
         inner.embed_tokens = getattr(layer, "base_layer", layer)
         try:

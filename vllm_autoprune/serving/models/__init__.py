@@ -74,14 +74,22 @@ _QWEN = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+
+_IDEFICS3 = "Idefics3ForConditionalGeneration"
+_GLM = {
+    "glm4v": "Glm4vForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
 }
 
 BACKBONES: dict[str, Backbone] = {
     _LLAVA: _clip("llava", _LLAVA),
     _LLAVA_NEXT: _clip("llava_next", _LLAVA_NEXT),
     **{
-        stock: Backbone(name, _at("qwen_vl", stock), input_problems=check_merger_inputs, mrope=True)
-        for name, stock in _QWEN.items()
+        stock: Backbone(name, _at(module, stock), input_problems=check_merger_inputs, mrope=True)
+        for module, family in (("qwen_vl", _QWEN), ("glm4v", _GLM))
+        for name, stock in family.items()
     },
     _ONEVISION: Backbone(
         "llava_onevision", _at("llava_onevision", _ONEVISION), check_siglip_checkpoint
@@ -91,6 +99,12 @@ BACKBONES: dict[str, Backbone] = {
         _at("internvl", "InternS1ForConditionalGeneration"),
         input_problems=check_merger_inputs,
         unsplittable="writes the tokens that begin and end an image around every item",
+    ),
+    _IDEFICS3: Backbone(
+        "idefics3",
+        _at("idefics3", _IDEFICS3),
+        input_problems=check_merger_inputs,
+        unsplittable="writes text around the tiles of every item",
     ),
     _GEMMA3: Backbone(
         "gemma3",

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size, patches merged four to one, M-RoPE.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: images of any size, patches merged four to one, M-RoPE.
 
 Videos are left as they are.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
@@ -28,6 +29,7 @@ from vllm_autoprune.serving.worker.mrope import (
     compute_input_positions,
     match_items,
     place_image_tokens,
+    unplaced_channels,
 )
 
 if TYPE_CHECKING:
@@ -88,9 +90,11 @@ PLACEHOLDERS = Placeholders(
 class PrunedQwen(PrunedModel, _Stock):
     """Mixin before the stock classes."""
 
-    autoprune_vision = QwenVision
+    autoprune_vision: ClassVar[type[QwenVision]] = QwenVision
     supports_multimodal_pruning: ClassVar[Literal[True]] = True
     """vLLM asks a model for positions anew only where it says this."""
+    videos_share_token: ClassVar[bool] = False
+    """Whether frames of videos have the same placeholder token as images."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if served_state(vllm_config.model_config) is not None:
@@ -152,6 +156,8 @@ class PrunedQwen(PrunedModel, _Stock):
             if one.shape[1] == wide:
                 carried.append(one[:, -CHANNELS:])
                 one = one[:, :-CHANNELS]
+            elif self.videos_share_token:
+                carried.append(unplaced_channels(one))
             rows.append(one)
         positions = mrope_positions
         if carried:
@@ -192,4 +198,12 @@ class AutopruneQwen3VLMoeForConditionalGeneration(PrunedQwen, Qwen3VLMoeForCondi
 
     _processor_factory = make_pruned_factories(
         Qwen3VLMoeForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+
+
+class AutopruneQwen3_5ForConditionalGeneration(PrunedQwen, Qwen3_5ForConditionalGeneration):
+    """``Qwen3_5ForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = make_pruned_factories(
+        Qwen3_5ForConditionalGeneration._processor_factory, PLACEHOLDERS
     )

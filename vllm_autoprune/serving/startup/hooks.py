@@ -134,7 +134,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.multimodal.parse",
-        ("ImageEmbeddingItems", "ImageProcessorItems.get_image_size", "MultiModalDataItems.select"),
+        (
+            "ImageEmbeddingItems",
+            "ImageProcessorItems.get_image_size",
+            "ImageSize",
+            "MultiModalDataItems.select",
+        ),
         "processor: what comes unpruned, and what an image shows",
     ),
     Hook(
@@ -183,10 +188,25 @@ HOOKS: tuple[Hook, ...] = (
         "recompute_mrope_positions",
     ),
     _model(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        *_QWEN,
+        "recompute_mrope_positions",
+    ),
+    _model("glm4_1v", "Glm4vForConditionalGeneration", *_QWEN),
+    _model("glm4_1v", "Glm4vMoeForConditionalGeneration", *_QWEN),
+    _model(
         "interns1",
         "InternS1ForConditionalGeneration",
         "extract_feature",
         merger="InternS1MultiModalProjector",
+    ),
+    _model("idefics3", "Idefics3ForConditionalGeneration", merger="Idefics3SimpleMLP"),
+    Hook(
+        "vllm.model_executor.models.idefics3",
+        ("Idefics3Model.image_pixels_to_features",),
+        "models: rows of tiles",
+        only="Idefics3ForConditionalGeneration",
     ),
     _model("gemma3_mm", "Gemma3ForConditionalGeneration", "_image_pixels_to_features"),
     Hook(

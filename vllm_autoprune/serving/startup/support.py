@@ -71,8 +71,24 @@ BACKBONE_SUPPORT: tuple[BackboneSupport, ...] = (
         "one grid of any size, deepstack levels alike", "time, height, width", "untouched", _TINY,
     ),
     BackboneSupport(
+        "qwen3_5", "Qwen3.5", "embeddings", "mean", "refused",
+        "one grid of any size", "time, height, width", "untouched", _TINY,
+    ),
+    BackboneSupport(
+        "glm4v", "GLM-4.1V", "embeddings", "mean", "refused",
+        "one grid of any size", "time, height, width", "untouched", _TINY,
+    ),
+    BackboneSupport(
+        "glm4v_moe", "GLM-4.5V (MoE)", "embeddings", "mean", "refused",
+        "one grid of any size", "time, height, width", "untouched", _TINY,
+    ),
+    BackboneSupport(
         "internvl", "InternVL (`InternVLForConditionalGeneration`)", "embeddings", "mean",
         "refused", "equal tiles", "one number", "untouched", _TINY,
+    ),
+    BackboneSupport(
+        "idefics3", "Idefics3", "embeddings", "mean", "refused",
+        "equal tiles and the whole image, each with its share of K", "one number", "none", _TINY,
     ),
     BackboneSupport(
         "gemma3", "Gemma 3", "embeddings", "mean", "refused",
@@ -170,7 +186,7 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "Ranking before the patch merger (`rank_at`)", "yes",
-        "Qwen-VL and InternVL; the others have no merger and refuse it",
+        "Qwen-VL, GLM-4.xV, InternVL, Idefics3; the others have no merger and refuse it",
         (
             "serving/unit/worker/test_batch_inputs.py"
             "::test_a_state_that_ranks_before_the_merger_keeps_rows_after_it",
@@ -246,7 +262,8 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
     ),
     Support(
-        "Idefics3, SmolVLM, Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4", "refused",
+        "Qwen3.5-MoE, SmolVLM, Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4",
+        "refused",
         "by name, with the reason",
         (
             "serving/unit/startup/test_config.py"

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.glm4v.image_processing_glm4v import smart_resize
 from vllm.multimodal.parse import ImageProcessorItems, ImageSize, MultiModalDataItems
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.resized_images import choose_sizes, resize_images
+from vllm_autoprune.serving.models import glm4v
 from vllm_autoprune.serving.models.qwen_vl import shrink_to_budget
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 
@@ -60,6 +62,23 @@ def test_a_resized_image_has_at_most_k_tokens(width: int, height: int, budget: i
     assert chosen.resized is not None
     assert 1 <= chosen.kept <= budget
     assert chosen.kept * UNIT**2 == chosen.resized[0] * chosen.resized[1]
+
+
+@given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))
+def test_glm_s_processor_leaves_a_resized_image_as_it_is(
+    width: int, height: int, budget: int
+) -> None:
+    """It counts the pixels of two frames, of which an image is one."""
+    if max(width, height) > 200 * min(width, height):
+        return
+    vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
+    info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
+    smaller = glm4v.shrink_to_budget(info, ImageSize(width, height), budget)
+    sides = smaller.height, smaller.width
+    assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
+    if max(sides) <= 200 * min(sides):
+        most = 2 * 10**9
+        assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
 
 
 def test_the_sides_keep_their_ratio() -> None:

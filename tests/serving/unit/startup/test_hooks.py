@@ -27,7 +27,7 @@ def test_missing_names_are_reported() -> None:
 
 @pytest.mark.compat
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.module}:{hook.names[0]}")
 def test_every_hook_exists(hook: Hook) -> None:
     assert find_missing_names(hook) == ()
 

@@ -101,7 +101,7 @@ def test_record_of_a_release_equals_its_wheel(release: Release) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.module)
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.module}:{hook.names[0]}")
 def test_source_lookup_agrees_with_importing(hook: Hook) -> None:
     """For existing names, and for the same names misspelt."""
     misspelt = tuple(f"{name}_gone" for name in hook.names)

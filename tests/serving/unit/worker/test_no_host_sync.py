@@ -217,7 +217,8 @@ def test_attention_of_towers_with_and_without_cls() -> None:
 
 
 @pytest.mark.compat
-def test_positions_of_kept_tokens() -> None:
+@pytest.mark.parametrize("share_token", [False, True], ids=["Qwen", "GLM"])
+def test_positions_of_kept_tokens(share_token: bool) -> None:
     """As Model Runner V2 asks for them: token ids and positions lie on the device."""
     from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA
     from vllm_autoprune.serving.models.qwen_vision import QwenVision
@@ -225,7 +226,8 @@ def test_positions_of_kept_tokens() -> None:
 
     vision = QwenVision.__new__(QwenVision)
     vision.row_width = WIDTH
-    model: Any = SimpleNamespace(autoprune=vision, config=SimpleNamespace(image_token_id=9))
+    config = SimpleNamespace(image_token_id=9)
+    model: Any = SimpleNamespace(autoprune=vision, config=config, videos_share_token=share_token)
     ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
     with worker_step():
         places = position_channels(4, 3, DEVICE).to(torch.bfloat16)
