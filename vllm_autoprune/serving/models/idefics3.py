@@ -91,9 +91,10 @@ class Idefics3Vision(TiledVision):
         return MergerHook(projection, connector.scale_factor**2, projection, joined=True)
 
     def rows(self, tiles: ImageInputs) -> Tensor:
-        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model.
+        """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, also of blank tiles.
 
-        Which drops black tiles, of which vLLM makes none; they would be fewer than placeholders.
+        The stock model drops tiles of zeros as padding. A plain grey picture has such tiles, and
+        its placeholders count them.
         """
         if self.graphs is not None:
             each = torch.ones(len(tiles[self.pixels]), dtype=torch.int64)
