@@ -65,9 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     study.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
     study.add_argument("--seeds", type=int, default=8, help="number of seeds")
-    study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS))
+    study.add_argument(
+        "--yardsticks",
+        nargs="+",
+        choices=YARDSTICKS,
+        default=list(YARDSTICKS),
+        help="models to measure on",
+    )
     study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
-    study.add_argument("--strategies", nargs="+", default=list(ARMS))
+    study.add_argument("--strategies", nargs="+", default=list(ARMS), help="strategies to compare")
     study.add_argument("--rounds", type=int, default=10, help="rounds of five evaluations")
     study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     study.add_argument("--proposer-model", help="its name there")
