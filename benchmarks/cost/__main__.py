@@ -13,8 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType, ModuleType
 
-from vllm_autoprune.cli.output import CommandParser
-
 COMMANDS: Mapping[str, str] = {
     "overhead": "cost of the plugin itself: time to first token, memory, and without a state",
     "efficiency": "FLOPs, prefill, decode, KV cache, memory and score of each policy, as a table",
@@ -30,12 +28,17 @@ COMMANDS: Mapping[str, str] = {
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """All commands, and the arguments of the given one."""
-    parser = CommandParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cost", description="What pruning costs and what it saves."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
         if name == command:
             _import_command(name).add_arguments(added)
     return parser

@@ -22,7 +22,6 @@ from benchmarks.cost.selection import NO_GPU
 from benchmarks.cost.selection import gpu as loops
 from benchmarks.cost.selection.images import LLAVA, LLAVA_NEXT, Size
 from benchmarks.cost.selection.timing import log_progress, measure_alternately
-from vllm_autoprune.cli.output import CommandParser
 
 SIZES = (LLAVA[1], Size(576, 1, 8, 64), LLAVA_NEXT[1], Size(576, 5, 8, 320))
 
@@ -114,7 +113,7 @@ def _serve(out: Path) -> int:
     """LLaVA-1.5-7B of full depth with random weights, stock and pruned."""
     from benchmarks.cost import efficiency
 
-    parser = CommandParser()
+    parser = argparse.ArgumentParser()
     efficiency.add_arguments(parser)
     chosen = ["--model", "llava-1.5-7b", "--layers", "32", "--policies", "", "--scenes", "0"]
     return efficiency.run(parser.parse_args([*chosen, "--requests", "10", "--out", str(out)]))
