@@ -23,7 +23,7 @@ import sys
 from benchmarks import server
 from benchmarks.demo.__main__ import main
 
-def command(model, port, flags=()):
+def command(model, port, *more):
     return [sys.executable, sys.argv[1], str(port), sys.argv[2], sys.argv[3]]
 
 server.command = command
