@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from time import sleep
 
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.client import Client
@@ -32,6 +33,13 @@ LIKE_STOCK, LIKE_TODAY = 1.15, 1.03
 
 _WARM_UP = 10_000
 """Number of the image that is not measured."""
+
+_QUIET = 1.5
+"""Seconds before each question.
+
+A worker polls for a second after its last step (``busy_loop_s`` of vLLM's ``SpinCondition``), and
+the workers of idle servers would take the processor from the one that is measured.
+"""
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,7 @@ def _ask(
 
 def _send(target: Target, text: str, url: str) -> Answer:
     server = target.server
+    sleep(_QUIET)
     body = build_request(server.model, text, url, pruning=target.pruning)
     before = server.processor_seconds()
     record = Client(server.url, timeout=900).send(body)
