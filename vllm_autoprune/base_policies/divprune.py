@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.farthest import farthest_points
+from vllm_autoprune.ops.farthest import distance_to_kept, farthest_points
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -35,10 +35,10 @@ def _continue(params: DivPruneParams, tokens: VisualTokens, budget: int, given: 
     """Max-min cosine distance, starting from the given tokens."""
     kept = mask_from_indices(given.indices, tokens.count)
     if params.tile_scope == "global":
-        return _spread_from(tokens.features, kept, given.closed, budget)
+        return _spread_from(_rounded(tokens.cosine, tokens), kept, given.closed, budget)
     shares = split_over_tiles(budget, tokens.grid.tiles)
     kept, closed = tokens.by_tile(kept), tokens.by_tile(given.closed)
-    picks = _spread_from(tokens.by_tile(tokens.features), kept, closed, shares[0])
+    picks = _spread_from(_rounded(tokens.tile_cosine, tokens), kept, closed, shares[0])
     return join_tiles(picks, tokens, shares, given.next_tile(tokens))
 
 
@@ -46,42 +46,37 @@ def _continue(params: DivPruneParams, tokens: VisualTokens, budget: int, given: 
 def divprune(params: DivPruneParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour."""
     if params.tile_scope == "global":
-        return ReferenceSelection(_spread(tokens.features, budget))
+        return ReferenceSelection(_spread(_rounded(tokens.cosine, tokens), budget))
     shares = split_over_tiles(budget, tokens.grid.tiles)
-    picks = _spread(tokens.by_tile(tokens.features), shares[0])
+    picks = _spread(_rounded(tokens.tile_cosine, tokens), shares[0])
     return ReferenceSelection(join_tiles(picks, tokens, shares))
 
 
-def _spread(features: Tensor, count: int) -> Tensor:
-    """Farthest-point picks ``(B, count)`` of features ``(B, N, D)``.
+def _rounded(cosine: Tensor, tokens: VisualTokens) -> Tensor:
+    """Cosines in the dtype of the features, in which the published code computes distances.
 
-    Computed in the dtype of the features, as published: in half precision ties are common, and the
-    lower index wins.
+    In half precision ties are common, and the lower index wins.
     """
-    distance = _distances(features)
-    batch, size, _ = features.shape
+    return cosine.to(tokens.features.dtype)
+
+
+def _spread(cosine: Tensor, count: int) -> Tensor:
+    """Farthest-point picks ``(B, count)`` by cosines ``(B, N, N)``."""
+    distance = 1 - cosine
+    batch, size, _ = distance.shape
     # The smallest distance of a token is to itself, so the second smallest is to its nearest
     # neighbour; like the published code, this does not mask the diagonal.
     second = distance.topk(min(2, size), dim=1, largest=False).values[:, -1]
     first = second.argmax(dim=1, keepdim=True)
     nearest = distance.gather(1, first[:, :, None].expand(-1, -1, size))[:, 0]
-    taken = torch.zeros(batch, size, dtype=torch.bool, device=features.device)
+    taken = torch.zeros(batch, size, dtype=torch.bool, device=distance.device)
     rest = farthest_points(
         distance, count - 1, nearest=nearest, taken=taken.scatter(1, first, True)
     )
     return torch.cat([first, rest], dim=1)
 
 
-def _spread_from(features: Tensor, kept: Tensor, closed: Tensor, count: int) -> Tensor:
+def _spread_from(cosine: Tensor, kept: Tensor, closed: Tensor, count: int) -> Tensor:
     """Farthest-point picks ``(B, count)`` that continue from the tokens of a mask ``(B, N)``."""
-    distance = _distances(features)
-    nearest = distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)
-    return farthest_points(distance, count, nearest=nearest, taken=closed)
-
-
-def _distances(features: Tensor) -> Tensor:
-    """Cosine distances ``(B, N, N)`` of features ``(B, N, D)``."""
-    norm = features.norm(dim=-1, keepdim=True)
-    unit = features / norm.clamp_min(torch.finfo(features.dtype).tiny)
-    distances: Tensor = 1 - unit @ unit.transpose(1, 2)
-    return distances
+    distance = 1 - cosine
+    return farthest_points(distance, count, nearest=distance_to_kept(distance, kept), taken=closed)
