@@ -20,6 +20,15 @@ def test_cache_resets_and_new_weights_clear_features(runner: Runner) -> None:
     assert left == {"reset_mm_cache": 0, "reset_encoder_cache": 0, "reload_weights": 0}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.scenarios("reloaded_weights")
+def test_new_weights_from_disk_answer_as_a_new_engine(runner: Runner) -> None:
+    report = runner.run("reloaded_weights")
+    first, other = report["expected"]
+    assert report["answers"] == [first, other, first]
+    assert all(a["kept"] and a["kept"] != b["kept"] for a, b in zip(first, other, strict=True))
+
+
 def test_planted_uuids_do_not_change_answers(runner: Runner) -> None:
     """Without its caches vLLM numbers images, and a client may send such uuids."""
     before, *after = runner.run("feature_cache")["planted"]

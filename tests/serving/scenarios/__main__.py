@@ -32,6 +32,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     policies,
     ranks,
     recall,
+    reloaded_weights,
     rendering,
     request_states,
     resized_images,

@@ -210,8 +210,9 @@ def prompt_embeds_mode() -> Report:
 
     ``together``: :data:`REQUESTS` in one batch with an embedded prompt, and that prompt ``after``
     them; ``embedded``: alone, and as the text it stands for. ``beside``: answers to a question
-    whose last words are embeddings, and to one in text; ``counted`` requests with images of the
-    two. ``unpruned``: answers about an image that is not pruned, and about its ``image_embeds``.
+    whose last words are embeddings, text, and embeddings of other words; ``counted`` requests with
+    images of these. ``unpruned``: answers about an image that is not pruned, and about its
+    ``image_embeds``.
     """
     llm = start_mode(enable_prompt_embeds=True, enable_mm_embeds=True)
     table = model_of(llm).get_language_model().model.embed_tokens
@@ -257,24 +258,34 @@ def counted_requests() -> float:
 
 
 def _ask_beside(llm: LLM, table: torch.nn.Module) -> list[list[int]]:
+    """Answers to a message whose last words are embeddings, text, and embeddings of other words.
+
+    Under a state that does not read the question, which has only its words in text.
+    """
     from vllm import SamplingParams
 
-    image, words = examples(1)[0].image, " red circle"
-    ids = llm.get_tokenizer().encode(words, add_special_tokens=False)
-    with torch.no_grad():
-        rows = table(torch.tensor(ids)).float()
-    buffer = io.BytesIO()
-    torch.save(rows, buffer)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    question = turn("Which digit is on the", image)
-    content = question["content"]
-    assert isinstance(content, list)
-    embedded = {"role": "user", "content": [*content, {"type": "prompt_embeds", "data": data}]}
-    text = {"role": "user", "content": [*content, {"type": "text", "text": words}]}
+    question = turn("Which digit is on the", examples(1)[0].image)["content"]
+    assert isinstance(question, list)
+    ends = [
+        _embed(llm, table, " red circle"),
+        {"type": "text", "text": " red circle"},
+        _embed(llm, table, " blue square"),
+    ]
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    entry = {"autoprune": {"state": "visionzip", "budget": 16}}
     answers = []
-    for message in (embedded, text):
+    for end in ends:
         forget(llm)
-        (output,) = llm.chat([[message]], sampling, use_tqdm=False)
+        message = {"role": "user", "content": [*question, end]}
+        (output,) = llm.chat([[message]], sampling, use_tqdm=False, mm_processor_kwargs=entry)
         answers.append(list(output.outputs[0].token_ids))
     return answers
+
+
+def _embed(llm: LLM, table: torch.nn.Module, words: str) -> dict[str, object]:
+    """Words as a part of a message that contains their embeddings."""
+    ids = llm.get_tokenizer().encode(words, add_special_tokens=False)
+    buffer = io.BytesIO()
+    with torch.no_grad():
+        torch.save(table(torch.tensor(ids)).float(), buffer)
+    return {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,10 +52,28 @@ def one_rank() -> Report:
 def two_ranks() -> Report:
     """Answers at TP = 2, and each rank's selection before the broadcast.
 
+    ``actors``: the Ray actor of each worker, if it is one.
+
     ``parts`` has the same for cores, deltas and recalls, ``policies`` for requests with policies
     that read tensors sharded over ranks. Processed images reach both ranks through shared memory.
     """
     return _ranked(2, POLICIES, mm_processor_cache_type="shm")
+
+
+@scenario
+def two_ray_workers() -> Report:
+    """:func:`two_ranks` without policies, its workers actors of a local Ray cluster.
+
+    Needs the environment of ``test_ray.py``.
+    """
+    import ray  # type: ignore[import-not-found]  # test_ray.py installs it
+
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20)
+    try:
+        return _ranked(2, distributed_executor_backend="ray")
+    finally:
+        release_all()
+        ray.shutdown()
 
 
 @scenario
@@ -105,6 +124,7 @@ def _ranked(ranks: int, policies: Sequence[str] = (), **options: object) -> Repo
         questions = examples(4)
         answers = [chat(llm, [[turn(e.question, e.image)]])[0].plain() for e in questions]
         report = {"answers": answers, "kept": llm.collective_rpc(seen_here), "policies": {}}
+        report["actors"] = llm.collective_rpc(find_actor)
         llm.collective_rpc(begin_watching)
         parts = [render_prompt(examples(6), *key) for key in PARTS]
         answers = [generate(llm, [each])[0].plain() for each in parts]
@@ -142,6 +162,12 @@ def begin_watching(worker: object) -> None:
 def seen_here(worker: object) -> list[list[list[int]]]:
     """Runs in every worker: the selected indices, before the broadcast."""
     return _WATCHED[-1].before_broadcast
+
+
+def find_actor(worker: object) -> str:
+    """Runs in every worker: the Ray actor that it is, or nothing."""
+    ray = sys.modules.get("ray")
+    return str(ray.get_runtime_context().get_actor_id() or "") if ray is not None else ""
 
 
 _WATCHED: list[Any] = []

@@ -219,6 +219,11 @@ SUPPORT: tuple[Support, ...] = (
         ),
     ),
     Support(
+        "`--distributed-executor-backend ray`", "yes",
+        "two workers in a local cluster choose the same tokens as two processes",
+        ("serving/test_ray.py::test_workers_in_a_ray_cluster_select_as_processes_do",),
+    ),
+    Support(
         "`--mm-encoder-tp-mode data`", "yes",
         "states that do not read inside the vision tower; others are refused",
         ("serving/test_ranks.py::test_ranks_agree_with_a_data_parallel_tower",),
@@ -237,8 +242,12 @@ SUPPORT: tuple[Support, ...] = (
         ),
     ),
     Support(
-        "`reset_mm_cache`, `reset_encoder_cache`, `reload_weights`", "yes", "drop all features",
-        ("serving/test_feature_cache.py::test_cache_resets_and_new_weights_clear_features",),
+        "`reset_mm_cache`, `reset_encoder_cache`, `reload_weights`", "yes",
+        "drop all features; with other weights from disk an engine answers as a new one",
+        (
+            "serving/test_feature_cache.py::test_cache_resets_and_new_weights_clear_features",
+            "serving/test_feature_cache.py::test_new_weights_from_disk_answer_as_a_new_engine",
+        ),
     ),
     Support(
         "Sleep and wake", "yes",
@@ -249,6 +258,11 @@ SUPPORT: tuple[Support, ...] = (
             "serving/unit/startup/test_activation.py"
             "::test_sleep_is_refused_before_the_engine_is_paused",
         ),
+    ),
+    Support(
+        "Rolling out another state", "yes",
+        "two servers behind a router under traffic: no request is dropped, none has another state",
+        ("serving/test_rolling.py::test_another_state_is_rolled_out_under_traffic",),
     ),
     Support(
         "Async scheduling", "untested", "vLLM switches it off on a CPU",
