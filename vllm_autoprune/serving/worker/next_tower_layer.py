@@ -43,7 +43,11 @@ class NextTowerLayer:
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]], like: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass the weights through; copy this layer's to the device and dtype of ``like``."""
+        """Pass the weights through; copy this layer's to the device and dtype of ``like``.
+
+        Or of those it has: while vLLM loads a model anew, its parameters are on the meta device.
+        """
+        like = next(iter(self._weights.values()), like)
         for name, weight in weights:
             own = self._own.search(name)
             if own is not None:

@@ -89,6 +89,17 @@ def test_copies_are_kept_in_the_tower_s_dtype(tower: Any) -> None:
     assert (attention.dtype, keys.dtype) == (torch.float32, torch.bfloat16)
 
 
+def test_other_weights_replace_the_first_while_the_model_has_none(tower: Any) -> None:
+    """``reload_weights`` of a running engine: the model's parameters are on the meta device."""
+    layer, states = load_layer(tower), torch.randn(1, 5, CONFIG.hidden_size)
+    _, before = layer(states)
+    doubled = ((name, weight * 2) for name, weight in checkpoint(tower))
+    for _ in layer.capture_weights(doubled, torch.zeros(1, device="meta")):
+        pass
+    _, after = layer(states)
+    assert after.isfinite().all() and not torch.allclose(before, after)
+
+
 @pytest.mark.parametrize("lost", NAMES)
 def test_missing_weights_are_named(tower: Any, lost: str) -> None:
     layer = NextTowerLayer(CONFIG, NEXT)
