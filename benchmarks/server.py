@@ -25,6 +25,13 @@ from benchmarks.common import BenchmarkError
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
 
+POLLING = 1.5
+"""Seconds after which the worker of an idle server has stopped polling.
+
+It polls for one second after its last step (``busy_loop_s`` of vLLM's ``SpinCondition``), and takes
+the processor from a server on the same machine that is measured meanwhile.
+"""
+
 
 class ServerDied(RuntimeError):
     """The server ended before it was ready; the message contains the end of its log."""

@@ -1,6 +1,6 @@
 """The plugin without a state against an environment without the plugin, and that against itself.
 
-The three servers run side by side and get every request in turn, so that whatever slows the machine
+The three servers run side by side and are sent requests in turn, so that whatever slows the machine
 slows all of them; the second stock server shows the size of the noise.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from time import sleep
 
 from benchmarks.common import BenchmarkError
 from benchmarks.common.client import Client
@@ -21,7 +22,7 @@ from benchmarks.common.report import Claim, Section, Table, format_excess, forma
 from benchmarks.cost.overhead.bare_environment import build_bare_environment
 from benchmarks.cost.overhead.settings import Settings, build_request, image_url
 from benchmarks.cost.overhead.ttft import Timing
-from benchmarks.server import Server, serve
+from benchmarks.server import POLLING, Server, serve
 from vllm_autoprune.statistics import Estimate, ratio_of_medians, spread, verdict_of, within
 
 SERVERS = ("stock", "plugin", "stock again")
@@ -30,7 +31,10 @@ SERVERS = ("stock", "plugin", "stock again")
 REQUESTS: Mapping[str, int] = {"text": 1, "image": 1, "8 images at once": 8}
 """Kinds of requests, and how many are sent together."""
 
-TOKENS, SIDE, COMPARED, WARM_UP = 8, 168, 20, 20
+TOKENS, SIDE, COMPARED = 8, 168, 20
+ROUNDS, EACH, WARM_UP = 20, 10, 2
+"""Rounds, the requests of each kind in a round, and rounds before those that count."""
+
 LOW, HIGH = 0.99, 1.01
 
 Times = dict[str, dict[str, list[list[float]]]]
@@ -58,7 +62,7 @@ class Measured:
 
 def measure(settings: Settings) -> Section:
     """Two sets of servers, started in opposite order."""
-    turns, rounds = (1, 40) if settings.quick else (2, 200)
+    turns, rounds = (1, 4) if settings.quick else (2, ROUNDS)
     measured = Measured()
     with tempfile.TemporaryDirectory(prefix="bare-") as folder:
         bare = build_bare_environment(Path(folder))
@@ -119,21 +123,31 @@ def _answer(server: Server, text: str, url: str | None) -> str:
 def _send_rounds(running: Mapping[str, Server], turn: int, rounds: int, measured: Measured) -> None:
     numbers = count(turn * 1_000_000)
     for i in range(WARM_UP + rounds):
-        if i % 50 == 0:
+        if i % 5 == 0:
             log_progress(f"inert: round {i} of {WARM_UP + rounds}")
         order = SERVERS[i % 3 :] + SERVERS[: i % 3]
         for kind, together in REQUESTS.items():
-            sent = [next(numbers) for _ in range(together)]
+            sent = [[next(numbers) for _ in range(together)] for _ in range(EACH)]
             for name in order if i % 2 == 0 else reversed(order):
-                server = running[name]
-                bodies = [_build_body(server, kind, number) for number in sent]
-                before = server.processor_seconds()
-                records = Client(server.url).send_together(bodies)
-                spent = server.processor_seconds() - before
+                sleep(POLLING)
+                totals, processor = _send(running[name], kind, sent)
                 if i >= WARM_UP:
-                    total = max(Timing.of(record).total for record in records)
-                    measured.totals[kind][name].append([total])
-                    measured.processor[kind][name].append([spent])
+                    measured.totals[kind][name].append(totals)
+                    measured.processor[kind][name].append(processor)
+
+
+def _send(
+    server: Server, kind: str, sent: Sequence[Sequence[int]]
+) -> tuple[list[float], list[float]]:
+    """Seconds, and processor seconds, of requests sent one after another, or several at once."""
+    totals, processor = [], []
+    for numbers in sent:
+        bodies = [_build_body(server, kind, number) for number in numbers]
+        before = server.processor_seconds()
+        records = Client(server.url).send_together(bodies)
+        processor.append(server.processor_seconds() - before)
+        totals.append(max(Timing.of(record).total for record in records))
+    return totals, processor
 
 
 def _build_body(server: Server, kind: str, number: int) -> bytes:
@@ -176,8 +190,8 @@ def build_section(measured: Measured) -> Section:
         setup=[
             f"mini-LLaVA, {TOKENS} tokens an answer, caches off; stock is an environment without "
             "the plugin, otherwise the same",
-            "three servers side by side, every request to each of them in rotating order; sets of "
-            "servers started anew, one after the other: ratios "
+            f"three servers side by side, every {EACH} requests to each of them in rotating order; "
+            "sets of servers started anew, one after the other: ratios "
             + "; ".join(
                 ", ".join(f"{k} {100 * (r - 1):+.1f} %" for k, r in one.items())
                 for one in measured.by_set

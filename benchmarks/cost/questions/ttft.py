@@ -22,7 +22,7 @@ from benchmarks.cost.efficiency.models import Model
 from benchmarks.cost.overhead.settings import build_request, draw_words, image_url
 from benchmarks.cost.questions.arms import SPLIT, STOCK, TODAY
 from benchmarks.load.arms import Arm
-from benchmarks.server import Server, serve
+from benchmarks.server import POLLING, Server, serve
 from vllm_autoprune.statistics import at_most, ratio_of_medians, spread
 
 WORDS = 16
@@ -33,13 +33,6 @@ LIKE_STOCK, LIKE_TODAY = 1.15, 1.03
 
 _WARM_UP = 10_000
 """Number of the image that is not measured."""
-
-_QUIET = 1.5
-"""Seconds before each question.
-
-A worker polls for a second after its last step (``busy_loop_s`` of vLLM's ``SpinCondition``), and
-the workers of idle servers would take the processor from the one that is measured.
-"""
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ def _ask(
 
 def _send(target: Target, text: str, url: str) -> Answer:
     server = target.server
-    sleep(_QUIET)
+    sleep(POLLING)
     body = build_request(server.model, text, url, pruning=target.pruning)
     before = server.processor_seconds()
     record = Client(server.url, timeout=900).send(body)

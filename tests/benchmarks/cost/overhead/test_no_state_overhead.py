@@ -35,13 +35,15 @@ def test_every_server_gets_every_request(
     running: dict[str, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(no_state_overhead, "WARM_UP", 1)
+    monkeypatch.setattr(no_state_overhead, "EACH", 2)
+    monkeypatch.setattr(no_state_overhead, "POLLING", 0.0)
     measured = Measured()
     no_state_overhead._send_rounds(running, 0, 3, measured)
     for times in (measured.totals, measured.processor):
         counts = [{name: len(rows) for name, rows in times[kind].items()} for kind in REQUESTS]
         assert counts == [dict.fromkeys(SERVERS, 3)] * len(REQUESTS)
-    values = [value for by in measured.processor.values() for rows in by.values() for value in rows]
-    assert min(values) > [0.0]
+    values = [row for by in measured.processor.values() for rows in by.values() for row in rows]
+    assert all(len(row) == 2 and min(row) > 0 for row in values)
 
 
 def test_an_answer_of_other_bytes_is_named(running: dict[str, Server]) -> None:
