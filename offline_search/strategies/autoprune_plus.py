@@ -173,7 +173,7 @@ class _ParentSource:
 
 
 def _spread_origins(count: int) -> list[str]:
-    """The origins of so many slots: half by TPE, a third mutations, the others crossovers."""
+    """Origins of ``count`` slots: half by TPE, a third mutations, the others crossovers."""
     pattern = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
     return [pattern[index % len(pattern)] for index in range(count)]
 

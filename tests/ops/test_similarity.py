@@ -102,7 +102,7 @@ def test_an_image_alone_has_the_same_bits_as_in_a_batch(
 
 
 def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
-    """All summing operations between features and indices."""
+    """A selection with every operation that sums, whose rounding may depend on the batch."""
     similarity = cosine(features)
     relevance = cosines_with(features, text)
     quality = 1.5 + relevance.sum(dim=-1)

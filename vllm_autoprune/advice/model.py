@@ -178,7 +178,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, Estimate]:
 
 
 def aligned_core(traffic: Traffic) -> int:
-    """K_c as it is served: the core ends on the edge of a KV block that is nearest, inside K.
+    """K_c as it is served: moved to the nearest edge of a KV block within K.
 
     0 where there is no such edge, or no prefix cache: the image is then not split. As
     ``serving.api.image_split.align_core``.

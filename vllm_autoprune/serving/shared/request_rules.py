@@ -50,7 +50,7 @@ class RequestRules:
     recall: int = 0
 
     def allows(self, level: Level) -> bool:
-        """Whether requests may set what a level adds."""
+        """Whether requests may set the fields that a level adds."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
 
     def contains(self, budget: int) -> bool:

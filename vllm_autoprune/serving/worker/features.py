@@ -111,9 +111,9 @@ class Region:
 class ImageFeatures:
     """One image after the vision tower.
 
-    filler ``(D,)`` is a row that stands for no token, of which the model puts ``gaps`` between
-    them (LLaVA-NeXT's newline); None where it has no such rows. ``first`` is the number of the
-    region that takes what does not divide of a budget.
+    filler ``(D,)`` is a row that stands for no token and that the model puts between tokens,
+    ``gaps`` times (LLaVA-NeXT's newline); None where it has no such rows. ``first`` is the number
+    of the region that takes the remainder of a budget.
     """
 
     regions: tuple[Region, ...]

@@ -93,10 +93,11 @@ def compute_input_positions(
 
 
 def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
-    """The first item of its image, for each item that another one of the image comes before.
+    """Map each delta and each recall to the item that its image's positions begin at.
 
     ``plans`` by item, in prompt order. Deltas come in the order of their cores, and no core of
-    another image has the same key; a later turn recalls tokens of an image's last place.
+    another image has the same key. An image may be shown several times: a recall belongs to the
+    last one.
     """
     waiting: dict[Key, list[int]] = {}
     last: dict[Key, int] = {}
