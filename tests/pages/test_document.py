@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,7 +15,7 @@ from vllm_autoprune.pages.document import Details, Document, Section, render_doc
 from vllm_autoprune.pages.table import Cell, PageTable, Table, as_page_table, split_interval
 
 HOSTILE = "<script>alert(1)</script>\"'"
-VOID = {"meta", "br", "path", "circle", "rect"}
+VOID = {"meta", "br", "wbr", "path", "circle", "rect"}
 
 
 def chart(**changes: object) -> Chart:
@@ -51,17 +52,20 @@ class Tags(HTMLParser):
         super().__init__()
         self.stack: list[str] = []
         self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.around_tables: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append((tag, dict(attrs)))
+        if tag == "table":
+            self.around_tables.append(self.stack[-1])
         if tag not in VOID:
-            self.stack.append(tag)
+            self.stack.append(tag if tag != "div" else f"div.{dict(attrs).get('class')}")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
+        assert self.stack.pop().split(".")[0] == tag
 
 
 def test_the_page_is_well_formed_and_loads_nothing() -> None:
@@ -75,6 +79,30 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
     }
     assert not any(name.startswith("on") or name == "src" for _, a in tags.seen for name in a)
     assert "url(" not in page and "@import" not in page
+
+
+def test_what_is_wider_than_a_phone_scrolls_or_breaks() -> None:
+    names = [["signal_of_merging.max_step", "kept_whole"], ["1.5 requests/s", "x"]]
+    plain, folded = PageTable(["a", "b"], names), PageTable(["a", "b"], names, folded=True)
+    page = render_document(
+        Document("t", "a", "good", sections=[Section("s", tables=[plain, folded])])
+    )
+    tags = Tags()
+    tags.feed(page)
+    assert tags.around_tables == ["div.wide", "div.wide"]
+    assert re.search(r"\.wide\{overflow-x:auto", page)
+    assert "<td>signal_<wbr>of_<wbr>merging.<wbr>max_<wbr>step</td>" in page
+    assert ">kept_whole<" in page and "<td>1.5 requests/s</td>" in page
+    assert re.search(r"\bli,summary\{overflow-wrap:anywhere\}", page)
+
+
+def test_an_entry_without_contents_cannot_be_opened() -> None:
+    leaf, full = Details("leaf", name="a"), Details("full", ["text"], name="b")
+    page = render_document(
+        Document("t", "a", "good", sections=[Section("s", entries=[leaf, full])])
+    )
+    assert '<p class="entry" id="a">leaf</p>' in page
+    assert '<details id="b"><summary>full</summary>' in page
 
 
 def test_only_the_script_of_the_page_may_run() -> None:
@@ -97,6 +125,34 @@ def test_a_chart_has_its_ticks_points_intervals_and_rules() -> None:
     assert "1" in ticks and "3" in ticks and "10" in ticks
     # Through all points pale, through the others solid; and the line without points.
     assert svg.count('class="line pale"') == 1 and svg.count('class="line"') == 2 + 2
+
+
+def test_the_name_of_a_rule_is_in_the_legend_where_it_covers_no_data() -> None:
+    legend, plot = draw_chart(chart()).split('<svg class="plot"')
+    assert "objective" in legend and 'class="rule"' in plot and "objective" not in plot
+
+
+def test_series_at_one_place_may_stand_side_by_side() -> None:
+    series = [Series(str(n), [Mark(1.0, n, "", n - 1, n + 1), Mark(2.0, n, "")]) for n in range(3)]
+    drawn = Chart("t", "x", "y", series)
+    together, apart = (
+        [float(x) for x in re.findall(r'data-x="([^"]+)"', draw_chart(one))]
+        for one in (drawn, replace(drawn, side_by_side=True))
+    )
+    assert [round(x - y, 1) for x, y in zip(apart, together, strict=True)] == [
+        -5.0, -5.0, 0.0, 0.0, 5.0, 5.0,
+    ]  # fmt: skip
+
+
+def test_labels_of_the_x_axis_do_not_run_into_each_other() -> None:
+    names = {float(n): f"place {n}" for n in range(20)}
+    svg = draw_chart(
+        Chart("t", "x", "y", [Series("s", [Mark(0, 0, ""), Mark(19, 1, "")])], x_names=names)
+    )
+    ticks = re.findall(r'class="tick" x="([^"]+)"[^>]*>place (\d+)<', svg)
+    places = [float(x) for x, _ in ticks]
+    assert len(places) > 4
+    assert all(after - x > 8 * len("place 1") for x, after in zip(places, places[1:], strict=False))
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])

@@ -8,7 +8,7 @@ legend entry is clicked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,11 @@ from vllm_autoprune.pages.axes import Axis, Scale, fit_axis, format_tick
 from vllm_autoprune.pages.environment import page_environment
 
 WIDTH, HEIGHT = 480.0, 320.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54.0, 14.0, 30.0, 44.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 30.0, 44.0
+_APART = 5.0
+"""Distance of series that stand side by side."""
+_CHARACTER = 9.0
+"""Width of a tick label's character on a phone, where text is larger than the chart."""
 
 Line = Literal["none", "straight", "steps"]
 
@@ -50,7 +54,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Rule:
-    """A horizontal reference line."""
+    """A horizontal reference line; the legend has its name, where no data can run through it."""
 
     y: float
     name: str
@@ -73,6 +77,8 @@ class Chart:
     """Thin lines behind the points, each from (x, y) to (x, y)."""
     x_names: Mapping[float, str] = field(default_factory=dict)
     """Names of places along the x axis, in place of numbers."""
+    side_by_side: bool = False
+    """Whether series are drawn a little apart, so that intervals at one x do not overlap."""
 
 
 def draw_chart(chart: Chart) -> Markup:
@@ -83,10 +89,10 @@ def draw_chart(chart: Chart) -> Markup:
             "name": one.name,
             "colour": one.colour % 6,
             "dashed": one.dashed,
-            "lines": _draw_lines(one, frame),
-            "marks": [_place_mark(mark, frame) for mark in one.marks if frame.shows(mark)],
+            "lines": _draw_lines(one, frame, shift),
+            "marks": [_place_mark(mark, frame, shift) for mark in one.marks if frame.shows(mark)],
         }
-        for one in chart.series
+        for one, shift in zip(chart.series, _shift_series(chart), strict=True)
     ]
     return Markup(
         _FIGURE.render(
@@ -94,7 +100,7 @@ def draw_chart(chart: Chart) -> Markup:
             series=series,
             rules=[(rule, frame.y(rule.y)) for rule in chart.rules],
             edges=[(frame.x(a), frame.y(b), frame.x(c), frame.y(d)) for a, b, c, d in chart.edges],
-            x_ticks=[(name, frame.x(tick)) for tick, name in _x_names(chart, frame)],
+            x_ticks=_thin_out((name, frame.x(tick)) for tick, name in _x_names(chart, frame)),
             y_ticks=[(format_tick(tick), frame.y(tick)) for tick in frame.up.ticks()],
             width=WIDTH,
             height=HEIGHT,
@@ -104,6 +110,22 @@ def draw_chart(chart: Chart) -> Markup:
             bottom=HEIGHT - _BOTTOM,
         )
     )
+
+
+def _shift_series(chart: Chart) -> list[float]:
+    """How far each series is moved to the right."""
+    middle = (len(chart.series) - 1) / 2
+    apart = _APART if chart.side_by_side else 0.0
+    return [apart * (number - middle) for number in range(len(chart.series))]
+
+
+def _thin_out(ticks: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Labels of the x axis without those that would run into the one before."""
+    kept: list[tuple[str, float]] = []
+    for name, x in sorted(ticks, key=lambda tick: tick[1]):
+        if not kept or x - kept[-1][1] > _CHARACTER * (1 + (len(name) + len(kept[-1][0])) / 2):
+            kept.append((name, x))
+    return kept
 
 
 @dataclass(frozen=True)
@@ -146,18 +168,22 @@ def _x_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
     return [(tick, format_tick(tick)) for tick in frame.across.ticks()]
 
 
-def _draw_lines(series: Series, frame: _Frame) -> list[tuple[str, bool]]:
+def _draw_lines(series: Series, frame: _Frame, shift: float) -> list[tuple[str, bool]]:
     """SVG paths, each with whether it is pale: one through all points, one through solid ones."""
     points = list(series.path) or [(mark.x, mark.y) for mark in series.marks]
     if series.line == "none" or len(points) < 2:
         return []
     solid = list(series.path) or [(mark.x, mark.y) for mark in series.marks if not mark.hollow]
     paths = [(solid, False)] if solid == points else [(points, True), (solid, False)]
-    return [(_draw_path(own, series.line, frame), pale) for own, pale in paths if len(own) > 1]
+    return [
+        (_draw_path(own, series.line, frame, shift), pale) for own, pale in paths if len(own) > 1
+    ]
 
 
-def _draw_path(points: Sequence[tuple[float, float]], line: Line, frame: _Frame) -> str:
-    places = [(frame.x(x), frame.y(y)) for x, y in points if frame.has_place(x, y)]
+def _draw_path(
+    points: Sequence[tuple[float, float]], line: Line, frame: _Frame, shift: float
+) -> str:
+    places = [(frame.x(x) + shift, frame.y(y)) for x, y in points if frame.has_place(x, y)]
     if not places:
         return ""
     first, *others = places
@@ -165,11 +191,11 @@ def _draw_path(points: Sequence[tuple[float, float]], line: Line, frame: _Frame)
     return f"M{first[0]:.1f} {first[1]:.1f}" + "".join(form.format(x, y) for x, y in others)
 
 
-def _place_mark(mark: Mark, frame: _Frame) -> dict[str, object]:
+def _place_mark(mark: Mark, frame: _Frame, shift: float) -> dict[str, object]:
     bar = None
     if mark.low is not None and mark.high is not None and frame.has_place(mark.x, mark.low):
         bar = (frame.y(mark.low), frame.y(mark.high))
-    return {"mark": mark, "x": frame.x(mark.x), "y": frame.y(mark.y), "bar": bar}
+    return {"mark": mark, "x": frame.x(mark.x) + shift, "y": frame.y(mark.y), "bar": bar}
 
 
 _FIGURE = page_environment().get_template("chart.html.jinja")

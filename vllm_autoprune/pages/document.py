@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
+
+from markupsafe import Markup, escape
 
 from vllm_autoprune.pages.charts import Chart, draw_chart
 from vllm_autoprune.pages.environment import page_environment
@@ -20,6 +23,8 @@ from vllm_autoprune.pages.table import Cell, PageTable
 
 Tone = Literal["good", "bad", "open"]
 """How the answer is marked; ``open``: not decided."""
+
+_JOINT = re.compile(r"(?<=[a-z][_./])(?=[a-z]{2})")
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,18 @@ def render_document(document: Document) -> str:
             document=document,
             draw_chart=draw_chart,
             as_cell=lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
+            breakable=_mark_breaks,
             style=_read("page.css"),
             script=script,
             digest=digest,
         )
     )
     return text + "\n"
+
+
+def _mark_breaks(text: str) -> Markup:
+    """The text with places where a long name may be broken on a narrow screen."""
+    return Markup(_JOINT.sub("<wbr>", escape(text)))
 
 
 @cache

@@ -11,7 +11,7 @@ document.querySelectorAll("figure.chart").forEach(figure => {
     mark.setAttribute("aria-label", title.textContent);
     return [mark, title.textContent];
   }));
-  plot.addEventListener("pointermove", event => {
+  const show = event => {
     const box = plot.getBoundingClientRect(), scale = plot.viewBox.baseVal.width / box.width;
     const x = (event.clientX - box.left) * scale, y = (event.clientY - box.top) * scale;
     const apart = mark => Math.hypot(mark.dataset.x - x, mark.dataset.y - y);
@@ -26,14 +26,19 @@ document.querySelectorAll("figure.chart").forEach(figure => {
     const above = event.clientY - tip.offsetHeight - 12;
     tip.style.left = Math.max(left, 8) + "px";
     tip.style.top = (above > 8 ? above : event.clientY + 18) + "px";
-  });
-  plot.addEventListener("pointerleave", hide);
+  };
+  plot.addEventListener("pointermove", show);
+  plot.addEventListener("pointerdown", show);
+  plot.addEventListener("pointerleave", event => event.pointerType === "mouse" && hide());
   figure.querySelectorAll(".legend button").forEach(button => button.addEventListener("click", () => {
     const on = button.getAttribute("aria-pressed") !== "true";
     button.setAttribute("aria-pressed", on);
     plot.querySelector(`g[data-series="${button.dataset.series}"]`).classList.toggle("off", !on);
   }));
 });
+// A finger leaves the chart when it is lifted: what it tapped stays until the next tap or scroll.
+addEventListener("pointerdown", event => event.target.closest(".plot") || hide());
+addEventListener("scroll", hide, {passive: true});
 const open = () => {
   const entry = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   for (let node = entry; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
