@@ -130,9 +130,9 @@ class Settings(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _require_no_proposer_of_bases(self) -> Settings:
-        if self.other_bases and self.proposer:
-            raise ValueError("a language model is told one base policy: leave the others out")
+    def _require_states_of_bases(self) -> Settings:
+        if self.other_bases and self.strategy.endswith("-code"):
+            raise ValueError("only a state has a base policy, and no program: leave others out")
         return self
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from offline_search.settings import Library
@@ -73,8 +75,11 @@ class Components(BaseModel):
         return self.model_copy(update={"constraints": self.constraints.model_copy(update=changes)})
 
 
-def compact_json(state: PruningState) -> JsonObject:
-    """The components of a state as a prompt shows them, without defaults that add little."""
+def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
+    """The components of a state as a prompt shows them, without defaults that add little.
+
+    With ``bases``, its base policy among them, for a search that has several to choose from.
+    """
     included = {*COMPONENTS, CORE, RANK_AT}
     body: JsonObject = state.model_dump(mode="json", include=included, exclude_defaults=True)
     constraints = state.constraints
@@ -90,7 +95,23 @@ def compact_json(state: PruningState) -> JsonObject:
     if state.source != Source():
         source = {"source": state.source.model_dump(mode="json", exclude_defaults=True)}
     reassembly = state.reassembly.model_dump(mode="json")
-    return {**source, **body, "constraints": compact, "reassembly": reassembly}
+    compacted: JsonObject = {
+        **source,
+        **body,
+        "constraints": compact,
+        "reassembly": reassembly,
+    }
+    return {**compacted, BASE: base_choice(state)} if bases else compacted
+
+
+def compact_text(state: PruningState, bases: bool = False) -> str:
+    """:func:`compact_json` as text without spaces."""
+    return json.dumps(compact_json(state, bases), separators=(",", ":"))
+
+
+def base_choice(state: PruningState) -> JsonObject:
+    """The base policy as a proposal names it, without its parameters, which are not searched."""
+    return {"name": state.base_policy.name}
 
 
 def atom_calls(state: PruningState) -> list[AtomCall]:

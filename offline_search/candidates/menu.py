@@ -14,9 +14,10 @@ from random import Random
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import JsonObject, atom_calls, exchange_quota
+from offline_search.candidates.components import BASE, JsonObject, atom_calls, exchange_quota
 from offline_search.candidates.schema import (
     MAX_SIGNALS,
+    base_choice_schema,
     called_atom,
     definitions,
     reference_name,
@@ -43,7 +44,7 @@ QUOTA = "q_e"
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """Offered atoms by part, in registry order, and offered values of q_e.
+    """Offered atoms by part, in registry order, values of q_e, and base policies if any.
 
     A proposal uses all of the signals, each once and in this order, and one atom of each other
     part. ``changed`` names the parts that offer other atoms than the example has.
@@ -52,6 +53,7 @@ class Menu:
     atoms: Mapping[str, tuple[str, ...]]
     quotas: tuple[int, ...]
     changed: tuple[str, ...]
+    bases: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """The menu as one sentence of a prompt."""
@@ -60,6 +62,8 @@ class Menu:
             for part, names in self.atoms.items()
         ]
         offers.append(f"{QUOTA} {_verb(self.quotas)} {', '.join(map(str, self.quotas))}")
+        if self.bases:
+            offers.append(f"{BASE} {_verb(self.bases)} {', '.join(self.bases)}")
         return f"This time {'; '.join(offers)}."
 
     def restrict(self, schema: JsonObject) -> JsonObject:
@@ -70,6 +74,8 @@ class Menu:
         signals = [by_atom[name] for name in self.atoms["signals"]]
         quota: JsonObject = {"type": "integer", "enum": list(self.quotas)}
         fixed = {"signals": _fixed_list_schema(signals), QUOTA: quota}
+        if self.bases:
+            fixed[BASE] = base_choice_schema(self.bases)
         kept = {name: body for name, body in known.items() if name not in removed}
         restricted = _restrict_object({**schema, "$defs": kept}, removed, fixed)
         remaining = definitions(restricted)
@@ -89,22 +95,32 @@ def draw_menu_if_enabled(
     """A menu around the examples, or None (without using ``rng``) in a search without menus."""
     if not settings.menu:
         return None
-    return draw_menu(rng, examples, settings.menu, settings.source_budget)
+    return draw_menu(rng, examples, settings.menu, settings.source_budget, settings.bases)
 
 
-def draw_menu(rng: Random, examples: Sequence[PruningState], width: int, budget: int) -> Menu:
-    """A random menu around the example states of a prompt.
+def draw_menu(
+    rng: Random,
+    examples: Sequence[PruningState],
+    width: int,
+    budget: int,
+    bases: Sequence[str] = (),
+) -> Menu:
+    """A random menu around the example states of a prompt, in a search of ``bases`` if any.
 
     Each part changes with probability one half, and at least one part changes. A changed part
     offers up to ``width`` atoms that no example has there, and a changed quota one value that
-    none of them has. Changed signals keep a random subset and gain up to ``width`` new ones.
+    none of them has. Changed signals keep a random subset and gain up to ``width`` new ones. A
+    changed base policy is one of up to ``width`` others.
     """
     quotas = sorted({q for state in examples if (q := exchange_quota(state)) is not None})
     used = {call.atom for state in examples for call in atom_calls(state)}
-    parts = [*PARTS, *([QUOTA] if quotas else [])]
+    parts = [*PARTS, *([QUOTA] if quotas else []), *([BASE] if bases else [])]
     changed = [part for part in parts if rng.random() < 0.5] or [rng.choice(parts)]
     atoms = {part: _draw_atoms(rng, part, used, width * (part in changed)) for part in PARTS}
-    return Menu(atoms, _draw_quotas(rng, quotas, budget, QUOTA in changed), tuple(changed))
+    offered = _draw_quotas(rng, quotas, budget, QUOTA in changed)
+    shown = {state.base_policy.name for state in examples}
+    policies = _draw_bases(rng, bases, shown, width * (BASE in changed))
+    return Menu(atoms, offered, tuple(changed), policies)
 
 
 def _draw_atoms(rng: Random, part: str, used: Set[str], width: int) -> tuple[str, ...]:
@@ -139,6 +155,13 @@ def _draw_quotas(
     if present and not changed:
         return tuple(present)
     return (rng.choice([q for q in quota_scale(budget) if q not in present] or present),)
+
+
+def _draw_bases(rng: Random, bases: Sequence[str], shown: Set[str], width: int) -> tuple[str, ...]:
+    """Base policies of a menu: those of the examples, or with a width so many others."""
+    others = [name for name in bases if name not in shown]
+    drawn = rng.sample(others, min(width, len(others))) if width else shown
+    return tuple(name for name in bases if name in drawn)
 
 
 def _verb(offers: Sequence[object]) -> str:

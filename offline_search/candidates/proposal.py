@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from offline_search.candidates.ablation import ablate
-from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
+from offline_search.candidates.components import (
+    BASE,
+    COMPONENTS,
+    JsonObject,
+    searched_components,
+)
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
@@ -55,6 +60,8 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         settings.core, settings.rank_at, settings.library, bool(settings.bases)
     )
     parts = {name: components[name] for name in searched if name in components}
+    if BASE in parts:
+        parts[BASE] = _chosen_base(parts[BASE], settings)
     if settings.library == "paper":
         _refuse_extensions(parts)
     if settings.without or settings.quota is not None:
@@ -74,6 +81,19 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         fix = f"write {budget_call(settings.source_budget).model_dump_json()}"
         raise StateError("proposal", [Problem("/budget", what, fix)])
     return state
+
+
+def _chosen_base(choice: JsonValue, settings: Settings) -> JsonObject:
+    """The name alone, because parameters of base policies are not searched.
+
+    Raises :class:`StateError` for a base policy that is not offered.
+    """
+    name = choice.get("name") if isinstance(choice, dict) else choice
+    if name not in settings.bases:
+        fix = f"write {' or '.join(settings.bases)}"
+        problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
+        raise StateError("proposal", [problem])
+    return {"name": name}
 
 
 def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = "") -> None:
@@ -115,7 +135,7 @@ def _parse_object(text: str) -> JsonObject:
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
-    known = searched_components(core=True, rank_at=True, library="paper")
+    known = searched_components(core=True, rank_at=True, library="paper", bases=True)
     return {name: part for name, part in data.items() if name in known}
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import COMPONENTS, JsonObject, searched_components
+from offline_search.candidates.components import (
+    BASE,
+    COMPONENTS,
+    JsonObject,
+    searched_components,
+)
 from offline_search.settings import Library
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -24,12 +29,17 @@ _UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "allOf",
 
 @cache
 def proposal_schema(
-    budget: int, core: bool = False, rank_at: bool = False, library: Library = "searched"
+    budget: int,
+    core: bool = False,
+    rank_at: bool = False,
+    library: Library = "searched",
+    bases: tuple[str, ...] = (),
 ) -> JsonObject:
     """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts.
 
     With ``core``, a proposal may have one; with ``rank_at``, it may say where tokens are ranked;
-    with the library of the paper, it may have all 131 atoms, r_min, and no extension.
+    with the library of the paper, it may have all 131 atoms, r_min, and no extension; with
+    ``bases``, it names one of them.
     """
     full: JsonObject = PruningState.model_json_schema()
     properties, known = _object_at(full, "properties"), definitions(full)
@@ -43,11 +53,24 @@ def proposal_schema(
         "required": list(COMPONENTS),
         "additionalProperties": False,
     }
+    if bases:
+        _object_at(schema, "properties")[BASE] = base_choice_schema(bases)
+        schema["required"] = [*COMPONENTS, BASE]
     needed = referenced_definitions(schema, known)
     schema["$defs"] = {
         name: _restrict(definition, bounds) for name, definition in known.items() if name in needed
     }
     return _remove_extensions(schema) if library == "paper" else schema
+
+
+def base_choice_schema(bases: Sequence[str]) -> JsonObject:
+    """Schema of the choice of a base policy."""
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": list(bases)}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,9 @@ class RoundEvaluator:
         self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
         result = self._trial_record(proposal, "evaluated", scores)
-        return History(result, scores.mean(), examples=self._examples)
+        settings = self._settings
+        names_bases = bool(settings.proposer and settings.bases)
+        return History(result, scores.mean(), examples=self._examples, names_bases=names_bases)
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool

@@ -72,6 +72,8 @@ class History:
     base_values: Floats
     trials: list[Trial] = field(default_factory=list)
     examples: Sequence[Example] = ()
+    names_bases: bool = False
+    """Whether a language model chooses among base policies, which prompts then name."""
 
     def evaluated(self) -> list[Trial]:
         """Trials that were evaluated on the whole search split, in order of proposal."""

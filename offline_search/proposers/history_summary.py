@@ -6,12 +6,13 @@ error where they are compared.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from offline_search.candidates.components import (
+    BASE,
     JsonObject,
-    compact_json,
+    base_choice,
+    compact_text,
     searched_components,
     structure,
 )
@@ -106,10 +107,10 @@ def _origin(trial: Trial, history: History) -> str:
     state = trial.require_state()
     parent = history.find(trial.proposal.parents[0]) if trial.proposal.parents else None
     if parent is None or parent.state is None:
-        return _components(state)
-    changes = list_changes(_searched(parent.state), _searched(state))
+        return compact_text(state, history.names_bases)
+    changes = list_changes(_searched(parent.state, history), _searched(state, history))
     if len(changes) > _MAX_CHANGES:
-        return _components(state)
+        return compact_text(state, history.names_bases)
     listed = [f"{c.where} {_value(c.before)} -> {_value(c.after)}" for c in changes]
     return f"{parent.name} with {', '.join(listed) or 'no change'}"
 
@@ -144,14 +145,10 @@ def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
             )
 
 
-def _searched(state: PruningState) -> JsonObject:
+def _searched(state: PruningState, history: History) -> JsonObject:
     searched = set(searched_components(core=True, rank_at=True))
     body: JsonObject = state.model_dump(mode="json", include=searched)
-    return body
-
-
-def _components(state: PruningState) -> str:
-    return json.dumps(compact_json(state), separators=(",", ":"))
+    return {**body, BASE: base_choice(state)} if history.names_bases else body
 
 
 def _value(value: object) -> str:

@@ -6,14 +6,13 @@ asked for and what was measured, and give no advice on what to propose.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
 from typing_extensions import TypedDict
 
-from offline_search.candidates.components import compact_json, searched_components
+from offline_search.candidates.components import BASE, compact_text, searched_components
 from offline_search.candidates.menu import Menu
 from offline_search.evaluation.history import Trial
 from offline_search.settings import Settings
@@ -48,12 +47,11 @@ def describe_score(settings: Settings) -> str:
 @cache
 def describe_language(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from which atoms, how it is scored."""
-    policy = BASE_POLICIES[settings.base_policy]
     budget = settings.source_budget
     whole = settings.library == "paper"
     library = ' "source", "budget" and "safety" may be added.' if whole else ""
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
-model keeps. The base policy {policy.name} picks {budget} of them: {policy.doc} Your policy scores \
+model keeps. {_describe_bases(settings)} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
 q_e of the {budget} picks for candidates. A score is {describe_score(settings)}. These atoms can \
 be used:
@@ -63,7 +61,20 @@ be used:
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
 {', "core": {"share": ..., ...} or null' if settings.core else ""}\
-{', "rank_at": ...' if settings.rank_at else ""}}}{library}"""
+{', "rank_at": ...' if settings.rank_at else ""}\
+{f', "{BASE}": {{"name": ...}}' if settings.bases else ""}}}{library}"""
+
+
+def _describe_bases(settings: Settings) -> str:
+    budget = settings.source_budget
+    if not settings.bases:
+        policy = BASE_POLICIES[settings.base_policy]
+        return f"The base policy {policy.name} picks {budget} of them: {policy.doc}"
+    listed = "\n".join(f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases)
+    return (
+        f"A base policy picks {budget} of them, one of:\n{listed}\n"
+        f'Scores of "base policy alone" are those of {settings.base_policy}.'
+    )
 
 
 def _render_atoms(settings: Settings) -> str:
@@ -85,7 +96,7 @@ def proposal_prompt(
 ) -> Messages:
     """Prompt for one of ``count`` candidates, given the summary H_(t-1) and an example."""
     request = (
-        f"{summary}\n\nA valid candidate looks like this:\n{_components(example)}\n\n"
+        f"{summary}\n\nA valid candidate looks like this:\n{_components(example, settings)}\n\n"
         f"Propose candidate {number + 1} of {count}, with a higher score. "
         f"{_menu_sentence(menu)}JSON only."
     )
@@ -97,7 +108,7 @@ def crossover_prompt(
 ) -> Messages:
     """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
     described = [
-        f"Score {_score(parent.score)}:\n{_components(parent.require_state())}"
+        f"Score {_score(parent.score)}:\n{_components(parent.require_state(), settings)}"
         for parent in parents
     ]
     best = max(parent.score for parent in parents)
@@ -108,10 +119,16 @@ def crossover_prompt(
     return _conversation(settings, request)
 
 
-def ranking_prompt(best: Sequence[Trial], options: Sequence[PruningState]) -> Messages:
+def ranking_prompt(
+    settings: Settings, best: Sequence[Trial], options: Sequence[PruningState]
+) -> Messages:
     """Prompt for the option that is expected to score highest; short, for a small model."""
-    measured = [f"{_score(one.score)}: {_components(one.require_state())}" for one in best]
-    listed = [f"{number}: {_components(state)}" for number, state in enumerate(options, 1)]
+    measured = [
+        f"{_score(one.score)}: {_components(one.require_state(), settings)}" for one in best
+    ]
+    listed = [
+        f"{number}: {_components(state, settings)}" for number, state in enumerate(options, 1)
+    ]
     request = (
         "A policy chooses which visual tokens of an image a vision-language model keeps. Higher "
         "scores are better. Measured scores of policies:\n" + "\n".join(measured) + "\n\n"
@@ -136,8 +153,8 @@ def _conversation(settings: Settings, request: str) -> Messages:
     return (system, {"role": "user", "content": request})
 
 
-def _components(state: PruningState) -> str:
-    return json.dumps(compact_json(state), separators=(",", ":"))
+def _components(state: PruningState, settings: Settings) -> str:
+    return compact_text(state, bool(settings.bases))
 
 
 def _menu_sentence(menu: Menu | None) -> str:

@@ -89,7 +89,11 @@ class ProposalClient:
         """The draft in a reply, after one attempt to repair an invalid reply."""
         settings = self._settings
         schema = proposal_schema(
-            settings.source_budget, settings.core, settings.rank_at, settings.library
+            settings.source_budget,
+            settings.core,
+            settings.rank_at,
+            settings.library,
+            settings.bases,
         )
         if request.menu is not None:
             schema = request.menu.restrict(schema)

@@ -94,7 +94,7 @@ class AutoPrunePlus:
             sample_draft("ranked", study.suggest(), self._settings) for _ in range(_SUGGESTIONS)
         ]
         states = [option.state for option in options if option.state is not None]
-        messages = ranking_prompt(best[:_SHOWN_BEST], states)
+        messages = ranking_prompt(self._settings, best[:_SHOWN_BEST], states)
         request = ProposalRequest(current.number, index, messages, "ranked")
         return current.client.request_choice(request, options)
 

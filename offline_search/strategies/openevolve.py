@@ -85,7 +85,9 @@ class OpenEvolve:
 
     def _initial_program(self) -> Draft:
         state = minimal_state(self._settings)
-        body = pprint.pformat(compact_json(state), width=90, sort_dicts=False)
+        body = pprint.pformat(
+            compact_json(state, bool(self._settings.bases)), width=90, sort_dicts=False
+        )
         literal = indent(body, " " * 11).strip()
         return Draft("initial", state, program=f"def policy(budget):\n    return {literal}\n")
 

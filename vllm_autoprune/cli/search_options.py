@@ -36,7 +36,7 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="base policies that candidates may have instead; without a language model",
+        help="base policies that candidates may have instead",
     )
     group.add_argument(
         "--budget", type=int, nargs="+", default=[32], metavar="K", help="tokens kept of an image"

@@ -47,6 +47,24 @@ def menu_features(state: PruningState) -> tuple[object, ...]:
     return (*structure(state), exchange_quota(state))
 
 
+def test_a_menu_offers_other_base_policies_where_the_search_has_several(
+    settings: Settings,
+) -> None:
+    bases = ("cdpruner", "divprune", "dart")
+    body = {**as_mutable_json(minimal_state(settings)), "base_policy": {"name": "cdpruner"}}
+    schema = proposal_schema(BUDGET, bases=bases)
+    assert jsonschema.Draft202012Validator(schema).is_valid(body)
+    offered = set[tuple[str, ...]]()
+    for seed in range(DRAWS):
+        menu = draw_menu(Random(seed), [minimal_state(settings)], 1, BUDGET, bases)
+        offered.add(menu.bases)
+        narrowed = menu.restrict(schema)["properties"]["base_policy"]  # type: ignore[index,call-overload]
+        checked = jsonschema.Draft202012Validator(narrowed)
+        assert {name for name in bases if checked.is_valid({"name": name})} == set(menu.bases)
+        assert f"base_policy is {menu.bases[0]}." in menu.describe()
+    assert offered == {(name,) for name in bases}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_restricted_schema_accepts_exactly_the_menu(seed: int, settings: Settings) -> None:
     rng = Random(seed)

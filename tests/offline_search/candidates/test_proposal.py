@@ -51,6 +51,32 @@ def test_settings_decide_base_policy_budget_and_safety() -> None:
     assert {call.atom for call in state.safety} >= {"preserve_budget", "fallback_to_selection"}
 
 
+def test_a_proposal_names_one_of_the_base_policies_offered(settings: Settings) -> None:
+    several = settings.model_copy(update={"other_bases": ("divprune", "dart")})
+    proposed: dict[str, Any] = json.loads(valid_replies(1)[0])
+    for choice, expected in (
+        ({"name": "dart"}, "dart"),
+        ({"name": "dart", "params": {"anything": 1}}, "dart"),
+        ("divprune", "divprune"),
+        (None, "cdpruner"),
+    ):
+        body = proposed if choice is None else proposed | {"base_policy": choice}
+        state = parse_proposal(json.dumps(body), several, "llm", ()).state
+        assert state is not None and state.base_policy.name == expected
+    refused: list[Any] = [
+        {"name": "trim"},
+        {"name": ["dart"]},
+        {},
+        7,
+        ["dart"],
+        {"name": "x" * 9000},
+    ]
+    for choice in refused:
+        text = json.dumps(proposed | {"base_policy": choice})
+        (problem,) = parse_proposal(text, several, "llm", ()).problems
+        assert problem.fix == "write cdpruner or divprune or dart" and len(str(problem)) < 300
+
+
 def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
     schema = proposal_schema(BUDGET)
     checked = jsonschema.Draft202012Validator(schema)

@@ -11,10 +11,12 @@ from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
 from offline_search.proposers.history_summary import summarize
 from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
 from offline_search.settings import Settings
-from offline_search.strategies.start_states import minimal_state, paper_state
+from offline_search.strategies.start_states import base_state, minimal_state, paper_state
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
+DART = Settings(budgets=(8,), base_policy="dart")
 ADVICE = re.compile(
     r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
     r"instead|better to|don't|not to repeat)\b",
@@ -97,6 +99,20 @@ def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
 
 def test_numbers_at_the_end_of_their_range_are_named(history: History) -> None:
     assert "At the upper end of its range in 2.3: reassembly/strength = 1" in summarize(history)
+
+
+def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
+    settings = SETTINGS.model_copy(update={"other_bases": ("dart", "trim")})
+    paper = history.trials[0].require_state()
+    other = paper.model_copy(update={"base_policy": base_state(DART).base_policy})
+    history.trials.append(trial("3.0", other, [0.0] * 16, parents=("1.0",)))
+    history.names_bases = True
+    messages = proposal_prompt(settings, summarize(history), other, 0, 5)
+    for name in settings.bases:
+        assert f"- {name}: {BASE_POLICIES[name].doc}" in messages[0]["content"]
+    assert "1.0 with /base_policy/name visionzip -> dart\n" in messages[1]["content"]
+    assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
+    assert "base_policy" not in proposal_prompt(SETTINGS, "", other, 0, 5)[0]["content"]
 
 
 def test_a_selector_says_what_does_not_act_on_it() -> None:

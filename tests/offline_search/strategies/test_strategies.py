@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -12,11 +13,15 @@ from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.history import Trial
+from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
+from offline_search.replay import replay
+from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import draw_parents
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
+    ScriptedProposer,
     SyntheticEvaluator,
     ledger_digest,
     records_of_kind,
@@ -194,6 +199,37 @@ async def test_base_policies_are_searched_where_several_are_given(
             assert all(state.constraints.selector.bounds(8)[0] == 0 for state in alone)
 
 
-def test_a_language_model_is_told_one_base_policy() -> None:
-    with pytest.raises(ValueError, match="leave the others out"):
-        Settings(proposer="m", other_bases=("dart",))
+@pytest.mark.parametrize(
+    ("strategy", "menu"),
+    [("autoprune", 0), ("autoprune", 1), ("autoprune+", 0), ("evoprompting-states", 0)],
+)
+async def test_a_language_model_chooses_among_base_policies(
+    strategy: str, menu: int, data: Dataset, tmp_path: Path
+) -> None:
+    bases = ("cdpruner", "divprune", "dart")
+    settings = Settings(
+        strategy=strategy, rounds=2, per_round=3, budgets=(8,), other_bases=bases[1:],
+        proposer="scripted", menu=menu,
+    )  # fmt: skip
+    example = json.loads(REPLIES[0])
+    replies = [json.dumps(example | {"base_policy": {"name": name}}) for name in bases]
+    proposer = ScriptedProposer(replies)
+    evaluator = SyntheticEvaluator(data, probes=False)
+    with Ledger(tmp_path / "l") as ledger:
+        await Search(settings, ledger, evaluator, proposer).run()
+    prompts = "\n".join(str(messages) for messages in proposer.requests)
+    assert all(name in prompts for name in bases)
+    proposed = [
+        record
+        for record in records_of_kind(tmp_path / "l", ProposalRecord)
+        if record.origin == "llm"
+    ]
+    chosen = {load_state(one.state).base_policy.name for one in proposed if one.state is not None}
+    assert chosen & set(bases[1:])
+    _, before, after = await replay(tmp_path / "l", tmp_path / "again", data)
+    assert before == after
+
+
+def test_a_program_has_no_base_policy() -> None:
+    with pytest.raises(ValueError, match="leave others out"):
+        Settings(strategy="evoprompting-code", proposer="m", other_bases=("dart",))
