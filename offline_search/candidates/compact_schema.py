@@ -1,21 +1,54 @@
-"""A shorter JSON Schema of the same proposals: one definition for all atoms of equal parameters."""
+"""The JSON Schema of proposals in its shortest form, because every request carries it."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
 from offline_search.candidates.components import JsonObject
-from offline_search.candidates.schema import called_atom, definitions, reference_name
+from offline_search.candidates.schema import (
+    called_atom,
+    definitions,
+    list_references,
+    reference_name,
+)
 
 
-def merge_equal_calls(schema: JsonObject) -> JsonObject:
+def shorten_schema(schema: JsonObject) -> JsonObject:
+    """A schema of about a third of the length that accepts the same proposals."""
+    merged = _merge_equal_calls(schema)
+    known = definitions(merged)
+    uses = Counter(list_references(merged))
+    names = {name: f"d{number}" for number, name in enumerate(known) if uses[name] > 1}
+
+    def shorten(value: JsonValue) -> JsonValue:
+        if isinstance(value, list):
+            return [shorten(item) for item in value]
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if not isinstance(value, dict):
+            return value
+        if name := reference_name(value):
+            return {"$ref": f"#/$defs/{names[name]}"} if name in names else shorten(known[name])
+        typed = "enum" in value or "const" in value  # its values have their type
+        return {
+            name: shorten(item)
+            for name, item in value.items()
+            if not (typed and name == "type" and isinstance(item, str))
+        }
+
+    shortened = {name: shorten(item) for name, item in merged.items() if name != "$defs"}
+    return {**shortened, "$defs": {short: shorten(known[name]) for name, short in names.items()}}
+
+
+def _merge_equal_calls(schema: JsonObject) -> JsonObject:
     """The schema with one definition for all atoms that take the same parameters.
 
-    It accepts the same proposals; the 81 atoms of reassembly, for example, have twelve forms.
+    The 81 atoms of reassembly, for example, have twelve forms.
     """
     forms: dict[str, list[str]] = {}
     known = definitions(schema)

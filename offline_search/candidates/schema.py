@@ -161,25 +161,26 @@ def _restrict_properties(properties: JsonObject, bounds: Bounds) -> JsonObject:
 
 def referenced_definitions(value: JsonValue, known: Mapping[str, JsonValue]) -> set[str]:
     """Names of the definitions that a schema refers to, directly or through others."""
-    names, pending = set[str](), list(_references(value))
+    names, pending = set[str](), list(list_references(value))
     while pending:
         name = pending.pop()
         if name not in names:
             names.add(name)
-            pending += _references(known[name])
+            pending += list_references(known[name])
     return names
 
 
-def _references(value: JsonValue) -> Iterator[str]:
+def list_references(value: JsonValue) -> Iterator[str]:
+    """Names of the definitions that a schema refers to directly, as often as it does."""
     if isinstance(value, list):
         for item in value:
-            yield from _references(item)
+            yield from list_references(item)
     elif isinstance(value, dict):
         if name := reference_name(value):
             yield name
         for key, item in value.items():
             if key != "discriminator":
-                yield from _references(item)
+                yield from list_references(item)
 
 
 def reference_name(value: JsonValue) -> str:

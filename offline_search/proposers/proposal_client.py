@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from offline_search.candidates.compact_schema import merge_equal_calls
+from offline_search.candidates.compact_schema import shorten_schema
 from offline_search.candidates.components import JsonObject
 from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal import MAX_REPLY_CHARACTERS, Draft, parse_proposal
@@ -97,7 +97,7 @@ class ProposalClient:
         )
         if request.menu is not None:
             schema = request.menu.restrict(schema)
-        schema = merge_equal_calls(schema)
+        schema = shorten_schema(schema)
         reply = await self._recorded_reply(request, "first", request.messages, schema)
         draft = self._parse(reply, request)
         if draft.state is not None or reply.text is None:
