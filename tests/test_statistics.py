@@ -10,6 +10,7 @@ from vllm_autoprune.statistics import (
     ClusterBootstrap,
     Estimate,
     at_most,
+    count_decimals,
     difference_of_medians,
     estimate,
     ratio_of_medians,
@@ -139,3 +140,11 @@ def test_resamples_do_not_depend_on_the_chunk_size(
     whole = resample(37, 20)
     monkeypatch.setattr(statistics, "_MAX_CELLS", 100)
     assert (resample(37, 20) == whole).all()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "decimals"),
+    [(-3.25, 5.09, 2), (-16.7, 33.3, 1), (100.0, 900.0, 0), (0.0312, 0.0523, 4), (1.0, 1.0, 4)],
+)
+def test_decimals_follow_the_width_of_an_interval(low: float, high: float, decimals: int) -> None:
+    assert count_decimals(low, high) == decimals

@@ -11,6 +11,7 @@ resamples can be added, subtracted and divided, and stay paired.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -44,6 +45,12 @@ class Estimate:
     def rounded(self, digits: int) -> Estimate:
         """The same estimate with fewer decimals."""
         return Estimate(*(round(figure, digits) for figure in (self.value, self.low, self.high)))
+
+
+def count_decimals(low: float, high: float, most: int = 4) -> int:
+    """Decimals that show three digits of the width of an interval, as more say nothing."""
+    width = high - low
+    return most if width <= 0 else min(max(2 - math.floor(math.log10(width)), 0), most)
 
 
 @dataclass(frozen=True)

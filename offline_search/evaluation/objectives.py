@@ -23,9 +23,15 @@ ObjectiveVector = Mapping[str, float]
 
 def describe_objective(settings: Settings) -> str:
     """What the objective of a search is, with its unit."""
+    unit = objective_unit(settings)
     if settings.scored_by_mme:
-        return "MME's total less that of the model with all tokens, in thousand points"
-    return "mean log-probability of the reference answer less the full-token model's, in nats"
+        return f"MME's total less that of the model with all tokens, in {unit}"
+    return f"mean log-probability of the reference answer less the full-token model's, in {unit}"
+
+
+def objective_unit(settings: Settings) -> str:
+    """The unit of the objective."""
+    return "thousand points" if settings.scored_by_mme else "nats"
 
 
 def relative_values(

@@ -253,6 +253,12 @@ class WinnerRecord(_Record):
     )
 
     @property
+    def base_validation(self) -> float:
+        """The base policy's objective on the validation split."""
+        own = self.confirmed[self.winner]
+        return own.objective.value - own.gain.value
+
+    @property
     def key(self) -> str:
         """Key in the ledger, which holds one such record."""
         return "chosen"

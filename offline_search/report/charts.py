@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from offline_search.dataset import Split
+from offline_search.evaluation.objectives import objective_unit
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
 from vllm_autoprune.pages.charts import Chart, Mark, Rule, Series
@@ -13,7 +14,6 @@ from vllm_autoprune.statistics import Estimate
 
 _SPREAD = 3.0
 """A chart of the better half is added where the worse half takes this many times its height."""
-_OBJECTIVE = "objective"
 _SPLITS: Mapping[Split, float] = {"search": 1.0, "validation": 2.0, "test": 3.0}
 
 
@@ -37,11 +37,12 @@ def anchor(name: str) -> str:
     return f"candidate-{name}"
 
 
-def describe_candidate(row: CandidateRow) -> str:
+def describe_candidate(row: CandidateRow, report: SearchReport) -> str:
     """Lines for a tooltip: name and origin, objective, status."""
-    objective = "" if row.result.objective is None else f"\nobjective {row.result.objective:+.4f}"
-    status = "" if row.result.status == "evaluated" else f"\n{row.result.status}"
-    return f"{row.name} by {row.proposal.origin}{objective}{status}"
+    value = row.result.objective
+    objective = "" if value is None else f"\nobjective {report.format_objective(value)}"
+    status = "" if row.result.status == "evaluated" else f"\n{row.status}"
+    return f"{row.name} by {row.origin}{objective}{status}"
 
 
 def _progress(title: str, rows: Sequence[CandidateRow], report: SearchReport) -> Chart:
@@ -53,10 +54,10 @@ def _progress(title: str, rows: Sequence[CandidateRow], report: SearchReport) ->
     complete = [row for row in rows if row.result.status == "evaluated"]
     partial = [row for row in rows if row.result.status != "evaluated"]
     series = [
-        Series("measured", [_mark(row, row.spent) for row in complete], line="none"),
+        Series("measured", [_mark(report, row, row.spent) for row in complete], line="none"),
         Series(
             "stopped early",
-            [_mark(row, row.spent, hollow=True) for row in partial],
+            [_mark(report, row, row.spent, hollow=True) for row in partial],
             line="none",
             colour=1,
         ),
@@ -65,7 +66,7 @@ def _progress(title: str, rows: Sequence[CandidateRow], report: SearchReport) ->
     return Chart(
         title,
         "answers of the served model, search split",
-        _OBJECTIVE,
+        _objective_label(report),
         [one for one in series if one.marks or one.path],
         _base_rule(report, rows),
         x_zero=True,
@@ -85,14 +86,14 @@ def _parents(rows: Sequence[CandidateRow], report: SearchReport, *, better_half:
         if parent is not None and row.name in places:
             x, y = places[row.name]
             edges.append((parent[0], parent[1], x, y))
-    origins = list(dict.fromkeys(row.proposal.origin for row in rows))
+    origins = list(dict.fromkeys(row.origin for row in rows))
     series = [
         Series(
             origin,
             [
-                _mark(row, row.proposal.round, hollow=row.result.status != "evaluated")
+                _mark(report, row, row.proposal.round, hollow=row.result.status != "evaluated")
                 for row in rows
-                if row.proposal.origin == origin
+                if row.origin == origin
             ],
             line="none",
             colour=colour,
@@ -103,47 +104,60 @@ def _parents(rows: Sequence[CandidateRow], report: SearchReport, *, better_half:
     return Chart(
         f"Candidates and their parents{which}",
         "round",
-        _OBJECTIVE,
+        _objective_label(report),
         series,
         _base_rule(report, rows),
         edges=edges,
+        x_names={float(row.proposal.round): str(row.proposal.round) for row in rows},
     )
 
 
 def _splits(report: SearchReport, winner: WinnerRecord) -> Chart:
-    """Search, validation and test of the finalists, one line each."""
+    """Search, validation and test of the finalists and of the base policy, one line each."""
     scores = {row.name: row.result.objective for row in report.rows}
+
+    def mark(name: str, split: Split, value: float, interval: Estimate | None = None) -> Mark:
+        tip = f"{name}, {split} split\nobjective {report.format_objective(value)}"
+        low, high = (None, None) if interval is None else (interval.low, interval.high)
+        return Mark(_SPLITS[split], value, tip, low, high)
+
     series = []
     for number, (name, validation) in enumerate(winner.confirmed.items()):
         chosen = name == winner.winner
-        marks = [_split_mark(name, "validation", validation.objective)]
-        if chosen:
-            marks.append(_split_mark(name, "test", winner.test.objective))
+        own = validation.objective
+        marks = [mark(name, "validation", own.value, own)]
         if (score := scores.get(name)) is not None:
-            marks.insert(0, Mark(1.0, score, f"{name}, search split\nobjective {score:+.4f}"))
-        series.append(
-            Series(f"{name} (winner)" if chosen else name, marks, dashed=not chosen, colour=number)
-        )
-    base = _split_mark("base policy", "test", winner.base.objective)
-    series.append(Series("base policy", [base], line="none", colour=5))
+            marks.insert(0, mark(name, "search", score))
+        if chosen:
+            marks.append(mark(name, "test", winner.test.objective.value, winner.test.objective))
+        title = f"{name} (winner)" if chosen else name
+        series.append(Series(title, marks, dashed=not chosen, colour=number))
+    base = "base policy"
+    marks = [
+        mark(base, "validation", winner.base_validation),
+        mark(base, "test", winner.base.objective.value, winner.base.objective),
+    ]
+    if report.base_objective is not None:
+        marks.insert(0, mark(base, "search", report.base_objective))
+    series.append(Series(base, marks, dashed=True, colour=5))
     return Chart(
         "Finalists on each split",
         "split",
-        _OBJECTIVE,
+        _objective_label(report),
         series,
         x_names={place: split for split, place in _SPLITS.items()},
+        side_by_side=True,
     )
 
 
-def _split_mark(name: str, split: Split, objective: Estimate) -> Mark:
-    tip = f"{name}, {split} split\nobjective {objective.value:+.4f}"
-    return Mark(_SPLITS[split], objective.value, tip, objective.low, objective.high)
+def _objective_label(report: SearchReport) -> str:
+    return f"objective, {objective_unit(report.settings)}"
 
 
-def _mark(row: CandidateRow, x: float, *, hollow: bool = False) -> Mark:
+def _mark(report: SearchReport, row: CandidateRow, x: float, *, hollow: bool = False) -> Mark:
     assert row.result.objective is not None
     link = f"#{anchor(row.name)}"
-    return Mark(x, row.result.objective, describe_candidate(row), hollow=hollow, link=link)
+    return Mark(x, row.result.objective, describe_candidate(row, report), hollow=hollow, link=link)
 
 
 def _base_rule(report: SearchReport, rows: Sequence[CandidateRow]) -> list[Rule]:
@@ -152,7 +166,7 @@ def _base_rule(report: SearchReport, rows: Sequence[CandidateRow]) -> list[Rule]
     base = report.base_objective
     if base is None or (base < lowest and len(rows) < len(report.rows)):
         return []
-    return [Rule(base, f"base policy {base:+.3f}")]
+    return [Rule(base, f"base policy {report.format_objective(base)}")]
 
 
 def _better_half(rows: Sequence[CandidateRow]) -> list[CandidateRow]:

@@ -28,12 +28,16 @@ def build_family(report: SearchReport) -> Section:
     line = list_ancestors(winner, rows)
     texts = []
     if len(line) > 1:
-        steps = [f"{row.name} ({row.proposal.origin}, {_objective(row)})" for row in line]
+        steps = [f"{row.name} ({row.origin}, {_result(row, report)})" for row in line]
         texts = [f"Line of the winner: {' → '.join(steps)}."]
     elif line:
-        texts = [f"The winner {line[0].name} has no parents: {line[0].proposal.origin}."]
+        texts = [f"The winner {line[0].name} has no parents: {line[0].origin}."]
+    summaries = {
+        row.name: f"{row.name} {row.origin}, {_result(row, report)}{_mark(row, line)}"
+        for row in report.rows
+    }
     ancestors = {row.name for row in line}
-    entries = [_entry(row, children, ancestors, 0) for row in roots]
+    entries = [_entry(row, children, ancestors, summaries, 0) for row in roots]
     tree = Details(f"All {len(report.rows)} candidates by parent", entries=entries)
     return Section("Tree of parents", texts, entries=[tree])
 
@@ -49,17 +53,20 @@ def list_ancestors(name: str | None, rows: Mapping[str, CandidateRow]) -> list[C
     return line[::-1]
 
 
-def _entry(row: CandidateRow, children: Children, ancestors: set[str], depth: int) -> Details:
+def _entry(
+    row: CandidateRow,
+    children: Children,
+    ancestors: set[str],
+    texts: Mapping[str, str],
+    depth: int,
+) -> Details:
     own = children.get(row.name, ())
     if depth >= _MAX_DEPTH:
-        items = [_describe(each, ancestors) for each in _list_descendants(row, children)]
-        return Details(_describe(row, ancestors), items=items)
-    leaves = [each for each in own if each.name not in children]
-    inner = [each for each in own if each.name in children]
+        items = [texts[each.name] for each in _list_descendants(row, children)]
+        return Details(texts[row.name], items=items)
     return Details(
-        _describe(row, ancestors),
-        items=[_describe(leaf, ancestors) for leaf in leaves],
-        entries=[_entry(each, children, ancestors, depth + 1) for each in inner],
+        texts[row.name],
+        entries=[_entry(each, children, ancestors, texts, depth + 1) for each in own],
         folded=row.name not in ancestors,
     )
 
@@ -73,11 +80,12 @@ def _list_descendants(row: CandidateRow, children: Children) -> list[CandidateRo
     return found
 
 
-def _describe(row: CandidateRow, ancestors: set[str]) -> str:
-    mark = " ★" if row.name in ancestors else ""
-    return f"{row.name} {row.proposal.origin}, {_objective(row)}{mark}"
+def _mark(row: CandidateRow, line: Sequence[CandidateRow]) -> str:
+    if row not in line:
+        return ""
+    return ", the winner" if row == line[-1] else ", ancestor of the winner"
 
 
-def _objective(row: CandidateRow) -> str:
+def _result(row: CandidateRow, report: SearchReport) -> str:
     objective = row.result.objective
-    return row.result.status if objective is None else f"{objective:+.4f}"
+    return row.status if objective is None else report.format_objective(objective)

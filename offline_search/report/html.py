@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from offline_search.evaluation.objectives import describe_objective
+from offline_search.evaluation.objectives import describe_objective, objective_unit
 from offline_search.ledger.records import WinnerRecord
 from offline_search.report import markdown
 from offline_search.report.charts import anchor, draw_charts
@@ -41,8 +41,7 @@ def as_html(report: SearchReport) -> str:
             *([] if winner is None else _winner_sections(report, winner)),
             *_progress_sections(report),
             *_table_sections(report),
-            build_family(report),
-            _candidate_section(report),
+            *([build_family(report), _candidate_section(report)] if report.rows else []),
         ],
     )
     return render_document(document)
@@ -61,9 +60,10 @@ def _answer(report: SearchReport) -> tuple[str, Tone]:
         "bad": f"is worse than {base} alone",
         "open": f"shows no difference to {base} alone",
     }[tone]
+    value, low, high = map(report.format_objective, (gain.value, gain.low, gain.high))
     return (
         f"Candidate {winner.winner} won and {verdict} on the test split: objective "
-        f"{gain.value:+.4f} nats ({gain.low:+.4f} to {gain.high:+.4f}), accuracy "
+        f"{value} {objective_unit(report.settings)} ({low} to {high}), accuracy "
         f"{format_percent(winner.test.accuracy)} % against "
         f"{format_percent(winner.base.accuracy)} %.",
         tone,
@@ -72,11 +72,12 @@ def _answer(report: SearchReport) -> tuple[str, Tone]:
 
 def _list_facts(report: SearchReport) -> list[str]:
     settings = report.settings
-    facts = [settings.evaluator, f"proposer {settings.proposer or 'none'}", f"seed {settings.seed}"]
+    facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
+    facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
     facts.append(f"{len(report.rows)} candidates")
     if report.winner is not None:
         facts.append(f"{report.winner.test.examples} test examples")
-    return [fact for fact in facts if fact]
+    return facts
 
 
 def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Section]:
@@ -89,9 +90,11 @@ def _winner_sections(report: SearchReport, winner: WinnerRecord) -> Iterator[Sec
     table = PageTable(
         markdown.RESULT_HEAD, [[split_interval(cell) for cell in row] for row in rows]
     )
-    yield Section(
-        "Result on the test split", ["Examples that no candidate was chosen on."], tables=[table]
+    text = (
+        "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or all "
+        "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories."
     )
+    yield Section("Result on the test split", [text], tables=[table])
     if winner.front:
         head, front = markdown.front_table(winner)
         yield Section("Pareto front", [markdown.FRONT_CAPTION], tables=[PageTable(head, front)])
@@ -101,6 +104,7 @@ def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
     """Search, validation and test of the finalists and of the base policy, side by side."""
     scores = {row.name: row.result.objective for row in report.rows}
     rows: list[PageRow] = []
+    unknown = Cell("not measured")
     for name in sorted(winner.confirmed, key=lambda each: -winner.estimates.get(each, 0.0)):
         chosen = name == winner.winner
         estimate = winner.estimates.get(name)
@@ -109,26 +113,24 @@ def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
                 Cell(
                     name, "winner" if chosen else "", f"#{anchor(name)}", "good" if chosen else ""
                 ),
-                _value_cell(scores.get(name)),
-                _estimate_cell(winner.confirmed[name].objective),
-                _value_cell(estimate),
-                _estimate_cell(winner.test.objective) if chosen else Cell("not measured"),
-                _estimate_cell(winner.confirmed[name].gain),
-                _estimate_cell(winner.test.gain) if chosen else Cell("not measured"),
+                _value_cell(report, scores.get(name)),
+                _estimate_cell(report, winner.confirmed[name].objective),
+                _value_cell(report, estimate),
+                _estimate_cell(report, winner.test.objective) if chosen else unknown,
+                _estimate_cell(report, winner.confirmed[name].gain),
+                _estimate_cell(report, winner.test.gain) if chosen else unknown,
             ]
         )
-    own = winner.confirmed[winner.winner]
-    base_validation = own.objective.value - own.gain.value
-    blank = Cell("")
+    none = Cell("–")
     rows.append(
         [
             "base policy",
-            _value_cell(report.base_objective),
-            _value_cell(base_validation),
-            blank,
-            _estimate_cell(winner.base.objective),
-            blank,
-            blank,
+            _value_cell(report, report.base_objective),
+            _value_cell(report, winner.base_validation),
+            none,
+            _estimate_cell(report, winner.base.objective),
+            none,
+            none,
         ]
     )
     head = ["candidate", "search", "validation", "search and validation", "test",
@@ -136,23 +138,26 @@ def _finalists(report: SearchReport, winner: WinnerRecord) -> PageTable:
     return PageTable(head, rows)
 
 
-def _value_cell(value: float | None) -> Cell:
-    return Cell("unknown" if value is None else f"{value:+.4f}")
+def _value_cell(report: SearchReport, value: float | None) -> Cell:
+    return Cell("unknown" if value is None else report.format_objective(value))
 
 
-def _estimate_cell(estimate: Estimate) -> Cell:
-    return Cell(f"{estimate.value:+.4f}", f"{estimate.low:+.4f} to {estimate.high:+.4f}")
+def _estimate_cell(report: SearchReport, estimate: Estimate) -> Cell:
+    value, low, high = map(report.format_objective, (estimate.value, estimate.low, estimate.high))
+    return Cell(value, f"{low} to {high}")
 
 
 def _progress_sections(report: SearchReport) -> Iterator[Section]:
     charts = draw_charts(report)
     texts = ["Nothing has been measured yet."]
     if charts:
-        texts = [
-            f"{_objective_note(report)} Hollow: stopped early, measured on a part of the search "
-            "split. Click a point for the candidate."
+        texts = [] if report.winner is not None else [_objective_note(report)]
+        texts += [
+            "Hollow: stopped early, measured on a part of the search split. Click a point for the "
+            "candidate.",
+            markdown.count_candidates(report),
         ]
-    yield Section("Progress", [*texts, markdown.count_candidates(report)], charts)
+    yield Section("Progress", texts, charts)
 
 
 def _table_sections(report: SearchReport) -> Iterator[Section]:
@@ -163,7 +168,7 @@ def _table_sections(report: SearchReport) -> Iterator[Section]:
                 Cell(f"{100 * one.share:.0f}"),
                 Cell(str(one.values)),
                 Cell(one.best, f"{one.best_count} candidates"),
-                Cell(f"{one.best_mean:+.4f}"),
+                Cell(report.format_objective(one.best_mean)),
             ]
             for one in parameters
         ]
@@ -189,16 +194,16 @@ def _table_sections(report: SearchReport) -> Iterator[Section]:
 
 def _candidate_section(report: SearchReport) -> Section:
     others = [row for row in report.rows if row not in report.ranked]
-    entries = [_candidate(row) for row in (*report.ranked, *others)]
+    entries = [_candidate(report, row) for row in (*report.ranked, *others)]
     text = "Best on the search split first, then the others in order of proposal."
     return Section("Candidates", [text], entries=entries, folded=True)
 
 
-def _candidate(row: CandidateRow) -> Details:
+def _candidate(report: SearchReport, row: CandidateRow) -> Details:
     changes = [_describe_change(change) for change in row.changes]
     against = [f"Against {', '.join(row.proposal.parents)}:"] if changes else []
     return Details(
-        _describe_result(row),
+        _describe_result(report, row),
         [*row.proposal.problems, *against],
         changes,
         json.dumps(row.components, indent=1) if row.components else "",
@@ -206,23 +211,24 @@ def _candidate(row: CandidateRow) -> Details:
     )
 
 
-def _describe_result(row: CandidateRow) -> str:
+def _describe_result(report: SearchReport, row: CandidateRow) -> str:
     """One line on a candidate: its origin and its result."""
     result = row.result
     if result.same_as:
         outcome = f"keeps the same tokens as {result.same_as}"
     elif result.objective is None:
-        outcome = f"{result.status} {result.reason}".strip()
+        outcome = f"{row.status} {result.reason}".strip()
     else:
         scores = (("", result.accuracy), ("+", result.accuracy_plus))
         shares = [f"accuracy{sign} {format_percent(v)} %" for sign, v in scores if v is not None]
-        figures = [f"objective {result.objective:+.4f}", *shares, f"{result.examples} answers"]
+        objective = report.format_objective(result.objective)
+        figures = [f"objective {objective}", *shares, f"{result.examples} answers"]
         outcome = ", ".join(figures)
         if result.status != "evaluated":
-            outcome = f"{result.status} after {outcome} {result.reason}".strip()
-    return f"{row.name} by {row.proposal.origin}: {outcome}"
+            outcome = f"{row.status} after {outcome} {result.reason}".strip()
+    return f"{row.name} by {row.origin}: {outcome}"
 
 
 def _describe_change(change: Change) -> str:
     before, after = json.dumps(change.before), json.dumps(change.after)
-    return f"{change.where} {change.kind}: {before} -> {after}"
+    return f"{change.where} {change.kind}: {before} → {after}"

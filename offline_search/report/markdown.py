@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
-from vllm_autoprune.statistics import Estimate
+from vllm_autoprune.statistics import Estimate, count_decimals
 
 _MAX_ROWS = 10
 
@@ -106,31 +106,36 @@ def _candidate_cells(row: CandidateRow) -> list[str]:
         format_percent(result.accuracy),
         format_percent(result.accuracy_plus),
         str(result.examples),
-        row.proposal.origin,
+        row.origin,
     ]
 
 
 def count_candidates(report: SearchReport) -> str:
     """Sentence on the number of candidates, their statuses, and the success of each origin."""
+    if not report.rows:
+        return "No candidate has been proposed yet."
     statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
-    origins = ", ".join(
+    origins = "; ".join(
         f"{origin} {improvements} of {count}"
         for origin, (count, improvements) in report.origins.items()
     )
-    return f"{len(report.rows)} candidates: {statuses}. Best so far when proposed: {origins}."
+    return f"{len(report.rows)} candidates: {statuses}. Best when measured, by origin: {origins}."
 
 
 def describe_cost(report: SearchReport) -> Iterator[str]:
     """One sentence on the cost of the proposer, and one on the cost of the evaluator."""
     cost, proposer = report.cost, report.cost.proposer
+    price = f", at a price of {proposer.money:.4f}" if proposer.money else ""
     yield (
-        f"Proposer: {cost.replies} replies ({cost.failed_replies} failed, {cost.repairs} "
-        f"repairs), {proposer.prompt_tokens} + {proposer.completion_tokens} tokens, money "
-        f"{proposer.money:.4f}, {cost.proposer_seconds:.0f} s."
+        f"Proposer: {cost.replies:,} replies in {cost.proposer_seconds:,.0f} s "
+        f"({cost.failed_replies} failed, {cost.repairs} to repair others), "
+        f"{proposer.prompt_tokens:,} prompt and {proposer.completion_tokens:,} completion "
+        f"tokens{price}."
     )
     yield (
-        f"Evaluator: {cost.answers} answers ({cost.failed_evaluations} failed evaluations), "
-        f"{cost.evaluator_seconds:.0f} s. From first to last record: {report.duration:.0f} s."
+        f"Evaluator: {cost.answers:,} answers in {cost.evaluator_seconds:,.0f} s "
+        f"({cost.failed_evaluations} evaluations failed). The whole search: "
+        f"{report.duration:,.0f} s."
     )
 
 
@@ -147,8 +152,9 @@ def _format_row(cells: Sequence[str]) -> str:
 
 def format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
-    low, high = scale * estimate.low, scale * estimate.high
-    return f"{scale * estimate.value:+.4g} ({low:+.4g} to {high:+.4g})"
+    value, low, high = (scale * x for x in (estimate.value, estimate.low, estimate.high))
+    digits = count_decimals(low, high)
+    return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
 
 def format_percent(share: float | None) -> str:

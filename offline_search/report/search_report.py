@@ -19,15 +19,34 @@ from offline_search.ledger.records import (
     Record,
     ReplyRecord,
     SettingsRecord,
+    Status,
     TrialRecord,
     WinnerRecord,
 )
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.statistics import count_decimals
 from vllm_autoprune.tpdsl.states.differences import Change, list_changes
 
 R = TypeVar("R", bound=Record)
+
+STATUS_WORDS: Mapping[Status, str] = {
+    "evaluated": "measured in full",
+    "dropped": "stopped early",
+    "same": "with the same tokens as an earlier one",
+    "unevaluated": "not measured",
+    "invalid": "invalid",
+    "unsafe": "unsafe",
+}
+"""Outcomes of candidates as a report names them."""
+
+ORIGIN_WORDS: Mapping[str, str] = {
+    "llm": "language model",
+    "tpe": "TPE",
+    "ranked": "TPE, ranked by the model",
+}
+"""Origins of candidates as a report names them, where that differs from the ledger."""
 
 _TOP_CANDIDATES = 5
 _MAX_COMMON_ATOMS = 10
@@ -46,6 +65,16 @@ class CandidateRow:
     def name(self) -> str:
         """``round.index``."""
         return self.proposal.name
+
+    @property
+    def origin(self) -> str:
+        """What proposed the candidate, in words."""
+        return ORIGIN_WORDS.get(self.proposal.origin, self.proposal.origin)
+
+    @property
+    def status(self) -> str:
+        """The outcome, in words."""
+        return STATUS_WORDS[self.result.status]
 
     @property
     def components(self) -> JsonObject | None:
@@ -98,6 +127,18 @@ class SearchReport:
         """Fully evaluated candidates, best first."""
         return _rank(self.rows)
 
+    def format_objective(self, value: float) -> str:
+        """An objective with as many decimals as the width of the winner's interval supports.
+
+        Without a winner, the spread of the candidates stands for it.
+        """
+        if self.winner is not None:
+            low, high = self.winner.test.objective.low, self.winner.test.objective.high
+        else:
+            values = [row.result.objective or 0.0 for row in self.rows]
+            low, high = min(values, default=0.0), max(values, default=0.0)
+        return f"{value:+.{count_decimals(low, high)}f}"
+
     def curve(self) -> list[tuple[int, float]]:
         """(answers spent, best objective so far) at every improvement."""
         points: list[tuple[int, float]] = []
@@ -121,7 +162,7 @@ def read_report(records: Iterable[Record]) -> SearchReport:
         rows=rows,
         base_objective=_measure_base(known, settings[0].settings),
         winner=winners[0] if winners else None,
-        statuses=dict(Counter(row.result.status for row in rows).most_common()),
+        statuses=dict(Counter(row.status for row in rows).most_common()),
         causes=_count_causes(rows),
         origins=_count_origins(rows),
         common_atoms=_find_common_atoms(rows),
@@ -199,8 +240,8 @@ def _count_origins(rows: Iterable[CandidateRow]) -> Mapping[str, tuple[int, int]
     for row in rows:
         improves = row.objective is not None and row.objective > best
         best = max(best, row.objective) if row.objective is not None else best
-        candidates, improvements = counts.get(row.proposal.origin, (0, 0))
-        counts[row.proposal.origin] = (candidates + 1, improvements + improves)
+        candidates, improvements = counts.get(row.origin, (0, 0))
+        counts[row.origin] = (candidates + 1, improvements + improves)
     return counts
 
 

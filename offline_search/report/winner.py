@@ -19,17 +19,21 @@ def explain_winner(report: SearchReport, winner: WinnerRecord) -> Iterator[str]:
     rivals = [name for name in ranked if name != winner.winner]
     if rivals and winner.winner in winner.estimates:
         margin = winner.estimates[winner.winner] - winner.estimates[rivals[0]]
+        own_estimate = report.format_objective(winner.estimates[winner.winner])
         yield (
-            f"{winner.winner} has {winner.estimates[winner.winner]:+.4f} there, {margin:.4f} more "
-            f"than {rivals[0]}, the next."
+            f"On both together {winner.winner} has {own_estimate}, "
+            f"{report.format_objective(margin).lstrip('+')} more than {rivals[0]}, the next."
         )
     yield describe_leader(winner, report.ranked[0].name if report.ranked else None)
     own = winner.confirmed[winner.winner].objective
     score = next((row.objective for row in report.rows if row.name == winner.winner), None)
     if score is not None:
+        search, validation, test = map(
+            report.format_objective, (score, own.value, winner.test.objective.value)
+        )
         yield (
-            f"Its objective is {score:+.4f} on the search split, {own.value:+.4f} on the "
-            f"validation split and {winner.test.objective.value:+.4f} on the test split."
+            f"Its objective is {search} on the search split, {validation} on the validation split "
+            f"and {test} on the test split."
         )
 
 

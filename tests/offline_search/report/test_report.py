@@ -32,7 +32,9 @@ from tests.offline_search.synthetic import (
     run_search,
 )
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.statistics import count_decimals
 
+RECORDED = Path(__file__).parents[3] / "benchmarks/search/recorded/minillava-k8.jsonl"
 SCRIPT_TAG = "<script>alert(1)</script>"
 
 
@@ -66,7 +68,9 @@ async def test_markdown_has_the_result_and_both_costs(ledger: Path) -> None:
     (chosen,) = records_of_kind(ledger, WinnerRecord)
     text = as_markdown(report)
     assert f"Winner: {chosen.winner}" in text
-    assert f"{chosen.test.gain.value:+.4g}" in text and f"{chosen.test.gain.low:+.4g}" in text
+    gain = chosen.test.gain
+    digits = count_decimals(gain.low, gain.high)
+    assert f"| {gain.value:+.{digits}f} ({gain.low:+.{digits}f} to " in text
     assert "Proposer: " in text and "Evaluator: " in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
@@ -113,6 +117,35 @@ async def test_the_page_says_who_won_and_why(ledger: Path) -> None:
     assert side_by_side in text
     assert f"base policy {report.base_objective:+.4f}" in text
     assert "Tree of parents" in text
+
+
+def test_figures_have_the_digits_of_their_intervals_and_words_are_a_readers() -> None:
+    report = read_report(read_ledger(RECORDED))
+    page = as_html(report)
+    text = text_of(page)
+    assert "objective +0.72 nats (-3.25 to +5.09)" in text and "+8.3 -16.7 to +33.3" in text
+    assert not re.search(r"[-+]\d\.\d{3}", text[: text.index("Candidates Best on")])
+    assert "40 stopped early, 9 measured in full, 2 with the same tokens as an earlier one" in text
+    assert not re.search(r"dropped|\btpe\b|★|->", text)
+    assert text.count("Objective: mean log-probability") == 1
+    assert "16,733 prompt and 75 completion tokens." in text
+
+
+def test_charts_have_a_unit_whole_rounds_and_the_base_policy_on_every_split() -> None:
+    _, parents, finalists = draw_charts(read_report(read_ledger(RECORDED)))
+    assert parents.y_label == finalists.y_label == "objective, nats"
+    assert list(parents.x_names.values()) == ["1", "2", "3", "4", "5"]
+    base = finalists.series[-1]
+    assert base.name == "base policy" and [mark.x for mark in base.marks] == [1.0, 2.0, 3.0]
+    assert finalists.side_by_side
+
+
+def test_a_search_that_has_only_begun_has_no_empty_sections(tmp_path: Path) -> None:
+    begun = tmp_path / "begun.jsonl"
+    begun.write_bytes(RECORDED.read_bytes().splitlines(keepends=True)[0])
+    text = text_of(as_html(read_report(read_ledger(begun))))
+    assert "Nothing has been measured yet." in text
+    assert "by parent" not in text and "Candidates" not in text and ": ." not in text
 
 
 async def test_the_base_policy_is_measured_on_the_search_split(
