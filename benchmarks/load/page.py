@@ -21,6 +21,7 @@ from benchmarks.load.sections import (
     build_settings,
     build_sweeps,
 )
+from benchmarks.load.workload import CACHES
 from vllm_autoprune.pages.document import Document, Section, render_document
 
 REPORT = "report.html"
@@ -101,5 +102,5 @@ def _list_facts(paired: Paired, runs: Sequence[Run]) -> list[str]:
         f"{requests:,} requests counted",
         f"{plan.passes} passes",
         f"objective: {plan.slo.describe()}",
-        f"images: {plan.workload.cache}",
+        CACHES[plan.workload.cache],
     ]

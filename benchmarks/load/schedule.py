@@ -44,7 +44,7 @@ class Load(StrictModel):
     def describe(self) -> str:
         """In words."""
         if self.rate is None:
-            return f"closed loop, {self.users} users"
+            return f"closed loop, {self.title}"
         kind = "Poisson" if self.burstiness == 1 else f"gamma({self.burstiness:g})"
         return f"open loop, {kind} arrivals at {self.rate:g} requests/s"
 

@@ -11,7 +11,7 @@ from benchmarks.load.percentiles import LEVELS, Distribution
 from benchmarks.load.points import Point, Run, e2e, itl, tpot, ttft
 from benchmarks.load.result import format_hits
 from benchmarks.load.sweep import KNEE, Sweep, build_sweep
-from benchmarks.load.workload import CACHES, Workload, format_mix
+from benchmarks.load.workload import CACHES, Workload, describe_mix
 from vllm_autoprune.pages.document import Section
 from vllm_autoprune.pages.table import Cell, CellTone, PageRow, PageTable
 from vllm_autoprune.statistics import Estimate
@@ -211,21 +211,22 @@ def build_agreement(points: Sequence[Point]) -> Section:
 
 
 def build_runs(runs: Sequence[Run]) -> Section:
-    """Each run with its verdict, and links to its files."""
+    """Each run with its verdict, and links to its files; notes where there are any."""
+    noted = any(run.result.verdict.notes for run in runs)
     rows: list[PageRow] = [
         [
             f"{run.number + 1}",
             run.arm,
             run.result.load.describe(),
             Cell(run.result.verdict.describe(), tone="" if run.result.verdict.valid else "bad"),
-            "; ".join(run.result.verdict.notes),
+            *(["; ".join(run.result.verdict.notes)] if noted else []),
             Cell(f"{len(run.records)} requests", link=run.records_link),
             Cell("run.json", link=run.result_link),
         ]
         for run in runs
     ]
-    head = ["pass", "arm", "load", "verdict", "notes", "records", "figures"]
-    return Section("Every run, in order of time", tables=[PageTable(head, rows, left=7)])
+    head = ["pass", "arm", "load", "verdict", *(["notes"] if noted else []), "records", "figures"]
+    return Section("Every run, in order of time", tables=[PageTable(head, rows, left=len(head))])
 
 
 def build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
@@ -263,9 +264,9 @@ def _workload(workload: Workload) -> Iterator[tuple[str, str]]:
     yield "answers", f"{workload.output_tokens} tokens each, greedy"
     if workload.data:
         yield "data", f"{workload.data}, {workload.data_digest}"
-    yield "longer side, pixels", format_mix(workload.sides)
-    yield "aspect", format_mix(workload.aspects)
-    yield "images a request", format_mix(workload.images)
-    yield "formats", format_mix(workload.formats)
-    yield "words in a question", format_mix(workload.words)
+    yield "longer side, pixels", describe_mix(workload.sides)
+    yield "aspect", describe_mix(workload.aspects)
+    yield "images a request", describe_mix(workload.images)
+    yield "formats", describe_mix(workload.formats)
+    yield "words in a question", describe_mix(workload.words)
     yield "seed", str(workload.seed)

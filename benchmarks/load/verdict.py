@@ -44,7 +44,7 @@ class Verdict(StrictModel):
     def describe(self) -> str:
         """In words."""
         if not self.valid:
-            return f"INVALID: {'; '.join(self.reasons)}"
+            return f"not valid: {'; '.join(self.reasons)}"
         return f"valid, but {self.too_few}" if self.too_few else "valid"
 
 

@@ -92,3 +92,11 @@ def parse_mix(text: str, convert: Callable[[str], T]) -> tuple[tuple[T, float], 
 def format_mix(mix: tuple[tuple[T, float], ...]) -> str:
     """The mix as the command line writes it."""
     return ",".join(f"{value}={weight:g}" for value, weight in mix)
+
+
+def describe_mix(mix: tuple[tuple[T, float], ...]) -> str:
+    """The mix in words: each value with its share."""
+    if len(mix) == 1:
+        return f"{mix[0][0]}"
+    total = sum(weight for _, weight in mix)
+    return ", ".join(f"{value} ({100 * weight / total:.0f} %)" for value, weight in mix)

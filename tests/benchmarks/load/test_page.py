@@ -86,9 +86,10 @@ def test_the_page_has_ratios_verdicts_and_rates(page: str) -> None:
     assert "2 users AutoPrune 0.500 0.500–0.500" in text
     assert "2 users AutoPrune 0.500, 0.500" in text
     assert "4 requests/s AutoPrune not valid" in text
+    assert "INVALID" not in text and "notes" not in text and "images: unique" not in text
     # Three gaps of 50 ms in each of 2 x 60 answers.
     assert "2 users stock 50.0 50.0–50.0 50.0" in text
-    assert "INVALID: the client was the bottleneck" in text
+    assert "not valid: the client was the bottleneck" in text
     # Stock keeps both rates; AutoPrune's second run is not valid, so that rate is unknown.
     assert "stock at least 4 at least 4 at least 4 not reached: try higher rates" in text
     assert "AutoPrune at least 2 at least 2 at least 2" in text
@@ -112,6 +113,7 @@ def test_the_page_has_settings_and_command(page: str) -> None:
     text = plain(page)
     assert "python -m benchmarks.load paired --state '<b>'" in text
     assert "d" * 16 in text and "every image is new" in text and "load average" in text
+    assert "aspect 4/3 (44 %), 3/4 (22 %)" in " ".join(text.split())
 
 
 def test_charts_show_invalid_points_hollow_and_off_the_line(page: str) -> None:

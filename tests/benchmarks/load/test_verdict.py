@@ -143,7 +143,7 @@ def test_all_reasons_are_reported() -> None:
     late = [record(n, scheduled=0.1 * n, delay=0.5, tokens=3) for n in range(100)]
     result = verdict(late, planned=101, unwritten="disk full")
     assert len(result.reasons) == 4
-    assert result.describe().startswith("INVALID: only 100 of 101")
+    assert result.describe().startswith("not valid: only 100 of 101")
 
 
 def test_notes_do_not_invalidate() -> None:
