@@ -162,6 +162,12 @@ def test_page_is_self_contained() -> None:
     assert "default-src 'none'" in text
 
 
+def test_a_page_can_be_read_by_tapping() -> None:
+    text = render_page([explanation()])
+    assert 'addEventListener("pointerdown", read)' in text
+    assert "<main" not in text, "several main elements are invalid"
+
+
 def test_question_is_escaped_in_the_page() -> None:
     text = render_page([explanation()])
     assert "<b>" not in text and "&lt;b&gt;this&lt;/b&gt;" in text

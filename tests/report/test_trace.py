@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, refine
+from vllm_autoprune.report.page import render_page
 from vllm_autoprune.report.panels import atom_title, cell, explain
 from vllm_autoprune.report.trace import Trace, trace_images
 from vllm_autoprune.tpdsl.optional_inputs import MergerInput
@@ -67,6 +68,15 @@ def test_entering_tokens_have_higher_quality_than_leaving_ones() -> None:
 def test_signals_without_weight_are_left_out() -> None:
     (image, _) = trace_batch(images(), {"/scoring/signals/2/weight": 0.0})
     assert "spatial_centrality_prior" not in [signal.atom for signal in image.signals]
+
+
+def test_a_weight_is_named_with_three_digits() -> None:
+    tokens = images()
+    policy = materialize(state({"/scoring/signals/2/weight": 3.99961}), 12)
+    trace = trace_images(policy, tokens, refine(policy, tokens))[0]
+    panels = explain(policy, Image.new("RGB", (60, 60)), "?", trace).panels
+    (detail,) = [p.detail for p in panels if p.title == "spatial centrality prior"]
+    assert detail == "weight 4"
 
 
 def test_a_base_policy_alone_scores_nothing() -> None:
@@ -161,6 +171,8 @@ def test_owners_are_the_kept_tokens_that_dropped_ones_are_merged_into() -> None:
         assert "24 dropped ones are merged into them" in explanation.summary
         (panel,) = [panel for panel in explanation.panels if panel.title == "merged"]
         assert panel.owners == image.owners and panel.lit == image.kept
+        page = render_page([explanation])
+        assert '<i class="merged"></i><i></i>merged into the framed token' in page
 
 
 def test_a_state_that_merges_nothing_has_no_owners() -> None:

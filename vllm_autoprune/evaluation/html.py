@@ -96,8 +96,16 @@ def _draw_budgets(report: Report) -> Chart | None:
     rules = []
     if full is not None and full.accuracy is not None:
         rules = [Rule(full.accuracy.value, f"all tokens {full.accuracy.value:.1f} %")]
-    title = "Questions answered right"
-    return Chart(title, "visual tokens kept, K", "right, %", series, rules, x_scale="log")
+    return Chart(
+        "Questions answered right",
+        "visual tokens kept, K",
+        "right, %",
+        series,
+        rules,
+        x_scale="log",
+        x_names={float(row.case.budget): str(row.case.budget) for row in pruned},
+        side_by_side=True,
+    )
 
 
 def _mark(row: Row) -> Mark:

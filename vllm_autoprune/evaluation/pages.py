@@ -23,8 +23,8 @@ _NOTES = (
     "Acc. is the mean over benchmarks, with MME divided by {divisor:g} first. Rel. is given by "
     "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
     "benchmarks of a score over the full model's.",
-    "Differences are paired on the same questions; brackets show the 95 % interval, with {images} "
-    "images resampled. If an interval contains 0, the data show no difference. ln p is the mean "
+    "Differences are paired on the same questions, each with its 95 % interval ({images} images "
+    "resampled). If an interval contains 0, the data show no difference. ln p is the mean "
     "log-probability of the reference answer; base is the base policy alone at the same K, resized "
     "the resize control: the image resized to at most K tokens, or pooled to K where the model has "
     "a fixed number of them.",

@@ -46,7 +46,7 @@ def render_page(explanations: Sequence[Explanation]) -> str:
 <style>{_style()}</style>
 <h1>{question}</h1>
 <p class="legend">{_legend(panels)}</p>
-<output id="details">Point at a token to read its values.</output>
+<output id="details">Point at a token, or tap it, to read its values.</output>
 {sections}
 <script type="application/json" id="tokens">{data}</script>
 <script>{_SCRIPT}</script>
@@ -62,7 +62,8 @@ def _section(explanation: Explanation) -> str:
         f"--picture:url({_inline(explanation.picture.convert('RGB'))})"
     )
     summary = html.escape(explanation.summary)
-    return f'<section style="{style}"><p>{summary}</p>\n<main>\n{figures}\n</main></section>'
+    panels = f'<div class="panels">\n{figures}\n</div>'
+    return f'<section style="{style}"><p>{summary}</p>\n{panels}</section>'
 
 
 def _legend(panels: Sequence[Panel]) -> str:
@@ -77,7 +78,7 @@ def _legend(panels: Sequence[Panel]) -> str:
         entries.append('<span><i class="left">&minus;</i>swapped out</span>')
         entries.append('<span><i class="entered">+</i>swapped in</span>')
     if any(panel.owners for panel in panels):
-        entries.append("<span>one colour: merged into the framed token</span>")
+        entries.append('<span><i class="merged"></i><i></i>merged into the framed token</span>')
     if any(panel.heat is not None for panel in panels):
         entries.append('<span><i class="ramp"></i>low to high, each map on its own scale</span>')
     return "".join(entries)
@@ -177,7 +178,7 @@ def _inline(image: Image.Image) -> str:
 def _style() -> str:
     ramp = ",".join(css_colour(colour) for colour in RAMP)
     stayed, left, entered = css_colour(STAYED), css_colour(LEFT), css_colour(ENTERED)
-    core = css_colour(CORE)
+    core, merged = css_colour(CORE), css_colour(group_colour(0))
     return f"""
 :root{{color-scheme:light dark;
 --ink:{css_colour(INK)};--page:#fff;--soft:#626976;--box:#f3f4f6}}
@@ -194,14 +195,17 @@ font:bold 1rem/.9rem monospace;text-align:center}}
 .legend .kept{{border-color:{stayed};outline:2px solid var(--soft)}}
 .legend .core{{border-color:{core}}}
 .legend .left{{color:{left}}} .legend .entered{{color:{entered}}}
+.legend .merged{{border-color:{merged};margin-right:0}}
+.legend .merged+i{{border:0;background:{merged}8c}}
 .legend .ramp{{width:9rem;border:0;background:linear-gradient(90deg,{ramp})}}
 output{{display:block;min-height:3.2em;padding:.6rem .9rem;background:var(--box);
 border-radius:.4rem;
 position:sticky;top:0;z-index:1}}
-main{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--panel)),1fr));
+.panels{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--panel)),1fr));
 gap:1.5rem;margin-top:1.5rem}}
-figure{{margin:0;align-self:end}} figcaption{{font-weight:600;margin-bottom:.3rem}}
-figcaption small{{font-weight:400;color:var(--soft);margin-left:.5rem}}
+figure{{margin:0;align-self:end}} figcaption{{font-weight:600;margin-bottom:.3rem;
+display:flex;flex-wrap:wrap;column-gap:.8rem;align-items:baseline}}
+figcaption small{{font-weight:400;color:var(--soft)}}
 .scene{{position:relative;aspect-ratio:var(--ratio);background-size:100% 100%;
 background-image:var(--picture)}}
 .scene svg,.scene .heat{{position:absolute;inset:0;width:100%;height:100%}}
@@ -212,6 +216,7 @@ svg .dim{{fill:#14161c;fill-opacity:.74}} svg .kept{{stroke:{stayed}}}
 svg .core{{stroke:{core}}}
 svg .left{{stroke:{left};stroke-width:.12}} svg .entered{{stroke:{entered};stroke-width:.12}}
 svg .here{{stroke:#ff2bd6;stroke-width:.14}}
+@media(max-width:40rem){{output{{font-size:.8rem;padding:.4rem .6rem}} body{{padding:0 1rem}}}}
 """
 
 
@@ -222,7 +227,8 @@ document.querySelectorAll("section").forEach((section, number) => {
   const data = regions[number];
   const at = new Map(data.place.map(([row, column], token) => [row + "," + column, token]));
   const marks = section.querySelectorAll(".here");
-  section.querySelectorAll("svg").forEach(svg => svg.addEventListener("pointermove", event => {
+  const read = event => {
+    const svg = event.currentTarget;
     const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
     const column = Math.floor((event.clientX - box.left) / box.width * view.width);
     const row = Math.floor((event.clientY - box.top) / box.height * view.height);
@@ -232,6 +238,10 @@ document.querySelectorAll("section").forEach((section, number) => {
     const values = Object.entries(data.values).map(([name, all]) => name + " " + all[token]);
     details.textContent = ["token " + token + " (row " + row + ", column " + column + "): "
       + data.status[token], ...values].join("; ");
-  }));
+  };
+  for (const svg of section.querySelectorAll("svg")) {
+    svg.addEventListener("pointermove", read);
+    svg.addEventListener("pointerdown", read);
+  }
 });
 """

@@ -89,7 +89,7 @@ def explain(
     if trace.quality is not None:
         panels.append(Panel("quality g", "all signals fused", tuple(trace.quality)))
         panels += [
-            Panel(atom_title(s.atom), f"weight {s.weight:g}", s.values) for s in trace.signals
+            Panel(atom_title(s.atom), f"weight {s.weight:.3g}", s.values) for s in trace.signals
         ]
     state = policy.state
     return Explanation(
