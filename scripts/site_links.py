@@ -1,7 +1,8 @@
-"""Hook of mkdocs: links from a page to files of the repository outside docs.
+"""Hook of mkdocs: what reads differently there than in the repository.
 
-They become the path of the file, or, where ``repo_url`` is set, links to the file there. A file
-that is missing stops the build.
+Links from a page to files outside docs become the path of the file, or, where ``repo_url`` is set,
+links to the file there. A file that is missing stops the build. ``\\|`` in code within a table is
+a plain ``|`` in the repository, but would keep its backslash on the site.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_CODE = re.compile(r"`[^`\n]+`")
 
 
 class Config(Protocol):
@@ -36,4 +38,9 @@ def rewrite_links(text: str, repo_url: str | None) -> str:
 
 def on_page_markdown(markdown: str, *, config: Config, **_: object) -> str:
     """Called by mkdocs with the source of every page."""
-    return rewrite_links(markdown, config.repo_url)
+    return restore_pipes(rewrite_links(markdown, config.repo_url))
+
+
+def restore_pipes(text: str) -> str:
+    """The page with every ``\\|`` within code as ``|``; cells are not divided there."""
+    return _CODE.sub(lambda match: match[0].replace("\\|", "|"), text)

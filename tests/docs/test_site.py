@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.site_links import rewrite_links
+from scripts.site_links import restore_pipes, rewrite_links
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +26,12 @@ def test_links_to_files_outside_docs_become_paths_or_links_to_the_repository() -
 def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
     with pytest.raises(FileNotFoundError, match=r"nosuch\.md"):
         rewrite_links("[x](../nosuch.md)", None)
+
+
+def test_code_in_tables_is_shown_without_backslashes() -> None:
+    assert (
+        restore_pipes(r"| `--state PATH\|NAME` | a \| b |") == r"| `--state PATH|NAME` | a \| b |"
+    )
 
 
 def test_every_page_has_a_place_in_the_order() -> None:
