@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offline_search.candidates.hypothesis import list_purposes
 from offline_search.dataset import SPLITS, Dataset, Split
 from offline_search.evaluation.winner_selection import MAX_FRONT_MEMBERS
 from offline_search.proposers.endpoint import Price
-from offline_search.proposers.prompt import Messages, proposal_prompt
+from offline_search.proposers.prompt import Messages, list_prompt, proposal_prompt
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.start_states import minimal_state
@@ -33,20 +35,33 @@ class CostEstimate:
     answers: Mapping[Split, int]
 
 
+def _prompt(settings: Settings) -> Messages:
+    """The first prompt, with a placeholder for the history."""
+    history, example, total = (
+        "(the history comes here)",
+        minimal_state(settings),
+        settings.per_round,
+    )
+    if settings.proposals_per_reply == 1:
+        return proposal_prompt(settings, history, example, 0, total)
+    count = min(settings.proposals_per_reply, total)
+    purposes = list_purposes(0, count, measured=True)
+    return list_prompt(settings, history, example, 0, count, total, purposes)
+
+
 def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEstimate:
     """Cost of a search at a price on a data set."""
     strategy = STRATEGIES[settings.strategy](settings)
-    messages = proposal_prompt(
-        settings, "(the history comes here)", minimal_state(settings), 0, settings.per_round
-    )
+    messages = _prompt(settings)
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = maximum_rounds(settings, strategy)
-    calls = rounds * settings.per_round if strategy.uses_proposer else 0
+    proposals = settings.per_round if strategy.uses_proposer else 0
     if settings.race and not strategy.stops_early:  # `autoprune+` asks for three slots in ten
-        calls *= RACED_PER_PLACE
+        proposals *= RACED_PER_PLACE
+    calls = rounds * math.ceil(proposals / settings.proposals_per_reply)
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
-    completion_tokens = calls * _REPLY_TOKENS
+    completion_tokens = rounds * proposals * _REPLY_TOKENS
     size = {split: len(dataset.examples(split)) for split in SPLITS}
     front = MAX_FRONT_MEMBERS if settings.is_multi_objective else 0
     budgets = len(settings.budgets)

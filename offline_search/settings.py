@@ -29,6 +29,12 @@ STRATEGIES_WITHOUT_MENU = (
 )
 """Strategies that ignore menus: their candidates are programs or come from no language model."""
 
+STRATEGIES_WITH_LISTS = ("autoprune", "autoprune+")
+"""Strategies that may ask a language model for several proposals at once."""
+
+DEFAULT_LIST = 5
+"""Proposals in a reply of a model behind an endpoint: one for each purpose."""
+
 DEFAULT_MENU = 1
 """Menu width for the embedded model, which would otherwise repeat the example it is shown.
 
@@ -101,11 +107,18 @@ class Settings(FrozenModel):
     menu: int = Field(
         default=0, ge=0, le=100, description="atoms offered per changed part; 0: no menu"
     )
+    proposals_per_reply: int = Field(
+        default=1,
+        ge=1,
+        le=20,
+        exclude_if=lambda count: count == 1,
+        description="proposals that a language model writes at once, each with a hypothesis",
+    )
     temperature: float = Field(
         default=1.0, ge=0.0, le=2.0, description="sampling temperature of the proposer"
     )
     reply_tokens: int = Field(
-        default=1024, ge=64, le=32768, description="maximum tokens of a reply"
+        default=1024, ge=64, le=32768, description="maximum tokens of a proposal"
     )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
@@ -127,6 +140,14 @@ class Settings(FrozenModel):
             raise ValueError("only a language model that writes states reads a menu: leave it out")
         if self.menu and self.library == "paper":
             raise ValueError("a menu offers a part of the atoms: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _require_writer_of_lists(self) -> Settings:
+        writes = self.proposer and self.strategy in STRATEGIES_WITH_LISTS
+        if self.proposals_per_reply > 1 and (self.menu or not writes):
+            names = " and ".join(STRATEGIES_WITH_LISTS)
+            raise ValueError(f"only {names} ask for lists, of a language model without a menu")
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from benchmarks.search.comparison import as_markdown, needs_proposer
 from benchmarks.search.scenes import write_data
 from benchmarks.search.study import ARMS, PER_ROUND, Study
 from offline_search.dataset import Split
-from offline_search.settings import DEFAULT_MENU
+from offline_search.settings import DEFAULT_LIST, DEFAULT_MENU, Settings
 from vllm_autoprune.cli.output import CommandParser
 
 if TYPE_CHECKING:
@@ -92,6 +92,14 @@ def _parser() -> argparse.ArgumentParser:
             help="strategies to compare",
         )
         command.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    for command in (compare, study):
+        command.add_argument(
+            "--proposals-per-reply",
+            type=int,
+            metavar="N",
+            help=f"proposals that a model writes at once; default with --proposer-url: "
+            f"{DEFAULT_LIST}, else 1",
+        )
     for command in (data, compare):
         command.add_argument(
             "--scenes",
@@ -207,13 +215,15 @@ def _run_study(options: argparse.Namespace) -> None:
         options.rounds,
         options.proposer_model or EMBEDDED_MODEL,
         menu=0 if options.proposer_url else DEFAULT_MENU,
+        proposals_per_reply=_list_length(options),
     )
     with contextlib.ExitStack() as stack:
         connect: Callable[[], EndpointProposer] | None = None
         if study.needs_proposer:
             url = options.proposer_url or stack.enter_context(_serve_embedded())
             seeded = options.proposer_url is not None
-            connect = partial(_open_endpoint, url, study.proposer, PER_ROUND, seeded)
+            length = study.proposals_per_reply
+            connect = partial(_open_endpoint, url, study.proposer, PER_ROUND, seeded, length)
         for yardstick in options.yardsticks:
             for budget in options.budgets:
                 print(study.run(yardstick, budget, connect), flush=True)
@@ -226,10 +236,15 @@ def _serve_embedded() -> contextlib.AbstractContextManager[str]:
     return serve_model(prepare_model())
 
 
-def _open_endpoint(url: str, model: str, requests: int, seeded: bool) -> EndpointProposer:
+def _open_endpoint(
+    url: str, model: str, requests: int, seeded: bool, proposals: int
+) -> EndpointProposer:
     from offline_search.proposers.endpoint import EndpointProposer, EndpointSettings
 
-    return EndpointProposer(EndpointSettings(url, model, max_in_flight=requests, seeded=seeded))
+    tokens = Settings().reply_tokens * proposals
+    return EndpointProposer(
+        EndpointSettings(url, model, reply_tokens=tokens, max_in_flight=requests, seeded=seeded)
+    )
 
 
 def _menu_width(options: argparse.Namespace) -> int:
@@ -239,12 +254,17 @@ def _menu_width(options: argparse.Namespace) -> int:
     return default if options.menu is None else int(options.menu)
 
 
+def _list_length(options: argparse.Namespace) -> int:
+    if options.proposals_per_reply is not None:
+        return int(options.proposals_per_reply)
+    return DEFAULT_LIST if options.proposer_url else 1
+
+
 def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.comparison import CachingEvaluator, RecordedProposer, run_comparison
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
     from offline_search.proposers.embedded_model import EMBEDDED_MODEL
     from offline_search.proposers.proposal_client import Proposer
-    from offline_search.settings import Settings
 
     yardstick = open_yardstick(options.yardstick, options.checkpoint)
     own = YardstickEvaluator(
@@ -264,6 +284,7 @@ def _run_comparison(options: argparse.Namespace) -> None:
         proposer="" if options.no_proposer else proposer_name,
         menu=_menu_width(options),
         race=options.race,
+        proposals_per_reply=1 if options.no_proposer or options.menu else _list_length(options),
     )
 
     async def run(proposer: Proposer | None) -> None:
@@ -283,7 +304,8 @@ def _run_comparison(options: argparse.Namespace) -> None:
 
     def endpoint(url: str, seeded: bool) -> EndpointProposer:
         requests = options.per_round * options.concurrency
-        return _open_endpoint(url, settings.proposer, requests, seeded)
+        length = settings.proposals_per_reply
+        return _open_endpoint(url, settings.proposer, requests, seeded, length)
 
     needed = needs_proposer(options.strategies, settings)
     if recorded is not None or not needed:

@@ -29,7 +29,7 @@ from offline_search.report import SearchReport, read_report
 from offline_search.report.markdown import table
 from offline_search.report.progress import ProgressLog
 from offline_search.search import Search
-from offline_search.settings import STRATEGIES_WITHOUT_MENU, Settings
+from offline_search.settings import STRATEGIES_WITH_LISTS, STRATEGIES_WITHOUT_MENU, Settings
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -139,6 +139,7 @@ async def _run_search(
 ) -> None:
     strategy = arm.removesuffix(WITHOUT_MODEL)
     uses_proposer = strategy == arm and STRATEGIES[strategy](settings).uses_proposer
+    writes_lists = uses_proposer and strategy in STRATEGIES_WITH_LISTS
     own_settings = settings.model_copy(
         update={
             "strategy": strategy,
@@ -149,6 +150,7 @@ async def _run_search(
             "menu": settings.menu
             if uses_proposer and strategy not in STRATEGIES_WITHOUT_MENU
             else 0,
+            "proposals_per_reply": settings.proposals_per_reply if writes_lists else 1,
         }
     )
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))

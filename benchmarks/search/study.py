@@ -61,6 +61,7 @@ class Study:
     rounds: int
     proposer: str
     menu: int
+    proposals_per_reply: int = 1
 
     @property
     def needs_proposer(self) -> bool:
@@ -108,4 +109,5 @@ class Study:
             budgets=(budget,),
             proposer=self.proposer,
             menu=self.menu,
+            proposals_per_reply=self.proposals_per_reply,
         )

@@ -15,6 +15,7 @@ from offline_search.candidates.components import (
     JsonObject,
     searched_components,
 )
+from offline_search.candidates.hypothesis import Hypothesis
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
@@ -44,6 +45,7 @@ class Draft:
     parents: tuple[str, ...] = ()
     program: str = ""
     selection: SelectionProgram | None = None
+    hypothesis: Hypothesis | None = None
 
     @property
     def candidate(self) -> Candidate | None:
@@ -116,13 +118,13 @@ def parse_proposal(text: str, settings: Settings, origin: str, parents: tuple[st
     Never raises: an invalid reply gives a draft with problems.
     """
     try:
-        return Draft(origin, assemble_state(_parse_object(text), settings), (), parents)
+        return Draft(origin, assemble_state(parse_object(text), settings), (), parents)
     except StateError as error:
         return Draft(origin, None, error.problems, parents)
 
 
-def _parse_object(text: str) -> JsonObject:
-    """The outermost JSON object of a text, without unknown keys; raises :class:`StateError`."""
+def parse_object(text: str) -> JsonObject:
+    """The outermost JSON object of a text; raises :class:`StateError`."""
     if not text.strip():
         raise _unreadable("the reply is empty", "reply.empty")
     if len(text) > MAX_REPLY_CHARACTERS:
@@ -135,8 +137,7 @@ def _parse_object(text: str) -> JsonObject:
     data, problems = parse_json(text[begin : end + 1], "proposal")
     if problems or not isinstance(data, dict):
         raise StateError("proposal", problems)
-    known = searched_components(core=True, rank_at=True, library="paper", bases=True)
-    return {name: part for name, part in data.items() if name in known}
+    return data
 
 
 def _unreadable(what: str, kind: str) -> StateError:

@@ -303,4 +303,5 @@ def _proposal_record(draft: Draft, number: int, index: int) -> ProposalRecord:
         digest="" if candidate is None else candidate.digest,
         problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
         program=draft.program,
+        hypothesis=draft.hypothesis,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offline_search.candidates.hypothesis import BASE_PARENT
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Example
 from offline_search.evaluation.objectives import pareto_ranks
@@ -98,7 +99,7 @@ class History:
 
     def objective_of(self, name: str) -> float | None:
         """The objective of a trial, or of the trial that it duplicates."""
-        if name == "base":
+        if name == BASE_PARENT:
             return self.base.objective
         trial = self.find(name)
         if trial is None:
@@ -106,6 +107,16 @@ class History:
         if trial.result.status == "same":
             return self.objective_of(trial.result.same_as)
         return self.estimate(trial)
+
+    def values_of(self, name: str) -> Floats | None:
+        """The values of a trial, or of the trial that it duplicates."""
+        if name == BASE_PARENT:
+            return self.base_values
+        trial = self.find(name)
+        if trial is None:
+            return None
+        same = trial.result.status == "same"
+        return self.values_of(trial.result.same_as) if same else trial.values
 
     def estimate(self, trial: Trial) -> float | None:
         """The objective of a trial, estimated where the race ended before its last example.

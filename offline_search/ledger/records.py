@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
+from offline_search.candidates.hypothesis import Hypothesis
 from offline_search.dataset import Split
 from offline_search.settings import FrozenModel, Settings
 from vllm_autoprune.statistics import Estimate
@@ -111,6 +112,9 @@ class ProposalRecord(_Record):
     digest: str = ""
     problems: tuple[str, ...] = ()
     program: str = Field(default="", description="the program that returned the candidate, if any")
+    hypothesis: Hypothesis | None = Field(
+        default=None, exclude_if=lambda one: one is None, description="of a proposal in a list"
+    )
 
     @property
     def name(self) -> str:

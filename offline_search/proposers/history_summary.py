@@ -20,6 +20,7 @@ from offline_search.candidates.search_space import numeric_parameters
 from offline_search.dataset import Example
 from offline_search.evaluation.answers import paired_error
 from offline_search.evaluation.history import History, Trial
+from offline_search.proposers.hypothesis_outcomes import describe_hypotheses
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.differences import list_changes
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -46,6 +47,7 @@ def summarize(history: History) -> str:
         lines += [_describe(trial, history) for trial in best]
         lines += _describe_limits(ranked[0])
     lines += _describe_last_round(history, {trial.name for trial in best})
+    lines += describe_hypotheses(history)
     if failures := history.count_failures().most_common(_MAX_FAILURES):
         lines.append("Proposals that were not valid:")
         lines += [f"- {reason[:160]} ({count} times)" for reason, count in failures]

@@ -6,14 +6,20 @@ asked for and what was measured, and give no advice on what to propose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal
 
 from typing_extensions import TypedDict
 
 from offline_search.candidates.components import BASE, compact_text, searched_components
+from offline_search.candidates.hypothesis import (
+    BASE_PARENT,
+    MAX_CHARACTERS,
+    PURPOSES,
+)
 from offline_search.candidates.menu import Menu
+from offline_search.candidates.proposal_list import PROPOSALS
 from offline_search.evaluation.history import Trial
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -29,6 +35,9 @@ class Message(TypedDict):
 
 
 Messages = tuple[Message, ...]
+
+_MAX_SHOWN_REPLY = 4000
+"""Characters of an invalid proposal that are sent back with its problems."""
 
 
 def describe_score(settings: Settings) -> str:
@@ -83,7 +92,22 @@ def _render_atoms(settings: Settings) -> str:
 
 
 def _system_prompt(settings: Settings) -> str:
-    return f"{describe_language(settings)}\n\nAnswer with one such object and nothing else."
+    language = describe_language(settings)
+    if settings.proposals_per_reply == 1:
+        return f"{language}\n\nAnswer with one such object and nothing else."
+    purposes = "\n".join(f"  - {name}: {meaning}" for name, meaning in PURPOSES.items())
+    return f"""{language}
+
+Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, each beginning with
+
+- "purpose", one of
+{purposes}
+- "hypothesis", a sentence of at most {MAX_CHARACTERS} characters: what the change does, and why
+- "parent", the name of the candidate that is changed, or "{BASE_PARENT}" for the base policy alone
+- "expect", the score compared with the parent's: "higher", "same" or "lower"
+
+A hypothesis is confirmed if the measured difference to the parent is as expected: more than two \
+standard errors for higher or lower, less for same."""
 
 
 def proposal_prompt(
@@ -99,6 +123,25 @@ def proposal_prompt(
         f"{summary}\n\nA valid candidate looks like this:\n{_components(example, settings)}\n\n"
         f"Propose candidate {number + 1} of {count}, with a higher score. "
         f"{_menu_sentence(menu)}JSON only."
+    )
+    return _conversation(settings, request)
+
+
+def list_prompt(
+    settings: Settings,
+    summary: str,
+    example: PruningState,
+    first: int,
+    count: int,
+    total: int,
+    purposes: Sequence[str],
+) -> Messages:
+    """Prompt for ``count`` of a round's ``total`` candidates, given the summary and an example."""
+    which = f"candidate {first + 1}" if count == 1 else f"candidates {first + 1} to {first + count}"
+    request = (
+        f"{summary}\n\nA valid candidate looks like this:\n{_components(example, settings)}\n\n"
+        f"Propose {which} of {total}, each different from all others, in search of a higher "
+        f"score. Their purposes, in order: {', '.join(purposes)}. JSON only."
     )
     return _conversation(settings, request)
 
@@ -145,7 +188,23 @@ def repair_prompt(request: Messages, reply: str, problems: Sequence[str]) -> Mes
         "role": "user",
         "content": f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else.",
     }
-    return (*request, {"role": "assistant", "content": reply[:4000]}, correction)
+    return (*request, {"role": "assistant", "content": reply[:_MAX_SHOWN_REPLY]}, correction)
+
+
+def repair_list_prompt(
+    request: Messages, reply: str, problems: Mapping[int, Sequence[str]], count: int
+) -> Messages:
+    """As :func:`repair_prompt`, for the proposals of a list that are invalid, by their number."""
+    listed = "\n".join(
+        f"- proposal {number}: {'; '.join(texts)[:300]}" for number, texts in problems.items()
+    )
+    correction: Message = {
+        "role": "user",
+        "content": f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
+        "corrected, in this order, and nothing else.",
+    }
+    shown = reply[: _MAX_SHOWN_REPLY * count]
+    return (*request, {"role": "assistant", "content": shown}, correction)
 
 
 def _conversation(settings: Settings, request: str) -> Messages:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -14,12 +14,13 @@ from offline_search.candidates.compact_schema import shorten_schema
 from offline_search.candidates.components import JsonObject
 from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal import MAX_REPLY_CHARACTERS, Draft, parse_proposal
+from offline_search.candidates.proposal_list import list_schema, parse_list
 from offline_search.candidates.schema import proposal_schema
 from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import Clock, Cost, ProgramRecord, ReplyRecord
 from offline_search.programs.runner import run_program
-from offline_search.proposers.prompt import Messages, repair_prompt
+from offline_search.proposers.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem
 
@@ -87,17 +88,7 @@ class ProposalClient:
 
     async def request_proposal(self, request: ProposalRequest) -> Draft:
         """The draft in a reply, after one attempt to repair an invalid reply."""
-        settings = self._settings
-        schema = proposal_schema(
-            settings.source_budget,
-            settings.core,
-            settings.rank_at,
-            settings.library,
-            settings.bases,
-        )
-        if request.menu is not None:
-            schema = request.menu.restrict(schema)
-        schema = shorten_schema(schema)
+        schema = self._schema(request.menu)
         reply = await self._recorded_reply(request, "first", request.messages, schema)
         draft = self._parse(reply, request)
         if draft.state is not None or reply.text is None:
@@ -106,6 +97,35 @@ class ProposalClient:
         messages = repair_prompt(request.messages, reply.text, problems)
         repaired = await self._recorded_reply(request, "repair", messages, schema)
         return draft if repaired.text is None else self._parse(repaired, request)
+
+    async def request_list(
+        self, request: ProposalRequest, count: int, names: Collection[str]
+    ) -> list[Draft]:
+        """The ``count`` drafts in a reply, after one attempt to repair those that are invalid.
+
+        A proposal may have one of ``names`` as its parent.
+        """
+        schema = self._schema(request.menu)
+        reply = await self._recorded_reply(
+            request, "first", request.messages, list_schema(schema, count)
+        )
+        if reply.text is None:
+            return [self._parse(reply, request)] * count
+        default = Draft(request.origin, None, (), request.parents)
+        drafts = parse_list(reply.text, self._settings, count, default, names)
+        invalid = [index for index, draft in enumerate(drafts) if draft.state is None]
+        if not invalid:
+            return drafts
+        problems = {index + 1: [str(one) for one in drafts[index].problems] for index in invalid}
+        messages = repair_list_prompt(request.messages, reply.text, problems, count)
+        repaired = await self._recorded_reply(
+            request, "repair", messages, list_schema(schema, len(invalid))
+        )
+        if repaired.text is not None:
+            again = parse_list(repaired.text, self._settings, len(invalid), default, names)
+            for index, draft in zip(invalid, again, strict=True):
+                drafts[index] = drafts[index] if draft.state is None else draft
+        return drafts
 
     async def request_program(
         self, request: ProposalRequest, extract_code: Callable[[str], str]
@@ -173,6 +193,18 @@ class ProposalClient:
                 total += record.cost
         return total
 
+    def _schema(self, menu: Menu | None) -> JsonObject:
+        """The schema of one proposal."""
+        settings = self._settings
+        schema = proposal_schema(
+            settings.source_budget,
+            settings.core,
+            settings.rank_at,
+            settings.library,
+            settings.bases,
+        )
+        return shorten_schema(schema if menu is None else menu.restrict(schema))
+
     async def _run(self, code: str, request: ProposalRequest) -> ProgramRecord:
         output = await run_program(code, self._settings.source_budget)
         return self._ledger.put(
@@ -209,14 +241,15 @@ class ProposalClient:
         else:
             seed = (self._settings.seed * 1_000_003 + number * 1009 + index) % 2**31
             reply = await self._proposer.reply(messages, schema, seed)
+        # One character more than is valid, so that a recorded reply is too long as well.
+        kept = MAX_REPLY_CHARACTERS * self._settings.proposals_per_reply + 1
         return self._ledger.put(
             ReplyRecord(
                 round=number,
                 index=index,
                 attempt=attempt,
                 request=hashlib.sha256(json.dumps(messages).encode()).hexdigest(),
-                # One character more than is valid, so that a recorded reply is too long as well.
-                text=None if reply.text is None else reply.text[: MAX_REPLY_CHARACTERS + 1],
+                text=None if reply.text is None else reply.text[:kept],
                 failure=reply.failure,
                 cost=reply.cost,
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),

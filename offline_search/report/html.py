@@ -201,10 +201,12 @@ def _candidate_section(report: SearchReport) -> Section:
 
 def _candidate(report: SearchReport, row: CandidateRow) -> Details:
     changes = [_describe_change(change) for change in row.changes]
+    hypothesis = row.proposal.hypothesis
+    reasons = [] if hypothesis is None else [f"{hypothesis.purpose}: {hypothesis.text}"]
     against = [f"Against {', '.join(row.proposal.parents)}:"] if changes else []
     return Details(
         _describe_result(report, row),
-        [*row.proposal.problems, *against],
+        [*reasons, *row.proposal.problems, *against],
         changes,
         json.dumps(row.components, indent=1) if row.components else "",
         name=anchor(row.name),

@@ -1,8 +1,8 @@
 """`autoprune+`: TPE, mutation and crossover over raced candidates, with or without a proposer.
 
 A round proposes three times as many candidates as other strategies, because most of them are
-dropped after an eighth of the examples. The first round has warm starts and random states. Every
-slot of a later round goes to one origin:
+dropped after an eighth of the examples. The first round has warm starts and random states, and the
+proposals of a model that writes lists. Every slot of a later round goes to one origin:
 
     llm        a state from a language model
     ranked     with menus, as for a small language model: the one of four further suggestions of TPE
@@ -35,8 +35,8 @@ from offline_search.proposers.prompt import ranking_prompt
 from offline_search.proposers.proposal_client import ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.sampling import TpeStudy, sample_draft
-from offline_search.strategies.start_states import paper_state, warm_start_states
-from offline_search.strategies.strategy import Round, request_improvement
+from offline_search.strategies.start_states import minimal_state, warm_start_states
+from offline_search.strategies.strategy import Round, request_improvements
 
 _BEST_STRUCTURES = 5
 """Structures that further candidates are derived from, each represented by its best trial."""
@@ -70,21 +70,21 @@ class AutoPrunePlus:
         """Warm starts and random states in the first round; after it, all origins."""
         best = _best_of_each_structure(current.history.ranked())
         if not best:
-            return self._start(current)
+            return await self._start(current)
         requested = int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
         study = self._build_study(current.history, current.rng)
         drafts = [
             self._sample(origin, study, best, current.rng)
             for origin in _spread_origins(current.count - requested)
         ]
-        request = self._request_ranking if self._settings.menu else self._request_structure
-        requests = [request(current, index, study, best) for index in range(requested)]
+        if not self._settings.menu:
+            return [*await self._request_states(current, requested), *drafts]
+        requests = [self._request_ranking(current, n, study, best) for n in range(requested)]
         return [*await asyncio.gather(*requests), *drafts]
 
-    def _request_structure(
-        self, current: Round, index: int, study: TpeStudy, best: Sequence[Trial]
-    ) -> Awaitable[Draft]:
-        return request_improvement(current, self._settings, index, paper_state(self._settings))
+    async def _request_states(self, current: Round, count: int) -> list[Draft]:
+        example = minimal_state(self._settings)
+        return await request_improvements(current, self._settings, count, example)
 
     def _request_ranking(
         self, current: Round, index: int, study: TpeStudy, best: Sequence[Trial]
@@ -98,14 +98,19 @@ class AutoPrunePlus:
         request = ProposalRequest(current.number, index, messages, "ranked")
         return current.client.request_choice(request, options)
 
-    def _start(self, current: Round) -> list[Draft]:
+    async def _start(self, current: Round) -> list[Draft]:
+        """Warm starts, the proposals of a model that writes lists, and random states."""
         states = warm_start_states(self._settings) if current.number == 1 else []
         drafts = [Draft("warm start", state) for state in states[: current.count]]
         source = RandomSource(current.rng)
-        return drafts + [
+        lists = self._settings.proposals_per_reply > 1
+        requested = int(_MODEL_SHARE * current.count) if lists else 0
+        requested = min(requested, current.count - len(drafts))
+        drafts += [
             sample_draft("random", source, self._settings)
-            for _ in range(current.count - len(drafts))
+            for _ in range(current.count - len(drafts) - requested)
         ]
+        return [*await self._request_states(current, requested), *drafts]
 
     def _sample(self, origin: str, study: TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
         if origin == "tpe":

@@ -13,7 +13,7 @@ from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
 from offline_search.proposers.proposal_client import ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import minimal_state
-from offline_search.strategies.strategy import Round, parent_names, request_improvement
+from offline_search.strategies.strategy import Round, parent_names, request_improvements
 
 _PARENTS = 2
 _POPULATION_SIZE = 10
@@ -29,13 +29,9 @@ class AutoPrune:
         self._settings = settings
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Concurrent requests, which share their prompt and are batched by the endpoint."""
+        """All candidates of the round by the model."""
         default = minimal_state(self._settings)
-        requests = [
-            request_improvement(current, self._settings, index, default)
-            for index in range(current.count)
-        ]
-        return list(await asyncio.gather(*requests))
+        return await request_improvements(current, self._settings, current.count, default)
 
 
 class EvoPrompting:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from offline_search.candidates.hypothesis import PURPOSES, list_purposes
 from offline_search.candidates.menu import draw_menu_if_enabled
 from offline_search.candidates.proposal import Draft
 from offline_search.evaluation.history import History, Trial
-from offline_search.proposers.prompt import proposal_prompt
+from offline_search.proposers.prompt import list_prompt, proposal_prompt
 from offline_search.proposers.proposal_client import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -70,7 +72,42 @@ def maximum_rounds(settings: Settings, strategy: Strategy) -> int:
     return settings.rounds * factor
 
 
-def request_improvement(
+async def request_improvements(
+    current: Round, settings: Settings, count: int, default: PruningState
+) -> list[Draft]:
+    """Request the first ``count`` drafts of a round, one by one or in lists.
+
+    Requests are concurrent, share their prompt, and are batched by the endpoint.
+    """
+    size = settings.proposals_per_reply
+    if size == 1:
+        requests = [
+            _request_improvement(current, settings, index, default) for index in range(count)
+        ]
+        return list(await asyncio.gather(*requests))
+    lists = [
+        _request_list(current, settings, first, min(size, count - first), count, default)
+        for first in range(0, count, size)
+    ]
+    return [draft for drafts in await asyncio.gather(*lists) for draft in drafts]
+
+
+def _request_list(
+    current: Round, settings: Settings, first: int, count: int, total: int, default: PruningState
+) -> Awaitable[list[Draft]]:
+    """Request a list whose purposes follow those of the lists before it, over all rounds."""
+    history = current.history
+    best = history.best()
+    start = ((current.number - 1) * total + first) % len(PURPOSES)
+    purposes = list_purposes(start, count, measured=best is not None)
+    example = default if best is None else best.state or default
+    messages = list_prompt(settings, current.summary, example, first, count, total, purposes)
+    request = ProposalRequest(current.number, first, messages, "llm", parent_names(best))
+    names = {one.name for one in history.trials if history.values_of(one.name) is not None}
+    return current.client.request_list(request, count, names)
+
+
+def _request_improvement(
     current: Round, settings: Settings, index: int, default: PruningState
 ) -> Awaitable[Draft]:
     """Request a proposal that improves on the best trial, or on a default state without trials.

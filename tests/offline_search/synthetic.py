@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from pydantic import JsonValue
+
 from offline_search.candidates.components import JsonObject
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Dataset, Example, read_dataset, write_split
@@ -139,6 +141,13 @@ STATE_STRATEGIES = [name for name in STRATEGIES if name not in CODE_STRATEGIES]
 VALID_REPLIES = valid_replies(30)
 
 
+def list_reply(first: int, count: int, **changes: JsonValue) -> str:
+    """A reply with ``count`` valid proposals, all with the same purpose and hypothesis."""
+    fields: JsonObject = {"purpose": "explore", "hypothesis": f"List {first}.", "expect": "higher"}
+    chosen = [VALID_REPLIES[(first + one) % len(VALID_REPLIES)] for one in range(count)]
+    return json.dumps({"proposals": [fields | changes | json.loads(one) for one in chosen]})
+
+
 def answer_search(body: Body, number: int) -> Answer:
     """Served model and proposer in one: equal requests get equal answers.
 
@@ -146,6 +155,9 @@ def answer_search(body: Body, number: int) -> Answer:
     """
     if "mm_processor_kwargs" not in body:
         reply = hash_request(tuple(body["messages"]), body.get("seed", 0)) % 10
+        schema = body.get("response_format", {}).get("json_schema", {}).get("schema", {})
+        if items := schema.get("properties", {}).get("proposals"):
+            return completion(list_reply(reply, items["minItems"]) if reply else "no proposal")
         return completion(VALID_REPLIES[reply] if reply else "no proposal")
     answer = body["messages"][-1]["content"]
     signals = body["mm_processor_kwargs"]["autoprune"].get("state", {}).get("scoring", {})

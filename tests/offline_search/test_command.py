@@ -9,10 +9,11 @@ import pytest
 
 from offline_search.cost_estimate import estimate_cost
 from offline_search.dataset import Dataset
+from offline_search.ledger.records import SettingsRecord
 from offline_search.proposers.endpoint import Price
 from offline_search.settings import Settings
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
-from tests.offline_search.synthetic import answer_search
+from tests.offline_search.synthetic import answer_search, records_of_kind
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 
@@ -56,6 +57,35 @@ def test_the_command_searches_reports_and_replays(
     assert json.loads(output.out)["digest"] == winner.digest
 
 
+@pytest.mark.parametrize(
+    ("more", "length"),
+    [
+        ([], 5),
+        (["--strategy", "autoprune+"], 5),
+        (["--menu", "1"], 1),
+        (["--strategy", "evoprompting-states"], 1),
+        (["--proposals-per-reply", "3"], 3),
+        (["--proposals-per-reply", "1"], 1),
+    ],
+)
+def test_a_model_behind_an_endpoint_is_asked_for_lists(
+    more: list[str], length: int, served: FakeEndpoint, data: Dataset, tmp_path: Path
+) -> None:
+    assert (
+        run_command(served, data, tmp_path / "l", "--per-round", "6", "--rounds", "1", *more) == 0
+    )
+    asked = [body for body in served.requests if "response_format" in body]
+    tokens = {body["max_tokens"] for body in asked}
+    assert tokens == {1024 * length}
+    texts = {body["messages"][1]["content"].splitlines()[-1] for body in asked}
+    if length > 1 and "autoprune+" not in more:
+        ranges = [(1, 5), (6, 6)] if length == 5 else [(1, 3), (4, 6)]
+        names = [f"candidates {a} to {b}" if a < b else f"candidate {a}" for a, b in ranges]
+        assert {text.partition(" of ")[0] for text in texts} == {f"Propose {one}" for one in names}
+    settings = records_of_kind(tmp_path / "l", SettingsRecord)[0].settings
+    assert settings.proposals_per_reply == length
+
+
 def test_an_existing_ledger_needs_resume(
     served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,7 +108,8 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
         run_command(served, data, tmp_path / "l", "--dry-run", "--price", "1", "2", "--json") == 0
     )
     estimate: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert estimate["calls"] == 4 and estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
+    assert estimate["calls"] == 2 and estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
+    assert "Propose candidates 1 to 2 of 2" in estimate["messages"][1]["content"]
     assert estimate["answers"]["search"] == 24 * (1 + 1 + 4)
     assert "quality_topk_selector" in estimate["messages"][0]["content"]
     assert not served.requests and not (tmp_path / "l").exists()
@@ -87,12 +118,16 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
 
 
 def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Dataset) -> None:
-    for strategy, fixed, calls in (
-        ("autoprune", False, 50), ("autoprune", True, 200), ("autoprune+", False, 200),
-        ("random", True, 0),
+    for strategy, fixed, calls, tokens in (
+        ("autoprune", False, 50, 15_000), ("autoprune", True, 200, 60_000),
+        ("autoprune+", False, 200, 60_000), ("random", True, 0, 0),
     ):  # fmt: skip
         settings = Settings(strategy=strategy, equal_evaluations=fixed, proposer="scripted")
-        assert estimate_cost(settings, data, Price()).calls == calls
+        for length in (1, 3, 5) if calls else (1,):
+            lists = settings.model_copy(update={"proposals_per_reply": length})
+            estimate = estimate_cost(lists, data, Price())
+            assert estimate.calls == calls * {1: 5, 3: 2, 5: 1}[length] // 5
+            assert estimate.completion_tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -103,6 +138,12 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         (["--rounds", "0"], "rounds"),
         (["--data", "/nowhere"], "search.jsonl"),
         (["--seed", "-1"], "seed"),
+        (["--proposals-per-reply", "0"], "proposals_per_reply"),
+        (
+            ["--proposals-per-reply", "5", "--menu", "1"],
+            "only autoprune and autoprune+ ask for lists",
+        ),
+        (["--proposals-per-reply", "5", "--strategy", "tpe"], "ask for lists"),
     ],
 )
 def test_wrong_options_give_one_error_with_a_fix(

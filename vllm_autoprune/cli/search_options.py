@@ -150,6 +150,11 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
         "the default with --proposer-url; default of the small local model: 1",
     )  # fmt: skip
     group.add_argument(
+        "--proposals-per-reply", type=int, metavar="N",
+        help="proposals that the language model writes at once, with different purposes and a "
+        "hypothesis each; default with --proposer-url in autoprune and autoprune+: 5, else 1",
+    )  # fmt: skip
+    group.add_argument(
         "--price", type=float, nargs=2, default=[0.0, 0.0], metavar=("IN", "OUT"),
         help="price of a million prompt and completion tokens",
     )  # fmt: skip
@@ -204,6 +209,7 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             library=options.library,
             proposer=proposer_name if strategy.uses_proposer else "",
             menu=_menu_width(options, strategy.uses_proposer),
+            proposals_per_reply=_list_length(options, strategy.uses_proposer),
             temperature=options.temperature,
         )
     except ValidationError as error:
@@ -222,6 +228,16 @@ def _menu_width(options: argparse.Namespace, uses_proposer: bool) -> int:
         return int(options.menu)
     embedded = uses_proposer and options.proposer_url is None
     return DEFAULT_MENU if embedded and options.strategy not in STRATEGIES_WITHOUT_MENU else 0
+
+
+def _list_length(options: argparse.Namespace, uses_proposer: bool) -> int:
+    """Proposals in a reply; one of the embedded model, which only writes what a menu leaves it."""
+    from offline_search.settings import DEFAULT_LIST, STRATEGIES_WITH_LISTS
+
+    if options.proposals_per_reply is not None:
+        return int(options.proposals_per_reply)
+    writes = uses_proposer and options.proposer_url is not None and not options.menu
+    return DEFAULT_LIST if writes and options.strategy in STRATEGIES_WITH_LISTS else 1
 
 
 def _proposer_name(options: argparse.Namespace) -> str:
@@ -270,7 +286,7 @@ async def open_proposer(
             settings.proposer,
             os.environ.get(options.proposer_key_env) or "none",
             settings.temperature,
-            settings.reply_tokens,
+            settings.reply_tokens * settings.proposals_per_reply,
             Price(*options.price),
             # No seed for the embedded model: vLLM on a CPU crashes on one.
             seeded=options.proposer_url is not None and not options.no_seeds,

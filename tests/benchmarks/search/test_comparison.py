@@ -25,12 +25,17 @@ from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import ReplyRecord
+from offline_search.ledger.records import ReplyRecord, SettingsRecord
 from offline_search.proposers.prompt import Messages
 from offline_search.proposers.proposal_client import Reply
 from offline_search.settings import Settings
 from tests.offline_search.replies import valid_replies
-from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, dataset
+from tests.offline_search.synthetic import (
+    ScriptedProposer,
+    SyntheticEvaluator,
+    dataset,
+    list_reply,
+)
 from vllm_autoprune.errors import SearchError
 
 STRATEGIES = ("tpe", "random")
@@ -60,6 +65,19 @@ async def test_a_comparison_resumes_and_prints_its_ledgers(data: Dataset, tmp_pa
     ]
     assert f"tpe less random, paired by seed: {format_mean(gaps)}" in text
     assert "| tpe | 2 |" in text
+
+
+async def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_path: Path) -> None:
+    settings = Settings(
+        rounds=1, per_round=3, budgets=(8,), proposer="scripted", proposals_per_reply=3
+    )
+    arms = {"autoprune": 3, "autoprune+": 3, "autoprune+@none": 1, "random": 1}
+    proposer = ScriptedProposer([list_reply(0, 3)])
+    await run_comparison(tmp_path, list(arms), [0], settings, SyntheticEvaluator(data), proposer)
+    for arm, length in arms.items():
+        record = read_ledger(tmp_path / f"{arm}-0.jsonl")[0]
+        assert isinstance(record, SettingsRecord)
+        assert record.settings.proposals_per_reply == length
 
 
 async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) -> None:

@@ -5,17 +5,24 @@ import re
 import numpy as np
 import pytest
 
+from offline_search.candidates.hypothesis import PURPOSES
 from offline_search.dataset import Example
 from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord
 from offline_search.proposers.history_summary import summarize
-from offline_search.proposers.prompt import crossover_prompt, proposal_prompt
+from offline_search.proposers.prompt import (
+    crossover_prompt,
+    list_prompt,
+    proposal_prompt,
+    repair_list_prompt,
+)
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, minimal_state, paper_state
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
+LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
 DART = Settings(budgets=(8,), base_policy="dart")
 ADVICE = re.compile(
     r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
@@ -66,7 +73,9 @@ def test_prompts_give_no_advice(history: History) -> None:
     prompts = [
         proposal_prompt(SETTINGS, summarize(history), minimal_state(SETTINGS), 0, 5),
         crossover_prompt(SETTINGS, history.ranked()[:2]),
+        list_prompt(LISTS, summarize(history), minimal_state(LISTS), 0, 5, 5, list(PURPOSES)),
     ]
+    prompts.append(repair_list_prompt(prompts[-1], "reply", {2: ["is invalid"]}, 5))
     for messages in prompts:
         text = "\n".join(message["content"] for message in messages)
         assert not ADVICE.findall(text)

@@ -28,6 +28,7 @@ from tests.offline_search.replies import HOSTILE, valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,
     SyntheticEvaluator,
+    list_reply,
     records_of_kind,
     run_search,
 )
@@ -93,6 +94,16 @@ async def test_the_page_is_self_contained_and_runs_no_script_of_others(ledger: P
     for row in read_report(read_ledger(ledger)).rows:
         assert f'<details id="candidate-{row.name}"><summary>{row.name} ' in page
     assert re.search(r"Against \d+\.\d+", page), "a candidate's difference to its parent"
+
+
+async def test_the_page_has_the_hypothesis_of_a_proposal(
+    data: Dataset, settings: Settings, tmp_path: Path
+) -> None:
+    settings = settings.model_copy(update={"proposals_per_reply": 3, "rounds": 1})
+    reply = list_reply(0, 3, hypothesis=f"It helps {SCRIPT_TAG}.")
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), [reply])
+    page = as_html(read_report(read_ledger(tmp_path / "l")))
+    assert page.count("explore: It helps &lt;script&gt;") == 3 and SCRIPT_TAG not in page
 
 
 def text_of(page: str) -> str:
