@@ -87,6 +87,7 @@ def _parents(rows: Sequence[CandidateRow], report: SearchReport, *, better_half:
             x, y = places[row.name]
             edges.append((parent[0], parent[1], x, y))
     origins = list(dict.fromkeys(row.origin for row in rows))
+    rounds = sorted({row.proposal.round for row in rows})
     series = [
         Series(
             origin,
@@ -108,7 +109,7 @@ def _parents(rows: Sequence[CandidateRow], report: SearchReport, *, better_half:
         series,
         _base_rule(report, rows),
         edges=edges,
-        x_names={float(row.proposal.round): str(row.proposal.round) for row in rows},
+        x_names={float(number): str(number) for number in rounds} if len(rounds) < 10 else {},
     )
 
 

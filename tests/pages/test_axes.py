@@ -25,6 +25,7 @@ def test_all_values_are_visible_on_a_fitted_axis() -> None:
     assert axis.low < -3.0 and axis.high > 7.0
     assert [axis.share(value) for value in values] == sorted(axis.share(v) for v in values)
     assert fit_axis([2.0, 5.0], zero=True).low == 0.0
+    assert fit_axis([100.0, 100.0], most=100.0) == Axis(96.0, 100.0)
     log = fit_axis([0.0, 10.0, 1000.0], "log")
     assert log.scale == "log" and 0 < log.low < 10.0 and log.high > 1000.0
 
@@ -33,6 +34,15 @@ def test_all_values_are_visible_on_a_fitted_axis() -> None:
 def test_an_axis_of_few_or_extreme_values_has_a_length(values: list[float]) -> None:
     axis = fit_axis(values)
     assert axis.high > axis.low and axis.ticks()
+
+
+def test_ticks_of_one_axis_have_the_same_decimals() -> None:
+    labels = [name for name, _ in Axis(-0.17, 0.01).labelled_ticks()]
+    assert labels == ["-0.15", "-0.10", "-0.05", "0"]
+    assert [name for name, _ in Axis(0.0, 3000.0).labelled_ticks()][-1] == "3,000"
+    assert [name for name, _ in Axis(0.5, 20.0, "log").labelled_ticks()] == [
+        "0.5", "1", "2", "5", "10", "20",
+    ]  # fmt: skip
 
 
 def test_ticks_are_written_without_floating_point_noise() -> None:

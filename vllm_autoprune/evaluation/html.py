@@ -103,6 +103,7 @@ def _draw_budgets(report: Report) -> Chart | None:
         series,
         rules,
         x_scale="log",
+        y_most=100.0,
         x_names={float(row.case.budget): str(row.case.budget) for row in pruned},
         side_by_side=True,
     )

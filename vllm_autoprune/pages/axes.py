@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,12 +37,26 @@ class Axis:
         last = math.floor(self.high / step + 1e-9)
         return [round(number * step, 12) for number in range(first, last + 1)]
 
+    def labelled_ticks(self) -> list[tuple[str, float]]:
+        """Ticks with their labels."""
+        ticks = self.ticks()
+        labels = map(format_tick, ticks) if self.scale == "log" else format_ticks(ticks)
+        return list(zip(labels, ticks, strict=True))
+
     def _map(self, value: float) -> float:
         return math.log10(value) if self.scale == "log" else value
 
 
-def fit_axis(values: Iterable[float], scale: Scale = "linear", *, zero: bool = False) -> Axis:
+def fit_axis(
+    values: Iterable[float],
+    scale: Scale = "linear",
+    *,
+    zero: bool = False,
+    most: float = math.inf,
+) -> Axis:
     """The axis on which all values are visible; ``zero``: a linear axis that includes 0.
+
+    A linear axis does not go beyond ``most``, which no value can exceed.
 
     A logarithmic axis shows values above 0; where there are none, the axis is linear.
     """
@@ -56,12 +70,24 @@ def fit_axis(values: Iterable[float], scale: Scale = "linear", *, zero: bool = F
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     margin = _MARGIN * (high - low) or abs(high) * _MARGIN or 1.0
-    return Axis(low if zero and low == 0.0 else low - margin, high + margin)
+    return Axis(low if zero and low == 0.0 else low - margin, min(high + margin, most))
 
 
 def format_tick(value: float) -> str:
     """A tick's label: at most three significant digits beyond the zeros, ``,`` by thousands."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def format_ticks(ticks: Sequence[float]) -> list[str]:
+    """Labels of the ticks of a linear axis, with the same decimals for all but 0."""
+    texts = [format_tick(tick) for tick in ticks]
+    decimals = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
+    if not decimals:
+        return texts
+    return [
+        f"{tick:.{decimals}f}" if tick and "e" not in text else text
+        for tick, text in zip(ticks, texts, strict=True)
+    ]
 
 
 def _round_step(step: float) -> float:

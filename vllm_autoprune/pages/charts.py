@@ -14,7 +14,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from vllm_autoprune.pages.axes import Axis, Scale, fit_axis, format_tick
+from vllm_autoprune.pages.axes import Axis, Scale, fit_axis
 from vllm_autoprune.pages.environment import page_environment
 
 WIDTH, HEIGHT = 480.0, 320.0
@@ -73,6 +73,7 @@ class Chart:
     y_scale: Scale = "linear"
     x_zero: bool = False
     y_zero: bool = False
+    y_most: float = math.inf
     edges: Sequence[tuple[float, float, float, float]] = ()
     """Thin lines behind the points, each from (x, y) to (x, y)."""
     x_names: Mapping[float, str] = field(default_factory=dict)
@@ -100,8 +101,8 @@ def draw_chart(chart: Chart) -> Markup:
             series=series,
             rules=[(rule, frame.y(rule.y)) for rule in chart.rules],
             edges=[(frame.x(a), frame.y(b), frame.x(c), frame.y(d)) for a, b, c, d in chart.edges],
-            x_ticks=_thin_out((name, frame.x(tick)) for tick, name in _x_names(chart, frame)),
-            y_ticks=[(format_tick(tick), frame.y(tick)) for tick in frame.up.ticks()],
+            x_ticks=_thin_out((name, frame.x(tick)) for name, tick in _x_ticks(chart, frame)),
+            y_ticks=[(name, frame.y(tick)) for name, tick in frame.up.labelled_ticks()],
             width=WIDTH,
             height=HEIGHT,
             left=_LEFT,
@@ -158,14 +159,14 @@ def _fit_frame(chart: Chart) -> _Frame:
     up += [end for mark in marks for end in (mark.low, mark.high) if end is not None]
     return _Frame(
         fit_axis(across, chart.x_scale, zero=chart.x_zero),
-        fit_axis(up, chart.y_scale, zero=chart.y_zero),
+        fit_axis(up, chart.y_scale, zero=chart.y_zero, most=chart.y_most),
     )
 
 
-def _x_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
+def _x_ticks(chart: Chart, frame: _Frame) -> list[tuple[str, float]]:
     if chart.x_names:
-        return list(chart.x_names.items())
-    return [(tick, format_tick(tick)) for tick in frame.across.ticks()]
+        return [(name, place) for place, name in chart.x_names.items()]
+    return frame.across.labelled_ticks()
 
 
 def _draw_lines(series: Series, frame: _Frame, shift: float) -> list[tuple[str, bool]]:

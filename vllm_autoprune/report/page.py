@@ -216,6 +216,7 @@ svg .dim{{fill:#14161c;fill-opacity:.74}} svg .kept{{stroke:{stayed}}}
 svg .core{{stroke:{core}}}
 svg .left{{stroke:{left};stroke-width:.12}} svg .entered{{stroke:{entered};stroke-width:.12}}
 svg .here{{stroke:#ff2bd6;stroke-width:.14}}
+section+section{{margin-top:2.5rem}}
 @media(max-width:40rem){{output{{font-size:.8rem;padding:.4rem .6rem}} body{{padding:0 1rem}}}}
 """
 
