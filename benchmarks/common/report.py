@@ -133,5 +133,9 @@ def format_milliseconds(difference: Estimate) -> str:
 
 
 def format_spread(sample: Spread, unit: float = 1000.0) -> str:
-    """Median and quartiles; of seconds, in milliseconds."""
-    return f"{unit * sample.median:.1f} ({unit * sample.low:.1f}–{unit * sample.high:.1f})"
+    """Median and quartiles; of seconds, in milliseconds, without decimals from 1,000 on."""
+    digits = 0 if unit * sample.median >= 1000 else 1
+    median, low, high = (
+        f"{unit * figure:,.{digits}f}" for figure in (sample.median, sample.low, sample.high)
+    )
+    return f"{median} ({low}–{high})"

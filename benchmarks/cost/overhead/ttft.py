@@ -292,9 +292,13 @@ def _build_stage_table(run: Run) -> Table:
         whole = median(arm.flat_ttft)
         queue, prefill = (median(row[s] for row in arm.engine) for s in ("queue", "prefill"))
         figures = (whole - queue - prefill, queue, prefill)
-        rows.append((KINDS[kind], *(f"{1000 * figure:.1f}" for figure in figures)))
+        rows.append((KINDS[kind], *map(_format_milliseconds, figures)))
     columns = ("request", "outside the engine, ms", "queue, ms", "selection and prefill, ms")
     return Table(f"Where the time goes, {run.name}, one request at a time.", columns, rows)
+
+
+def _format_milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f}" if seconds >= 1 else f"{1000 * seconds:.1f}"
 
 
 def _build_parts_table(parts: Mapping[str, Spread]) -> Table:

@@ -11,10 +11,11 @@ from benchmarks.common.report import (
     Table,
     format_estimate,
     format_excess,
+    format_spread,
     markdown,
     write_section,
 )
-from vllm_autoprune.statistics import Estimate
+from vllm_autoprune.statistics import Estimate, Spread
 
 SECTION = Section(
     name="ttft",
@@ -47,3 +48,8 @@ def test_a_summary_covers_all_sections_in_the_folder_in_order(tmp_path: Path) ->
 def test_a_ratio_is_written_as_the_excess_over_one() -> None:
     assert format_excess(Estimate(1.05, 0.99, 1.1)) == "+5.0 % (95 %: -1.0 to +10.0)"
     assert format_estimate(Estimate(1.05, 0.99, 1.1), 1000, 0) == "1050 (990–1100)"
+
+
+def test_milliseconds_have_decimals_only_below_a_second() -> None:
+    assert format_spread(Spread(22.1191, 21.0, 46.6858, 3)) == "22,119 (21,000–46,686)"
+    assert format_spread(Spread(0.0391, 0.0389, 0.0393, 3)) == "39.1 (38.9–39.3)"
