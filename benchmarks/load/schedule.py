@@ -38,7 +38,7 @@ class Load(StrictModel):
     def title(self) -> str:
         """Short, for the rows of a table."""
         if self.rate is not None:
-            return f"{self.rate:g} requests/s"
+            return "1 request/s" if self.rate == 1 else f"{self.rate:g} requests/s"
         return "1 user" if self.users == 1 else f"{self.users} users"
 
     def describe(self) -> str:
@@ -46,7 +46,7 @@ class Load(StrictModel):
         if self.rate is None:
             return f"closed loop, {self.title}"
         kind = "Poisson" if self.burstiness == 1 else f"gamma({self.burstiness:g})"
-        return f"open loop, {kind} arrivals at {self.rate:g} requests/s"
+        return f"open loop, {kind} arrivals at {self.title}"
 
     def due(self, count: int) -> list[float]:
         """When each of ``count`` requests is due, seconds; 0 in a closed loop."""

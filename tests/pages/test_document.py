@@ -133,6 +133,12 @@ def test_the_name_of_a_rule_is_in_the_legend_where_it_covers_no_data() -> None:
     assert "objective" in legend and 'class="rule"' in plot and "objective" not in plot
 
 
+def test_a_dashed_series_is_told_apart_where_it_has_a_single_point() -> None:
+    series = [Series("p50", [Mark(1, 1, "")]), Series("p99", [Mark(1, 2, "")], dashed=True)]
+    legend, plot = draw_chart(Chart("t", "x", "y", series)).split('<svg class="plot"')
+    assert legend.count('class="minor"') == 1 and plot.count('class="series c0 minor"') == 1
+
+
 def test_series_at_one_place_may_stand_side_by_side() -> None:
     series = [Series(str(n), [Mark(1.0, n, "", n - 1, n + 1), Mark(2.0, n, "")]) for n in range(3)]
     drawn = Chart("t", "x", "y", series)

@@ -73,6 +73,7 @@ def test_a_load_has_either_a_rate_or_users() -> None:
     with pytest.raises(ValueError, match="open loop"):
         Load(rate=1.0, users=2)
     assert Load(users=2).due(3) == [0.0, 0.0, 0.0]
+    assert Load(rate=1.0).describe() == "open loop, Poisson arrivals at 1 request/s"
     assert Load(users=1).describe() == "closed loop, 1 user"
     assert Load(rate=2.0).describe() == "open loop, Poisson arrivals at 2 requests/s"
 
