@@ -67,36 +67,40 @@ def condition(similarity: Tensor, given: Tensor, valid: Tensor | None = None) ->
     """
     batch, tokens, _ = similarity.shape
     count = given.shape[1]
-    residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
+    residual = similarity.diagonal(dim1=1, dim2=2).clone(memory_format=torch.contiguous_format)
     factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
-    for step in range(count):
-        pick = given[:, step]
-        row = _conditioned_row(similarity, factors, step, pick)
-        pivot = residual.gather(1, pick[:, None])
+    flat, columns = residual.view(-1), factors.unbind(dim=2)
+    places = given + torch.arange(0, batch * tokens, tokens, device=given.device)[:, None]
+    for step, at in enumerate(places.unbind(dim=1)):
+        row = _conditioned_rows(similarity, factors, step, at)
+        pivot = flat.index_select(0, at)[:, None]
         adds = pivot > DEPENDENT
         if valid is not None:
             adds &= valid[:, step : step + 1]
         row = torch.where(adds, row * pivot.clamp_min(DEPENDENT).rsqrt(), 0.0)
-        factors[:, :, step] = row
-        residual = residual - row * row
+        columns[step].copy_(row)
+        residual -= row * row
     ones = torch.ones_like(given) if valid is None else valid.to(given.dtype)
     taken = torch.zeros_like(residual, dtype=given.dtype).scatter_add_(1, given, ones)
     residual = residual.masked_fill(taken > 0, -1.0)
     return Conditioned(factors[:, :, :count].transpose(1, 2), residual)
 
 
-def _conditioned_row(similarity: Tensor, factors: Tensor, known: int, pick: Tensor) -> Tensor:
-    """Rows ``(B, N)`` of the tokens at pick ``(B,)``, less their projection on ``known`` factors.
+def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tensor) -> Tensor:
+    """Rows ``(B, N)`` of one token of each image, less their projection on ``known`` factors.
 
-    factors ``(B, N, F)``, those that are not known zero.
+    similarity ``(B, N, N)``; factors ``(B, N, F)``, those that are not known zero; at ``(B,)``
+    counts the tokens of all images.
     """
-    first = torch.arange(len(pick), device=pick.device)
-    row = similarity[first, pick]
-    written = factors[:, :, : -(-known // ALIGNED) * ALIGNED]
+    rows = similarity.flatten(0, 1).index_select(0, at)
+    if known == 0:
+        return rows
+    written = factors.narrow(2, 0, -(-known // ALIGNED) * ALIGNED)
+    own_factors = written.flatten(0, 1).index_select(0, at).unbind()
     # One image at a time: a sum over a batch may be rounded in another way.
-    for image, own, new in zip(written, written[first, pick], row, strict=True):
-        torch.addmv(new, image, own, alpha=-1, out=new)
-    return row
+    for image, own, row in zip(written.unbind(), own_factors, rows.unbind(), strict=True):
+        torch.addmv(row, image, own, alpha=-1, out=row)
+    return rows
 
 
 def greedy_map_torch(
@@ -198,6 +202,7 @@ def capped_greedy_map(
     open_ = eligible & ~given
     occupancy = torch.zeros_like(cells).scatter_add_(1, cells, given.to(cells.dtype))
     sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
+    first = torch.arange(0, batch * tokens, tokens, device=quality.device)
     picks = []
     for step in range(count):
         if step < forced:
@@ -212,7 +217,7 @@ def capped_greedy_map(
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])
         occupancy.scatter_add_(1, cell, torch.ones_like(cell))
-        row = _conditioned_row(similarity, factors, known + step, pick)
+        row = _conditioned_rows(similarity, factors, known + step, first + pick)
         row = row * residual.gather(1, pick[:, None]).clamp_min(DIVISOR).rsqrt()
         factors[:, :, known + step] = row
         residual = residual - row * row
