@@ -102,6 +102,22 @@ def test_images_of_a_batch_are_independent(variant: str, grid: Grid) -> None:
             )
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inputs_are_only_read(variant: str) -> None:
+    """A server gives a selection the features that it keeps for further questions, not a copy."""
+    tokens = images(2)
+    before: list[tuple[Tensor, Tensor]] = []
+
+    def record(tensor: Tensor) -> Tensor:
+        before.append((tensor, tensor.clone()))
+        return tensor
+
+    cosine = record(tokens.cosine.clone())
+    run(variant, mapped(replace(tokens, known_cosine=cosine), record), 7)
+    assert len(before) > 8
+    assert all(torch.equal(tensor, copy) for tensor, copy in before)
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("grid", GRIDS[:2])
 @pytest.mark.parametrize("variant", VARIANTS)

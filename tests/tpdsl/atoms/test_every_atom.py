@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tests.ops
 import tests.tpdsl
@@ -109,6 +111,21 @@ class TestPromises:
         together = refine(policy, tokens)
         for i in range(3):
             assert same(together, refine(policy, take_with_towers(tokens, [i])), ([i], [0]))
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_inputs_are_only_read(self, name: str) -> None:
+        whole = whole_images(9)
+        tokens = replace(whole, known_cosine=whole.cosine.clone())
+        inputs = [
+            tensor
+            for part in (tokens, tokens.instruction, tokens.tower)
+            for tensor in vars(part).values()
+            if isinstance(tensor, Tensor)
+        ]
+        before = [tensor.clone() for tensor in inputs]
+        refine(policy_using(name), tokens)
+        assert len(inputs) > 5
+        assert all(torch.equal(*pair) for pair in zip(inputs, before, strict=True))
 
     @pytest.mark.parametrize("name", EVERY)
     def test_non_finite_input_affects_only_its_image(self, name: str) -> None:

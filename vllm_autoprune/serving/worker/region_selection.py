@@ -229,7 +229,7 @@ def _digest(plan: ItemPlan) -> bytes:
 
 
 def _projected_only(regions: Sequence[Region]) -> VisualTokens:
-    return VisualTokens(torch.stack([region.projected for region in regions]), regions[0].grid)
+    return VisualTokens(_stack([region.projected for region in regions]), regions[0].grid)
 
 
 def _present(parts: Sequence[T | None]) -> list[T]:
@@ -243,7 +243,7 @@ def _tokens(
     regions: Sequence[Region],
 ) -> VisualTokens:
     parts = context.parts
-    features = torch.stack([region.projected for region in regions])
+    features = _stack([region.projected for region in regions])
     instruction, language, words = None, None, None
     if "instruction" in policy.needs and parts.relevance is not None:
         text, segments = parts.relevance.instructions([plan.instruction for plan in plans])
@@ -288,10 +288,10 @@ def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> To
     attention = stack_present([tower.next_attention for tower in towers])
     keys = stack_present([tower.next_keys for tower in towers])
     return TowerStates(
-        patches=torch.stack([tower.patches for tower in towers]),
-        keys=torch.stack([tower.keys for tower in towers]),
+        patches=_stack([tower.patches for tower in towers]),
+        keys=_stack([tower.keys for tower in towers]),
         project=project,
-        cls=torch.stack([tower.cls for tower in towers]),
+        cls=_stack([tower.cls for tower in towers]),
         next_layer=None if attention is None or keys is None else NextLayer(attention, keys),
     )
 
@@ -299,4 +299,9 @@ def _tower(regions: Sequence[Region], project: Callable[[Tensor], Tensor]) -> To
 def stack_present(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Stack one tensor of every image; None where an image has none."""
     present = [part for part in parts if part is not None]
-    return torch.stack(present) if len(present) == len(parts) else None
+    return _stack(present) if len(present) == len(parts) else None
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.stack``; a single image is not copied, because a selection only reads its inputs."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
