@@ -25,7 +25,7 @@ from benchmarks.common import BenchmarkError
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
 
-POLLING = 1.5
+POLLING = 1.2
 """Seconds after which the worker of an idle server has stopped polling.
 
 It polls for one second after its last step (``busy_loop_s`` of vLLM's ``SpinCondition``), and takes
