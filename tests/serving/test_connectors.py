@@ -46,8 +46,10 @@ def test_negative_control_without_the_question_in_the_identity(runner: Runner) -
     assert wrong["text"] != right["text"] or wrong["logprob"] != pytest.approx(right["logprob"])
 
 
+@pytest.mark.parametrize("runner", ["v1"], indirect=True)
 @pytest.mark.scenarios("shared_encoder")
 def test_images_encoded_by_another_engine(runner: Runner) -> None:
+    """By V1 alone: in vLLM 0.32, V2 runs the language model of an encoding engine on meta."""
     report = runner.run("shared_encoder")
     assert report["encoded"] == 1
     assert report["runs"] == 0

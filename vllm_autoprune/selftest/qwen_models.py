@@ -119,7 +119,8 @@ _QWEN3_TEXT: Part = {
 }
 _EXPERTS: Part = {
     "num_experts": 4,
-    "num_experts_per_tok": 2,
+    # All of them: a rounded feature may be routed to other experts by another model runner.
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 96,
     "norm_topk_prob": True,
 }

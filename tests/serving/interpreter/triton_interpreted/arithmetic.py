@@ -1,4 +1,8 @@
-"""Arithmetic of bfloat16 in Triton's interpreter, which keeps it as bit patterns in ``uint16``."""
+"""Arithmetic of Triton's interpreter: bfloat16 and comparisons.
+
+It keeps bfloat16 as bit patterns in ``uint16``. A comparison keeps the type of its operands there,
+so that a broadcast scalar becomes an integer, which Triton 3.9 refuses as a mask.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ from typing import Any
 
 import numpy
 
-_MARK = "_of_bfloat16"
+_MARK = "_fixed"
 
 
 def fix() -> None:
-    """Patch the interpreter to compute bfloat16 in float32 and round; idempotent.
+    """Patch the interpreter: round bfloat16 results from float32, compare to ``int1``; idempotent.
 
     vLLM calls it with its plugins: Triton is half imported when it asks for backends.
     """
@@ -25,11 +29,13 @@ def fix() -> None:
 
     @wraps(stock)
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
-        if lhs.dtype.scalar != tl.bfloat16:
-            return stock(self, lhs, rhs, op)
-        result = op(widened(lhs.data), widened(rhs.data))
-        compared = result.dtype == numpy.bool_
-        return TensorHandle(result if compared else rounded(result), lhs.dtype.scalar)
+        dtype = lhs.dtype.scalar
+        if dtype == tl.bfloat16:
+            result = op(widened(lhs.data), widened(rhs.data))
+            handle = TensorHandle(result if result.dtype == numpy.bool_ else rounded(result), dtype)
+        else:
+            handle = stock(self, lhs, rhs, op)
+        return TensorHandle(handle.data, tl.int1) if handle.data.dtype == numpy.bool_ else handle
 
     setattr(binary_op, _MARK, True)
     InterpreterBuilder.binary_op = binary_op
