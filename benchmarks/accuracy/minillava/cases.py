@@ -6,7 +6,7 @@ ablations, the values of q_e and the search result are shipped states too (``ben
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from benchmarks.zoo.states import QUOTAS, SEARCH_RESULTS
@@ -37,24 +37,25 @@ def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family])
         what, fix = f"are not within 1..{tokens - 1}", f"an image has N = {tokens} tokens"
         values = " ".join(map(str, wrong))
         raise ConfigError("eval", [Problem(f"--budgets {values}", what, fix)])
-    cases = [FULL]
-    for budget in budgets:
-        if "random" in families:
-            cases.append(random_case(budget))
-        if "resized" in families:
-            cases.append(resized_case(budget))
-        if "policies" in families:
-            for policy in BASE_POLICIES:
-                cases += _policy_cases(policy, budget)
-        elif {"found", "components", "quota"} & set(families):
-            cases += _policy_cases(load_state(SOURCE).base_policy.name, budget)
-        if "found" in families:
-            cases += _search_cases(budget)
-        if "components" in families:
-            cases += _component_cases(budget)
-        if "quota" in families:
-            cases += _quota_cases(budget)
-    return cases
+    return [FULL, *(case for budget in budgets for case in _cases_at(budget, families))]
+
+
+def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
+    """The cases of one K, in the order of the tables."""
+    builders: Mapping[Family, Callable[[int], Iterable[Case]]] = {
+        "random": lambda budget: [random_case(budget)],
+        "resized": lambda budget: [resized_case(budget)],
+        "policies": _base_policy_cases,
+        "found": _search_cases,
+        "components": _component_cases,
+        "quota": _quota_cases,
+    }
+    for family, build in builders.items():
+        if family in families:
+            yield from build(budget)
+        elif family == "policies" and {"found", "components", "quota"} & set(families):
+            # The other families are compared with the shipped state and its base policy.
+            yield from _policy_cases(load_state(SOURCE).base_policy.name, budget)
 
 
 def residual_on(policy: str) -> PruningState:
@@ -65,6 +66,11 @@ def residual_on(policy: str) -> PruningState:
     data = source.model_dump(mode="json")
     data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
     return load_state(data | {"provenance": {}})
+
+
+def _base_policy_cases(budget: int) -> Iterator[Case]:
+    for policy in BASE_POLICIES:
+        yield from _policy_cases(policy, budget)
 
 
 def _policy_cases(policy: str, budget: int) -> Iterator[Case]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.minillava.training.optimiser import FlatMuon
 from benchmarks.minillava.training.stages import (
@@ -65,13 +68,24 @@ def train_rank(rank: int, run: Run) -> None:
     """Train all stages as one of the `RANKS` processes."""
     join_ranks(run, rank)
     words = language_tokenizer()
-    model, heads = build_model(words), DenseHeads()
-    tower = model.model.visual
-    mergers = (tower.merger, tower.deepstack_merger_list)
+    model = build_model(words)
     started = time.monotonic()
     log(f"seed {run.seed}, {RANKS} ranks, torch {torch.__version__}")
-    stages = [stage.scaled(run.steps_scale) for stage in run.stages]
-    reading, towers, naming, phrases, questions = stages
+    reading, towers, naming, phrases, questions = (
+        stage.scaled(run.steps_scale) for stage in run.stages
+    )
+    _train_tower(run, model.model.visual, reading, towers)
+    _train_mergers(run, model, words, naming)
+    _train_language(run, model, words, phrases, questions)
+    if rank == 0:
+        write_checkpoint(run.out, model, words)
+        log(f"wrote the checkpoint after {time.monotonic() - started:.0f}s in this run")
+    dist.destroy_process_group()
+
+
+def _train_tower(run: Run, tower: Qwen3VLVisionModel, reading: Stage, towers: Stage) -> None:
+    """The first two stages: dense heads read pages, then scenes too, from the vision tower."""
+    heads = DenseHeads()
 
     def reading_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
         # Ranks draw the same view, because the one with fewer patches would wait.
@@ -86,15 +100,21 @@ def train_rank(rank: int, run: Run) -> None:
         pictures = draw_pictures(seed, scenes, towers.images - scenes, view)
         return tower_loss(tower, heads, pictures, view)
 
-    model.requires_grad_(False)
     tower.requires_grad_(True)
-    for merger in mergers:
+    for merger in (tower.merger, tower.deepstack_merger_list):
         merger.requires_grad_(False)
     for number, (stage, loss) in enumerate(((reading, reading_step), (towers, tower_step))):
         optimiser = FlatMuon({"tower": tower, "heads": heads}, stage.peak)
         run_stage(run, number, stage, optimiser, loss)
+
+
+def _train_mergers(
+    run: Run, model: Qwen3VLForConditionalGeneration, words: Tokenizer, naming: Stage
+) -> None:
+    """The third stage: the mergers' rows become those of the words that a picture shows."""
     model.requires_grad_(False)
-    for part in (*mergers, model.get_input_embeddings()):
+    tower = model.model.visual
+    for part in (tower.merger, tower.deepstack_merger_list, model.get_input_embeddings()):
         part.requires_grad_(True)
     # The modules that this stage does not train have to be of the same type.
     model.to(torch.bfloat16)
@@ -105,9 +125,20 @@ def train_rank(rank: int, run: Run) -> None:
         return merger_loss(model, words, pictures, view)
 
     run_stage(run, 2, naming, FlatMuon({"model": model}, naming.peak), naming_step)
+
+
+def _train_language(
+    run: Run,
+    model: Qwen3VLForConditionalGeneration,
+    words: Tokenizer,
+    phrases: Stage,
+    questions: Stage,
+) -> None:
+    """The last two stages: sentences about pictures, then answers to questions."""
     model.requires_grad_(True)
+    tower = model.model.visual
     tower.requires_grad_(False)
-    for merger in mergers:
+    for merger in (tower.merger, tower.deepstack_merger_list):
         merger.requires_grad_(True)
 
     def phrase_step(seed: int, step: int) -> tuple[Tensor, LossParts]:
@@ -135,7 +166,3 @@ def train_rank(rank: int, run: Run) -> None:
     for number, (stage, step) in enumerate(((phrases, phrase_step), (questions, question_step)), 3):
         optimiser = FlatMuon({"model": model}, stage.peak)
         run_stage(run, number, stage, optimiser, step)
-    if rank == 0:
-        write_checkpoint(run.out, model, words)
-        log(f"wrote the checkpoint after {time.monotonic() - started:.0f}s in this run")
-    dist.destroy_process_group()

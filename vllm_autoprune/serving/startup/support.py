@@ -136,7 +136,7 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "Encoder disaggregation (`--ec-transfer-config`)", "yes",
-        "states that do not read the question; others are refused",
+        "states that do not read the question; the engine that encodes by vLLM's runner V1",
         (
             "serving/test_connectors.py::test_images_encoded_by_another_engine",
             "serving/unit/startup/test_mode_checks.py"

@@ -3,7 +3,7 @@
 
 def fix() -> None:
     """Patch what the interpreter computes wrongly or cannot compute; a plugin of vLLM."""
-    from triton_interpreted import arithmetic, sampling
+    from . import arithmetic, sampling
 
     arithmetic.fix()
     sampling.sample_with_torch()
