@@ -107,6 +107,7 @@ def test_an_invalid_proposal_spoils_no_other(name: str, settings: Settings) -> N
         ({"hypothesis": "x" * 10**4}, "ablate", "x" * MAX_CHARACTERS, "same", "1.1"),
         ({"hypothesis": ["why"]}, "ablate", "", "same", "1.1"),
         ({"hypothesis": " a\n\tb\u202e\u0007 "}, "ablate", "a b", "same", "1.1"),
+        ({"hypothesis": 'a "b}" \\ ]{ c'}, "ablate", 'a "b}" \\ ]{ c', "same", "1.1"),
         ({"parent": "base", "expect": "lower"}, "ablate", None, "lower", ""),
     ],
 )
