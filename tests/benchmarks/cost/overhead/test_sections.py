@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.cost.__main__ import build_parser
 from benchmarks.cost.overhead import memory, no_state_overhead, second_question, ttft
 from benchmarks.cost.overhead.memory import BOUND, TOLERANCE, Memory
 from benchmarks.cost.overhead.no_state_overhead import Measured
+from benchmarks.cost.overhead.plugin_calls import Calls
 from benchmarks.cost.overhead.ttft import Timing
 
 
@@ -68,8 +70,13 @@ def test_no_body_is_ever_sent_twice() -> None:
     assert len(set(bodies)) == len(bodies)
 
 
-def _measured(plugin: float, processor: float, differing: list[str]) -> Measured:
+def _measured(plugin: float, processor: float, differing: list[str], calls: int) -> Measured:
     """Stock servers at 0.1 s, the other at ``plugin`` and at ``processor`` seconds."""
+    steps = {1: 9, 2: 9, 3: 9}
+    counted = {
+        "no state": Calls(16, Counter({"register": calls} if calls else {}), steps),
+        "state `divprune`": Calls(16, Counter({"select": 160}), steps),
+    }
 
     def times(value: float) -> no_state_overhead.Times:
         return {
@@ -80,24 +87,26 @@ def _measured(plugin: float, processor: float, differing: list[str]) -> Measured
             for kind in no_state_overhead.REQUESTS
         }
 
-    return Measured(times(plugin), times(processor), differing, 20, [])
+    return Measured(times(plugin), times(processor), differing, 20, [], counted)
 
 
 @pytest.mark.parametrize(
-    ("plugin", "processor", "differing", "fails"),
+    ("plugin", "processor", "differing", "calls", "fails"),
     [
-        (0.1, 0.1, [], []),
-        (0.102, 0.1, [], [1, 2, 3]),
-        (0.1, 0.098, [], [4, 5, 6]),
-        (0.1, 0.1, ["text 0/1"], [0]),
+        (0.1, 0.1, [], 0, []),
+        (0.098, 0.098, [], 0, []),
+        (0.102, 0.1, [], 0, [2, 3, 4]),
+        (0.1, 0.102, [], 0, [5, 6, 7]),
+        (0.1, 0.1, ["text 0/1"], 0, [0]),
+        (0.1, 0.1, [], 1, [1]),
     ],
 )
-def test_time_processor_time_and_answers_without_a_state_are_claims(
-    plugin: float, processor: float, differing: list[str], fails: list[int]
+def test_time_answers_and_calls_without_a_state_are_claims(
+    plugin: float, processor: float, differing: list[str], calls: int, fails: list[int]
 ) -> None:
-    claims = no_state_overhead.build_section(_measured(plugin, processor, differing)).claims
+    claims = no_state_overhead.build_section(_measured(plugin, processor, differing, calls)).claims
 
-    assert len(claims) == 1 + 2 * len(no_state_overhead.REQUESTS)
+    assert len(claims) == 2 + 2 * len(no_state_overhead.REQUESTS)
     assert [at for at, claim in enumerate(claims) if claim.verdict != "holds"] == fails
 
 
