@@ -75,10 +75,10 @@ def _draw_picture(seed: int, page: bool, size: Size) -> tuple[Tensor, Scene | Pa
 
 
 def draw_examples(split: Split, images: int = 200) -> list[Example]:
-    """Draw about ten questions about each image; fewer images give a prefix of more.
+    """Draw about ten questions about each image; a smaller draw is the start of a larger one.
 
-    Scenes and pages alternate. In the test split, one fourth of the images has a size, and another
-    fourth has wordings, that training never uses.
+    Scenes and pages alternate. In the test split, a fourth of the images has a size that training
+    never uses, and for another fourth the questions have wordings that it never uses.
     """
     if not 0 < images <= MAX_IMAGES:
         raise ValueError(f"images must lie in 1..{MAX_IMAGES}, got {images}")

@@ -162,5 +162,5 @@ def _refusal(url: str, answer: httpx.Response, has_image: bool) -> ConfigError:
 
 
 def server_error(url: str, what: str, fix: str) -> ConfigError:
-    """The error of one server."""
+    """Error that names the server, what is wrong with it and the fix."""
     return ConfigError("server", [Problem(url, what, fix)])

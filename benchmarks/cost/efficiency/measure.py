@@ -24,7 +24,7 @@ CONCURRENCY = 8
 
 
 class Pass(StrictModel):
-    """One pass over one arm, in seconds and bytes."""
+    """Measurements of one arm while its requests ran once: seconds, bytes and counts."""
 
     ttft: tuple[float, ...]
     """At the client: HTTP, image processor and vision tower included."""

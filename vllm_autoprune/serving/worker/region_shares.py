@@ -26,10 +26,10 @@ class SizedRegion(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionShare:
-    """What one region has of an image's K tokens: the core and the quota among them.
+    """One region's part of an image's budget K, core size and exchange quota.
 
-    rows are those that the item keeps of it, as :attr:`ItemPlan.part` says; ``before`` those that
-    earlier items do.
+    ``rows`` is how many of the region's tokens the item keeps (:attr:`ItemPlan.part`), ``before``
+    how many the items before it keep.
     """
 
     budget: int
