@@ -113,6 +113,7 @@ def test_backbones_are_known_by_name() -> None:
         "qwen3-vl-8b": 1024,
         "qwen3-vl-30b-a3b": 1024,
         "qwen3.5-9b": 1024,
+        "qwen3.5-35b-a3b": 1024,
         "glm-4.1v-9b": 1296,
         "glm-4.5v": 1296,
         "internvl3-8b": 1280,

@@ -206,6 +206,18 @@ QWEN3_5_9B = replace(
     source="Qwen/Qwen3.5-9B; 1024 x 1024 pixels, 32 pixels a merged token",
 )
 
+QWEN3_5_MOE_35B = replace(
+    QWEN3_5_9B,
+    name="qwen3.5-35b-a3b",
+    family="qwen3_5_moe",
+    layers=40,
+    width=2048,
+    feed_forward=9 * 512,
+    kv_width=2 * 256,
+    source="Qwen/Qwen3.5-35B-A3B; 1024 x 1024 pixels, 32 pixels a merged token; the 8 experts of a "
+    "token and the shared one",
+)
+
 GLM4_1V_9B = replace(
     QWEN_7B,
     name="glm-4.1v-9b",
@@ -281,6 +293,7 @@ BACKBONE_SHAPES: dict[str, BackboneShape] = {
         QWEN3_8B,
         QWEN3_30B_A3B,
         QWEN3_5_9B,
+        QWEN3_5_MOE_35B,
         GLM4_1V_9B,
         GLM4_5V,
         INTERNVL3_8B,

@@ -166,11 +166,20 @@ def _qwen3_5(folder: Path) -> None:
     _qwen(folder, "qwen3_5", Qwen3VLProcessor, Qwen3VLVideoProcessor, _QWEN3_5, _QWEN3_5_TEXT)
 
 
+def _qwen3_5_moe(folder: Path) -> None:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    # With shared experts 96 wide, rounding decides two answers of the random model.
+    text: Part = {**_QWEN3_5_TEXT, **_EXPERTS, "shared_expert_intermediate_size": 64}
+    _qwen(folder, "qwen3_5_moe", Qwen3VLProcessor, Qwen3VLVideoProcessor, _QWEN3_5, text)
+
+
 QWEN_BUILDERS: Mapping[str, Callable[[Path], None]] = {
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5,
     "qwen3_vl": _qwen3,
     "qwen3_vl_moe": _qwen3_moe,
     "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
 }
 """Name of a backbone -> writes its model to a folder."""

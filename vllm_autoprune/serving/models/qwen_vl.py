@@ -13,7 +13,10 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
-from vllm.model_executor.models.qwen3_5 import Qwen3_5ForConditionalGeneration
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
@@ -206,4 +209,12 @@ class AutopruneQwen3_5ForConditionalGeneration(PrunedQwen, Qwen3_5ForConditional
 
     _processor_factory = make_pruned_factories(
         Qwen3_5ForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+
+
+class AutopruneQwen3_5MoeForConditionalGeneration(PrunedQwen, Qwen3_5MoeForConditionalGeneration):
+    """``Qwen3_5MoeForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = make_pruned_factories(
+        Qwen3_5MoeForConditionalGeneration._processor_factory, PLACEHOLDERS
     )

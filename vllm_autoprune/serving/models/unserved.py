@@ -12,10 +12,6 @@ _RESAMPLER = "a resampler makes its tokens, so none of them stands for a part of
 _OWN_PROCESSOR = "its image processor is Python code of the checkpoint, which the tests do not run"
 
 UNSERVED: Mapping[str, str] = {
-    "Qwen3_5MoeForConditionalGeneration": (
-        "rounding of its linear attention changes which experts a token gets, so the self-test "
-        "cannot tell pruning from rounding; Qwen3.5 without experts is served"
-    ),
     "SmolVLMForConditionalGeneration": (
         "its processor needs the package num2words, which the tests do not have; Idefics3, whose "
         "code it shares, is served"

@@ -193,6 +193,12 @@ HOOKS: tuple[Hook, ...] = (
         *_QWEN,
         "recompute_mrope_positions",
     ),
+    _model(
+        "qwen3_5",
+        "Qwen3_5MoeForConditionalGeneration",
+        *_QWEN,
+        "recompute_mrope_positions",
+    ),
     _model("glm4_1v", "Glm4vForConditionalGeneration", *_QWEN),
     _model("glm4_1v", "Glm4vMoeForConditionalGeneration", *_QWEN),
     _model(

@@ -75,6 +75,10 @@ BACKBONE_SUPPORT: tuple[BackboneSupport, ...] = (
         "one grid of any size", "time, height, width", "untouched", _TINY,
     ),
     BackboneSupport(
+        "qwen3_5_moe", "Qwen3.5-MoE", "embeddings", "mean", "refused",
+        "one grid of any size", "time, height, width", "untouched", _TINY,
+    ),
+    BackboneSupport(
         "glm4v", "GLM-4.1V", "embeddings", "mean", "refused",
         "one grid of any size", "time, height, width", "untouched", _TINY,
     ),
@@ -276,7 +280,7 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
     ),
     Support(
-        "Qwen3.5-MoE, SmolVLM, Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4",
+        "SmolVLM, Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4",
         "refused",
         "by name, with the reason",
         (
