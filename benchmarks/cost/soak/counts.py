@@ -200,11 +200,7 @@ def compare_counts(
     server_only = {name for name in after if name.startswith(counted)} - client.keys()
     client |= dict.fromkeys(server_only, 0.0)
     grown = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in client}
-    unseen = {
-        "vllm:generation_tokens_total": float(tally.unseen_tokens),
-        # Some of those whose client hung up have ended before the server notices.
-        "vllm:request_success_total": float(tally.killed),
-    }
+    unseen = {"vllm:generation_tokens_total": float(tally.unseen_tokens)}
     return [
         CountPair(name, client[name], grown[name], unseen.get(name, 0.0)) for name in sorted(client)
     ]

@@ -161,8 +161,6 @@ def test_a_client_that_hangs_up_is_counted_by_what_it_has_read() -> None:
     assert all(line.equal for line in lines)
     (tokens,) = (line for line in lines if line.name == "vllm:generation_tokens_total")
     assert (tokens.client, tokens.server, tokens.unseen) == (3, LONG_ANSWER, LONG_ANSWER - 3)
-    (ended,) = (line for line in lines if line.name == "vllm:request_success_total")
-    assert (ended.client, ended.unseen) == (0, 1)  # it may end before the server notices
 
 
 def test_a_stream_that_ends_or_is_refused_is_an_error() -> None:
