@@ -118,6 +118,8 @@ def test_backbones_are_known_by_name() -> None:
         "glm-4.5v": 1296,
         "internvl3-8b": 1280,
         "idefics3-8b": 2873,
+        "smolvlm2-2.2b": 1377,
+        "smolvlm2-500m": 1088,
         "gemma-3-4b": 256,
     }
     assert find_backbone("qwen2.5-vl-7b") is QWEN_7B

@@ -266,6 +266,33 @@ IDEFICS3_8B = replace(
     "text between them not counted",
 )
 
+SMOLVLM2_2B = replace(
+    IDEFICS3_8B,
+    name="smolvlm2-2.2b",
+    family="smolvlm",
+    layers=24,
+    width=2048,
+    feed_forward=8192,
+    kv_width=32 * 64,
+    grid_height=9,
+    grid_width=9,
+    source="HuggingFaceTB/SmolVLM2-2.2B-Instruct; a square image: 4 x 4 tiles of 384 x 384 pixels "
+    "and the whole image, text between them not counted",
+)
+
+SMOLVLM2_500M = replace(
+    SMOLVLM2_2B,
+    name="smolvlm2-500m",
+    layers=32,
+    width=960,
+    feed_forward=2560,
+    kv_width=5 * 64,
+    grid_height=8,
+    grid_width=8,
+    source="HuggingFaceTB/SmolVLM2-500M-Video-Instruct; a square image: 4 x 4 tiles of 512 x 512 "
+    "pixels and the whole image, text between them not counted",
+)
+
 GEMMA3_4B = replace(
     QWEN_7B,
     name="gemma-3-4b",
@@ -298,6 +325,8 @@ BACKBONE_SHAPES: dict[str, BackboneShape] = {
         GLM4_5V,
         INTERNVL3_8B,
         IDEFICS3_8B,
+        SMOLVLM2_2B,
+        SMOLVLM2_500M,
         GEMMA3_4B,
     )
 }

@@ -10,6 +10,7 @@ import torch
 from tests.selftest.test_checks import good
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.selftest.backbones import BUILDERS
 from vllm_autoprune.selftest.checks import CHECKS
 from vllm_autoprune.selftest.part_checks import SPLIT_QUESTION
 from vllm_autoprune.selftest.report import Report
@@ -117,6 +118,24 @@ def test_a_different_runner_than_requested_fails(
 def test_a_backbone_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "gpt"]) == 2
     assert "no such backbone: gpt" in capsys.readouterr().err
+
+
+def test_a_backbone_without_its_package_is_left_out_unless_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_runs(monkeypatch, {("smolvlm", "v1"): None}, available=("v1",))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "num2words" else find(name)
+    )
+    assert main(["selftest"]) == 0
+    assert [name for name, _ in calls] == [name for name in BUILDERS if name != "smolvlm"]
+    output = capsys.readouterr().out
+    assert "smolvlm: not served, its processor needs the package num2words" in output
+    assert "All checks that were run passed." in output
+    assert main(["selftest", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["left_out"]) == ["smolvlm"]
+    assert main(["selftest", "smolvlm"]) == 1
 
 
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch, broken: str = "") -> None:

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.scenarios("selftest:{name}"),
 ]
 
-LIKE_ANOTHER = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v", "glm4v_moe")
+LIKE_ANOTHER = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v", "glm4v_moe", "smolvlm")
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 """Tiles, M-RoPE and deepstack, which the model runners handle each in its own way; `make test`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_autoprune.selftest.glm_models import GLM_BUILDERS
 from vllm_autoprune.selftest.qwen_models import QWEN_BUILDERS
@@ -21,8 +22,16 @@ from vllm_autoprune.selftest.tiny_models import (
     write_checkpoint,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.image_processing_utils import BaseImageProcessor
+    from transformers.processing_utils import ProcessorMixin
+
 BUILDERS: dict[str, Callable[[Path], None]] = {**QWEN_BUILDERS, **GLM_BUILDERS}
 """Name of a backbone -> writes its model to a folder."""
+
+NEEDED_PACKAGES = {"smolvlm": "num2words"}
+"""Backbone -> package that its processor needs and that vLLM does not install."""
 
 
 def build(name: str, folder: Path) -> Path:
@@ -215,11 +224,41 @@ def _gemma3(folder: Path) -> None:
 def _idefics3(folder: Path) -> None:
     from transformers import Idefics3Config, Idefics3ImageProcessor, Idefics3Processor
 
-    side, patch, scale, across = 84, 14, 2, 2
+    _write_idefics(folder, Idefics3Config, Idefics3ImageProcessor, Idefics3Processor, 84, 2)
+
+
+@register_builder("smolvlm")
+def _smolvlm(folder: Path) -> None:
+    from transformers import (
+        SmolVLMConfig,
+        SmolVLMImageProcessor,
+        SmolVLMProcessor,
+        SmolVLMVideoProcessor,
+    )
+
+    # As in SmolVLM2-2.2B, whose tiles are 384 pixels wide, patches do not fill a tile.
+    side = 9 * 14 + 4
+    videos = SmolVLMVideoProcessor(
+        video_sampling={"fps": 1, "max_frames": 64, "video_size": {"longest_edge": side}}
+    )
+    _write_idefics(folder, SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor, side, 3, videos)
+
+
+def _write_idefics(
+    folder: Path,
+    config_class: Callable[..., PreTrainedConfig],
+    pixels_class: Callable[..., BaseImageProcessor],
+    processor_class: Callable[..., ProcessorMixin],
+    side: int,
+    scale: int,
+    *processors: object,
+) -> None:
+    """Write a model with tiles ``side`` pixels wide, ``scale`` patches across a token."""
+    patch, across = 14, 2
     tiles = [f"<row_{i}_col_{j}>" for i in range(1, across + 1) for j in range(1, across + 1)]
     around = "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
     tokenizer = build_tokenizer("<image>", *around, *tiles, "\n", "\n\n")
-    config = Idefics3Config(
+    config = config_class(
         vision_config={"image_size": side, "patch_size": patch, **VISION},
         text_config={"model_type": "llama", "vocab_size": VOCABULARY, **TEXT},
         image_token_id=token_id(tokenizer, "<image>"),
@@ -227,11 +266,10 @@ def _idefics3(folder: Path) -> None:
         scale_factor=scale,
     )
     write_checkpoint(folder, config)
-    Idefics3Processor(
-        Idefics3ImageProcessor(
-            size={"longest_edge": across * side}, max_image_size={"longest_edge": side}
-        ),
+    processor_class(
+        pixels_class(size={"longest_edge": across * side}, max_image_size={"longest_edge": side}),
         tokenizer,
+        *processors,
         image_seq_len=(side // patch // scale) ** 2,
         chat_template=tokenizer.chat_template,
     ).save_pretrained(folder)

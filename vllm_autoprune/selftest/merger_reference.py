@@ -49,7 +49,7 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     def record(name: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, args: entering.update({name: args[0]}))
 
-    if not hasattr(model, "visual"):  # InternVL and Idefics3: pixel-shuffled tiles (T, n, 4C)
+    if not hasattr(model, "visual"):  # InternVL and Idefics3: shuffled tiles (T, n, patches * C)
         shuffled = (
             model.multi_modal_projector
             if hasattr(model, "multi_modal_projector")
@@ -59,7 +59,8 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
         model.get_image_features(pixel_values=inputs["pixel_values"])
         tokens = entering["merger"].flatten(0, 1)
         norms = torch.stack([tokens.abs().sum(dim=1), tokens.pow(2).sum(dim=1).sqrt()], dim=1)
-        return torch.stack(tokens.chunk(4, dim=1)).mean(dim=0), norms
+        width = model.config.vision_config.hidden_size
+        return tokens.unflatten(1, (-1, width)).mean(dim=1), norms
 
     visual, grid = model.visual, inputs["image_grid_thw"]
     # GLM-4.xV merges by a convolution behind a norm.

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json, format_table
-from vllm_autoprune.selftest.backbones import BUILDERS
+from vllm_autoprune.selftest.backbones import BUILDERS, NEEDED_PACKAGES
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.device import (
     KERNEL,
@@ -70,6 +70,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     names: list[str] = options.backbones or list(BUILDERS)
+    left_out = {} if options.backbones else _find_missing_packages()
     if unknown := [name for name in names if name not in BUILDERS]:
         known = ", ".join(BUILDERS)
         print(f"no such backbone: {', '.join(unknown)}; use: {known}", file=sys.stderr)
@@ -81,15 +82,25 @@ def _run(options: argparse.Namespace) -> int:
     if absent := [runner for runner in runners if runner not in available]:
         print(f"no model runner {', '.join(absent)} here: {_NO_V2}", file=sys.stderr)
         return 2
-    results = {name: _check_backbone(name, runners, not options.json) for name in names}
+    results = {
+        name: _check_backbone(name, runners, not options.json)
+        for name in names
+        if name not in left_out
+    }
     failed = _any_failed(results)
     if options.json:
-        print(as_json({"holds": not failed, "runners": runners, "found": results}))
+        print(
+            as_json(
+                {"holds": not failed, "runners": runners, "found": results, "left_out": left_out}
+            )
+        )
     else:
         missing = "" if "v2" in available else f" ({_NO_V2})"
         print(f"vLLM's model runner {' and '.join(runners)}{missing}\n")
-        print(_format_results(results, runners))
-        print("\nSome checks failed: see above." if failed else "\nAll checks passed.")
+        print(_format_results(results, runners) + "\n")
+        _report_left_out(left_out)
+        passed = "All checks that were run passed." if left_out else "All checks passed."
+        print("Some checks failed: see above." if failed else passed)
     return 1 if failed else 0
 
 
@@ -144,10 +155,23 @@ def _run_on_gpu(options: argparse.Namespace) -> int:
         print(
             f"vLLM's model runner {' and '.join(runners)}\n\n{_format_results(results, runners)}\n"
         )
-    for name, reason in left_out.items():
-        print(f"{name}: not served, {reason}")
+    _report_left_out(left_out)
     print("Some checks failed: see above." if failed else "All checks that were run passed.")
     return 1 if failed else 0
+
+
+def _find_missing_packages() -> dict[str, str]:
+    """Backbones whose processors need a package that is not installed -> the reason."""
+    return {
+        name: f"its processor needs the package {package}: pip install {package}"
+        for name, package in NEEDED_PACKAGES.items()
+        if importlib.util.find_spec(package) is None
+    }
+
+
+def _report_left_out(left_out: Mapping[str, str]) -> None:
+    for name, reason in left_out.items():
+        print(f"{name}: not served, {reason}")
 
 
 def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:

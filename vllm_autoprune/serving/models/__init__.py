@@ -78,7 +78,10 @@ _QWEN = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 
-_IDEFICS3 = "Idefics3ForConditionalGeneration"
+_IDEFICS = {
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+}
 _GLM = {
     "glm4v": "Glm4vForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
@@ -101,12 +104,15 @@ BACKBONES: dict[str, Backbone] = {
         input_problems=check_merger_inputs,
         unsplittable="writes the tokens that begin and end an image around every item",
     ),
-    _IDEFICS3: Backbone(
-        "idefics3",
-        _at("idefics3", _IDEFICS3),
-        input_problems=check_merger_inputs,
-        unsplittable="writes text around the tiles of every item",
-    ),
+    **{
+        stock: Backbone(
+            name,
+            _at("idefics3", stock),
+            input_problems=check_merger_inputs,
+            unsplittable="writes text around the tiles of every item",
+        )
+        for name, stock in _IDEFICS.items()
+    },
     _GEMMA3: Backbone(
         "gemma3",
         _at("gemma3", _GEMMA3),

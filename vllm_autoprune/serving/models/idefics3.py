@@ -1,4 +1,4 @@
-"""Idefics3: tiles and the whole image, each a pixel-shuffled square behind its name."""
+"""Idefics3 and SmolVLM: tiles and the whole image, each a pixel-shuffled square behind its name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
+from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.models import BACKBONES
@@ -60,7 +61,7 @@ PLACEHOLDERS = Placeholders(
 
 
 class Idefics3Vision(TiledVision):
-    """The vision side of Idefics3."""
+    """The vision side of Idefics3 and SmolVLM, which vLLM serves with the same model."""
 
     _model: Idefics3ForConditionalGeneration
     pixels = "pixel_values"
@@ -112,5 +113,14 @@ class AutopruneIdefics3ForConditionalGeneration(PrunedModel, Idefics3ForConditio
 
     _processor_factory = make_pruned_factories(
         Idefics3ForConditionalGeneration._processor_factory, PLACEHOLDERS
+    )
+    autoprune_vision = Idefics3Vision
+
+
+class AutopruneSmolVLMForConditionalGeneration(PrunedModel, SmolVLMForConditionalGeneration):
+    """``SmolVLMForConditionalGeneration`` with K of N visual tokens where a state is served."""
+
+    _processor_factory = make_pruned_factories(
+        SmolVLMForConditionalGeneration._processor_factory, PLACEHOLDERS
     )
     autoprune_vision = Idefics3Vision

@@ -12,10 +12,6 @@ _RESAMPLER = "a resampler makes its tokens, so none of them stands for a part of
 _OWN_PROCESSOR = "its image processor is Python code of the checkpoint, which the tests do not run"
 
 UNSERVED: Mapping[str, str] = {
-    "SmolVLMForConditionalGeneration": (
-        "its processor needs the package num2words, which the tests do not have; Idefics3, whose "
-        "code it shares, is served"
-    ),
     "PixtralForConditionalGeneration": _ROW_BREAKS,
     "Mistral3ForConditionalGeneration": _ROW_BREAKS,
     "Llama4ForConditionalGeneration": (

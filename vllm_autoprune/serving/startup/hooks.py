@@ -214,6 +214,13 @@ HOOKS: tuple[Hook, ...] = (
         "models: rows of tiles",
         only="Idefics3ForConditionalGeneration",
     ),
+    _model("smolvlm", "SmolVLMForConditionalGeneration"),
+    Hook(
+        "vllm.model_executor.models.idefics3",
+        ("Idefics3SimpleMLP.forward", "Idefics3Model.image_pixels_to_features"),
+        "models: rows of tiles, and what enters the patch merger",
+        only="SmolVLMForConditionalGeneration",
+    ),
     _model("gemma3_mm", "Gemma3ForConditionalGeneration", "_image_pixels_to_features"),
     Hook(
         "vllm.model_executor.models.interfaces",

@@ -95,6 +95,10 @@ BACKBONE_SUPPORT: tuple[BackboneSupport, ...] = (
         "equal tiles and the whole image, each with its share of K", "one number", "none", _TINY,
     ),
     BackboneSupport(
+        "smolvlm", "SmolVLM2", "embeddings", "mean", "refused",
+        "equal tiles and the whole image, each with its share of K", "one number", "none", _TINY,
+    ),
+    BackboneSupport(
         "gemma3", "Gemma 3", "embeddings", "mean", "refused",
         "one grid, and one for each crop", "one number", "none", _TINY,
     ),
@@ -190,7 +194,7 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(
         "Ranking before the patch merger (`rank_at`)", "yes",
-        "Qwen-VL, GLM-4.xV, InternVL, Idefics3; the others have no merger and refuse it",
+        "Qwen-VL, GLM-4.xV, InternVL, Idefics3, SmolVLM; the others have no merger and refuse it",
         (
             "serving/unit/worker/test_batch_inputs.py"
             "::test_a_state_that_ranks_before_the_merger_keeps_rows_after_it",
@@ -280,7 +284,7 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/unit/startup/test_config.py::test_a_model_that_cannot_be_pruned",),
     ),
     Support(
-        "SmolVLM, Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4",
+        "Pixtral, Mistral Small 3, MiniCPM-V, Kimi-VL, Llama 4",
         "refused",
         "by name, with the reason",
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from tests.serving.unit.api.tiny_processor import (
     LARGE,
     OTHER,
     SMALL,
-    Processed,
     Sender,
 )
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT
@@ -57,7 +57,7 @@ def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> Non
 
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
     first = sender.send([LARGE], ["x"])
-    assert sender.send([None], ["x"]) == Processed(first.identities, [None], first.lengths)
+    assert sender.send([None], ["x"]) == replace(first, plans=[None])
     second = sender.send([OTHER], ["x"])
     assert sender.send([None], ["x"]).identities == second.identities != first.identities
 

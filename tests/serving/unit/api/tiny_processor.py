@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -32,11 +33,15 @@ SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2
 
 @dataclass(frozen=True)
 class Processed:
-    """What one request became: identities, plans where items were sent along, placeholders."""
+    """What one request became: identities, plans where items were sent along, placeholders.
+
+    ``prompt`` has its token ids.
+    """
 
     identities: list[str]
     plans: list[ItemPlan | None]
     lengths: list[int]
+    prompt: list[int]
 
     @property
     def keys(self) -> list[tuple[int, int] | None]:
@@ -44,27 +49,41 @@ class Processed:
 
 
 class Sender:
-    """A tiny Qwen2.5-VL's processor, with vLLM's cache before an engine or without one."""
+    """A tiny model's processor, with vLLM's cache before an engine or without one.
+
+    Of a Qwen2.5-VL unless ``architecture`` and the ``placeholder`` of its images are given;
+    ``options`` are the server's ``--mm-processor-kwargs``.
+    """
 
     def __init__(
         self,
         folder: Any,
         budget: int,
         rules: RequestRules = DEFAULT_RULES,
+        architecture: str = QWEN,
+        placeholder: str = "<|image_pad|>",
+        options: Mapping[str, object] = MappingProxyType({}),
         **changes: object,
     ) -> None:
         from vllm.config import ModelConfig
         from vllm.multimodal.processing import InputProcessingContext
         from vllm.tokenizers import get_tokenizer
 
-        config = ModelConfig(model=str(folder), max_model_len=1024, dtype="float32")
+        config = ModelConfig(
+            model=str(folder),
+            max_model_len=1024,
+            dtype="float32",
+            mm_processor_kwargs=dict(options),
+        )
         edits = {f"/{field}": value for field, value in changes.items()}
         attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
-        module, _, name = BACKBONES[QWEN].model.partition(":")
+        module, _, name = BACKBONES[architecture].model.partition(":")
         factories = vars(import_module(module))[name]._processor_factory
         context = InputProcessingContext(config, get_tokenizer(str(folder)))
         self._processor = factories.build_processor(context)
         self._config = config
+        self._placeholder = placeholder
+        self.info: Any = self._processor.info
         self.cache: Any = None
 
     def with_cache(self) -> Sender:
@@ -90,8 +109,8 @@ class Sender:
         from vllm.multimodal.processing import ProcessorInputs
         from vllm.multimodal.processing.context import TimingContext
 
-        info = self._processor.info
-        prompt = info.get_tokenizer().encode("user " + "<|image_pad|> " * len(images) + "what")
+        info = self.info
+        prompt = info.get_tokenizer().encode(f"user {f'{self._placeholder} ' * len(images)}what")
         kwargs = {REQUEST_FIELD: {"instructions": ["what"] * len(images), **entry}}
         inputs = ProcessorInputs(
             prompt,
@@ -120,4 +139,5 @@ class Sender:
                 for item in made["mm_kwargs"]["image"]
             ],
             [place.get_num_embeds() for place in made["mm_placeholders"]["image"]],
+            list(made["prompt_token_ids"]),
         )
