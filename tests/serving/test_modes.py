@@ -22,9 +22,9 @@ def test_mixed_requests_are_answered_together_as_alone(runner: Runner) -> None:
 @pytest.mark.scenarios("plain_mode")
 @pytest.mark.parametrize("name", ["ngram_mode", "draft_model_mode"])
 def test_speculative_decoding(runner: Runner, name: str) -> None:
-    # In a process of its own: vLLM looks for n-grams with numba, and starts no second CPU engine in
-    # a process that has loaded it.
-    report = runner.run(name, {"NUMBA_NUM_THREADS": "1"})
+    # Each in a process of its own: vLLM looks for n-grams with numba, and starts no second CPU
+    # engine in a process that has loaded it.
+    report = runner.run(name, {"SCENARIO": name})
     plain = runner.run("plain_mode")["together"]
     assert report["together"] == report["alone"] == plain
     assert report["draft"] > report["accepted"] > 0
