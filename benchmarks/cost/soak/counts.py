@@ -34,8 +34,12 @@ _VLLM_COUNTERS = (
     "vllm:request_success_total",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
+    "vllm:request_generation_tokens_bucket",
 )
-_LABELS = ("state", "chooser", "stage")
+_SHORT_ANSWERS = "vllm:request_generation_tokens_bucket 5.0"
+"""Requests that ended after five tokens at most: those whose client waited, which get four."""
+
+_LABELS = ("state", "chooser", "stage", "le")
 _FAILURES = (
     "autoprune_fallbacks_total",
     "autoprune_selection_errors_total",
@@ -184,6 +188,7 @@ def compare_counts(
     """
     client: dict[str, float] = {
         "vllm:request_success_total": tally.answered,
+        _SHORT_ANSWERS: tally.answered,
         "vllm:prompt_tokens_total": tally.prompt_tokens,
         "vllm:generation_tokens_total": tally.answer_tokens,
         "autoprune_requests_refused_total": tally.refused,
@@ -200,7 +205,11 @@ def compare_counts(
     server_only = {name for name in after if name.startswith(counted)} - client.keys()
     client |= dict.fromkeys(server_only, 0.0)
     grown = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in client}
-    unseen = {"vllm:generation_tokens_total": float(tally.unseen_tokens)}
+    unseen = {
+        "vllm:generation_tokens_total": float(tally.unseen_tokens),
+        # A server that learns too late that a client has hung up ends the answer, a long one.
+        "vllm:request_success_total": float(tally.killed),
+    }
     return [
         CountPair(name, client[name], grown[name], unseen.get(name, 0.0)) for name in sorted(client)
     ]

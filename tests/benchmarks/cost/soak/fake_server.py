@@ -65,6 +65,7 @@ class PlannedReplies:
         answer = int(body["max_tokens"])
         if not body.get("stream"):  # its client hangs up
             counts['vllm:request_success_total{engine="0",finished_reason="length"}'] += 1
+            counts['vllm:request_generation_tokens_bucket{engine="0",le="5.0"}'] += 1
         counts['vllm:prompt_tokens_total{engine="0"}'] += prompt
         counts['vllm:generation_tokens_total{engine="0"}'] += answer
         if due["forgotten"]:

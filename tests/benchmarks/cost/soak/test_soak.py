@@ -175,3 +175,18 @@ def test_more_answer_tokens_than_the_client_read_are_counted_up_to_a_bound() -> 
     assert CountPair("tokens", 3, 10, unseen=7).equal
     assert not CountPair("tokens", 3, 11, unseen=7).equal
     assert not CountPair("tokens", 3, 2, unseen=7).equal
+
+
+def test_an_answer_that_ended_after_its_client_hung_up_is_told_apart_by_its_length() -> None:
+    tally = Tally(answered=5, killed=2)
+    ended, short = "vllm:request_success_total", "vllm:request_generation_tokens_bucket 5.0"
+
+    def equal(ended_by_server: float, short_by_server: float) -> bool:
+        after = {ended: ended_by_server, short: short_by_server}
+        return all(pair.equal for pair in compare_counts({}, after, tally, KV_BYTES))
+
+    assert equal(5, 5)
+    assert equal(7, 5)
+    assert not equal(8, 5)
+    assert not equal(6, 6)
+    assert not equal(5, 4)
