@@ -42,15 +42,7 @@ def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family])
 
 def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
     """The cases of one K, in the order of the tables."""
-    builders: Mapping[Family, Callable[[int], Iterable[Case]]] = {
-        "random": lambda budget: [random_case(budget)],
-        "resized": lambda budget: [resized_case(budget)],
-        "policies": _base_policy_cases,
-        "found": _search_cases,
-        "components": _component_cases,
-        "quota": _quota_cases,
-    }
-    for family, build in builders.items():
+    for family, build in _BUILDERS.items():
         if family in families:
             yield from build(budget)
         elif family == "policies" and {"found", "components", "quota"} & set(families):
@@ -103,3 +95,14 @@ def _quota_cases(budget: int) -> Iterator[Case]:
         state = load_state(f"ablation-quota-{quota}")
         base = f"{state.base_policy.name}@{budget}"
         yield prune_case(f"quota-{quota}@{budget}", "quota", f"q_e = {quota}", state, budget, base)
+
+
+_BUILDERS: Mapping[Family, Callable[[int], Iterable[Case]]] = {
+    "random": lambda budget: [random_case(budget)],
+    "resized": lambda budget: [resized_case(budget)],
+    "policies": _base_policy_cases,
+    "found": _search_cases,
+    "components": _component_cases,
+    "quota": _quota_cases,
+}
+"""The cases of one K of each family."""
