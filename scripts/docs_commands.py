@@ -1,14 +1,16 @@
 """Type the commands of README.md and docs/: python scripts/docs_commands.py [--all] [--list].
 
-Every line of a ``sh`` block belongs to exactly one kind. *Quick* ones are run in a folder that has
-the files they name (a picture, questions, a state; mini-LLaVA under the names of real checkpoints).
-*Server* ones need the server that a page starts on a CPU, which is started for them; ``--all`` runs
-them too. All others are listed with the reason why they are not typed.
+Every command of a ``sh`` block is of one kind. *Quick* ones are run in this process. *Long* ones
+are typed into a shell with ``--all``, page by page and in order, in a copy of the repository: they
+start the servers that a page names, or ask one. Those that measure for minutes to hours get options
+with which they measure less. All others are listed with the reason why they are not typed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +27,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "benchmarks/minillava/checkpoint"
 
-QUICK, SERVER = "quick", "server"
+QUICK, LONG = "quick", "long"
 
 _NOT_TYPED: tuple[tuple[str, str], ...] = (
-    ("^make (demo|test|bench-check)", "runs everything, this script included"),
-    ("^make docs", "part of make test"),
+    ("^make test", "types these commands"),
     (
-        "pip3? install|pip wheel|git clone|-m venv|^make test VENV",
+        "pip3? install|pip wheel|git clone|-m venv",
         "changes an environment, or needs a network",
     ),
     ("^docker |^kubectl |^helm ", "needs Docker or a cluster"),
@@ -39,27 +41,50 @@ _NOT_TYPED: tuple[tuple[str, str], ...] = (
         "needs weights from the Hub and a GPU",
     ),
     (
-        r"gpu-\d|http://server:|--worker |--master |dashscope|/opt/lmms|-model llava-hf/",
-        "needs other machines or the Hub",
+        r"gpu-\d|http://server:|--worker |dashscope|/opt/lmms",
+        "needs other machines, or programs from a network",
     ),
     ("--gpu", "needs a GPU"),
-    ("^vllm-autoprune selftest", "starts engines for minutes; make test runs its parts"),
-    ("^vllm-autoprune search", "asks a proposer and a served model for minutes"),
-    (
-        r"^python -m (benchmarks|tests)\.|^locust |^for |^done$|^B=|^\$B ",
-        "measures for minutes to hours; tests parse its options",
-    ),
-    ("^vllm serve (benchmarks|out)/", "another page's server, of the same kind as the one typed"),
 )
 """Pattern -> why a command is not typed."""
 
-_SERVE = re.compile(r"^VLLM_CPU_KVCACHE_SPACE=1 vllm serve benchmarks/minillava/")
+_LESS: tuple[tuple[str, str], ...] = (
+    ("^make (demo|bench-check)$", "VENV=none PYTHON=python"),
+    ("^vllm-autoprune selftest$", "llava_next --runner v1"),
+    ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
+    (r"^vllm serve ", "--enforce-eager --block-size 32"),
+    (r"\.cost efficiency", "--requests 1 --scenes 2 --policies cdpruner"),
+    (r"\.cost questions (ttft|blocks)", "--rounds 1 --questions 2 --many 2"),
+    (r"\.cost state-cost", "--seconds 0.01 --only prune"),
+    (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
+    (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
+    (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),
+    (r"\.minillava\.conversations(?!\.)", "--conversations 4 --budgets 8 --recalls 4"),
+    (r"\.load prepare", "--model benchmarks/minillava/checkpoint/llava --requests 6 --warm-up 1"),
+    (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1"),
+    (r"\.load paired .*--rates", "--requests 4 --warm-up 1"),
+    (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
+    (r"\.search compare", "--budget 8 --rounds 1 --seeds 1 --scenes 4 4 4"),
+    (r"tests\.fuzz", "--count 200"),
+)
+"""Pattern -> options that a long command gets besides its own, with which it takes minutes at most.
+
+Of an option that is given twice the second value counts.
+"""
+
+_SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")
 _NEEDS_SERVER = re.compile(r"(localhost|127\.0\.0\.1):8000")
+_LONG = re.compile(
+    r"^(python -m (benchmarks|tests)\.|locust |for |make (demo|bench-check)$"
+    r"|vllm-autoprune (search|selftest))"
+)
+_BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used|other programs)")
+"""A load test's verdict on the machine that it ran on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a page; ``kind`` is quick, server, or the reason why it is not typed."""
+    """One command of a page; ``kind`` is quick, long, or the reason why it is not typed."""
 
     page: str
     text: str
@@ -70,11 +95,31 @@ class Command:
         for pattern, reason in _NOT_TYPED:
             if re.search(pattern, self.text):
                 return reason
-        if _SERVE.match(self.text) or _NEEDS_SERVER.search(self.text):
-            return SERVER
+        if _LONG.match(self.text) or self.starts_server or self.needs_server:
+            return LONG
         if self.text.startswith("vllm-autoprune "):
             return QUICK
+        if self.text.startswith("make docs"):
+            return "part of make test"
         raise ValueError(f"{self.page}: nothing says how to type: {self.text}")
+
+    @property
+    def starts_server(self) -> bool:
+        """Whether a server that this machine can run goes on after the command."""
+        return bool(_SERVE.match(self.text))
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether it asks the server that its page starts, or that of the first page."""
+        return bool(_NEEDS_SERVER.search(self.text))
+
+    @property
+    def typed(self) -> str:
+        """Its text, with options with which it takes minutes at most where it takes longer."""
+        for pattern, options in _LESS:
+            if re.search(pattern, self.text):
+                return re.sub("(; done)?$", rf" {options}\1", self.text, count=1)
+        return self.text
 
 
 def read_commands() -> list[Command]:
@@ -90,23 +135,29 @@ def read_commands() -> list[Command]:
 
 
 def _lines(text: str) -> Iterator[str]:
+    """The commands of all blocks; a loop is one."""
     for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
+        block = re.sub(
+            r"; do\n(.*?)\ndone", r"; do \1; done", block.replace("\\\n", " "), flags=re.DOTALL
+        )
+        for line in block.splitlines():
             command = re.sub(r"\s+# .*$", "", " ".join(line.split()))
             if command and not command.startswith("#"):
                 yield command
 
 
 def prepare_folder(folder: Path) -> None:
-    """Write the files that commands name into a folder."""
+    """Copy the repository into a folder, with the files that commands name."""
     from PIL import Image
 
     sys.path.insert(0, str(ROOT))
     import numpy as np
 
     from benchmarks.minillava.split import draw_examples, png
+    from benchmarks.search.scenes import write_data
 
-    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    leave_out = shutil.ignore_patterns(".*", "out", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=leave_out, dirs_exist_ok=True)
     (folder / "llava-1.5-7b-hf").symlink_to(CHECKPOINT / "llava")
     (folder / "clip-vit-large-patch14-336").symlink_to(CHECKPOINT / "clip")
     for name in ("state.json", "my-state.json"):
@@ -119,6 +170,7 @@ def prepare_folder(folder: Path) -> None:
             (folder / "scene.png").write_bytes(png(example.image))
             line = {"image": "scene.png", "question": example.question, "answer": example.answer}
             file.write(json.dumps(line) + "\n")
+    write_data(folder / "questions", {"search": 4, "validation": 4, "test": 4}, each=1)
     rng = np.random.default_rng(0)
     np.savez(
         folder / "arrays.npz",
@@ -135,60 +187,83 @@ def type_quick(command: Command, folder: Path) -> int:
     """Run a quick command in this process and in ``folder``; returns its exit status."""
     from vllm_autoprune.cli.main import main as run
 
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return run(shlex.split(command.text)[1:])
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 1
-    finally:
-        os.chdir(before)
+    with contextlib.chdir(folder):
+        try:
+            return run(shlex.split(command.text)[1:])
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else 1
 
 
-def type_with_server(commands: Sequence[Command], folder: Path) -> list[str]:
-    """Start the server that the pages start on a CPU, type what needs it; returns what failed."""
+def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Command, float, str]]:
+    """Type the long commands of one page in order, each to its end.
+
+    A server that the page starts goes on until it starts another, or ends; a page that starts none
+    asks that of the first page which does. Yields each command with its seconds and, where it
+    failed, what it printed last.
+    """
+    first = next(command for command in read_commands() if command.starts_server)
+    # Programs and packages are those of this environment and of the copy.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    with contextlib.chdir(folder), contextlib.ExitStack() as servers:
+        address = ""
+        for command in commands:
+            before = time.monotonic()
+            if command.starts_server or (command.needs_server and not address):
+                servers.close()
+                address = _start(command if command.starts_server else first, servers, folder)
+            failure = ""
+            if not command.starts_server:
+                failure = _type(_NEEDS_SERVER.sub(address, command.typed), environment)
+            yield command, time.monotonic() - before, failure
+
+
+def _start(command: Command, servers: contextlib.ExitStack, folder: Path) -> str:
     from benchmarks.server import serve
 
-    (start,) = {command.text for command in commands if _SERVE.match(command.text)}
-    model, *flags = shlex.split(start)[3:]
-    failed = []
-    with serve(folder / model, *flags) as server:
-        address = server.url.removeprefix("http://")
-        for command in commands:
-            if _SERVE.match(command.text):
-                continue
-            text = _NEEDS_SERVER.sub(address, command.text)
-            program = f"{shlex.quote(sys.executable)} -m vllm_autoprune.cli.main"
-            text = re.sub(r"^vllm-autoprune", program, text)
-            shutil.rmtree(folder / "out", ignore_errors=True)
-            done = subprocess.run(
-                ["bash", "-c", f"set -o pipefail; {text}"],
-                cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, check=False,
-            )  # fmt: skip
-            if done.returncode:
-                failed.append(f"{command.page}: {command.text}")
-    return failed
+    words = shlex.split(command.typed.replace(" --port 8000", ""))
+    model, *flags = words[words.index("serve") + 1 :]
+    server = serve(model, *flags, env={"PYTHONPATH": str(folder)})
+    return servers.enter_context(server).url.removeprefix("http://")
+
+
+def _type(text: str, environment: dict[str, str]) -> str:
+    """What a failed command printed last, or nothing."""
+    done = subprocess.run(
+        ["bash", "-c", f"set -eo pipefail; {text}"],
+        env=environment, timeout=1200, check=False, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode == 0 or _BUSY.search(done.stdout):
+        return ""
+    return "\n".join(["", *done.stdout.splitlines()[-20:]])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a command that is typed fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="those that need a server too")
+    parser.add_argument("--all", action="store_true", help="type the long ones too (an hour)")
+    parser.add_argument("--only", default="", help="pages or commands that contain this")
     parser.add_argument("--list", action="store_true", help="print what is typed, and stop")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
-    commands = read_commands()
+    commands = [c for c in read_commands() if options.only in f"{c.page}: {c.text}"]
     if options.list:
         for command in commands:
-            print(f"{command.kind:>10.60}: {command.page}: {command.text}")
+            print(f"{command.kind:>10.60}: {command.page}: {command.typed}")
         return 0
+    failed = []
     with tempfile.TemporaryDirectory(prefix="docs-commands-") as name:
         folder = Path(name)
         prepare_folder(folder)
         quick = {command.text: command for command in commands if command.kind == QUICK}
         failed = [text for text, command in quick.items() if type_quick(command, folder) != 0]
-        if options.all:
-            failed += type_with_server([c for c in commands if c.kind == SERVER], folder)
+        long = [command for command in commands if command.kind == LONG and options.all]
+        for page, ones in itertools.groupby(long, lambda command: command.page):
+            for command, seconds, failure in type_page(list(ones), folder):
+                print(f"{seconds:5.0f} s  {page}: {command.typed}{failure}", flush=True)
+                failed += [command.text] if failure else []
     for text in failed:
         print(f"FAILED: {text}", file=sys.stderr)
     return 1 if failed else 0
