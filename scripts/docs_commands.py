@@ -44,7 +44,7 @@ _NOT_TYPED: tuple[tuple[str, str], ...] = (
         r"gpu-\d|http://server:|--worker |dashscope|/opt/lmms",
         "needs other machines, or programs from a network",
     ),
-    ("--gpu", "needs a GPU"),
+    ("--gpu|--runner v2", "needs a GPU"),
 )
 """Pattern -> why a command is not typed."""
 
