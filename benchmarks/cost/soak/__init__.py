@@ -124,15 +124,9 @@ API_SERVERS = 2
 START_TIMEOUT = 1200.0
 """Seconds that the server may take to start on a busy machine."""
 
-SMALL_CACHES = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
-    "MALLOC_TRIM_THRESHOLD_": str(128 << 10),
-}
+SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """oneDNN keeps 1,024 compiled operations, one for every shape: about a gigabyte, which takes
-thousands of requests to fill. glibc raises both of its thresholds, here fixed at their first
-values, with the largest tensor that was freed; between tensors it then keeps free memory, a
-megabyte a minute more of it, while what is in use stays the same."""
+thousands of requests to fill."""
 
 SAMPLES = 200
 """Memory samples over the whole run; at most one a second."""

@@ -14,10 +14,64 @@ from torch import Tensor
 from vllm_autoprune.ops.dpp_torch import Conditioned
 
 MAX_CORES = 8192
-"""Cores whose indices are kept, the least recently used dropped first."""
+"""Cores whose indices are kept."""
 
 MAX_INDICES = MAX_CORES * 160
 """Indices of all of them, 10 MB: clients choose K_c, which may be the tokens of a large image."""
+
+
+class IndexRing:
+    """Indices of cores in one buffer, of which the oldest are overwritten.
+
+    A small tensor of its own for each core would outlive the temporary tensors around it, whose
+    memory an allocator could then not join: on a CPU it grew by tens of megabytes.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._spans: OrderedDict[Hashable, range] = OrderedDict()  # in the order of writing
+        self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def get(self, key: Hashable) -> Tensor | None:
+        """Indices ``(K_c,)`` of a core, or None; written again when half of the buffer is newer."""
+        span = self._spans.get(key)
+        if span is None or self._buffer is None:
+            return None
+        indices = self._buffer[span.start : span.stop].clone()
+        if (self._end - span.start) % MAX_INDICES > MAX_INDICES // 2:
+            del self._spans[key]
+            self.put(key, indices)
+        return indices
+
+    def put(self, key: Hashable, indices: Tensor) -> None:
+        """Write the indices ``(K_c,)`` of a core that is not kept yet."""
+        if key in self._spans or len(indices) > MAX_INDICES:
+            return
+        if self._buffer is None:
+            self._buffer = indices.new_empty(MAX_INDICES)
+        if self._end + len(indices) > MAX_INDICES:
+            self._drop_from(self._end, MAX_INDICES)
+            self._end = 0
+        span = range(self._end, self._end + len(indices))
+        self._drop_from(span.start, span.stop)
+        self._buffer[span.start : span.stop] = indices
+        self._spans[key] = span
+        self._end = span.stop
+        if len(self._spans) > MAX_CORES:
+            self._spans.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drop all cores."""
+        self._spans.clear()
+        self._end = 0
+
+    def _drop_from(self, start: int, stop: int) -> None:
+        """Drop the cores that are next in the buffer and begin within these bounds."""
+        while self._spans and start <= next(iter(self._spans.values())).start < stop:
+            self._spans.popitem(last=False)
 
 
 class CoreCache:
@@ -26,31 +80,20 @@ class CoreCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used_bytes = 0
-        self._kept = 0
-        self._indices: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._indices = IndexRing()
         self._conditioned: OrderedDict[Hashable, Conditioned] = OrderedDict()
 
     def indices(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K_c,)`` of a core, now the most recently used, or None."""
-        indices = self._indices.get(key)
-        if indices is not None:
-            self._indices.move_to_end(key)
-        return indices
+        """Indices ``(K_c,)`` of a core, or None."""
+        return self._indices.get(key)
 
     def put_indices(self, key: Hashable, indices: Tensor) -> None:
         """Keep the indices ``(K_c,)`` of a core: the first ones, which its KV blocks were made of.
 
         Images without a key (None) are not kept, here and below.
         """
-        if key is None:
-            return
-        if key not in self._indices:
-            self._indices[key] = indices.clone()
-            self._kept += indices.numel()
-        self._indices.move_to_end(key)
-        while len(self._indices) > MAX_CORES or self._kept > MAX_INDICES:
-            _, dropped = self._indices.popitem(last=False)
-            self._kept -= dropped.numel()
+        if key is not None:
+            self._indices.put(key, indices)
 
     def conditioned(self, key: Hashable) -> Conditioned | None:
         """Similarity of an image conditioned on its core, or None; now the most recently used."""
@@ -73,4 +116,4 @@ class CoreCache:
         """Drop everything, as when the weights that features are made with are replaced."""
         self._indices.clear()
         self._conditioned.clear()
-        self._kept = self.used_bytes = 0
+        self.used_bytes = 0
