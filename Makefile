@@ -43,7 +43,7 @@ test: lint types policies docs ## everything that CI runs: lint, types, states, 
 	@echo "tests 2/2: on real vLLM engines and servers"
 	@$(PY) -m pytest -q -m engine $(PYTEST)
 
-test-all: ## make test, and the exhaustive sweeps (an hour)
+test-all: ## make test, and the exhaustive sweeps (an hour and a half)
 	@$(MAKE) test PYTEST=--exhaustive
 
 # Releases other than the installed one are compared by their records, which test_versions.py reads.
