@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable, Iterable
 from itertools import pairwise
 from random import Random
@@ -64,6 +65,22 @@ def test_indices_that_were_read_stay_as_they_were(monkeypatch: pytest.MonkeyPatc
         cache.put_indices(key, torch.full((4,), 9))
     assert read is not None
     assert read.tolist() == [0, 1, 2, 3]
+
+
+def test_cores_have_no_tensors_of_their_own() -> None:
+    """Small tensors that live long would keep an allocator from joining the memory around them."""
+    cache = CoreCache(0)
+    cache.put_indices("first", torch.arange(8))
+
+    def count_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    before = count_tensors()
+    for key in range(200):
+        cache.put_indices(key, torch.arange(8))
+    assert count_tensors() - before < 10
+    assert cache.indices("first") is not None
 
 
 def test_the_first_indices_of_a_core_are_kept() -> None:
