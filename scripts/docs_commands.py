@@ -78,8 +78,11 @@ _LONG = re.compile(
     r"^(python -m (benchmarks|tests)\.|locust |for |make (demo|bench-check)$"
     r"|vllm-autoprune (search|selftest))"
 )
-_BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used|other programs)")
-"""A load test's verdict on the machine that it ran on."""
+_BUSY = re.compile(
+    r"not valid: (the client was the bottleneck|client \S+ used|other programs)"
+    r"|inconclusive: rounds vary more"
+)
+"""What measurements answer, with status 1, where the machine is not idle."""
 
 
 @dataclass(frozen=True, slots=True)
