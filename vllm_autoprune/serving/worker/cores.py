@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,14 @@ MAX_INDICES = MAX_CORES * 160
 """Indices of all of them, 10 MB: clients choose K_c, which may be the tokens of a large image."""
 
 
+class Span(NamedTuple):
+    """Where a core's indices are in the buffer, and how much had been written before them."""
+
+    start: int
+    stop: int
+    filled: int
+
+
 class IndexRing:
     """Indices of cores in one buffer, of which the oldest are overwritten.
 
@@ -29,19 +38,17 @@ class IndexRing:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._spans: OrderedDict[Hashable, range] = OrderedDict()  # in the order of writing
+        self._spans: OrderedDict[Hashable, Span] = OrderedDict()  # in the order of writing
         self._end = 0
-
-    def __len__(self) -> int:
-        return len(self._spans)
+        self._filled = 0
 
     def get(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K_c,)`` of a core, or None; written again when half of the buffer is newer."""
+        """Indices ``(K_c,)`` of a core, or None; written again when half of what fits is newer."""
         span = self._spans.get(key)
         if span is None or self._buffer is None:
             return None
         indices = self._buffer[span.start : span.stop].clone()
-        if (self._end - span.start) % MAX_INDICES > MAX_INDICES // 2:
+        if self._filled - span.filled > MAX_INDICES // 2:
             del self._spans[key]
             self.put(key, indices)
         return indices
@@ -55,11 +62,13 @@ class IndexRing:
         if self._end + len(indices) > MAX_INDICES:
             self._drop_from(self._end, MAX_INDICES)
             self._end = 0
-        span = range(self._end, self._end + len(indices))
+        span = Span(self._end, self._end + len(indices), self._filled)
         self._drop_from(span.start, span.stop)
         self._buffer[span.start : span.stop] = indices
         self._spans[key] = span
         self._end = span.stop
+        # A small core takes the place of an average one: their number is bounded as well.
+        self._filled += max(len(indices), MAX_INDICES // MAX_CORES)
         if len(self._spans) > MAX_CORES:
             self._spans.popitem(last=False)
 

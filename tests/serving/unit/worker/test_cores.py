@@ -56,6 +56,20 @@ def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
     assert hits > 300
 
 
+def test_a_core_that_is_asked_for_stays_however_many_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small cores too, of which the number is bounded before the buffer is full."""
+    monkeypatch.setattr(cores, "MAX_CORES", 10)
+    monkeypatch.setattr(cores, "MAX_INDICES", 10 * 160)
+    cache = CoreCache(0)
+    cache.put_indices("hot", torch.arange(3))
+    for key in range(100):
+        cache.put_indices(key, torch.arange(2))
+        assert cache.indices("hot") is not None
+    assert len(kept(cache, range(100))) == 9
+
+
 def test_indices_that_were_read_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "MAX_INDICES", 8)
     cache = CoreCache(0)
