@@ -100,6 +100,14 @@ def _parser() -> argparse.ArgumentParser:
             help=f"proposals that a model writes at once; default with --proposer-url: "
             f"{DEFAULT_LIST}, else 1",
         )
+        command.add_argument(
+            "--at-once",
+            type=int,
+            default=1,
+            dest="concurrency",
+            metavar="N",
+            help="searches that run concurrently",
+        )
     for command in (data, compare):
         command.add_argument(
             "--scenes",
@@ -151,14 +159,6 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="LEDGER",
         help="use the replies recorded in these ledgers as proposer",
-    )
-    compare.add_argument(
-        "--at-once",
-        type=int,
-        default=1,
-        dest="concurrency",
-        metavar="N",
-        help="searches that run concurrently",
     )
     compare.add_argument(
         "--menu",
@@ -216,14 +216,15 @@ def _run_study(options: argparse.Namespace) -> None:
         options.proposer_model or EMBEDDED_MODEL,
         menu=0 if options.proposer_url else DEFAULT_MENU,
         proposals_per_reply=_list_length(options),
+        concurrency=options.concurrency,
     )
     with contextlib.ExitStack() as stack:
         connect: Callable[[], EndpointProposer] | None = None
         if study.needs_proposer:
             url = options.proposer_url or stack.enter_context(_serve_embedded())
             seeded = options.proposer_url is not None
-            length = study.proposals_per_reply
-            connect = partial(_open_endpoint, url, study.proposer, PER_ROUND, seeded, length)
+            requests, length = PER_ROUND * study.concurrency, study.proposals_per_reply
+            connect = partial(_open_endpoint, url, study.proposer, requests, seeded, length)
         for yardstick in options.yardsticks:
             for budget in options.budgets:
                 print(study.run(yardstick, budget, connect), flush=True)

@@ -53,7 +53,10 @@ _FRESH_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
 
 @dataclass(frozen=True)
 class Study:
-    """One study: its folder, arms and seeds, and the evaluations of a search in rounds of five."""
+    """One study: its folder, arms and seeds, and the evaluations of a search in rounds of five.
+
+    ``concurrency`` searches run together.
+    """
 
     folder: Path
     arms: Sequence[str]
@@ -62,6 +65,7 @@ class Study:
     proposer: str
     menu: int
     proposals_per_reply: int = 1
+    concurrency: int = 1
 
     @property
     def needs_proposer(self) -> bool:
@@ -96,7 +100,9 @@ class Study:
     ) -> None:
         proposer = None if connect is None else connect()
         try:
-            await run_comparison(folder, self.arms, self.seeds, settings, evaluator, proposer)
+            await run_comparison(
+                folder, self.arms, self.seeds, settings, evaluator, proposer, self.concurrency
+            )
         finally:
             if proposer is not None:
                 await proposer.close()
