@@ -64,7 +64,8 @@ BACKBONE_SUPPORT: tuple[BackboneSupport, ...] = (
     ),
     BackboneSupport(
         "qwen3_vl", "Qwen3-VL", "embeddings", "mean", "refused",
-        "one grid of any size, deepstack levels alike", "time, height, width", "untouched", _TINY,
+        "one grid of any size, deepstack levels alike", "time, height, width", "untouched",
+        f"{_TINY}, trained mini-Qwen3-VL",
     ),
     BackboneSupport(
         "qwen3_vl_moe", "Qwen3-VL-MoE", "embeddings", "mean", "refused",
