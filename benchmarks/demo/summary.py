@@ -78,8 +78,8 @@ def summary_notes(results: Results) -> tuple[str, ...]:
         f"of {alone.count} requests alone and {speed.stock.together.count} at once, each of "
         f"{ANSWER_TOKENS} tokens and on a new image; quartiles alone: {_spread(alone)} stock, "
         f"{_spread(speed.pruned.alone)} pruned. {machine['cores']} cores at a load average of "
-        f"{machine['load average']}: other work moves such times, and makes resized and pruned "
-        "differ, which have as many tokens, by more than the selection takes.",
+        f"{machine['load average']}: other work changes such times. Resized and pruned have the "
+        "same number of tokens; their times differ by more than the selection takes.",
         "Question 1/2/3: one image asked about three times, prefix caching on. Stock finds "
         "the image in its cache; a state that reads the question prefills K tokens again.",
         f"mini-LLaVA: {results.questions} held-out questions, ± half of the 95 % interval. Pruned "
