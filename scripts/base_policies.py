@@ -21,8 +21,8 @@ HEAD = """\
 # Base policies
 
 Seventeen published methods behind one interface. Each gives exactly K rows before the language
-model runs. Written by `python scripts/base_policies.py`; what a served model can fill today is in
-the [table of support](support.md).
+model runs. Written by `python scripts/base_policies.py`; which backbones can serve which policy
+is in [What is supported](support.md) (*inside the tower*).
 
 `tests/golden` replays what the methods' published code returned on synthetic inputs
 (`python -m tests.golden`). DART's is a port; PruMerge+ at a given K is EffiVLM-Bench's rule; the
@@ -46,8 +46,8 @@ LLaVA-1.5-7B with N = 576 image tokens, in percent of the unpruned prefill
 VERDICT = """\
 PyramidDrop's published last stage ranks at layer 24. Before the model that is three quarters of
 the prefill for the scores alone, and from K = 192 on more than no pruning at all. The default is
-its first stage, a quarter of the depth. A layer of 2 is cheaper still; it is then FastV with
-`layer: 3`.
+its first stage, a quarter of the depth. With `layer: 2` it is cheaper still, and the same as
+FastV with `layer: 3`.
 """
 
 
