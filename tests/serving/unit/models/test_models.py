@@ -140,6 +140,16 @@ def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
     assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
 
 
+@pytest.mark.compat
+def test_geometry_has_no_pixels_of_a_mask() -> None:
+    """Idefics3's masks have as many numbers as its tiles have pixels."""
+    from vllm_autoprune.serving.models.vision import describe_geometry
+
+    tiles = torch.zeros(17, 3, 64, 64)
+    image = {"pixel_values": tiles, "pixel_attention_mask": torch.ones(17, 64, 64).bool()}
+    assert len(str(describe_geometry(image))) < 200
+
+
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
     vision, encoded = _vision(cache_bytes=1 << 20)
     for _ in range(2):
