@@ -139,12 +139,14 @@ class PrunedModel(_Stock):
             self.autoprune_first_check,
             vision.cores,
         )
-        with nullcontext() if profile else self.autoprune_watch.measure():
+        # Times that are not published would be kept forever.
+        metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
+        with nullcontext() if metrics is None else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
         del reserved
-        if self.autoprune_metrics is not None and not profile and is_rank_zero():
+        if metrics is not None:
             meter, unsafe = self.autoprune_reporter.meter, self.autoprune_first_check.unsafe
-            self.autoprune_metrics.publish(self.autoprune_watch, meter, vision.cache, unsafe)
+            metrics.publish(self.autoprune_watch, meter, vision.cache, unsafe)
         return rows
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
