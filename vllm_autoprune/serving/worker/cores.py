@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
@@ -58,7 +59,8 @@ class IndexRing:
         if key in self._spans or len(indices) > MAX_INDICES:
             return
         if self._buffer is None:
-            self._buffer = indices.new_empty(MAX_INDICES)
+            with torch.inference_mode(False):  # else nothing could be written outside of that mode
+                self._buffer = indices.new_empty(MAX_INDICES)
         if self._end + len(indices) > MAX_INDICES:
             self._drop_from(self._end, MAX_INDICES)
             self._end = 0
