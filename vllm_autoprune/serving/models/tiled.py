@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from math import isqrt
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -109,7 +109,10 @@ class TiledVision(Vision):
         """Encode images in one pass of the vision tower."""
         counts = [len(image[self.pixels]) for image in images]
         tiles = {name: torch.cat([image[name] for image in images]) for name in self._tile_fields}
-        with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
+        with ExitStack() as stack:
+            for hook in (self._attention_hook, self._merger_hook):
+                if hook is not None:
+                    stack.enter_context(hook.recording())
             rows = self.rows(tiles)
         entering = None if self._merger_hook is None else self._merger_hook.take()
         attention = (
@@ -143,7 +146,7 @@ class TiledVision(Vision):
         return Region(
             grid,
             tokens,
-            None if attention is None else attention[tiles].flatten(),
+            None if attention is None else attention[tiles].flatten().clone(),
             None,
             self.cosine(tokens, encoder, grid),
             share=count,
