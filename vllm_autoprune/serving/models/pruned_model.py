@@ -130,8 +130,8 @@ class PrunedModel(_Stock):
         device = vision.sample_weight.device
         reserved = vision.cache.reserve(device, vision.cores.limit) if profile else None
         keys = [plan.key for plan in plans]
-        shown = [image.inputs for image in images]
-        features, parts = vision.features(keys, shown, profile), vision.model_parts()
+        encoder_inputs = [image.inputs for image in images]
+        features, parts = vision.features(keys, encoder_inputs, profile), vision.model_parts()
         context = SelectionContext(
             self.autoprune_state,
             parts,

@@ -81,13 +81,13 @@ class QwenVision(Vision):
                     stack.enter_context(hook.recording())
             rows = self._encode_patches(pixels, grids)
         back = self._raster_order(grids)
-        attention, entering = self._attention(grids, back), self._merger_input(grids, back)
+        attention, merger_input = self._attention(grids, back), self._merger_input(grids, back)
         features = []
         for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
             grid = Grid(height // self._merge, width // self._merge)
             tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
             places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
-            encoder, norms = (None, None) if entering is None else entering[i]
+            encoder, norms = (None, None) if merger_input is None else merger_input[i]
             region = Region(
                 grid,
                 tokens,
