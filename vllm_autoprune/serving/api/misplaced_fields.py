@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem, RequestError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 KWARGS = "mm_processor_kwargs"
 _PLACE = f'"{KWARGS}": {{"{REQUEST_FIELD}": {{"budget": 64}}}}'
 _CLIENT = f"extra_body={{{_PLACE}}} in the OpenAI client"
+
+MAX_NAMES = 100
+"""Names compared with the entry's, the first ones: all requests wait while one is checked."""
 
 
 def check_request(
@@ -45,11 +49,11 @@ def find_misplaced_field(
     extra: Mapping[str, object], kwargs: Mapping[str, object]
 ) -> Problem | None:
     """The first pruning field at the top of a request, or beside the entry in its kwargs."""
-    for name in extra:
+    for name in islice(extra, MAX_NAMES):
         if _is_entry(name):
             what = "is ignored at the top of a request"
             return Problem(_shorten(name), what, f"send {_PLACE} ({_CLIENT})")
-    for name in kwargs:
+    for name in islice(kwargs, MAX_NAMES):
         where = f"{KWARGS}/{_shorten(name)}"
         if name in PruningRequest.model_fields:
             return Problem(where, "is not read there", f"put it one level down: {_PLACE}")

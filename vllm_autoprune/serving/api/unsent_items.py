@@ -50,10 +50,10 @@ class UnsentItems:
         if not isinstance(cache, LruKeyReplicatedSenderCache):
             yield {}  # the other kinds of cache hold the tensors themselves
             return
-        held = self._hold(hashes)
+        unsent = self._find_unsent(hashes)
         self._remove_dropped(cache)
         absent = [key for key in hashes if not cache.is_cached_item(key)]
-        tensors = dict(held)
+        tensors = dict(unsent)
         try:
             yield tensors
         except BaseException:
@@ -61,19 +61,19 @@ class UnsentItems:
                 cache.invalidate(key)
             raise
         for key, item in tensors.items():
-            if key not in held:
+            if key not in unsent:
                 self._items[key] = ref(item, self._note_dropped(key))
 
-    def _hold(self, hashes: Iterable[str]) -> Tensors:
-        held = {}
+    def _find_unsent(self, hashes: Iterable[str]) -> Tensors:
+        unsent = {}
         for key in hashes:
             reference = self._items.get(key)
             item = None if reference is None else reference()
             if item is not None:
-                held[key] = item
+                unsent[key] = item
             elif reference is not None:
                 self._dropped.append(key)
-        return held
+        return unsent
 
     def _remove_dropped(self, cache: LruKeyReplicatedSenderCache) -> None:
         while self._dropped:

@@ -74,12 +74,12 @@ def split_joined_images(
 ) -> list[ModelImage]:
     """The images of one call, each with its tiles, its size and its number of rows."""
     fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
-    shown = []
+    split = []
     for one in split_by_image(fields):
         layout = compute_joined_layout(join(one), len(one["pixel_values"]), side)
         tokens = sum(place.grid.tokens for place in layout.places)
-        shown.append(ModelImage(one, tokens + layout.newlines))
-    return shown
+        split.append(ModelImage(one, tokens + layout.newlines))
+    return split
 
 
 def join_features(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:

@@ -58,11 +58,11 @@ class LlavaNextVision(ClipVision):
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images: all their tiles go through the vision tower in one pass."""
         counts = [len(image["pixel_values"]) for image in images]
-        made = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
+        tiles = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
         newline, side = self._model.image_newline, self.grid.height
         return [
             join_features(one, self._join(image), newline, side)
-            for image, one in zip(images, made.split(counts), strict=True)
+            for image, one in zip(images, tiles.split(counts), strict=True)
         ]
 
     def _join(self, image: ImageInputs) -> Join:

@@ -6,6 +6,7 @@ Videos are left as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,14 +59,15 @@ class OnevisionVision(Vision):
         model = self._model
         counts = [len(image["pixel_values"]) for image in images]
         pixels = torch.cat([image["pixel_values"] for image in images])
-        hidden = model._image_pixels_to_features(model.vision_tower, pixels)
-        made = Tiles(
+        with nullcontext() if self._attention_hook is None else self._attention_hook.recording():
+            hidden = model._image_pixels_to_features(model.vision_tower, pixels)
+        tiles = Tiles(
             model.multi_modal_projector(hidden),
             None if self._attention_hook is None else torch.stack(self._attention_hook.take()),
         )
         return [
             join_features(one, self._join(image), model.image_newline, self.side)
-            for image, one in zip(images, made.split(counts), strict=True)
+            for image, one in zip(images, tiles.split(counts), strict=True)
         ]
 
     def _join(self, image: ImageInputs) -> Join:

@@ -130,8 +130,8 @@ class PrunedModel(_Stock):
         device = vision.sample_weight.device
         reserved = vision.cache.reserve(device, vision.cores.limit) if profile else None
         keys = [plan.key for plan in plans]
-        shown = [image.inputs for image in images]
-        features, parts = vision.features(keys, shown, profile), vision.model_parts()
+        encoder_inputs = [image.inputs for image in images]
+        features, parts = vision.features(keys, encoder_inputs, profile), vision.model_parts()
         context = SelectionContext(
             self.autoprune_state,
             parts,
@@ -139,12 +139,14 @@ class PrunedModel(_Stock):
             self.autoprune_first_check,
             vision.cores,
         )
-        with nullcontext() if profile else self.autoprune_watch.measure():
+        # Times that are not published would be kept forever.
+        metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
+        with nullcontext() if metrics is None else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
         del reserved
-        if self.autoprune_metrics is not None and not profile and is_rank_zero():
+        if metrics is not None:
             meter, unsafe = self.autoprune_reporter.meter, self.autoprune_first_check.unsafe
-            self.autoprune_metrics.publish(self.autoprune_watch, meter, vision.cache, unsafe)
+            metrics.publish(self.autoprune_watch, meter, vision.cache, unsafe)
         return rows
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

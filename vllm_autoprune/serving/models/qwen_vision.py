@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,16 +75,19 @@ class QwenVision(Vision):
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
-        with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
+        with ExitStack() as stack:
+            for hook in (self._attention_hook, self._merger_hook):
+                if hook is not None:
+                    stack.enter_context(hook.recording())
             rows = self._encode_patches(pixels, grids)
         back = self._raster_order(grids)
-        attention, entering = self._attention(grids, back), self._merger_input(grids, back)
+        attention, merger_input = self._attention(grids, back), self._merger_input(grids, back)
         features = []
         for i, (whole, (_, height, width)) in enumerate(zip(rows, grids.tolist(), strict=True)):
             grid = Grid(height // self._merge, width // self._merge)
             tokens, levels = whole[:, : self._width].clone(), whole[:, self._width :]
             places = position_channels(grid.height, grid.width, whole.device).to(whole.dtype)
-            encoder, norms = (None, None) if entering is None else entering[i]
+            encoder, norms = (None, None) if merger_input is None else merger_input[i]
             region = Region(
                 grid,
                 tokens,
@@ -131,7 +134,7 @@ class QwenVision(Vision):
         if back is None:
             return received
         joined = torch.cat(received)[back]
-        return list(joined.split([len(part) for part in received]))
+        return [own.clone() for own in joined.split([len(part) for part in received])]
 
     def _merger_input(
         self, grids: Tensor, back: Tensor | None

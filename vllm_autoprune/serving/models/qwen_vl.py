@@ -154,19 +154,19 @@ class PrunedQwen(PrunedModel, _Stock):
         assert isinstance(vision, QwenVision)
         wide = vision.row_width + CHANNELS
         rows: list[Tensor] = []
-        carried: list[Tensor] = []
+        channels: list[Tensor] = []
         for one in multimodal_embeddings:
             if one.shape[1] == wide:
-                carried.append(one[:, -CHANNELS:])
+                channels.append(one[:, -CHANNELS:])
                 one = one[:, :-CHANNELS]
             elif self.videos_share_token:
-                carried.append(unplaced_channels(one))
+                channels.append(unplaced_channels(one))
             rows.append(one)
         positions = mrope_positions
-        if carried:
+        if channels:
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
             image = self.config.image_token_id
-            positions = place_image_tokens(ids, positions, carried, image, num_computed_tokens)
+            positions = place_image_tokens(ids, positions, channels, image, num_computed_tokens)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)

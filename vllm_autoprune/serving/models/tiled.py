@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from math import isqrt
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -109,9 +109,12 @@ class TiledVision(Vision):
         """Encode images in one pass of the vision tower."""
         counts = [len(image[self.pixels]) for image in images]
         tiles = {name: torch.cat([image[name] for image in images]) for name in self._tile_fields}
-        with nullcontext() if self._merger_hook is None else self._merger_hook.recording():
+        with ExitStack() as stack:
+            for hook in (self._attention_hook, self._merger_hook):
+                if hook is not None:
+                    stack.enter_context(hook.recording())
             rows = self.rows(tiles)
-        entering = None if self._merger_hook is None else self._merger_hook.take()
+        merger_input = None if self._merger_hook is None else self._merger_hook.take()
         attention = (
             None if self._attention_hook is None else self._pooled(self._attention_hook.take())
         )
@@ -121,7 +124,7 @@ class TiledVision(Vision):
             regions = []
             for tiles_of_run in runs:
                 some = slice(start, start + tiles_of_run)
-                regions.append(self._region(rows, some, attention, entering))
+                regions.append(self._region(rows, some, attention, merger_input))
                 start += tiles_of_run
             features.append(ImageFeatures(tuple(regions), first=self.first))
         return features
@@ -131,24 +134,26 @@ class TiledVision(Vision):
         rows: Tensor,
         tiles: slice,
         attention: Tensor | None,
-        entering: tuple[Tensor, Tensor] | None,
+        merger_input: tuple[Tensor, Tensor] | None,
     ) -> Region:
         """Tokens of adjacent tiles that one selection chooses from."""
         count = tiles.stop - tiles.start
         grid = Grid(self.side, self.side, count)
         tokens = rows[tiles].flatten(0, 1).clone()
         cells = slice(tiles.start * self.size, tiles.stop * self.size)
-        encoder = None if entering is None else entering[0][cells].clone()
-        scored = entering is not None and "merger_input" in self.needs
+        encoder = None if merger_input is None else merger_input[0][cells].clone()
+        scored = merger_input is not None and "merger_input" in self.needs
         return Region(
             grid,
             tokens,
-            None if attention is None else attention[tiles].flatten(),
+            None if attention is None else attention[tiles].flatten().clone(),
             None,
             self.cosine(tokens, encoder, grid),
             share=count,
             encoder=encoder,
-            merger_norms=entering[1][cells].clone() if entering is not None and scored else None,
+            merger_norms=merger_input[1][cells].clone()
+            if merger_input is not None and scored
+            else None,
         )
 
     def _pooled(self, received: Sequence[Tensor]) -> Tensor:

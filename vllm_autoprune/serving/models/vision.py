@@ -215,16 +215,17 @@ def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
 def describe_geometry(image: ImageInputs) -> Hashable:
     """Shapes of an image's tensors, and the integers that describe its patch or tile grid.
 
-    vLLM keeps these integers on the CPU, so nothing is read from a device.
+    vLLM keeps these integers on the CPU, so nothing is read from a device. They are one row; masks
+    of pixels, which have more dimensions, are described by their shape alone.
     """
-    return tuple(
-        (
-            name,
-            tuple(part.shape),
-            None if part.is_floating_point() or part.device.type != "cpu" else str(part.tolist()),
-        )
-        for name, part in sorted(image.items())
-    )
+    return tuple((name, tuple(part.shape), _grid(part)) for name, part in sorted(image.items()))
+
+
+def _grid(part: Tensor) -> str | None:
+    """A row of integers on the CPU as text; None for any other tensor."""
+    if part.is_floating_point() or part.dim() > 1 or part.device.type != "cpu":
+        return None
+    return str(part.tolist())
 
 
 def split_by_image(inputs: EncoderInputs) -> list[dict[str, Tensor]]:

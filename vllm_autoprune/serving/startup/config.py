@@ -75,10 +75,10 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.model_config is None:
         return
-    found = _take_settings(vllm_config)
-    if SETTINGS_KEY not in found:
+    additional = _take_settings(vllm_config)
+    if SETTINGS_KEY not in additional:
         return
-    settings = found[SETTINGS_KEY]
+    settings = additional[SETTINGS_KEY]
     try:
         require_vllm()
         served = resolve_settings(settings, vllm_config)

@@ -6,7 +6,8 @@ kernels never form probabilities, so they are recomputed here, a few rows at a t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,13 +23,25 @@ _MAX_QUERIES = 512
 
 
 class AttentionHook:
-    """Forward hook on the ``MMEncoderAttention`` of one layer."""
+    """Forward hook on the ``MMEncoderAttention`` of one layer.
+
+    In place while :meth:`recording` only: queries and keys of a video would stay in memory.
+    """
 
     def __init__(self, attention: MMEncoderAttention) -> None:
+        self._attention = attention
         self._heads: int = attention.num_heads
         self._scale: float = attention.scale
         self._projections: tuple[Tensor, Tensor] | None = None
-        attention.register_forward_pre_hook(self._store, with_kwargs=True)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Read the calls within, of which the last one counts."""
+        handle = self._attention.register_forward_pre_hook(self._store, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _store(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]

@@ -31,7 +31,7 @@ def prune_images(
 
     Images of one budget and one shape are selected together; others make selections of their own.
     """
-    plans = [_possible(*one, context.reporter) for one in zip(plans, images, strict=True)]
+    plans = [_replace_impossible(*one, context.reporter) for one in zip(plans, images, strict=True)]
     rows: list[Tensor | None] = [None] * len(plans)
     for members in _groups(context.served, plans, images):
         plan, first = plans[members[0]], images[members[0]]
@@ -47,7 +47,9 @@ def prune_images(
     return [_fit_rows(*one, context.reporter) for one in zip(selected, plans, images, strict=True)]
 
 
-def _possible(plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter) -> ItemPlan:
+def _replace_impossible(
+    plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter
+) -> ItemPlan:
     """The plan, or a random draw where the items before it keep all tokens of the image.
 
     Only a forged plan is like that: the API server, which checks it, does not know N for certain.
@@ -60,8 +62,8 @@ def _possible(plan: ItemPlan, image: ImageFeatures, reporter: FallbackReporter) 
     return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
 
 
-_ALONE: frozenset[Need] = frozenset({"language", "words"})
-"""Inputs of which an image's length depends on its instruction."""
+_VARIABLE_LENGTH: frozenset[Need] = frozenset({"language", "words"})
+"""Inputs whose length depends on the instruction: images that need them are selected one by one."""
 
 
 def _groups(
@@ -77,7 +79,7 @@ def _groups(
     for members in sorted(groups.values(), key=lambda group: plans[group[0]].kept_before):
         plan = plans[members[0]]
         selects = not _all_kept(plan, images[members[0]]) and runs_policy(plan.keep)
-        if selects and _ALONE & served.policy_for_plan(plan).needs:
+        if selects and _VARIABLE_LENGTH & served.policy_for_plan(plan).needs:
             # Instructions differ in length, and neither padding nor a batch may change a selection.
             yield from ([i] for i in members)
         else:

@@ -10,27 +10,28 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
 
 MAX_CORES = 8192
-"""Cores whose indices are kept."""
+"""Maximum number of cores whose indices are kept."""
 
 MAX_INDICES = MAX_CORES * 160
-"""Indices of all of them, 10 MB: clients choose K_c, which may be the tokens of a large image."""
+"""Maximum number of indices of all cores, 10 MB: a client may choose a K_c of many thousands."""
 
 
 class Span(NamedTuple):
-    """Where a core's indices are in the buffer, and how much had been written before them."""
+    """Place of a core's indices in the buffer, and how much had been written before them."""
 
     start: int
     stop: int
-    filled: int
+    written: int
 
 
 class IndexRing:
-    """Indices of cores in one buffer, of which the oldest are overwritten.
+    """Ring buffer of the indices of cores: the oldest ones are overwritten.
 
     A small tensor of its own for each core would outlive the temporary tensors around it, whose
     memory an allocator could then not join: on a CPU it grew by tens of megabytes.
@@ -40,15 +41,18 @@ class IndexRing:
         self._buffer: Tensor | None = None
         self._spans: OrderedDict[Hashable, Span] = OrderedDict()  # in the order of writing
         self._end = 0
-        self._filled = 0
+        self._written = 0
 
     def get(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K_c,)`` of a core, or None; written again when half of what fits is newer."""
+        """Indices ``(K_c,)`` of a core, or None.
+
+        They are written again when half of what fits is newer, so that cores in use stay.
+        """
         span = self._spans.get(key)
         if span is None or self._buffer is None:
             return None
         indices = self._buffer[span.start : span.stop].clone()
-        if self._filled - span.filled > MAX_INDICES // 2:
+        if self._written - span.written > MAX_INDICES // 2:
             del self._spans[key]
             self.put(key, indices)
         return indices
@@ -58,17 +62,18 @@ class IndexRing:
         if key in self._spans or len(indices) > MAX_INDICES:
             return
         if self._buffer is None:
-            self._buffer = indices.new_empty(MAX_INDICES)
+            with torch.inference_mode(False):  # else nothing could be written outside of that mode
+                self._buffer = indices.new_empty(MAX_INDICES)
         if self._end + len(indices) > MAX_INDICES:
             self._drop_from(self._end, MAX_INDICES)
             self._end = 0
-        span = Span(self._end, self._end + len(indices), self._filled)
+        span = Span(self._end, self._end + len(indices), self._written)
         self._drop_from(span.start, span.stop)
         self._buffer[span.start : span.stop] = indices
         self._spans[key] = span
         self._end = span.stop
         # A small core takes the place of an average one: their number is bounded as well.
-        self._filled += max(len(indices), MAX_INDICES // MAX_CORES)
+        self._written += max(len(indices), MAX_INDICES // MAX_CORES)
         if len(self._spans) > MAX_CORES:
             self._spans.popitem(last=False)
 

@@ -56,8 +56,8 @@ class LlamaPrefix:
         self._model = model
         self._words = words
         self._positions = torch.arange(len(sequence), device=sequence.device)
-        self._entering = [sequence]
-        self._heads: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._inputs = [sequence]
+        self._projections: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @property
     def text(self) -> Tensor:
@@ -66,20 +66,20 @@ class LlamaPrefix:
 
     def embeddings(self) -> Tensor:
         """``(1, L, D)``: what enters layer 0."""
-        return self._entering[0][None]
+        return self._inputs[0][None]
 
     def states(self, layer: int) -> Tensor:
         """``(1, L, D)``: what leaves ``layer``, before any final norm."""
-        return self._enters(layer + 1)[None]
+        return self._layer_input(layer + 1)[None]
 
     def normed(self, layer: int) -> Tensor:
         """``(1, L, D)``: :meth:`states` after the model's final norm."""
-        normed: Tensor = self._model.norm(self._enters(layer + 1))
+        normed: Tensor = self._model.norm(self._layer_input(layer + 1))
         return normed[None]
 
     def keys(self, layer: int) -> Tensor:
         """``(1, Hk, L, d)``: the layer's attention keys, with rotary positions."""
-        _, key, _ = self._projected(layer)
+        _, key, _ = self._project_heads(layer)
         shared = world_size()
         if shared == 1:
             return key[None]
@@ -90,25 +90,25 @@ class LlamaPrefix:
 
     def attention(self, layer: int) -> Tensor:
         """``(1, H, Lt, L)`` float32: attention probabilities of the text tokens' rows."""
-        query, key, _ = self._projected(layer)
+        query, key, _ = self._project_heads(layer)
         rows = attention_rows(query[:, -self._words :], key)
         return (rows if world_size() == 1 else gather_over_ranks(rows, dim=0))[None]
 
     def _layer(self, layer: int) -> LlamaDecoderLayer:
         return self._model.layers[layer]
 
-    def _enters(self, layer: int) -> Tensor:
+    def _layer_input(self, layer: int) -> Tensor:
         """``(L, D)``: what enters ``layer``, after running those before it."""
-        while len(self._entering) <= layer:
-            self._entering.append(self._through(len(self._entering) - 1))
-        return self._entering[layer]
+        while len(self._inputs) <= layer:
+            self._inputs.append(self._layer_output(len(self._inputs) - 1))
+        return self._inputs[layer]
 
-    def _projected(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_heads(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query ``(h, L, d)``, key and value ``(hk, L, d)`` of this rank's heads, rotated."""
-        while len(self._heads) <= layer:
-            at = len(self._heads)
-            entering, attention = self._enters(at), self._layer(at).self_attn
-            packed, _ = attention.qkv_proj(self._layer(at).input_layernorm(entering))
+        while len(self._projections) <= layer:
+            at = len(self._projections)
+            hidden, attention = self._layer_input(at), self._layer(at).self_attn
+            packed, _ = attention.qkv_proj(self._layer(at).input_layernorm(hidden))
             sizes = [attention.q_size, attention.kv_size, attention.kv_size]
             query, key, value = packed.split(sizes, dim=-1)
             query, key = attention.rotary_emb(self._positions, query, key)
@@ -116,13 +116,13 @@ class LlamaPrefix:
                 part.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
                 for part in (query, key, value)
             ]
-            self._heads.append((heads[0], heads[1], heads[2]))
-        return self._heads[layer]
+            self._projections.append((heads[0], heads[1], heads[2]))
+        return self._projections[layer]
 
-    def _through(self, layer: int) -> Tensor:
+    def _layer_output(self, layer: int) -> Tensor:
         """``(L, D)``: what leaves ``layer``."""
-        entering, block = self._enters(layer), self._layer(layer)
-        query, key, value = self._projected(layer)
+        hidden, block = self._layer_input(layer), self._layer(layer)
+        query, key, value = self._project_heads(layer)
         mixed = functional.scaled_dot_product_attention(
             query[None],
             key[None],
@@ -133,6 +133,6 @@ class LlamaPrefix:
         )
         attended, _ = block.self_attn.o_proj(mixed[0].transpose(0, 1).flatten(1))
         # Norms are called without a residual: with one they would write into their inputs.
-        between = entering + attended
-        leaving: Tensor = between + block.mlp(block.post_attention_layernorm(between))
-        return leaving
+        residual = hidden + attended
+        output: Tensor = residual + block.mlp(block.post_attention_layernorm(residual))
+        return output

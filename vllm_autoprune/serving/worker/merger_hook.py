@@ -67,7 +67,7 @@ class MergerHook:
         ]
         self._norms = torch.stack(norms, dim=2).mean(dim=1)
 
-    def _cells(self, entering: Tensor) -> Tensor:
+    def _cells(self, inputs: Tensor) -> Tensor:
         """``(N, patches, C)``."""
-        width = entering.shape[-1] // (self._patches if self._joined else 1)
-        return entering.reshape(-1, self._patches, width)
+        width = inputs.shape[-1] // (self._patches if self._joined else 1)
+        return inputs.reshape(-1, self._patches, width)

@@ -40,9 +40,9 @@ def unplaced_channels(rows: Tensor) -> Tensor:
     return rows.new_full((rows.shape[0], CHANNELS), -1, dtype=torch.float32)
 
 
-def position_offsets(carried: Tensor) -> Tensor:
+def position_offsets(channels: Tensor) -> Tensor:
     """``(3, M)`` int64 from channels ``(M, 4)``: time, height and width from the image's first."""
-    digits = carried.long()
+    digits = channels.long()
     rows, columns = digits[:, 0] * _BASE + digits[:, 1], digits[:, 2] * _BASE + digits[:, 3]
     return torch.stack([torch.zeros_like(rows), rows, columns])
 
@@ -117,22 +117,22 @@ def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
 
 
 def place_image_tokens(
-    ids: Tensor, positions: Tensor, carried: Sequence[Tensor], image: int, computed: int
+    ids: Tensor, positions: Tensor, channels: Sequence[Tensor], image: int, computed: int
 ) -> Tensor:
     """Set the positions of the image tokens of one prefill step in ``(3, L)``.
 
-    carried holds channels ``(m, 4)`` of the step's image rows, in the order of the prompt; the
+    ``channels`` are those of the step's image rows, ``(m, 4)`` each, in prompt order; the
     step begins at token ``computed``. All tokens of an image have its first position in time, so
     that is what heights and widths count from, however often this is done. Rows with channels
     below 0 (:func:`unplaced_channels`) leave their tokens where they are. No host sync.
     """
-    channels = torch.cat([one.float() for one in carried])
-    offsets = position_offsets(channels).to(positions.device)
+    joined = torch.cat([one.float() for one in channels])
+    offsets = position_offsets(joined).to(positions.device)
     at = torch.arange(len(ids), device=positions.device)
     is_image = (ids.to(positions.device) == image) & (at >= computed)
     rank = is_image.cumsum(0) - 1
     selected = is_image & (rank < offsets.shape[1])
     row = rank.clamp(0, offsets.shape[1] - 1)
-    selected &= (channels[:, 0] >= 0).to(positions.device)[row]
+    selected &= (joined[:, 0] >= 0).to(positions.device)[row]
     placed = positions[:1] + offsets[:, row]
     return torch.where(selected, placed.to(positions.dtype), positions)

@@ -47,9 +47,9 @@ class PlanReader:
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
             plan = replace(plan, instruction=(), language=(), earlier=unread)
             plan = replace(plan, keep="state", state=b"")
-        return self._possible(plan)
+        return self._replace_refused(plan)
 
-    def _possible(self, plan: ItemPlan) -> ItemPlan:
+    def _replace_refused(self, plan: ItemPlan) -> ItemPlan:
         """The plan, or a control plan if the state does not allow its budget.
 
         An image that keeps every token may have such a plan, because nothing is selected then.

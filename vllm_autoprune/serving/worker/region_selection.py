@@ -177,22 +177,22 @@ def _conditioned(
             assert condition is not None
             return condition(state.base_policy.params, state.ranked(tokens), given.indices)
 
-        conditioned = _known_or_made(context, keys, by, condition_base)
+        conditioned = _condition_cached(context, keys, by, condition_base)
     if policy.refines and compares_greedily(state.constraints.selector):
         by = repr((state.source.tokens, state.scoring.kernel, state.constraints.selector.atom))
-        exchange = _known_or_made(
+        exchange = _condition_cached(
             context, keys, by, lambda: condition_exchange(policy, tokens, given.indices)
         )
     return replace(given, conditioned=conditioned, exchange=exchange)
 
 
-def _known_or_made(
+def _condition_cached(
     context: SelectionContext,
     keys: Sequence[Hashable],
     by: str,
     condition: Callable[[], Conditioned],
 ) -> Conditioned:
-    """Similarities of a batch conditioned on its cores: as they are kept, or made and kept."""
+    """Similarities of a batch conditioned on its cores: from the cache, or computed for it."""
     keys = [None if key is None else (key, by) for key in keys]
     known = [context.cores.conditioned(key) for key in keys]
     if any(one is None for one in known):

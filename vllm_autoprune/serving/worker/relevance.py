@@ -32,8 +32,8 @@ class RelevanceSpace(Protocol):
 class InputEmbeddings:
     """The language model's input space: an instruction is the mean of its embeddings.
 
-    The sign is +1: CLIP's inversion is a matter of CLIP (CDPruner's authors, and how others
-    carried the method over to models without a text tower).
+    The sign is +1: only CLIP's relevance is inverted, according to CDPruner's authors and to those
+    who use the method with models without a text tower.
     """
 
     sign = 1

@@ -9,6 +9,7 @@ import pytest
 
 from tests.serving.unit.samples import served
 from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api import misplaced_fields
 from vllm_autoprune.serving.api.misplaced_fields import check_request, find_misplaced_field
 from vllm_autoprune.serving.compat.api import _wrap_preprocess
 from vllm_autoprune.serving.shared.request_rules import RequestRules
@@ -40,6 +41,14 @@ def test_a_field_in_the_wrong_place_is_named_with_the_right_one(
 def test_other_fields_are_left_alone() -> None:
     assert find_misplaced_field({"user_id": 1, "auto": 2}, {"autoprune": ENTRY}) is None
     assert find_misplaced_field({}, {"size": {"height": 1}, "do_resize": False}) is None
+
+
+def test_few_names_are_compared_however_many_a_request_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(misplaced_fields, "_is_entry", compared.append)
+    many = {f"autoprun{i}": i for i in range(5000)}
+    assert find_misplaced_field(many, many) is None
+    assert len(compared) == 2 * misplaced_fields.MAX_NAMES
 
 
 def model_config(rules: RequestRules) -> Any:

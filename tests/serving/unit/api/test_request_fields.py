@@ -5,6 +5,7 @@ import pytest
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api import request_fields
 from vllm_autoprune.serving.api.request_fields import (
+    MAX_COUNTED,
     MAX_PROBLEMS,
     PruningRequest,
     SharedBudget,
@@ -108,6 +109,23 @@ def test_an_answer_stays_short_whatever_is_asked() -> None:
         parse_request({"x" * 10_000 + str(i): "y" * 10_000 for i in range(1000)})
     assert len(caught.value.problems) <= MAX_PROBLEMS
     assert len(str(caught.value)) < 10_000
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {f"x{i}": 1 for i in range(MAX_COUNTED + 1)},
+        {"details": ["x"] * (MAX_COUNTED + 1)},
+        {"recall_turns": [{f"x{i}": 1 for i in range(MAX_COUNTED + 1)}]},
+    ],
+    ids=["fields", "items", "fields of an item"],
+)
+def test_many_problems_are_only_counted(
+    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_fields, "escape_unprintable", lambda *_: pytest.fail("a message"))
+    with pytest.raises(RequestError, match=r"has 25\d problems"):
+        parse_request(asked)
 
 
 @pytest.mark.parametrize("key", ["a\nERROR forged line", "\x1b[2J", "\u2028", "x" * 10_000 + "\n"])

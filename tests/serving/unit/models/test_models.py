@@ -140,6 +140,16 @@ def test_geometry_is_shapes_and_the_numbers_on_the_cpu() -> None:
     assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
 
 
+@pytest.mark.compat
+def test_geometry_has_no_pixels_of_a_mask() -> None:
+    """Idefics3's masks have as many numbers as its tiles have pixels."""
+    from vllm_autoprune.serving.models.vision import describe_geometry
+
+    tiles = torch.zeros(17, 3, 64, 64)
+    image = {"pixel_values": tiles, "pixel_attention_mask": torch.ones(17, 64, 64).bool()}
+    assert len(str(describe_geometry(image))) < 200
+
+
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
     vision, encoded = _vision(cache_bytes=1 << 20)
     for _ in range(2):
@@ -161,6 +171,37 @@ def test_profiling_encodes_every_dummy_image() -> None:
     assert len(vision.features(_keys(0, 0, 0), _pixels(0, 0, 0), profile=True)) == 3
     assert encoded == [[0.0, 0.0, 0.0]]
     assert len(vision.cache) == 0
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("rank", [0, 1])
+def test_times_of_selections_are_kept_by_the_rank_that_publishes_them(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_autoprune.serving.models import pruned_model
+    from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
+    from vllm_autoprune.serving.worker.stopwatch import Stopwatch
+
+    published: list[list[float]] = []
+    monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: rank == 0)
+    monkeypatch.setattr(pruned_model, "prune_images", lambda *_: [])
+    vision, _ = _vision(cache_bytes=0)
+    monkeypatch.setattr(vision, "images", lambda _: [])
+    monkeypatch.setattr(type(vision), "sample_weight", torch.zeros(1))
+    model: Any = SimpleNamespace(
+        autoprune=vision,
+        autoprune_state=vision.served,
+        autoprune_reporter=FallbackReporter(),
+        autoprune_first_check=SimpleNamespace(unsafe=0),
+        autoprune_watch=Stopwatch(torch.device("cpu")),
+        autoprune_metrics=SimpleNamespace(
+            publish=lambda watch, *_: published.append(watch.collect())
+        ),
+    )
+    for _ in range(3):
+        pruned_model.PrunedModel.autoprune_rows(model, [], {})
+    assert [len(times) for times in published] == ([1, 1, 1] if rank == 0 else [])
+    assert model.autoprune_watch.collect() == []
 
 
 @pytest.mark.compat

@@ -116,3 +116,14 @@ def test_clearing_drops_the_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache.indices("image") is not None
         cache.clear()
         assert cache.indices("image") is None
+
+
+def test_cores_are_kept_inside_and_outside_of_inference_mode() -> None:
+    cache = CoreCache(0)
+    with torch.inference_mode():
+        cache.put_indices("inside", torch.arange(4))
+    cache.put_indices("outside", torch.arange(3))
+    with torch.inference_mode():
+        cache.put_indices("inside again", torch.arange(2))
+    sizes = [cache.indices(key) for key in ("inside", "outside", "inside again")]
+    assert [len(one) for one in sizes if one is not None] == [4, 3, 2]

@@ -212,7 +212,8 @@ def test_attention_of_towers_with_and_without_cls() -> None:
     received = AttentionHook(module)
     packed = empty(1, 600, 2, 4)
     with worker_step():
-        module(packed, packed, packed)
+        with received.recording():
+            module(packed, packed, packed)
         assert [len(one) for one in received.take([590, 10])] == [590, 10]
 
 
