@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 
 from vllm_autoprune.selftest import device as under_test
-from vllm_autoprune.selftest.device import check_kernel, check_selections
+from vllm_autoprune.selftest.device import WAITING, check_kernel, check_selections
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     BasePolicyParams,
     ReferenceSelection,
 )
-from vllm_autoprune.tpdsl.states.load import shipped_states
+from vllm_autoprune.tpdsl.states.load import load_state, shipped_states
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 CPU = torch.device("cpu")
@@ -49,6 +50,18 @@ def test_a_device_that_keeps_other_tokens_is_reported(monkeypatch: pytest.Monkey
     assert "of the host's tokens are kept" in wrong["cdpruner"]
     assert wrong["divprune"] == "RuntimeError: called a synchronizing CUDA operation"
     assert wrong["trim"] == ""
+
+
+def test_only_a_policy_that_has_to_wait_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert frozenset(BASE_POLICIES) >= WAITING
+
+    def forbid(device: torch.device) -> AbstractContextManager[None]:
+        raise RuntimeError("waits")
+
+    monkeypatch.setattr(under_test, "_forbid_waiting", forbid)
+    free = {one.name for one in check_selections(CPU) if not one.wrong}
+    upon = {name: load_state(name).base_policy.name for name in shipped_states()}
+    assert free == WAITING | {name for name, base in upon.items() if base in WAITING}
 
 
 def test_the_kernel_needs_a_gpu() -> None:

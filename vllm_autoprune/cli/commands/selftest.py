@@ -1,4 +1,4 @@
-"""`selftest`: serve tiny random models of every backbone here, and check the results."""
+"""`selftest`: serve tiny random models of the backbones here, and check the results."""
 
 from __future__ import annotations
 
@@ -247,5 +247,5 @@ def _label(check: str) -> str:
 
 
 COMMAND = Command(
-    "serve tiny models of every backbone on this machine, and check the results", _arguments, _run
+    "serve tiny models of all backbones but LLaVA-1.5 here, and check the results", _arguments, _run
 )
