@@ -48,8 +48,13 @@ def read_state(value: object, problems: list[Problem]) -> PruningState | None:
             where = (
                 f"--autoprune-state {str(value)[:255]}" if not isinstance(value, Mapping) else ""
             )
-            problems.append(Problem(f"{where}#{p.where}", p.what, p.fix))
+            problems.append(Problem(_locate(where, p), p.what, p.fix))
         return None
+
+
+def _locate(setting: str, problem: Problem) -> str:
+    """The setting that a problem is in, with the problem's JSON pointer where it has one."""
+    return f"{setting}#{problem.where}" if problem.where else setting
 
 
 def _as_json(value: Mapping[object, object]) -> str:
@@ -80,7 +85,7 @@ def read_budget(value: object, state: PruningState | None, problems: list[Proble
         return materialize(state, budget).budget
     except BudgetError as error:
         problems += [
-            Problem(f"{flag if budget is not None else 'state'}#{p.where}", p.what, p.fix)
+            Problem(_locate(flag if budget is not None else "state", p), p.what, p.fix)
             for p in error.problems
         ]
         return None
@@ -101,7 +106,7 @@ def read_detail_budgets(
                 materialize(state, budget)
         except BudgetError as error:
             problems += [
-                Problem(f"{DETAIL_FLAG} {level}#{p.where}", p.what, p.fix) for p in error.problems
+                Problem(_locate(f"{DETAIL_FLAG} {level}", p), p.what, p.fix) for p in error.problems
             ]
     return budgets
 
