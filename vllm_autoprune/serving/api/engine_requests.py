@@ -63,12 +63,19 @@ class RenderedHashes(dict[str, list[str]]):
         self._tensors = tensors
         self._contents = contents
         """Content of pruned images by identity, where the engine restores repeated tensors."""
+        self._features: Sequence[MultiModalFeatureSpec] = ()
+
+    def await_hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
+        """Expect the request's features, and keep them so that no other list gets their id."""
+        self._features = features
+        _waiting[id(features)] = self
 
     def hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
         """Complete the request's features and count it, once.
 
         Beam search hands over the same request for every token.
         """
+        self._features = ()
         counts, self._counts = self._counts, None
         if counts is not None:
             count_request(counts.label, counts.choices, counts.kv_bytes)
@@ -109,7 +116,7 @@ def wrap_process_inputs(
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
         if isinstance(hashes, RenderedHashes):
-            _waiting[id(request.mm_features)] = hashes
+            hashes.await_hand_over(request.mm_features)
             return request
         try:
             rules = PlanRules(served, self.model_config.get_vocab_size())

@@ -126,6 +126,17 @@ def test_a_request_that_is_refused_after_rendering_does_not_count(counted: list[
     assert counted == []
 
 
+def test_another_request_is_not_taken_for_a_refused_one(counted: list[Any]) -> None:
+    refused = prompt()  # kept by a traceback, for example
+    item = feature(PLAN.encode())
+    place = id(processed(refused, [item]).mm_features)
+    others = tuple([item] for _ in range(100))  # the first one would get its place in memory
+    assert place not in map(id, others)
+    for features in others:
+        hand_over(SimpleNamespace(mm_features=features))
+    assert counted == []
+
+
 def test_samples_and_beams_of_a_request_count_once(counted: list[Any]) -> None:
     one = prompt()
     for _ in range(3):  # a beam search hands over every beam, token by token
