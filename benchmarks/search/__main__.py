@@ -11,24 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.accuracy.yardsticks.catalogue import YARDSTICKS, open_yardstick
+from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
+from benchmarks.search.arguments import build_parser
 from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
 from benchmarks.search.comparison import as_markdown, needs_proposer
 from benchmarks.search.scenes import write_data
-from benchmarks.search.study import ARMS, PER_ROUND, Study
+from benchmarks.search.study import PER_ROUND, Study
 from offline_search.dataset import Split
 from offline_search.settings import DEFAULT_LIST, DEFAULT_MENU, Settings
-from vllm_autoprune.cli.output import CommandParser
 
 if TYPE_CHECKING:
     from offline_search.proposers.endpoint import EndpointProposer
 
-_DEFAULT_STRATEGIES = ("autoprune+", "autoprune", "random")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write data, run a comparison, print its table, or measure speed."""
-    options = _parser().parse_args(arguments)
+    options = build_parser(__doc__).parse_args(arguments)
     if options.command == "speed":
         _measure_speed(options)
     if options.command == "data":
@@ -44,136 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in ("compare", "table"):
         print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    data = commands.add_parser("data", help="write held-out scenes as a data folder")
-    data.add_argument("--out", type=Path, required=True, help="data folder")
-    compare = commands.add_parser("compare", help="run, or resume, strategies over several seeds")
-    table = commands.add_parser("table", help="print the table of a comparison")
-    confirm = commands.add_parser(
-        "confirm", help="measure the winners of a comparison on many fresh questions"
-    )
-    confirm.add_argument(
-        "--yardstick", choices=YARDSTICKS, default="minillava", help="model to measure on"
-    )
-    confirm.add_argument("--images", type=int, default=1000, help="images of the test split")
-    study = commands.add_parser(
-        "study", help="run, or resume, the published comparison on both yardsticks, and print it"
-    )
-    study.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
-    study.add_argument("--seeds", type=int, default=8, help="number of seeds")
-    study.add_argument(
-        "--yardsticks",
-        nargs="+",
-        choices=YARDSTICKS,
-        default=list(YARDSTICKS),
-        help="models to measure on",
-    )
-    study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
-    study.add_argument("--strategies", nargs="+", default=list(ARMS), help="strategies to compare")
-    study.add_argument("--rounds", type=int, default=10, help="rounds of five evaluations")
-    study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
-    study.add_argument("--proposer-model", help="its name there")
-    candidates = commands.add_parser(
-        "candidates", help="print valid, best, mean, worst and std of the candidates of searches"
-    )
-    candidates.add_argument(
-        "ledgers", type=Path, nargs="+", metavar="LEDGER", help="ledgers of searches"
-    )
-    for command in (compare, table, confirm):
-        command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
-        command.add_argument(
-            "--strategies",
-            nargs="+",
-            default=list(_DEFAULT_STRATEGIES),
-            help="strategies to compare",
-        )
-        command.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    for command in (compare, study):
-        command.add_argument(
-            "--proposals-per-reply",
-            type=int,
-            metavar="N",
-            help=f"proposals that a model writes at once; default with --proposer-url: "
-            f"{DEFAULT_LIST}, else 1",
-        )
-        command.add_argument(
-            "--at-once",
-            type=int,
-            default=1,
-            dest="concurrency",
-            metavar="N",
-            help="searches that run concurrently",
-        )
-    for command in (data, compare):
-        command.add_argument(
-            "--scenes",
-            type=int,
-            nargs=3,
-            default=[20, 20, 40],
-            metavar=("SEARCH", "VALIDATION", "TEST"),
-            help="scenes of each split",
-        )
-        command.add_argument(
-            "--each", type=int, metavar="N", help="maximum number of questions about a scene"
-        )
-    _add_compare_arguments(compare)
-    speed = commands.add_parser("speed", help="time three methods of evaluation with vLLM")
-    speed.add_argument("--data", type=Path, required=True, help="folder written by `data`")
-    speed.add_argument("--candidates", type=int, default=50, help="candidates of the fast method")
-    speed.add_argument("--few", type=int, default=3, help="candidates of the slow methods")
-    speed.add_argument(
-        "--layers",
-        type=int,
-        metavar="N",
-        help="instead of mini-LLaVA: LLaVA-1.5-7B's widths with N language layers and no weights",
-    )
-    speed.add_argument("--images", type=int, help="maximum number of images")
-    return parser
-
-
-def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument(
-        "--yardstick", choices=YARDSTICKS, default="minillava", help="model to measure on"
-    )
-    compare.add_argument(
-        "--checkpoint", type=Path, help="another training of the yardstick's model"
-    )
-    compare.add_argument(
-        "--base-policy", default="visionzip", help="base policy that candidates start from"
-    )
-    compare.add_argument(
-        "--other-bases", nargs="+", default=[], help="base policies that candidates may also have"
-    )
-    compare.add_argument("--budget", type=int, nargs="+", default=[8], help="each K")
-    compare.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
-    compare.add_argument("--per-round", type=int, default=5, help="candidates of a round")
-    compare.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
-    compare.add_argument("--proposer-model", help="model of the endpoint")
-    compare.add_argument(
-        "--replies",
-        type=Path,
-        nargs="+",
-        metavar="LEDGER",
-        help="use the replies recorded in these ledgers as proposer",
-    )
-    compare.add_argument(
-        "--menu",
-        type=int,
-        metavar="N",
-        help="atoms offered per changed part of a proposal; 0: no restriction, the default with "
-        f"--proposer-url; else {DEFAULT_MENU}",
-    )
-    compare.add_argument(
-        "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
-    )
-    compare.add_argument(
-        "--race", action="store_true", help="race the candidates of every strategy"
-    )
-    compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without a proposer")
 
 
 def _scenes(options: argparse.Namespace) -> dict[Split, int]:
