@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from vllm_autoprune.errors import Problem, StateError
@@ -13,6 +14,11 @@ logger = logging.getLogger("vllm.autoprune")
 
 CHECKED_REQUEST_BUDGET = 64
 """Bound of K for states of requests, which the API server checks between its requests."""
+
+MAX_WARNINGS = 16
+"""Warnings of one process: requests bring states, and clients could fill its log with them."""
+
+_warnings = itertools.count(1)
 
 
 def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
@@ -31,7 +37,10 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
         fix = 'fix the state, or list "fallback_to_selection" under safety'
         problem = Problem("/safety", f"the safety check fails ({failures})", fix, "safety")
         raise StateError(f"state {state.name!r}", [problem])
-    logger.warning(
-        "State %r fails its safety check (%s): serving its base policy.", state.name, failures
-    )
+    if (number := next(_warnings)) <= MAX_WARNINGS:
+        logger.warning(
+            "State %r fails its safety check (%s): serving its base policy.%s",
+            *(state.name, failures),
+            " Further states that fail are not logged." if number == MAX_WARNINGS else "",
+        )
     return state.without_exchange()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,21 @@ def test_a_state_that_violates_the_guarantees(monkeypatch: pytest.MonkeyPatch) -
     assert loaded.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
     strict = edited(falling, {"/safety": ["preserve_budget"]})
     assert "made to fail" in refused(strict)
+
+
+def test_clients_cannot_fill_the_log_with_unsafe_states(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    def broken(policy: PruningPolicy) -> SafetyRecord:
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
+    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
+    for quota in range(20, 20 + 2 * state_safety.MAX_WARNINGS):
+        load_request_state(edited(shipped(), {"/constraints/selector/q_e": quota}))
+    lines = [record.getMessage() for record in logged.records]
+    assert len(lines) == state_safety.MAX_WARNINGS
+    assert ["not logged" in line for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
 def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.serving.unit.samples import refusal, vllm_config
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import PruningPolicy, SafetyRecord, VisualTokens
+from vllm_autoprune.serving.shared import state_safety
 from vllm_autoprune.serving.startup.config import resolve_settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyParams, ReferenceSelection
 
@@ -29,8 +31,9 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_unsafe_state_is_replaced_by_its_base_policy(
-    logged: pytest.LogCaptureFixture,
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
     data = edited(shipped(), DIVPRUNE)
     served_state = resolve_settings({"state": data}, vllm_config())
     assert not served_state.policy().refines
