@@ -17,7 +17,7 @@ from typing import Protocol
 
 from offline_search.evaluation.evaluation_round import RoundEvaluator
 from offline_search.evaluation.evaluator import Evaluator, RecordedEvaluator
-from offline_search.evaluation.history import History, Trial
+from offline_search.evaluation.history import History, Trial, gave_up
 from offline_search.evaluation.winner_selection import WinnerSelector
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import Cost, SettingsRecord, SummaryRecord, WinnerRecord
@@ -100,6 +100,8 @@ class Search:
                 done = _count_answers(history) / budget
                 share = min(1.0, done if fixed_evaluations else number / settings.rounds)
                 self.observer.on_round(number, trials, history, share, client.total_cost())
+            if gave_up([trial.result for trial in history.trials]):
+                break
         selector = WinnerSelector(settings, evaluator, dataset, base)
         winner = ledger.put(await selector.select(history))
         if self.observer is not None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,7 @@ from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
+from offline_search.evaluation.winner_selection import NothingMeasured
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import ReplyRecord, WinnerRecord
 from offline_search.proposers.prompt import Messages
@@ -158,7 +160,11 @@ async def _run_search(
         unavailable = UnavailableBackend(own_settings.evaluator, evaluator.dataset)
         own_proposer = proposer if uses_proposer and proposer else unavailable
         search = Search(own_settings, ledger, evaluator, own_proposer, observer=progress)
-        await search.run()
+        try:
+            await search.run()
+        except NothingMeasured as error:
+            # The other arms go on: that a model writes nothing valid is a result as well.
+            print(f"{arm} {seed}: {error}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -197,11 +203,19 @@ def as_markdown(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -
 
 def _lines(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[str]:
     results = {strategy: read_outcomes(folder, strategy, seeds) for strategy in strategies}
-    head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
-    yield from table(head, [_result_row(*item) for item in results.items()], "lrrrrr")
+    reports = {strategy: _read_reports(folder, strategy, seeds) for strategy in strategies}
+    head = [
+        "strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers",
+        "invalid %",
+    ]  # fmt: skip
+    rows = [
+        [*_result_row(strategy, outcomes), _invalid_share(reports[strategy].values())]
+        for strategy, outcomes in results.items()
+    ]
+    yield from table(head, rows, "lrrrrrr")
     yield ""
     curves = [
-        [strategy, *_curve_cells(_read_reports(folder, strategy, seeds).values())]
+        [strategy, *_curve_cells(reports[strategy].values())]
         for strategy in strategies
         if results[strategy]
     ]
@@ -236,6 +250,15 @@ def _result_row(strategy: str, outcomes: Sequence[Outcome]) -> list[str]:
         format_mean([100 * test.accuracy for test in tests], 1),
         f"{statistics.mean(outcome.spent for outcome in outcomes):.0f}",
     ]
+
+
+def _invalid_share(reports: Iterable[SearchReport]) -> str:
+    """Share of all candidates that were invalid or unsafe, also of searches without a winner."""
+    statuses: Counter[str] = Counter()
+    for report in reports:
+        statuses.update(report.statuses)
+    invalid = statuses["invalid"] + statuses["unsafe"]
+    return f"{100 * invalid / statuses.total():.0f}" if statuses else ""
 
 
 def _curve_cells(reports: Iterable[SearchReport]) -> list[str]:

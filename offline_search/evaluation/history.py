@@ -16,6 +16,16 @@ from offline_search.ledger.records import ProposalRecord, TrialRecord
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 
+FAILURES_TO_GIVE_UP = 25
+"""Candidates in a row that cannot be measured, after which a search ends: more would only cost."""
+
+
+def gave_up(results: Sequence[TrialRecord]) -> bool:
+    """Whether the last of a search's trials were invalid or unsafe, as many as end it."""
+    last = results[-FAILURES_TO_GIVE_UP:]
+    failed = all(result.status in ("invalid", "unsafe") for result in last)
+    return failed and len(last) == FAILURES_TO_GIVE_UP
+
 
 @dataclass(frozen=True)
 class Trial:

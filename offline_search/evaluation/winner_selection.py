@@ -41,6 +41,10 @@ MAX_FRONT_MEMBERS = 12
 """Members of the Pareto front that are measured on the test split, best objective first."""
 
 
+class NothingMeasured(SearchError):
+    """No candidate of a search was measured on the whole search split."""
+
+
 class WinnerSelector:
     """Measures the best candidates on the validation and test splits."""
 
@@ -53,10 +57,10 @@ class WinnerSelector:
         self._base = base
 
     async def select(self, history: History) -> WinnerRecord:
-        """The winner; raises :class:`SearchError` if no candidate was fully evaluated."""
+        """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
         candidates = {trial.name: trial for trial in history.ranked()[: self._settings.confirmed]}
         if not candidates:
-            raise SearchError(
+            raise NothingMeasured(
                 "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
                 "reasons; fix them and begin a new ledger"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from offline_search.evaluation.history import FAILURES_TO_GIVE_UP, gave_up
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
 from vllm_autoprune.statistics import Estimate, count_decimals
@@ -119,7 +120,12 @@ def count_candidates(report: SearchReport) -> str:
         f"{origin} {improvements} of {count}"
         for origin, (count, improvements) in report.origins.items()
     )
-    return f"{len(report.rows)} candidates: {statuses}. Best when measured, by origin: {origins}."
+    end = ""
+    if gave_up([row.result for row in report.rows]):
+        end = f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
+    return (
+        f"{len(report.rows)} candidates: {statuses}. Best when measured, by origin: {origins}.{end}"
+    )
 
 
 def describe_cost(report: SearchReport) -> Iterator[str]:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from offline_search.evaluation.history import History, Trial
+from offline_search.evaluation.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger.records import Cost, WinnerRecord
 from offline_search.report.markdown import format_interval
 from offline_search.report.winner import describe_leader
@@ -47,6 +47,10 @@ class ProgressLog:
                 self._write(
                     f"       {trial.name} {trial.result.status}: {trial.result.reason[:120]}"
                 )
+        if gave_up([trial.result for trial in history.trials]):
+            self._write(
+                f"gives up: the last {FAILURES_TO_GIVE_UP} candidates were invalid or unsafe"
+            )
 
     def on_finish(self, winner: WinnerRecord) -> None:
         """Write the winner's scores on the test split, and whether it led the search."""

@@ -128,6 +128,21 @@ class ScriptedProposer:
         return Reply(chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01))
 
 
+class WaitingProposer(ScriptedProposer):
+    """Delays its first replies until a number of requests are pending."""
+
+    def __init__(self, replies: Sequence[str], together: int) -> None:
+        super().__init__(replies)
+        self._together, self._enough = together, asyncio.Event()
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        if len(self.requests) + 1 >= self._together:
+            self._enough.set()
+        replied = await super().reply(messages, schema, seed)
+        await asyncio.wait_for(self._enough.wait(), 30)
+        return replied
+
+
 def hash_request(messages: Messages, seed: int) -> int:
     """Hash of a request."""
     text = f"{seed} {messages[-1]['content']}"

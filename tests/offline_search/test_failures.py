@@ -10,8 +10,12 @@ from offline_search.candidates.proposal import Draft, assemble_state
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluation_round import RoundEvaluator
 from offline_search.evaluation.evaluator import RecordedEvaluator
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import TrialRecord, WinnerRecord
+from offline_search.evaluation.history import gave_up
+from offline_search.evaluation.winner_selection import NothingMeasured
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.records import Status, TrialRecord, WinnerRecord
+from offline_search.report import read_report
+from offline_search.report.markdown import count_candidates
 from offline_search.settings import Settings
 from offline_search.strategies.start_states import base_state, paper_state
 from tests.offline_search.replies import HOSTILE
@@ -47,6 +51,29 @@ async def test_an_endpoint_that_is_always_down_stops_the_search(
     trials = records_of_kind(tmp_path / "l", TrialRecord)
     assert {trial.status for trial in trials} == {"invalid"}
     assert all("the endpoint is down" in trial.reason for trial in trials)
+
+
+async def test_a_model_that_writes_nothing_valid_ends_the_search(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    settings = settings.model_copy(update={"rounds": 20, "per_round": 4})
+    with pytest.raises(NothingMeasured):
+        await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), ["no", "{}"])
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
+    assert len(trials) == 28, "the first whole round after 25 failures, of 80 candidates"
+    report = read_report(read_ledger(tmp_path / "l"))
+    assert count_candidates(report).endswith("gave up: the last 25 were invalid or unsafe.")
+
+
+def test_a_search_gives_up_by_failures_in_a_row() -> None:
+    def trial(status: Status) -> TrialRecord:
+        return TrialRecord(round=1, index=0, status=status)
+
+    failures = [trial("invalid" if number % 2 else "unsafe") for number in range(25)]
+    assert not gave_up(failures[1:])
+    assert gave_up([trial("evaluated"), *failures])
+    for other in (trial("evaluated"), trial("dropped"), trial("same"), trial("unevaluated")):
+        assert not gave_up([*failures, other])
 
 
 async def test_autoprune_plus_continues_without_its_endpoint(

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,18 +19,16 @@ from benchmarks.search.comparison import (
     run_comparison,
 )
 from benchmarks.search.speed import SpeedComparison, Timing, processor_seconds, random_states
-from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.ledger.records import ReplyRecord, SettingsRecord
-from offline_search.proposers.prompt import Messages
-from offline_search.proposers.proposal_client import Reply
 from offline_search.settings import Settings
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,
     SyntheticEvaluator,
+    WaitingProposer,
     dataset,
     list_reply,
 )
@@ -101,27 +97,12 @@ async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) ->
         RecordedProposer([tmp_path / "d" / "random-0.jsonl"])
 
 
-class Waiting(ScriptedProposer):
-    """Delays its first replies until a number of requests are pending."""
-
-    def __init__(self, replies: Sequence[str], together: int) -> None:
-        super().__init__(replies)
-        self._together, self._enough = together, asyncio.Event()
-
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        if len(self.requests) + 1 >= self._together:
-            self._enough.set()
-        replied = await super().reply(messages, schema, seed)
-        await asyncio.wait_for(self._enough.wait(), 30)
-        return replied
-
-
 async def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
     names, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
     alone, together = (
         ScriptedProposer(valid_replies(20)),
-        Waiting(valid_replies(20), 2 * settings.per_round),
+        WaitingProposer(valid_replies(20), 2 * settings.per_round),
     )
     await run_comparison(tmp_path / "a", names, seeds, settings, evaluator, alone)
     await run_comparison(tmp_path / "b", names, seeds, settings, evaluator, together, concurrency=4)
@@ -132,6 +113,19 @@ async def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path
                 Ledger(tmp_path / "b" / f"{name}-{seed}.jsonl") as other,
             ):
                 assert one.digest() == other.digest()
+
+
+async def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
+    data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
+    names, evaluator = ("autoprune", "random"), SyntheticEvaluator(data)
+    await run_comparison(tmp_path, names, [0], settings, evaluator, ScriptedProposer(["no"]))
+    assert not read_outcomes(tmp_path, "autoprune", [0])
+    assert len(read_outcomes(tmp_path, "random", [0])) == 1
+    lines = as_markdown(tmp_path, names, [0]).splitlines()
+    assert "| autoprune | 0 |  |  |  |  | 100 |" in lines
+    assert any(line.startswith("| random | 1 |") and line.endswith("| 0 |") for line in lines)
 
 
 async def test_answers_are_cached_across_searches(data: Dataset) -> None:

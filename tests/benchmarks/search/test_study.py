@@ -14,7 +14,13 @@ from offline_search.ledger import read_ledger
 from offline_search.ledger.records import ReplyRecord, SettingsRecord
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from tests.offline_search.synthetic import ScriptedProposer, SyntheticEvaluator, dataset
+from tests.offline_search.replies import valid_replies
+from tests.offline_search.synthetic import (
+    ScriptedProposer,
+    SyntheticEvaluator,
+    WaitingProposer,
+    dataset,
+)
 
 
 class StandIn:
@@ -30,9 +36,9 @@ def data(tmp_path: Path) -> Dataset:
     return dataset(folder)
 
 
-def test_a_study_compares_arms_with_and_without_a_model(
-    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def measured(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[SyntheticEvaluator]:
+    """The evaluators that studies open, which take the place of a yardstick's model."""
     used: list[SyntheticEvaluator] = []
 
     def evaluator(
@@ -43,6 +49,12 @@ def test_a_study_compares_arms_with_and_without_a_model(
 
     monkeypatch.setattr(study_module, "open_yardstick", lambda name: StandIn())
     monkeypatch.setattr(study_module, "YardstickEvaluator", evaluator)
+    return used
+
+
+def test_a_study_compares_arms_with_and_without_a_model(
+    measured: list[SyntheticEvaluator], tmp_path: Path
+) -> None:
     arms = (REFERENCE, "autoprune+@none", "autoprune+")
     study = Study(tmp_path / "out", arms, range(2), 2, "scripted", menu=1)
     assert study.needs_proposer
@@ -65,7 +77,15 @@ def test_a_study_compares_arms_with_and_without_a_model(
         assert any(isinstance(record, ReplyRecord) for record in records) == asks
     # Printing it again measures nothing again.
     assert study.run("minillava", 8, connect) == text
-    assert not used[-1].jobs and not used[-2].jobs and not proposers[1].requests
+    assert not measured[-1].jobs and not measured[-2].jobs and not proposers[1].requests
+
+
+def test_searches_of_a_study_share_the_batches_of_the_model(tmp_path: Path) -> None:
+    arms = (REFERENCE, "autoprune")
+    study = Study(tmp_path / "out", arms, range(2), 1, "scripted", menu=1, concurrency=4)
+    # Replies wait until two searches have sent the five requests of a round.
+    proposer = WaitingProposer(valid_replies(20), 10)
+    assert "| autoprune | 2 |" in study.run("minillava", 8, lambda: proposer)
 
 
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
