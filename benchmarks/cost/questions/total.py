@@ -33,6 +33,16 @@ from vllm_autoprune.statistics import (
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's palette, which colour-blind readers can distinguish."""
 
+_DARK_STYLE = """
+@media (prefers-color-scheme: dark) {
+  [style*="#ffffff"] { fill: #1e2129 !important }
+  [style*="#000000"] { stroke: #c9cdd6 !important }
+  [style*="#dddddd"] { stroke: #3b404d !important }
+  text { fill: #c9cdd6 }
+}
+"""
+"""Colours of Matplotlib's page, axes, grid and text on a dark page."""
+
 MOST = 64
 """Questions on one image."""
 
@@ -193,4 +203,4 @@ def draw_totals(costs: Mapping[str, Costs], many: Mapping[str, Sequence[float]])
     with mpl.rc_context({"svg.hashsalt": "load", "svg.fonttype": "none", "font.family": "sans"}):
         figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") :].replace("</style>", f"{_DARK_STYLE}</style>", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.questions.arms import SPLIT, STOCK
-from benchmarks.cost.questions.total import Costs, build_section, draw_totals, read_costs
+from benchmarks.cost.questions.total import COLOURS, Costs, build_section, draw_totals, read_costs
 
 
 def costs(first: float, another: float) -> Costs:
@@ -84,6 +85,15 @@ def test_the_command_prints_json_and_draws_lines_and_measured_sums(
     _, served = read_costs([path], ("ttft", "again"))
     assert drawn.startswith("<svg") and STOCK in drawn and SPLIT in drawn
     assert drawn != draw_totals(served, {})
+
+
+def test_every_grey_of_a_drawing_has_a_dark_form() -> None:
+    drawn = draw_totals({STOCK: costs(0.1, 0.05)}, {})
+    style = drawn[drawn.index("prefers-color-scheme: dark") : drawn.index("</style>")]
+    used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn.replace(style, "")))
+    assert used - {colour.lower() for colour in COLOURS} == set(
+        re.findall(r'\[style\*="(#[0-9a-f]{6})"\]', style)
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"passes": {}}'])
