@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.search.arguments import build_parser
 from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
-from benchmarks.search.comparison import as_markdown, needs_proposer
+from benchmarks.search.comparison import needs_proposer
+from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.scenes import write_data
 from benchmarks.search.study import PER_ROUND, Study
 from offline_search.dataset import Split

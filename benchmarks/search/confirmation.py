@@ -15,7 +15,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from benchmarks.common.progress import log_progress
-from benchmarks.search.comparison import format_mean, ledger_path
+from benchmarks.search.comparison import ledger_path
+from benchmarks.search.comparison_table import format_mean
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.evaluation.answers import Answers, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator

@@ -16,10 +16,10 @@ from benchmarks.search import confirmation
 from benchmarks.search.comparison import (
     WITHOUT_MODEL,
     CachingEvaluator,
-    as_markdown,
     needs_proposer,
     run_comparison,
 )
+from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 from offline_search.dataset import Split
 from offline_search.evaluation.evaluator import Evaluator
