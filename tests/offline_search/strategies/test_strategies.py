@@ -81,7 +81,7 @@ def test_a_language_model_gets_less_than_a_third_of_the_slots(
     assert later.count("tpe") >= later.count("llm")
 
 
-async def test_a_small_model_ranks_suggestions_and_displaces_none(
+async def test_a_small_model_chooses_among_suggestions_of_tpe_and_takes_no_other_slot(
     data: Dataset, tmp_path: Path
 ) -> None:
     settings = Settings(
@@ -93,7 +93,7 @@ async def test_a_small_model_ranks_suggestions_and_displaces_none(
         await run_search(path, settings, SyntheticEvaluator(data), [reply])
         first_round = [p for p in records_of_kind(path, ProposalRecord) if p.round == 2]
         origins = Counter(one.origin for one in first_round)
-        assert origins == {"ranked": 3, "tpe": 5, "mutation": 3, "crossover": 1}
+        assert origins == {"ranked": 3, "tpe": 3, "mutation": 4, "crossover": 2}
         chosen[reply] = [one.digest for one in first_round if one.origin == "ranked"]
     assert chosen["I cannot say"] == chosen['{"choice": 9}'] == chosen['{"choice": 1}']
     assert not set(chosen['{"choice": 3}']) & set(chosen['{"choice": 1}'])
