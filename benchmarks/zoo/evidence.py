@@ -118,8 +118,9 @@ def as_markdown() -> str:
 
 
 def _describe(family: str, policy: PruningPolicy) -> str:
+    question_free = "" if policy.reads_instruction else ", no instruction"
     if family == "base policy":
-        return "base policy alone" + ("" if policy.reads_instruction else ", no instruction")
+        return f"base policy alone{question_free}"
     if family == "instruction-free":
         return f"`{SOURCE}` for traffic that repeats images: {policy.base.name} and no relevance"
     if family == "source":
@@ -128,7 +129,7 @@ def _describe(family: str, policy: PruningPolicy) -> str:
         core = policy.state.core
         shared = "" if core is None else f", {core.share:.0%} of K the same for every question"
         model = SEARCH_RESULTS[policy.state.name]
-        return f"found by a search on {model}, upon {policy.base.name}{shared}"
+        return f"found by a search on {model}, upon {policy.base.name}{shared}{question_free}"
     return policy.state.provenance.notes.rstrip(".")
 
 

@@ -46,7 +46,7 @@ class MiniLlava:
     """The committed checkpoint on scenes, with all inputs that any policy reads."""
 
     name: ClassVar[str] = "mini-LLaVA"
-    default: ClassVar[str] = "miniqwen"
+    default: ClassVar[str] = "minillava"
     budgets: ClassVar[Sequence[Budget]] = [
         Budget(f"K = {k}", Fraction(k, TOKENS)) for k in (72, 36, 18, 9)
     ]
