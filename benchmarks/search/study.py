@@ -38,8 +38,8 @@ ARMS = (
     "openevolve-code",
 )
 
-REFERENCE = "tpe"
-"""The strategy that the others are compared with."""
+REFERENCES = ("tpe", f"autoprune+{WITHOUT_MODEL}")
+"""The strategies that the others are compared with, where they are among them."""
 
 PER_ROUND = 5
 
@@ -85,9 +85,10 @@ class Study:
         asyncio.run(self._compare(folder, settings, CachingEvaluator(own), connect))
         fresh = YardstickEvaluator(yardstick, _FRESH_IMAGES, each=1, base_policy=base)
         confirmation.confirm(folder, fresh)
+        references = [arm for arm in REFERENCES if arm in self.arms] or self.arms[:1]
         tables = (
             as_markdown(folder, self.arms, self.seeds),
-            confirmation.as_markdown(folder, self.arms, self.seeds, REFERENCE),
+            *(confirmation.as_markdown(folder, self.arms, self.seeds, arm) for arm in references),
         )
         return "\n".join([f"## {yardstick.name}, K = {budget}", "", *tables])
 

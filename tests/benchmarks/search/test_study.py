@@ -8,7 +8,7 @@ import pytest
 from benchmarks.accuracy.yardsticks.yardstick import Yardstick
 from benchmarks.search import study as study_module
 from benchmarks.search.comparison import ledger_path, needs_proposer
-from benchmarks.search.study import ARMS, REFERENCE, Study
+from benchmarks.search.study import ARMS, Study
 from offline_search.dataset import Dataset, Split
 from offline_search.ledger import read_ledger
 from offline_search.ledger.records import ReplyRecord, SettingsRecord
@@ -55,7 +55,7 @@ def measured(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[SyntheticEv
 def test_a_study_compares_arms_with_and_without_a_model(
     measured: list[SyntheticEvaluator], tmp_path: Path
 ) -> None:
-    arms = (REFERENCE, "autoprune+@none", "autoprune+")
+    arms = ("tpe", "autoprune+@none", "autoprune+")
     study = Study(tmp_path / "out", arms, range(2), 2, "scripted", menu=1)
     assert study.needs_proposer
     proposers: list[ScriptedProposer] = []
@@ -66,7 +66,8 @@ def test_a_study_compares_arms_with_and_without_a_model(
 
     text = study.run("minillava", 8, connect)
     assert "## stand-in, K = 8" in text and "| autoprune+@none | 2 |" in text
-    assert "less tpe, paired by seed" in text
+    for arm in ("tpe", "autoprune+@none"):
+        assert f"less {arm}, paired by seed" in text
     folder = tmp_path / "out" / "minillava-k8"
     for arm, asks in zip(arms, (False, False, True), strict=True):
         records = read_ledger(ledger_path(folder, arm, 1))
@@ -81,11 +82,12 @@ def test_a_study_compares_arms_with_and_without_a_model(
 
 
 def test_searches_of_a_study_share_the_batches_of_the_model(tmp_path: Path) -> None:
-    arms = (REFERENCE, "autoprune")
+    arms = ("random", "autoprune")
     study = Study(tmp_path / "out", arms, range(2), 1, "scripted", menu=1, concurrency=4)
     # Replies wait until two searches have sent the five requests of a round.
     proposer = WaitingProposer(valid_replies(20), 10)
-    assert "| autoprune | 2 |" in study.run("minillava", 8, lambda: proposer)
+    text = study.run("minillava", 8, lambda: proposer)
+    assert "| autoprune | 2 |" in text and "less random, paired by seed" in text
 
 
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
