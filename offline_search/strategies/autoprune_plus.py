@@ -13,9 +13,7 @@ proposals of a model that writes lists. Every slot of a later round goes to one 
 
 The best are taken from different structures, because variants of one would crowd out the others.
 A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
-Where it only ranks, they are slots of TPE, so that one that chooses at random changes nothing: on
-slots of all origins, mini-Qwen3-VL lost 0.32 +- 0.24 of the objective over eight seeds, because
-mutations reach the whole search split twice as often as suggestions of TPE.
+Where it only ranks, they are slots of TPE, so that one that chooses at random is like no model.
 """
 
 from __future__ import annotations

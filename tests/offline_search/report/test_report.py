@@ -134,12 +134,12 @@ def test_figures_have_the_digits_of_their_intervals_and_words_are_a_readers() ->
     report = read_report(read_ledger(RECORDED))
     page = as_html(report)
     text = text_of(page)
-    assert "objective +0.72 nats (-3.25 to +5.09)" in text and "+8.3 -16.7 to +33.3" in text
+    assert "objective +3.89 nats (-1.17 to +9.00)" in text and "+16.7 -25.0 to +58.3" in text
     assert not re.search(r"[-+]\d\.\d{3}", text[: text.index("Candidates Best on")])
-    assert "40 stopped early, 9 measured in full, 2 with the same tokens as an earlier one" in text
+    assert "39 stopped early, 9 measured in full, 3 with the same tokens as an earlier one" in text
     assert not re.search(r"dropped|\btpe\b|★|->", text)
     assert text.count("Objective: mean log-probability") == 1
-    assert "16,733 prompt and 75 completion tokens." in text
+    assert "15,871 prompt and 76 completion tokens." in text
 
 
 def test_charts_have_a_unit_whole_rounds_and_the_base_policy_on_every_split() -> None:
