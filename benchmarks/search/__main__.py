@@ -118,8 +118,6 @@ def _open_endpoint(
 
 
 def _menu_width(options: argparse.Namespace) -> int:
-    if options.no_proposer:
-        return 0
     default = 0 if options.proposer_url else DEFAULT_MENU
     return default if options.menu is None else int(options.menu)
 
@@ -151,10 +149,10 @@ def _run_comparison(options: argparse.Namespace) -> None:
         base_policy=options.base_policy,
         other_bases=tuple(options.other_bases),
         budgets=tuple(options.budget),
-        proposer="" if options.no_proposer else proposer_name,
+        proposer=proposer_name,
         menu=_menu_width(options),
         race=options.race,
-        proposals_per_reply=1 if options.no_proposer or options.menu else _list_length(options),
+        proposals_per_reply=1 if options.menu else _list_length(options),
     )
 
     async def run(proposer: Proposer | None) -> None:

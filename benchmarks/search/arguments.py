@@ -57,7 +57,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
             "--strategies",
             nargs="+",
             default=list(_DEFAULT_STRATEGIES),
-            help="strategies to compare",
+            help="strategies to compare; with @none without a language model",
         )
         command.add_argument("--seeds", type=int, default=5, help="number of seeds")
     for command in (compare, study):
@@ -141,4 +141,3 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--race", action="store_true", help="race the candidates of every strategy"
     )
-    compare.add_argument("--no-proposer", action="store_true", help="autoprune+ without a proposer")

@@ -184,11 +184,18 @@ def test_a_report_on_a_missing_ledger_is_an_error(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_only_some_strategies_run_without_a_proposer(
-    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_language_model_takes_part_only_where_it_is_given(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(served, data, tmp_path / "l", "--no-proposer") == 1
-    assert "autoprune needs a proposer" in capsys.readouterr().err
-    alone = ("--no-proposer", "--strategy", "autoprune+", "--dry-run", "--json")
-    assert run_command(served, data, tmp_path / "l", *alone) == 0
+    def dry_run(*more: str) -> int:
+        folder, ledger = str(data.folder), str(tmp_path / "l")
+        return main(["search", "--data", folder, "--ledger", ledger, "--dry-run", "--json", *more])
+
+    assert dry_run() == 0
     assert json.loads(capsys.readouterr().out)["calls"] == 0
+    assert dry_run("--embedded-proposer") == 0
+    assert json.loads(capsys.readouterr().out)["calls"] > 0
+    assert dry_run("--strategy", "autoprune") == 1
+    assert "autoprune needs a language model -> give --proposer-url" in capsys.readouterr().err
+    assert dry_run("--strategy", "autoprune", "--embedded-proposer") == 0
+    assert json.loads(capsys.readouterr().out)["calls"] > 0

@@ -127,15 +127,18 @@ def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
     """Options on the language model that proposes, and limits on its cost."""
-    group.add_argument(
+    where = group.add_mutually_exclusive_group()
+    where.add_argument(
         "--proposer-url",
         metavar="URL",
-        help="OpenAI-compatible endpoint, ends in /v1; default: a small local model",
+        help="OpenAI-compatible endpoint, ends in /v1; default: no language model",
+    )
+    where.add_argument(
+        "--embedded-proposer",
+        action="store_true",
+        help="start a language model of 135 M parameters beside the search",
     )
     group.add_argument("--proposer-model", metavar="NAME", help="model at --proposer-url")
-    group.add_argument(
-        "--no-proposer", action="store_true", help="ablation: autoprune+ without a language model"
-    )
     group.add_argument(
         "--proposer-key-env",
         default="OPENAI_API_KEY",
@@ -147,7 +150,7 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--menu", type=int, metavar="N",
         help="restrict each proposal to N random atoms per changed part; 0: no restriction, "
-        "the default with --proposer-url; default of the small local model: 1",
+        "the default with --proposer-url; default with --embedded-proposer: 1",
     )  # fmt: skip
     group.add_argument(
         "--proposals-per-reply", type=int, metavar="N",
@@ -185,11 +188,12 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
             problems.append(Problem(flag, f"{value!r} is not known", f"give {', '.join(known)}"))
     if problems:
         raise ConfigError("search", problems)
-    proposer_name = "" if options.no_proposer else _proposer_name(options)
+    proposer_name = _proposer_name(options)
     strategy = STRATEGIES[options.strategy](Settings(proposer=proposer_name))
-    if options.no_proposer and strategy.uses_proposer:
-        what, fix = f"{options.strategy} needs a proposer", "give autoprune+, tpe or random"
-        raise ConfigError("search", [Problem("--no-proposer", what, fix)])
+    if strategy.uses_proposer and not proposer_name:
+        what = f"{options.strategy} needs a language model"
+        fix = "give --proposer-url or --embedded-proposer, or one of autoprune+, tpe and random"
+        raise ConfigError("search", [Problem("--strategy", what, fix)])
     try:
         settings = Settings(
             strategy=options.strategy,
@@ -226,7 +230,7 @@ def _menu_width(options: argparse.Namespace, uses_proposer: bool) -> int:
 
     if options.menu is not None:
         return int(options.menu)
-    embedded = uses_proposer and options.proposer_url is None
+    embedded = uses_proposer and options.embedded_proposer
     return DEFAULT_MENU if embedded and options.strategy not in STRATEGIES_WITHOUT_MENU else 0
 
 
@@ -241,10 +245,11 @@ def _list_length(options: argparse.Namespace, uses_proposer: bool) -> int:
 
 
 def _proposer_name(options: argparse.Namespace) -> str:
+    """Name of the language model in the ledger; empty without one."""
     from offline_search.proposers.embedded_model import EMBEDDED_MODEL
 
     if options.proposer_url is None:
-        return EMBEDDED_MODEL
+        return EMBEDDED_MODEL if options.embedded_proposer else ""
     if not options.proposer_model:
         fix = "name a model at --proposer-url"
         raise ConfigError("search", [Problem("--proposer-model", "is missing", fix)])
