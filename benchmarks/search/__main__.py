@@ -19,6 +19,8 @@ from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.scenes import write_data
 from benchmarks.search.study import PER_ROUND, Study
 from offline_search.dataset import Split
+from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
+from offline_search.proposers.embedded_server import CONCURRENT_REQUESTS, serve_model
 from offline_search.settings import DEFAULT_LIST, DEFAULT_MENU, Settings
 
 if TYPE_CHECKING:
@@ -75,8 +77,6 @@ def _confirm(options: argparse.Namespace) -> None:
 
 
 def _run_study(options: argparse.Namespace) -> None:
-    from offline_search.proposers.embedded_model import EMBEDDED_MODEL
-
     study = Study(
         options.out,
         options.strategies,
@@ -90,20 +90,14 @@ def _run_study(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         connect: Callable[[], EndpointProposer] | None = None
         if study.needs_proposer:
-            url = options.proposer_url or stack.enter_context(_serve_embedded())
+            url = options.proposer_url or stack.enter_context(serve_model(prepare_model()))
             seeded = options.proposer_url is not None
-            requests, length = PER_ROUND * study.concurrency, study.proposals_per_reply
+            requests = PER_ROUND * study.concurrency if seeded else CONCURRENT_REQUESTS
+            length = study.proposals_per_reply
             connect = partial(_open_endpoint, url, study.proposer, requests, seeded, length)
         for yardstick in options.yardsticks:
             for budget in options.budgets:
                 print(study.run(yardstick, budget, connect), flush=True)
-
-
-def _serve_embedded() -> contextlib.AbstractContextManager[str]:
-    from offline_search.proposers.embedded_model import prepare_model
-    from offline_search.proposers.embedded_server import serve_model
-
-    return serve_model(prepare_model())
 
 
 def _open_endpoint(
@@ -131,7 +125,6 @@ def _list_length(options: argparse.Namespace) -> int:
 def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.comparison import CachingEvaluator, RecordedProposer, run_comparison
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
-    from offline_search.proposers.embedded_model import EMBEDDED_MODEL
     from offline_search.proposers.proposal_client import Proposer
 
     yardstick = open_yardstick(options.yardstick, options.checkpoint)
@@ -170,8 +163,7 @@ def _run_comparison(options: argparse.Namespace) -> None:
             if proposer is not None:
                 await proposer.close()
 
-    def endpoint(url: str, seeded: bool) -> EndpointProposer:
-        requests = options.per_round * options.concurrency
+    def endpoint(url: str, seeded: bool, requests: int) -> EndpointProposer:
         length = settings.proposals_per_reply
         return _open_endpoint(url, settings.proposer, requests, seeded, length)
 
@@ -179,10 +171,11 @@ def _run_comparison(options: argparse.Namespace) -> None:
     if recorded is not None or not needed:
         asyncio.run(run(recorded))
     elif options.proposer_url:
-        asyncio.run(run(endpoint(options.proposer_url, not options.no_seeds)))
+        requests = options.per_round * options.concurrency
+        asyncio.run(run(endpoint(options.proposer_url, not options.no_seeds, requests)))
     else:
-        with _serve_embedded() as url:
-            asyncio.run(run(endpoint(url, seeded=False)))
+        with serve_model(prepare_model()) as url:
+            asyncio.run(run(endpoint(url, False, CONCURRENT_REQUESTS)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ from vllm_autoprune.errors import SearchError
 STARTUP_TIMEOUT = 300.0
 """Seconds that a server may take to start; on two busy cores it takes about one minute."""
 
+CONCURRENT_REQUESTS = 16
+"""Requests that the server answers together. A client should have no more in flight: where others
+wait, vLLM prefers those whose grammar has just compiled, and requests without one may time out."""
+
 _ENVIRONMENT = {
     # A text model needs no plugin; the cache size suits small machines.
     "VLLM_AUTOPRUNE_DISABLE": "1",
@@ -31,7 +35,7 @@ _ENVIRONMENT = {
 _FLAGS = (
     "--dtype", "bfloat16",
     "--max-model-len", "8192",
-    "--max-num-seqs", "16",
+    "--max-num-seqs", str(CONCURRENT_REQUESTS),
     "--enforce-eager",
     "--served-model-name", EMBEDDED_MODEL,
 )  # fmt: skip
