@@ -91,10 +91,10 @@ def _run_study(options: argparse.Namespace) -> None:
         connect: Callable[[], EndpointProposer] | None = None
         if study.needs_proposer:
             url = options.proposer_url or stack.enter_context(serve_model(prepare_model()))
-            seeded = options.proposer_url is not None
-            requests = PER_ROUND * study.concurrency if seeded else CONCURRENT_REQUESTS
+            given = options.proposer_url is not None
+            requests = PER_ROUND * study.concurrency if given else CONCURRENT_REQUESTS
             length = study.proposals_per_reply
-            connect = partial(_open_endpoint, url, study.proposer, requests, seeded, length)
+            connect = partial(_open_endpoint, url, study.proposer, requests, given, length)
         for yardstick in options.yardsticks:
             for budget in options.budgets:
                 print(study.run(yardstick, budget, connect), flush=True)

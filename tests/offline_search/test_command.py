@@ -197,5 +197,7 @@ def test_a_language_model_takes_part_only_where_it_is_given(
     assert json.loads(capsys.readouterr().out)["calls"] > 0
     assert dry_run("--strategy", "autoprune") == 1
     assert "autoprune needs a language model -> give --proposer-url" in capsys.readouterr().err
+    assert dry_run("--proposer-model", "m") == 1
+    assert "--proposer-model: has no endpoint -> give --proposer-url" in capsys.readouterr().err
     assert dry_run("--strategy", "autoprune", "--embedded-proposer") == 0
     assert json.loads(capsys.readouterr().out)["calls"] > 0

@@ -249,6 +249,9 @@ def _proposer_name(options: argparse.Namespace) -> str:
     from offline_search.proposers.embedded_model import EMBEDDED_MODEL
 
     if options.proposer_url is None:
+        if options.proposer_model:
+            fix = "give --proposer-url, or leave it out"
+            raise ConfigError("search", [Problem("--proposer-model", "has no endpoint", fix)])
         return EMBEDDED_MODEL if options.embedded_proposer else ""
     if not options.proposer_model:
         fix = "name a model at --proposer-url"
