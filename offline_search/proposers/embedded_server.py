@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -32,10 +33,15 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+# A schema allows white space anywhere, of which a small model may write a thousand tokens.
+_COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
+
 _FLAGS = (
     "--dtype", "bfloat16",
     "--max-model-len", "8192",
     "--max-num-seqs", str(CONCURRENT_REQUESTS),
+    "--block-size", "32",
+    "--structured-outputs-config", json.dumps(_COMPACT_JSON),
     "--enforce-eager",
     "--served-model-name", EMBEDDED_MODEL,
 )  # fmt: skip
@@ -45,8 +51,7 @@ _FLAGS = (
 def serve_model(model: Path) -> Iterator[str]:
     """Base URL of an OpenAI-compatible endpoint; raises :class:`SearchError` if it cannot start."""
     port = _free_port()
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *_FLAGS]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", *server_arguments(model, port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
@@ -67,6 +72,11 @@ def serve_model(model: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             _terminate(process)
+
+
+def server_arguments(model: Path, port: int) -> list[str]:
+    """Arguments of `vllm serve`."""
+    return [str(model), "--host", "127.0.0.1", "--port", str(port), *_FLAGS]
 
 
 def _terminate_with_parent() -> None:
