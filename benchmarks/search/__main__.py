@@ -89,7 +89,7 @@ def _run_study(options: argparse.Namespace) -> None:
     )
     with contextlib.ExitStack() as stack:
         connect: Callable[[], EndpointProposer] | None = None
-        if study.needs_proposer:
+        if study.needs_proposer(options.yardsticks, options.budgets):
             url = options.proposer_url or stack.enter_context(serve_model(prepare_model()))
             given = options.proposer_url is not None
             requests = PER_ROUND * study.concurrency if given else CONCURRENT_REQUESTS

@@ -1,6 +1,6 @@
 """Comparison of search strategies: same evaluator and number of evaluations, several seeds.
 
-Every search has its own ledger, so a comparison can be resumed.
+Every search has its own ledger, so a comparison can be resumed, and a line in the results.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.search.results import add_result, has_ended, ledger_path
 from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
@@ -71,11 +72,6 @@ class CachingEvaluator:
         await self._evaluator.close()
 
 
-def ledger_path(folder: Path, strategy: str, seed: int) -> Path:
-    """Ledger of one search of a comparison."""
-    return folder / f"{strategy}-{seed}.jsonl"
-
-
 async def run_comparison(
     folder: Path,
     strategies: Sequence[str],
@@ -131,6 +127,8 @@ async def _run_search(
             "proposals_per_reply": settings.proposals_per_reply if writes_lists else 1,
         }
     )
+    if has_ended(folder, arm, seed, own_settings):
+        return
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
     with Ledger(ledger_path(folder, arm, seed)) as ledger:
         unavailable = UnavailableBackend(own_settings.evaluator, evaluator.dataset)
@@ -141,6 +139,7 @@ async def _run_search(
         except NothingMeasured as error:
             # The other arms go on: that a model writes nothing valid is a result as well.
             print(f"{arm} {seed}: {error}", flush=True)
+    add_result(folder, arm, seed)
 
 
 class RecordedProposer:

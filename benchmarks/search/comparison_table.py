@@ -1,57 +1,21 @@
-"""Tables of a comparison of strategies, from the ledgers of its searches alone."""
+"""Tables of a comparison of strategies, from the results of its searches."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.search.comparison import ledger_path
-from offline_search.ledger import read_ledger
-from offline_search.ledger.records import WinnerRecord
-from offline_search.report import SearchReport, read_report
+from benchmarks.search.results import CURVE_SHARES, SearchResult, read_results, results_of
 from offline_search.report.markdown import table
-
-_CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
 
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
 _T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one finished search."""
-
-    seed: int
-    winner: WinnerRecord
-    spent: int
-
-
-def read_outcomes(folder: Path, strategy: str, seeds: Sequence[int]) -> list[Outcome]:
-    """Results of a strategy's finished searches."""
-    return _outcomes(_read_reports(folder, strategy, seeds))
-
-
-def _outcomes(reports: Mapping[int, SearchReport]) -> list[Outcome]:
-    return [
-        Outcome(seed, winner, report.rows[-1].spent)
-        for seed, report in reports.items()
-        if (winner := report.winner) is not None
-    ]
-
-
-def _read_reports(folder: Path, strategy: str, seeds: Sequence[int]) -> dict[int, SearchReport]:
-    """Reports of a strategy's searches that have begun, by seed."""
-    paths = {seed: ledger_path(folder, strategy, seed) for seed in seeds}
-    return {
-        seed: read_report(read_ledger(path))
-        for seed, path in paths.items()
-        if path.exists() and path.stat().st_size
-    }
+Results = Mapping[int, SearchResult]
+"""Results of one strategy, by seed."""
 
 
 def as_markdown(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> str:
@@ -60,24 +24,19 @@ def as_markdown(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -
 
 
 def _lines(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[str]:
-    reports = {strategy: _read_reports(folder, strategy, seeds) for strategy in strategies}
-    results = {strategy: _outcomes(begun) for strategy, begun in reports.items()}
+    known = read_results(folder)
+    results = {strategy: results_of(known, strategy, seeds) for strategy in strategies}
     head = [
         "strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers",
         "invalid %",
     ]  # fmt: skip
-    rows = [
-        [*_result_row(strategy, outcomes), _invalid_share(reports[strategy].values())]
-        for strategy, outcomes in results.items()
-    ]
+    rows = [_result_row(strategy, own) for strategy, own in results.items()]
     yield from table(head, rows, "lrrrrrr")
     yield ""
     curves = [
-        [strategy, *_curve_cells(reports[strategy].values())]
-        for strategy in strategies
-        if results[strategy]
+        [strategy, *_curve_cells(own)] for strategy, own in results.items() if _objectives(own)
     ]
-    head = ["search objective after", *(f"{share:.0%}" for share in _CURVE_SHARES)]
+    head = ["search objective after", *(f"{share:.0%}" for share in CURVE_SHARES)]
     yield from table(head, curves, "lrrrr")
     yield ""
     for first, second in pairwise(strategies):
@@ -85,56 +44,50 @@ def _lines(folder: Path, strategies: Sequence[str], seeds: Sequence[int]) -> Ite
             yield f"- {first} less {second}, paired by seed: {format_mean(differences)}"
 
 
-def _paired_differences(first: Sequence[Outcome], second: Sequence[Outcome]) -> list[float]:
-    """Differences of the test objectives, for seeds that both strategies have finished."""
-    others = {outcome.seed: outcome.winner.test.objective.value for outcome in second}
+def _objectives(results: Results) -> dict[int, float]:
+    """Test objectives of the searches that have a winner, by seed."""
+    return {
+        seed: result.winner.objective
+        for seed, result in results.items()
+        if result.winner is not None
+    }
+
+
+def _paired_differences(first: Results, second: Results) -> list[float]:
+    """Differences of the test objectives, for seeds for which both strategies have a winner."""
+    others = _objectives(second)
     return [
-        outcome.winner.test.objective.value - others[outcome.seed]
-        for outcome in first
-        if outcome.seed in others
+        objective - others[seed] for seed, objective in _objectives(first).items() if seed in others
     ]
 
 
-def _result_row(strategy: str, outcomes: Sequence[Outcome]) -> list[str]:
-    """Test results of a strategy, mean over seeds."""
-    if not outcomes:
-        return [strategy, "0", *[""] * 4]
-    tests = [outcome.winner.test for outcome in outcomes]
+def _result_row(strategy: str, results: Results) -> list[str]:
+    """Test results of a strategy, mean over seeds; invalid candidates of all its searches."""
+    winners = [result.winner for result in results.values() if result.winner is not None]
+    candidates = sum(result.candidates for result in results.values())
+    invalid = sum(result.invalid for result in results.values())
+    share = f"{100 * invalid / candidates:.0f}" if candidates else ""
+    if not winners:
+        return [strategy, "0", *[""] * 4, share]
     return [
         strategy,
-        str(len(outcomes)),
-        format_mean([test.objective.value for test in tests]),
-        format_mean([test.gain.value for test in tests]),
-        format_mean([100 * test.accuracy for test in tests], 1),
-        f"{statistics.mean(outcome.spent for outcome in outcomes):.0f}",
+        str(len(winners)),
+        format_mean([winner.objective for winner in winners]),
+        format_mean([winner.gain for winner in winners]),
+        format_mean([100 * winner.accuracy for winner in winners], 1),
+        f"{statistics.mean(one.answers for one in results.values() if one.winner):.0f}",
+        share,
     ]
 
 
-def _invalid_share(reports: Iterable[SearchReport]) -> str:
-    """Share of all candidates that were invalid or unsafe, also of searches without a winner."""
-    statuses: Counter[str] = Counter()
-    for report in reports:
-        statuses.update(report.statuses)
-    invalid = statuses["invalid"] + statuses["unsafe"]
-    return f"{100 * invalid / statuses.total():.0f}" if statuses else ""
-
-
-def _curve_cells(reports: Iterable[SearchReport]) -> list[str]:
-    """Best objective after shares of the evaluations, mean over finished searches."""
-    finished = [report for report in reports if report.winner is not None]
+def _curve_cells(results: Results) -> list[str]:
+    """Best objective after shares of the evaluations, mean over searches with a winner."""
     cells = []
-    for share in _CURVE_SHARES:
-        best = [_best_after(report, share) for report in finished]
+    curves = [result.curve for result in results.values() if result.winner is not None]
+    for best in zip(*curves, strict=True):
         known = [value for value in best if value is not None]
         cells.append(f"{statistics.mean(known):.4f}" if len(known) == len(best) else "")
     return cells
-
-
-def _best_after(report: SearchReport, share: float) -> float | None:
-    """Best objective after a share of all answers."""
-    limit = share * report.rows[-1].spent
-    values = [value for spent, value in report.curve() if spent <= limit]
-    return values[-1] if values else None
 
 
 def format_mean(values: Sequence[float], digits: int = 4) -> str:

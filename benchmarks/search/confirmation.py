@@ -8,23 +8,19 @@ differences between states and not between samples of questions.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from benchmarks.common.progress import log_progress
-from benchmarks.search.comparison import ledger_path
 from benchmarks.search.comparison_table import format_mean
-from offline_search.candidates.selection_program import Candidate, SelectionProgram
+from benchmarks.search.results import read_results, search_name
+from offline_search.candidates.selection_program import Candidate
 from offline_search.evaluation.answers import Answers, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
-from offline_search.ledger import read_ledger
-from offline_search.ledger.records import SettingsRecord, WinnerRecord
 from offline_search.report.markdown import table
 from offline_search.settings import FrozenModel
-from vllm_autoprune.tpdsl.states.load import load_state
 
 FILE = "confirmation.json"
 
@@ -43,27 +39,9 @@ _CONFIRMED: TypeAdapter[dict[str, Confirmed]] = TypeAdapter(dict[str, Confirmed]
 
 
 def read_confirmation(folder: Path) -> dict[str, Confirmed]:
-    """What was measured so far, by name of the ledger."""
+    """What was measured so far, by name of the search."""
     path = folder / FILE
     return _CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
-
-
-def find_winners(ledgers: Iterable[Path]) -> Mapping[str, tuple[Candidate, Sequence[int]]]:
-    """Winners and budgets of the searches that have ended, by name of the ledger."""
-    winners: dict[str, tuple[Candidate, Sequence[int]]] = {}
-    for path in sorted(ledgers):
-        records = read_ledger(path)
-        chosen = next((one for one in records if isinstance(one, WinnerRecord)), None)
-        if chosen is not None and isinstance(records[0], SettingsRecord):
-            winner = _load_winner(chosen)
-            winners[path.stem] = (winner, records[0].settings.budgets)
-    return winners
-
-
-def _load_winner(chosen: WinnerRecord) -> Candidate:
-    if chosen.state is None:
-        return SelectionProgram(chosen.program)
-    return load_state(json.dumps(chosen.state))
 
 
 async def _measure(
@@ -90,13 +68,16 @@ def confirm(folder: Path, evaluator: Evaluator) -> dict[str, Confirmed]:
     confirmed = read_confirmation(folder)
     count = len(evaluator.dataset.examples("test"))
     full: Answers | None = None
-    for name, (winner, budgets) in find_winners(folder.glob("*.jsonl")).items():
-        known = confirmed.get(name)
+    for name, result in read_results(folder).items():
+        known, winner = confirmed.get(name), result.winner
+        if winner is None:
+            continue
         if known and (known.digest, known.evaluator) == (winner.digest, evaluator.name):
             continue
         if full is None:
             full = asyncio.run(evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count)))
-        confirmed[name] = asyncio.run(_measure(evaluator, winner, budgets, full))
+        measured = _measure(evaluator, winner.load(), result.settings.budgets, full)
+        confirmed[name] = asyncio.run(measured)
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
         (folder / FILE).write_bytes(_CONFIRMED.dump_json(confirmed, indent=1))
     return confirmed
@@ -114,7 +95,7 @@ def as_markdown(
         strategy: {
             seed: confirmed[name]
             for seed in seeds
-            if (name := ledger_path(folder, strategy, seed).stem) in confirmed
+            if (name := search_name(strategy, seed)) in confirmed
         }
         for strategy in strategies
     }

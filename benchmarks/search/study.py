@@ -1,7 +1,8 @@
 """The published comparison: every strategy on one yardstick and K, and its winners confirmed.
 
-All arms of a comparison share evaluator, data, base policy and number of evaluations. Ledgers are
-kept for each yardstick and K, so a study can be resumed, extended by strategies, and printed again.
+All arms of a comparison share evaluator, data, base policy and number of evaluations. Each
+yardstick and K has its own folder, so a study can be resumed, extended by strategies, and printed
+again, for which its results are enough, without the ledgers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.search.comparison import (
     run_comparison,
 )
 from benchmarks.search.comparison_table import as_markdown
+from benchmarks.search.results import read_results, results_of
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 from offline_search.dataset import Split
 from offline_search.evaluation.evaluator import Evaluator
@@ -67,17 +69,22 @@ class Study:
     proposals_per_reply: int = 1
     concurrency: int = 1
 
-    @property
-    def needs_proposer(self) -> bool:
-        """Whether an arm asks a language model."""
-        return needs_proposer(self.arms, self._settings(1, BASE_POLICIES["minillava"]))
+    def needs_proposer(self, names: Sequence[str], budgets: Sequence[int]) -> bool:
+        """Whether a search that asks a language model has not ended on these yardsticks and K."""
+        arms = {
+            arm
+            for name in names
+            for budget in budgets
+            for arm in self._unfinished_arms(name, budget)
+        }
+        return needs_proposer(sorted(arms), self._settings(1, BASE_POLICIES["minillava"]))
 
     def run(self, name: str, budget: int, connect: Callable[[], Proposer] | None) -> str:
         """Run what is missing on one yardstick at one K; the tables in Markdown.
 
         ``connect`` opens the proposer, once for each comparison, because each has its event loop.
         """
-        folder = self.folder / f"{name}-k{budget}"
+        folder = self._cell(name, budget)
         folder.mkdir(parents=True, exist_ok=True)
         yardstick, base = open_yardstick(name), BASE_POLICIES[name]
         own = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
@@ -107,6 +114,14 @@ class Study:
         finally:
             if proposer is not None:
                 await proposer.close()
+
+    def _cell(self, name: str, budget: int) -> Path:
+        """Folder of one yardstick and K."""
+        return self.folder / f"{name}-k{budget}"
+
+    def _unfinished_arms(self, name: str, budget: int) -> list[str]:
+        known = read_results(self._cell(name, budget))
+        return [a for a in self.arms if len(results_of(known, a, self.seeds)) < len(self.seeds)]
 
     def _settings(self, budget: int, base_policy: str) -> Settings:
         return Settings(

@@ -14,7 +14,8 @@ from benchmarks.search.comparison import (
     RecordedProposer,
     run_comparison,
 )
-from benchmarks.search.comparison_table import as_markdown, format_mean, read_outcomes
+from benchmarks.search.comparison_table import as_markdown, format_mean
+from benchmarks.search.results import read_results, results_of
 from benchmarks.search.speed import SpeedComparison, Timing, processor_seconds, random_states
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import EvaluationJob
@@ -49,12 +50,16 @@ async def test_a_comparison_resumes_and_prints_its_ledgers(data: Dataset, tmp_pa
     await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
     await run_comparison(tmp_path, STRATEGIES, [0, 1], settings, CachingEvaluator(evaluator), None)
-    results = {name: read_outcomes(tmp_path, name, range(3)) for name in STRATEGIES}
-    assert [len(ended) for ended in results.values()] == [2, 2]
+    known = read_results(tmp_path)
+    winners = {
+        name: [one.winner for one in results_of(known, name, range(3)).values() if one.winner]
+        for name in STRATEGIES
+    }
+    assert [len(ended) for ended in winners.values()] == [2, 2]
     text = as_markdown(tmp_path, STRATEGIES, range(3))
     gaps = [
-        one.winner.test.objective.value - other.winner.test.objective.value
-        for one, other in zip(results["tpe"], results["random"], strict=True)
+        one.objective - other.objective
+        for one, other in zip(winners["tpe"], winners["random"], strict=True)
     ]
     assert f"tpe less random, paired by seed: {format_mean(gaps)}" in text
     assert "| tpe | 2 |" in text
@@ -118,8 +123,9 @@ async def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
     settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
     names, evaluator = ("autoprune", "random"), SyntheticEvaluator(data)
     await run_comparison(tmp_path, names, [0], settings, evaluator, ScriptedProposer(["no"]))
-    assert not read_outcomes(tmp_path, "autoprune", [0])
-    assert len(read_outcomes(tmp_path, "random", [0])) == 1
+    results = read_results(tmp_path)
+    assert results["autoprune-0"].winner is None and results["random-0"].winner is not None
+    assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
     lines = as_markdown(tmp_path, names, [0]).splitlines()
     assert "| autoprune | 0 |  |  |  |  | 100 |" in lines
     assert any(line.startswith("| random | 1 |") and line.endswith("| 0 |") for line in lines)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search.confirmation import FILE, as_markdown, confirm, read_confirmation
+from benchmarks.search.results import add_result
 from offline_search.dataset import Dataset
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import SyntheticEvaluator, dataset, run_search
@@ -20,6 +21,7 @@ def data(tmp_path: Path) -> Dataset:
 async def _search(folder: Path, data: Dataset, strategy: str, seed: int) -> None:
     settings = Settings(strategy=strategy, rounds=1, per_round=3, budgets=(8,), seed=seed)
     await run_search(folder / f"{strategy}-{seed}.jsonl", settings, SyntheticEvaluator(data))
+    add_result(folder, strategy, seed)
 
 
 def test_every_winner_is_measured_once(data: Dataset, tmp_path: Path) -> None:

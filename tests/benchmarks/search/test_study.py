@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.accuracy.yardsticks.yardstick import Yardstick
 from benchmarks.search import study as study_module
-from benchmarks.search.comparison import ledger_path, needs_proposer
+from benchmarks.search.comparison import needs_proposer
+from benchmarks.search.results import ledger_path
 from benchmarks.search.study import ARMS, Study
 from offline_search.dataset import Dataset, Split
 from offline_search.ledger import read_ledger
@@ -21,6 +23,7 @@ from tests.offline_search.synthetic import (
     WaitingProposer,
     dataset,
 )
+from vllm_autoprune.errors import SearchError
 
 
 class StandIn:
@@ -57,7 +60,7 @@ def test_a_study_compares_arms_with_and_without_a_model(
 ) -> None:
     arms = ("tpe", "autoprune+@none", "autoprune+")
     study = Study(tmp_path / "out", arms, range(2), 2, "scripted", menu=1)
-    assert study.needs_proposer
+    assert study.needs_proposer(["minillava"], [8])
     proposers: list[ScriptedProposer] = []
 
     def connect() -> ScriptedProposer:
@@ -76,9 +79,16 @@ def test_a_study_compares_arms_with_and_without_a_model(
         assert first.settings.strategy == arm.removesuffix("@none")
         assert bool(first.settings.proposer) == asks
         assert any(isinstance(record, ReplyRecord) for record in records) == asks
-    # Printing it again measures nothing again.
-    assert study.run("minillava", 8, connect) == text
-    assert not measured[-1].jobs and not measured[-2].jobs and not proposers[1].requests
+    # Printing it again takes the results alone, and measures and asks nothing.
+    for ledger in folder.glob("*-[01].jsonl"):
+        ledger.unlink()
+    assert not study.needs_proposer(["minillava"], [8])
+    assert study.needs_proposer(["minillava"], [8, 16])
+    assert study.run("minillava", 8, None) == text
+    assert not measured[-1].jobs and not measured[-2].jobs and len(proposers) == 1
+    other = replace(study, rounds=3)
+    with pytest.raises(SearchError, match="has other settings"):
+        other.run("minillava", 8, None)
 
 
 def test_searches_of_a_study_share_the_batches_of_the_model(tmp_path: Path) -> None:
