@@ -15,9 +15,8 @@ from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.search.arguments import build_parser
 from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
 from benchmarks.search.comparison import needs_proposer
-from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.scenes import write_data
-from benchmarks.search.study import PER_ROUND, Study
+from benchmarks.search.study import PER_ROUND, Study, format_tables
 from offline_search.dataset import Split
 from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
 from offline_search.proposers.embedded_server import CONCURRENT_REQUESTS, serve_model
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.command == "study":
         _run_study(options)
     if options.command in ("compare", "table"):
-        print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
+        print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
     return 0
 
 

@@ -20,7 +20,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="write held-out scenes as a data folder")
     data.add_argument("--out", type=Path, required=True, help="data folder")
     compare = commands.add_parser("compare", help="run, or resume, strategies over several seeds")
-    table = commands.add_parser("table", help="print the table of a comparison")
+    table = commands.add_parser("table", help="print the tables of a comparison again")
     confirm = commands.add_parser(
         "confirm", help="measure the winners of a comparison on many fresh questions"
     )

@@ -92,12 +92,8 @@ class Study:
         asyncio.run(self._compare(folder, settings, CachingEvaluator(own), connect))
         fresh = YardstickEvaluator(yardstick, _FRESH_IMAGES, each=1, base_policy=base)
         confirmation.confirm(folder, fresh)
-        references = [arm for arm in REFERENCES if arm in self.arms] or self.arms[:1]
-        tables = (
-            as_markdown(folder, self.arms, self.seeds),
-            *(confirmation.as_markdown(folder, self.arms, self.seeds, arm) for arm in references),
-        )
-        return "\n".join([f"## {yardstick.name}, K = {budget}", "", *tables])
+        tables = format_tables(folder, self.arms, self.seeds)
+        return f"## {yardstick.name}, K = {budget}\n\n{tables}"
 
     async def _compare(
         self,
@@ -133,3 +129,15 @@ class Study:
             menu=self.menu,
             proposals_per_reply=self.proposals_per_reply,
         )
+
+
+def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """The searches of a folder in Markdown; their winners beside each of :data:`REFERENCES`.
+
+    Winners that were not confirmed are left out.
+    """
+    tables = [as_markdown(folder, arms, seeds)]
+    if confirmation.read_confirmation(folder):
+        references = [arm for arm in REFERENCES if arm in arms] or arms[:1]
+        tables += [confirmation.as_markdown(folder, arms, seeds, arm) for arm in references]
+    return "\n".join(tables)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.accuracy.yardsticks.yardstick import Yardstick
 from benchmarks.search import study as study_module
+from benchmarks.search.__main__ import main
 from benchmarks.search.comparison import needs_proposer
 from benchmarks.search.results import ledger_path
 from benchmarks.search.study import ARMS, Study
@@ -56,7 +57,7 @@ def measured(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[SyntheticEv
 
 
 def test_a_study_compares_arms_with_and_without_a_model(
-    measured: list[SyntheticEvaluator], tmp_path: Path
+    measured: list[SyntheticEvaluator], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = ("tpe", "autoprune+@none", "autoprune+")
     study = Study(tmp_path / "out", arms, range(2), 2, "scripted", menu=1)
@@ -86,6 +87,9 @@ def test_a_study_compares_arms_with_and_without_a_model(
     assert study.needs_proposer(["minillava"], [8, 16])
     assert study.run("minillava", 8, None) == text
     assert not measured[-1].jobs and not measured[-2].jobs and len(proposers) == 1
+    capsys.readouterr()
+    assert main(["table", "--out", str(folder), "--strategies", *arms, "--seeds", "2"]) == 0
+    assert text == f"## stand-in, K = 8\n\n{capsys.readouterr().out}"
     other = replace(study, rounds=3)
     with pytest.raises(SearchError, match="has other settings"):
         other.run("minillava", 8, None)

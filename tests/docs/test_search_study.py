@@ -1,0 +1,75 @@
+"""Figures of the search study are those of the results that the repository holds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search.comparison_table import format_mean
+from benchmarks.search.confirmation import read_confirmation
+from benchmarks.search.results import read_results, results_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/studies/search.md").read_text(encoding="utf-8")
+RECORDED = ROOT / "benchmarks/search/recorded/study"
+CELLS = sorted(folder.name for folder in RECORDED.iterdir())
+NAMES = {"minillava": "mini-LLaVA", "miniqwen": "mini-Qwen3-VL"}
+SEEDS = range(8)
+
+
+@pytest.mark.parametrize("strategy", ["autoprune", "evoprompting-states"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_row_of_the_embedded_model_is_that_of_its_results(cell: str, strategy: str) -> None:
+    yardstick, _, budget = cell.partition("-k")
+    confirmed = read_confirmation(RECORDED / cell)
+    results = results_of(read_results(RECORDED / cell), strategy, SEEDS)
+    assert list(results) == list(SEEDS)
+    scores = [confirmed[f"{strategy}-{seed}"] for seed in SEEDS]
+    gaps = [
+        score.objective - confirmed[f"tpe-{seed}"].objective
+        for seed, score in zip(SEEDS, scores, strict=True)
+    ]
+    curves = zip(*(result.curve for result in results.values()), strict=True)
+    means = [statistics.mean(value for value in best if value is not None) for best in curves]
+    row = [
+        NAMES[yardstick],
+        budget,
+        f"`{strategy}`",
+        format_mean([score.objective for score in scores], 2),
+        format_mean([100 * score.accuracy for score in scores], 1),
+        f"{'+' if statistics.mean(gaps) > 0 else ''}{format_mean(gaps, 2)}",
+        ", ".join(f"{mean:.2f}" for mean in means),
+    ]
+    assert f"| {' | '.join(row)} |" in PAGE
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
+    confirmed = read_confirmation(RECORDED / cell)
+    winners = {
+        name: result.winner
+        for name, result in read_results(RECORDED / cell).items()
+        if result.winner is not None
+    }
+    assert set(winners) == set(confirmed)
+    for name, winner in winners.items():
+        assert winner.load().digest == winner.digest == confirmed[name].digest
+        assert confirmed[name].questions == 600
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_rows_of_tpe_are_those_of_its_results(cell: str) -> None:
+    budget = cell.partition("-k")[2]
+    confirmed = read_confirmation(RECORDED / cell)
+    fresh = [confirmed[f"tpe-{seed}"] for seed in SEEDS]
+    winners = [
+        result.winner
+        for result in results_of(read_results(RECORDED / cell), "tpe", SEEDS).values()
+        if result.winner is not None
+    ]
+    for scores in (fresh, winners):
+        objective = format_mean([score.objective for score in scores], 2)
+        accuracy = format_mean([100 * score.accuracy for score in scores], 1)
+        assert f"| {budget} | `tpe` | {objective} | {accuracy} |" in PAGE
