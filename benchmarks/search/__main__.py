@@ -16,7 +16,7 @@ from benchmarks.search.arguments import build_parser
 from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
 from benchmarks.search.comparison import needs_proposer
 from benchmarks.search.scenes import write_data
-from benchmarks.search.study import PER_ROUND, Study, format_tables
+from benchmarks.search.study import PER_ROUND, Study, format_tables, rank_winners
 from offline_search.dataset import Split
 from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
 from offline_search.proposers.embedded_server import CONCURRENT_REQUESTS, serve_model
@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(candidates_as_markdown(options.ledgers), end="")
     elif options.command == "study":
         _run_study(options)
+    elif options.command == "rank":
+        chosen = (options.yardstick, options.strategies, options.state)
+        print(rank_winners(options.out, *chosen, options.budgets, options.best), end="")
     if options.command in ("compare", "table"):
         print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
     return 0

@@ -22,11 +22,13 @@ from benchmarks.search.comparison import (
 )
 from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.results import read_results, results_of
+from benchmarks.search.state_ranking import rank_states
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 from offline_search.dataset import Split
 from offline_search.evaluation.evaluator import Evaluator
 from offline_search.proposers.proposal_client import Proposer
 from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.states.load import load_state
 
 ARMS = (
     "random",
@@ -141,3 +143,21 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
         references = [arm for arm in REFERENCES if arm in arms] or arms[:1]
         tables += [confirmation.as_markdown(folder, arms, seeds, arm) for arm in references]
     return "\n".join(tables)
+
+
+def rank_winners(
+    folder: Path, name: str, arms: Sequence[str], known: Path, budgets: Sequence[int], best: int
+) -> str:
+    """The winners of one yardstick beside the state of a file, in Markdown."""
+    yardstick, base = open_yardstick(name), BASE_POLICIES[name]
+    evaluator, fresh = (
+        CachingEvaluator(YardstickEvaluator(yardstick, images, each=1, base_policy=base))
+        for images in (_IMAGES, _FRESH_IMAGES)
+    )
+    states = {
+        result.name: result.winner.load()
+        for result in read_results(folder).values()
+        if result.winner is not None and result.name.rpartition("-")[0] in arms
+    }
+    state = load_state(known.read_text(encoding="utf-8"))
+    return asyncio.run(rank_states(evaluator, fresh, states, state, budgets, best))

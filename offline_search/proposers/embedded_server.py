@@ -33,7 +33,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
-# A schema allows white space anywhere, of which a small model may write a thousand tokens.
+# A schema allows white space anywhere, of which a small model may write hundreds of tokens.
 _COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
 
 _FLAGS = (

@@ -13,5 +13,5 @@ def test_vllm_takes_the_arguments_of_the_server() -> None:
     options = parser.parse_args(server_arguments(Path("model"), 8001))
     assert (options.model_tag, options.port) == ("model", 8001)
     assert options.max_num_seqs == CONCURRENT_REQUESTS
-    # A reply is otherwise as long as the white space that the model writes into it.
+    # Otherwise white space may be most of a reply.
     assert options.structured_outputs_config.disable_any_whitespace

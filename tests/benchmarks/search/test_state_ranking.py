@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search.state_ranking import rank_states
+from offline_search.dataset import Dataset
+from offline_search.settings import Settings
+from offline_search.strategies.start_states import base_state, paper_state
+from tests.offline_search.synthetic import SyntheticEvaluator, dataset, score_state
+
+BUDGETS = (4, 8)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return dataset(folder)
+
+
+async def test_the_best_are_measured_on_fresh_questions(data: Dataset) -> None:
+    settings = Settings(budgets=(8,))
+    states = {f"q-{quota}": paper_state(settings, quota) for quota in (1, 4, 8)}
+    known = base_state(settings)
+    evaluator, fresh = SyntheticEvaluator(data), SyntheticEvaluator(data)
+    text = await rank_states(evaluator, fresh, states, known, BUDGETS, count=1)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    best = max(states, key=lambda name: score_state(states[name]))
+    assert [row[0] for row in rows][:2] == ["known", best] and len(rows) == 4
+    difference, _, width = rows[1][4].partition(" ± ")
+    expected = score_state(states[best]) - score_state(known)
+    assert float(difference) == pytest.approx(expected, abs=float(width)) and float(width) > 0
+    assert all(row[2].strip() == "" for row in rows[2:] if len(row) > 2)
+    assert {job.split for job in evaluator.jobs} == {"search", "validation"}
+    assert {job.split for job in fresh.jobs} == {"test"}
+    measured = {job.candidate.digest for job in fresh.jobs if job.candidate is not None}
+    assert measured == {known.digest, states[best].digest}
