@@ -46,10 +46,10 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     study.add_argument("--proposer-model", help="its name there")
     rank = commands.add_parser(
-        "rank", help="rank the winners of a study, and compare the best with a known state"
+        "rank", help="rank the winners of a study, and compare the best with another state"
     )
     rank.add_argument("--out", type=Path, required=True, help="folder of one yardstick and K")
-    rank.add_argument("--state", type=Path, required=True, help="the known state")
+    rank.add_argument("--state", type=Path, required=True, help="the state to compare with")
     rank.add_argument("--yardstick", choices=YARDSTICKS, required=True, help="model to measure on")
     rank.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32], help="each K")
     rank.add_argument("--best", type=int, default=3, help="winners measured on fresh questions")

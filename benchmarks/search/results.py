@@ -1,6 +1,6 @@
 """Results of the searches of a comparison, one line each: what its tables are made of.
 
-The ledgers of a study take a hundred megabytes, its results less than one: those of published
+A ledger takes hundreds of kilobytes, a result two: those of published
 tables are in the repository. A search whose result is known is not run again.
 """
 
@@ -58,6 +58,11 @@ class SearchResult(FrozenModel):
     curve: tuple[float | None, ...]
     winner: Winner | None
 
+    @property
+    def arm(self) -> str:
+        """The strategy, with its ending where it was run without a model."""
+        return self.name.rpartition("-")[0]
+
 
 def search_name(strategy: str, seed: int) -> str:
     """Name of one search of a comparison."""
@@ -101,7 +106,7 @@ def add_result(folder: Path, strategy: str, seed: int) -> None:
     name = search_name(strategy, seed)
     report = read_report(read_ledger(ledger_path(folder, strategy, seed)))
     results = {**read_results(folder), name: _summarize(name, report)}
-    lines = [results[key].model_dump_json(exclude_defaults=True) for key in sorted(results)]
+    lines = [results[key].model_dump_json() for key in sorted(results)]
     temporary = folder / f".{FILE}"
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(folder / FILE)

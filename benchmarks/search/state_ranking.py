@@ -1,12 +1,11 @@
-"""Which state to ship: winners of searches beside a known state, over several budgets.
+"""Which state to ship: winners of searches compared with a baseline state, over several budgets.
 
 Winners are ranked by the search and validation questions of a study. The best are then measured on
-fresh questions, on which nothing was chosen, and compared with the known state by question.
+fresh questions, on which nothing was chosen, and compared with the baseline by question.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,10 +13,11 @@ import numpy as np
 from benchmarks.common.progress import log_progress
 from offline_search.candidates.selection_program import Candidate
 from offline_search.dataset import Split
-from offline_search.evaluation.answers import relative_logprob
+from offline_search.evaluation.answers import paired_error, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
 from offline_search.report.markdown import table
 from vllm_autoprune.statistics import Floats
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 RANKED_BY: tuple[Split, ...] = ("search", "validation")
 
@@ -26,34 +26,37 @@ async def rank_states(
     evaluator: Evaluator,
     fresh: Evaluator,
     states: Mapping[str, Candidate],
-    known: Candidate,
+    baseline: PruningState,
     budgets: Sequence[int],
     count: int,
 ) -> str:
     """Table in Markdown of all states, best first; the first ``count`` on the ``fresh`` test split.
 
-    Objectives and accuracies are means over ``budgets``; the difference to ``known`` has its 95 %
-    interval over questions.
+    Objectives and accuracies are means over ``budgets``; the difference to the baseline has its
+    95 % interval over images.
     """
-    named = {"known": known, **states}
+    named = {baseline.name: baseline, **states}
     means: dict[str, float] = {}
     for name, state in named.items():
         values = [await _measure(evaluator, state, budgets, split) for split in RANKED_BY]
         means[name] = float(np.concatenate([objective for objective, _ in values]).mean())
         log_progress(f"{name}: {means[name]:+.3f}")
-    own, _ = await _measure(fresh, known, budgets, "test")
-    ranked = sorted(states, key=lambda name: -means[name])
+    ranked = [baseline.name, *sorted(states, key=lambda name: -means[name])]
+    confirmed = {
+        name: await _measure(fresh, named[name], budgets, "test") for name in ranked[: count + 1]
+    }
     rows = []
-    for name in ["known", *ranked]:
+    for name in ranked:
         row = [name, f"{means[name]:.3f}", "", "", ""]
-        if name in ["known", *ranked[:count]]:
-            objective, right = await _measure(fresh, named[name], budgets, "test")
-            gaps = objective - own
-            error = 1.96 * float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-            less = "-" if name == "known" else f"{gaps.mean():+.3f} ± {error:.3f}"
-            row[2:] = [f"{objective.mean():.3f}", f"{100 * right.mean():.1f}", less]
+        if name in confirmed:
+            objective, right = confirmed[name]
+            row[2:4] = f"{objective.mean():.3f}", f"{100 * right.mean():.1f}"
+            gaps = objective - confirmed[baseline.name][0]
+            error = 1.96 * paired_error(fresh.dataset.examples("test"), gaps)
+            row[4] = "-" if name == baseline.name else f"{gaps.mean():+.3f} ± {error:.3f}"
         rows.append(row)
-    head = ["state", "search and validation", "fresh", "accuracy %", "less known, paired"]
+    less = f"less {baseline.name}, paired"
+    head = ["state", "search and validation", "fresh", "accuracy %", less]
     return "\n".join(table(head, rows, "lrrrr")) + "\n"
 
 

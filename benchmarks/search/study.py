@@ -146,9 +146,9 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
 
 
 def rank_winners(
-    folder: Path, name: str, arms: Sequence[str], known: Path, budgets: Sequence[int], best: int
+    folder: Path, name: str, arms: Sequence[str], state: Path, budgets: Sequence[int], best: int
 ) -> str:
-    """The winners of one yardstick beside the state of a file, in Markdown."""
+    """The winners of one yardstick compared with the state in a file, in Markdown."""
     yardstick, base = open_yardstick(name), BASE_POLICIES[name]
     evaluator, fresh = (
         CachingEvaluator(YardstickEvaluator(yardstick, images, each=1, base_policy=base))
@@ -157,7 +157,7 @@ def rank_winners(
     states = {
         result.name: result.winner.load()
         for result in read_results(folder).values()
-        if result.winner is not None and result.name.rpartition("-")[0] in arms
+        if result.winner is not None and result.arm in arms
     }
-    state = load_state(known.read_text(encoding="utf-8"))
-    return asyncio.run(rank_states(evaluator, fresh, states, state, budgets, best))
+    baseline = load_state(state.read_text(encoding="utf-8"))
+    return asyncio.run(rank_states(evaluator, fresh, states, baseline, budgets, best))

@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Dataset:
     return dataset(folder)
 
 
-async def test_a_comparison_resumes_and_prints_its_ledgers(data: Dataset, tmp_path: Path) -> None:
+async def test_a_comparison_resumes_and_prints_its_results(data: Dataset, tmp_path: Path) -> None:
     settings = Settings(rounds=2, per_round=3, budgets=(8,))
     evaluator = SyntheticEvaluator(data)
     await run_comparison(tmp_path, STRATEGIES, [0], settings, CachingEvaluator(evaluator), None)

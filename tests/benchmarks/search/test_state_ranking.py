@@ -23,17 +23,17 @@ def data(tmp_path: Path) -> Dataset:
 async def test_the_best_are_measured_on_fresh_questions(data: Dataset) -> None:
     settings = Settings(budgets=(8,))
     states = {f"q-{quota}": paper_state(settings, quota) for quota in (1, 4, 8)}
-    known = base_state(settings)
+    baseline = base_state(settings)
     evaluator, fresh = SyntheticEvaluator(data), SyntheticEvaluator(data)
-    text = await rank_states(evaluator, fresh, states, known, BUDGETS, count=1)
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    text = await rank_states(evaluator, fresh, states, baseline, BUDGETS, count=1)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     best = max(states, key=lambda name: score_state(states[name]))
-    assert [row[0] for row in rows][:2] == ["known", best] and len(rows) == 4
+    assert [row[0] for row in rows][:2] == [baseline.name, best] and len(rows) == 4
     difference, _, width = rows[1][4].partition(" ± ")
-    expected = score_state(states[best]) - score_state(known)
+    expected = score_state(states[best]) - score_state(baseline)
     assert float(difference) == pytest.approx(expected, abs=float(width)) and float(width) > 0
-    assert all(row[2].strip() == "" for row in rows[2:] if len(row) > 2)
+    assert rows[0][4] == "-" and all(row[2:] == ["", "", ""] for row in rows[2:])
     assert {job.split for job in evaluator.jobs} == {"search", "validation"}
     assert {job.split for job in fresh.jobs} == {"test"}
     measured = {job.candidate.digest for job in fresh.jobs if job.candidate is not None}
-    assert measured == {known.digest, states[best].digest}
+    assert measured == {baseline.digest, states[best].digest}
