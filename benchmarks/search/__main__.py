@@ -125,7 +125,8 @@ def _list_length(options: argparse.Namespace) -> int:
 
 
 def _run_comparison(options: argparse.Namespace) -> None:
-    from benchmarks.search.comparison import CachingEvaluator, RecordedProposer, run_comparison
+    from benchmarks.search.comparison import CachingEvaluator, run_comparison
+    from benchmarks.search.stand_ins import RecordedProposer
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
     from offline_search.proposers.proposal_client import Proposer
 

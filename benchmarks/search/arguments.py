@@ -41,7 +41,9 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         help="models to measure on",
     )
     study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
-    study.add_argument("--strategies", nargs="+", default=list(ARMS), help="strategies to compare")
+    study.add_argument(
+        "--strategies", nargs="+", default=list(ARMS), help="strategies, as in `compare`"
+    )
     study.add_argument("--rounds", type=int, default=10, help="rounds of five evaluations")
     study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     study.add_argument("--proposer-model", help="its name there")
@@ -68,7 +70,8 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
             "--strategies",
             nargs="+",
             default=list(_DEFAULT_STRATEGIES),
-            help="strategies to compare; with @none without a language model",
+            help="strategies to compare; with @none without a language model, with @random with "
+            "replies drawn at random",
         )
         command.add_argument("--seeds", type=int, default=5, help="number of seeds")
     for command in (compare, study):

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.search.comparison import (
     CachingEvaluator,
-    RecordedProposer,
     run_comparison,
 )
 from benchmarks.search.comparison_table import as_markdown, format_mean
@@ -20,7 +19,7 @@ from benchmarks.search.speed import SpeedComparison, Timing, processor_seconds, 
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import ReplyRecord, SettingsRecord
+from offline_search.ledger.records import SettingsRecord
 from offline_search.settings import Settings
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
@@ -30,7 +29,6 @@ from tests.offline_search.synthetic import (
     dataset,
     list_reply,
 )
-from vllm_autoprune.errors import SearchError
 
 STRATEGIES = ("tpe", "random")
 
@@ -69,34 +67,13 @@ async def test_only_strategies_that_ask_for_lists_get_them(data: Dataset, tmp_pa
     settings = Settings(
         rounds=1, per_round=3, budgets=(8,), proposer="scripted", proposals_per_reply=3
     )
-    arms = {"autoprune": 3, "autoprune+": 3, "autoprune+@none": 1, "random": 1}
+    arms = {"autoprune": 3, "autoprune+": 3, "autoprune@random": 1, "autoprune+@none": 1, "tpe": 1}
     proposer = ScriptedProposer([list_reply(0, 3)])
     await run_comparison(tmp_path, list(arms), [0], settings, SyntheticEvaluator(data), proposer)
     for arm, length in arms.items():
         record = read_ledger(tmp_path / f"{arm}-0.jsonl")[0]
         assert isinstance(record, SettingsRecord)
         assert record.settings.proposals_per_reply == length
-
-
-async def test_recorded_replies_are_a_proposer(data: Dataset, tmp_path: Path) -> None:
-    settings = Settings(rounds=2, per_round=3, budgets=(8,), proposer="m")
-    evaluator, scripted = SyntheticEvaluator(data), ScriptedProposer(valid_replies(20))
-    await run_comparison(tmp_path / "a", ["autoprune"], [0], settings, evaluator, scripted)
-    ledger = tmp_path / "a" / "autoprune-0.jsonl"
-    for folder in ("b", "c"):
-        recorded = RecordedProposer([ledger])
-        assert len(recorded) == len({str(asked) for asked in scripted.requests}) > 0
-        await run_comparison(tmp_path / folder, ["autoprune+"], [0], settings, evaluator, recorded)
-    with Ledger(tmp_path / "b" / "autoprune+-0.jsonl") as one:
-        with Ledger(tmp_path / "c" / "autoprune+-0.jsonl") as other:
-            assert one.digest() == other.digest()
-        given = {reply.text for reply in one if isinstance(reply, ReplyRecord)}
-    assert given and given <= {
-        reply.text for reply in read_ledger(ledger) if isinstance(reply, ReplyRecord)
-    }
-    await run_comparison(tmp_path / "d", ["random"], [0], settings, evaluator, None)
-    with pytest.raises(SearchError, match="no reply is recorded"):
-        RecordedProposer([tmp_path / "d" / "random-0.jsonl"])
 
 
 async def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:

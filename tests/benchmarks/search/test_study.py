@@ -107,6 +107,6 @@ def test_searches_of_a_study_share_the_batches_of_the_model(tmp_path: Path) -> N
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
     assert {arm.removesuffix("@none") for arm in ARMS} == set(STRATEGIES)
     settings = Settings(proposer="m")
-    without: Sequence[str] = ("random", "tpe", "autoprune+@none")
+    without: Sequence[str] = ("random", "tpe", "autoprune+@none", "autoprune@random")
     assert not needs_proposer(without, settings)
     assert all(needs_proposer([arm], settings) for arm in ARMS if arm not in without)
