@@ -86,7 +86,7 @@ class Search:
             rng = Random(f"{settings.seed} {number}")
             count = settings.per_round
             if races(settings, strategy):
-                # The last round is smaller, so that a race spends no more than its budget.
+                # The last round is smaller, so that a race exceeds its budget by little.
                 left = budget - _count_answers(history)
                 full = len(examples) * len(settings.budgets)
                 count = RACED_PER_PLACE * min(count, max(1, left // full))

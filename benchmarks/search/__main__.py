@@ -1,10 +1,11 @@
-"""Command ``python -m benchmarks.search``: data, comparisons of strategies, tables, speed."""
+"""Command ``python -m benchmarks.search``: comparisons of search strategies, and their tables."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,20 +16,31 @@ from benchmarks.accuracy.yardsticks.catalogue import open_yardstick
 from benchmarks.search.arguments import build_parser
 from benchmarks.search.candidate_table import as_markdown as candidates_as_markdown
 from benchmarks.search.comparison import needs_proposer
+from benchmarks.search.results import read_results
 from benchmarks.search.scenes import write_data
 from benchmarks.search.study import PER_ROUND, Study, format_tables, rank_winners
 from offline_search.dataset import Split
 from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
 from offline_search.proposers.embedded_server import CONCURRENT_REQUESTS, serve_model
 from offline_search.settings import DEFAULT_LIST, DEFAULT_MENU, Settings
+from vllm_autoprune.errors import AutopruneError, SearchError
 
 if TYPE_CHECKING:
     from offline_search.proposers.endpoint import EndpointProposer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write data, run a comparison, print its table, or measure speed."""
+    """Run the command that the arguments name; returns the exit status, 1 after an error."""
     options = build_parser(__doc__).parse_args(arguments)
+    try:
+        _run_command(options)
+    except AutopruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run_command(options: argparse.Namespace) -> None:
     if options.command == "speed":
         _measure_speed(options)
     if options.command == "data":
@@ -46,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(rank_winners(options.out, *chosen, options.budgets, options.best), end="")
     if options.command in ("compare", "table"):
         print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
-    return 0
 
 
 def _scenes(options: argparse.Namespace) -> dict[Split, int]:
@@ -72,9 +83,15 @@ def _confirm(options: argparse.Namespace) -> None:
     from benchmarks.search.confirmation import as_markdown, confirm
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 
+    bases = sorted({one.settings.base_policy for one in read_results(options.out).values()})
+    if len(bases) != 1:
+        raise SearchError(
+            f"{options.out}: its searches have {len(bases)} base policies ({', '.join(bases)}) -> "
+            "give the folder of a comparison, which has one"
+        )
     images: dict[Split, int] = {"search": 1, "validation": 1, "test": options.images}
-    yardstick = open_yardstick(options.yardstick, None)
-    confirm(options.out, YardstickEvaluator(yardstick, images, each=1))
+    yardstick = open_yardstick(options.yardstick, options.checkpoint)
+    confirm(options.out, YardstickEvaluator(yardstick, images, each=1, base_policy=bases[0]))
     print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
 
 
@@ -84,8 +101,8 @@ def _run_study(options: argparse.Namespace) -> None:
         options.strategies,
         range(options.seeds),
         options.rounds,
-        options.proposer_model or EMBEDDED_MODEL,
-        menu=0 if options.proposer_url else DEFAULT_MENU,
+        _proposer_name(options),
+        menu=_menu_width(options),
         proposals_per_reply=_list_length(options),
         concurrency=options.concurrency,
     )
@@ -113,15 +130,29 @@ def _open_endpoint(
     )
 
 
+def _proposer_name(options: argparse.Namespace) -> str:
+    """The model's name, of which settings and results keep a record."""
+    if options.proposer_url and not options.proposer_model:
+        raise SearchError("--proposer-url: which model? -> give --proposer-model")
+    return options.proposer_model or EMBEDDED_MODEL
+
+
 def _menu_width(options: argparse.Namespace) -> int:
     default = 0 if options.proposer_url else DEFAULT_MENU
     return default if options.menu is None else int(options.menu)
 
 
 def _list_length(options: argparse.Namespace) -> int:
-    if options.proposals_per_reply is not None:
-        return int(options.proposals_per_reply)
-    return DEFAULT_LIST if options.proposer_url else 1
+    """Proposals of a reply; a model that is offered a menu writes one."""
+    given, menu = options.proposals_per_reply, _menu_width(options)
+    if menu and given is not None and given > 1:
+        raise SearchError(
+            f"--proposals-per-reply {given}: a model that is offered a menu writes one proposal a "
+            "reply -> leave it out, or give --proposer-url, or --menu 0"
+        )
+    if given is not None:
+        return int(given)
+    return DEFAULT_LIST if options.proposer_url and not menu else 1
 
 
 def _run_comparison(options: argparse.Namespace) -> None:
@@ -130,15 +161,10 @@ def _run_comparison(options: argparse.Namespace) -> None:
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
     from offline_search.proposers.proposal_client import Proposer
 
-    yardstick = open_yardstick(options.yardstick, options.checkpoint)
-    own = YardstickEvaluator(
-        yardstick, _scenes(options), each=options.each, base_policy=options.base_policy
-    )
-    evaluator = CachingEvaluator(own)
     recorded = RecordedProposer(options.replies) if options.replies else None
-    proposer_name = options.proposer_model or EMBEDDED_MODEL
-    if recorded is not None:
-        proposer_name = f"{len(recorded)} recorded replies"
+    proposer_name = (
+        _proposer_name(options) if recorded is None else f"{len(recorded)} recorded replies"
+    )
     settings = Settings(
         rounds=options.rounds,
         per_round=options.per_round,
@@ -148,8 +174,13 @@ def _run_comparison(options: argparse.Namespace) -> None:
         proposer=proposer_name,
         menu=_menu_width(options),
         race=options.race,
-        proposals_per_reply=1 if options.menu else _list_length(options),
+        proposals_per_reply=_list_length(options),
     )
+    yardstick = open_yardstick(options.yardstick, options.checkpoint)
+    own = YardstickEvaluator(
+        yardstick, _scenes(options), each=options.each, base_policy=options.base_policy
+    )
+    evaluator = CachingEvaluator(own)
 
     async def run(proposer: Proposer | None) -> None:
         try:

@@ -22,10 +22,13 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="run, or resume, strategies over several seeds")
     table = commands.add_parser("table", help="print the tables of a comparison again")
     confirm = commands.add_parser(
-        "confirm", help="measure the winners of a comparison on many fresh questions"
+        "confirm", help="measure the winners of a comparison on more questions of the test split"
     )
     confirm.add_argument(
         "--yardstick", choices=YARDSTICKS, default="minillava", help="model to measure on"
+    )
+    confirm.add_argument(
+        "--checkpoint", type=Path, help="another training of the yardstick's model"
     )
     confirm.add_argument("--images", type=int, default=1000, help="images of the test split")
     study = commands.add_parser(
@@ -54,7 +57,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     rank.add_argument("--state", type=Path, required=True, help="the state to compare with")
     rank.add_argument("--yardstick", choices=YARDSTICKS, required=True, help="model to measure on")
     rank.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32], help="each K")
-    rank.add_argument("--best", type=int, default=3, help="winners measured on fresh questions")
+    rank.add_argument("--best", type=int, default=3, help="winners measured on test questions")
     rank.add_argument(
         "--strategies", nargs="+", default=list(ARMS), help="strategies whose winners are ranked"
     )
@@ -75,6 +78,13 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         )
         command.add_argument("--seeds", type=int, default=5, help="number of seeds")
     for command in (compare, study):
+        command.add_argument(
+            "--menu",
+            type=int,
+            metavar="N",
+            help="atoms offered per changed part of a proposal; 0: no restriction, the default "
+            f"with --proposer-url; else {DEFAULT_MENU}",
+        )
         command.add_argument(
             "--proposals-per-reply",
             type=int,
@@ -141,13 +151,6 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="LEDGER",
         help="use the replies recorded in these ledgers as proposer",
-    )
-    compare.add_argument(
-        "--menu",
-        type=int,
-        metavar="N",
-        help="atoms offered per changed part of a proposal; 0: no restriction, the default with "
-        f"--proposer-url; else {DEFAULT_MENU}",
     )
     compare.add_argument(
         "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"

@@ -1,8 +1,8 @@
-"""Winners of a comparison, measured once more on many questions that no search has seen.
+"""Winners of a comparison, measured once more on more questions of the test split.
 
-The test split of a comparison is small, because every search measures its winner on it. Here all
-winners answer the same questions of a larger one, so that differences between strategies are
-differences between states and not between samples of questions.
+The test split of a comparison is small, because every search measures its winner on it. Those
+questions are the first of the ones here, so the two are not independent; no winner was chosen by
+any of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.common.progress import log_progress
 from benchmarks.search.comparison_table import format_mean
-from benchmarks.search.results import read_results, search_name
+from benchmarks.search.results import read_results, require_model, search_name
 from offline_search.candidates.selection_program import Candidate
 from offline_search.evaluation.answers import Answers, relative_logprob
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
@@ -64,11 +64,15 @@ async def _measure(
 
 
 def confirm(folder: Path, evaluator: Evaluator) -> dict[str, Confirmed]:
-    """Measure every winner that was not measured yet; the file is written after each."""
+    """Measure every winner that was not measured yet; the file is written after each.
+
+    Raises :class:`SearchError` for a search on another model than the evaluator's.
+    """
     confirmed = read_confirmation(folder)
     count = len(evaluator.dataset.examples("test"))
     full: Answers | None = None
     for name, result in read_results(folder).items():
+        require_model(result, evaluator.name)
         known, winner = confirmed.get(name), result.winner
         if winner is None:
             continue

@@ -60,8 +60,23 @@ class SearchResult(FrozenModel):
 
     @property
     def arm(self) -> str:
-        """The strategy, with its ending where it was run without a model."""
+        """The strategy, with the ending of its arm (``@none``, ``@random``) if it has one."""
         return self.name.rpartition("-")[0]
+
+
+def require_model(result: SearchResult, evaluator: str) -> None:
+    """Raise :class:`SearchError` if a search was measured on another model than ``evaluator``.
+
+    The name of an evaluator is that of its model, then that of its data.
+    """
+    searched, given = (
+        name.partition(", data ")[0] for name in (result.settings.evaluator, evaluator)
+    )
+    if searched != given:
+        raise SearchError(
+            f"{result.name} was measured on {searched}, not on {given} -> give its model with "
+            "--yardstick and --checkpoint"
+        )
 
 
 def search_name(strategy: str, seed: int) -> str:

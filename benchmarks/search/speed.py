@@ -144,7 +144,7 @@ def measure_speed(served: ServedModel, candidates: int, few: int, budget: int) -
         asyncio.run(_evaluate(server.url, dataset, states[:1], budget))
         name = "one request at a time, features not shared"
         sequential = _time_evaluation(name, server, dataset, states[:few], budget, max_in_flight=1)
-    start, processor = time.monotonic(), 0.0
+    start, processor = time.monotonic(), -time.process_time()
     for state in states[:few]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state.json"
@@ -153,6 +153,7 @@ def measure_speed(served: ServedModel, candidates: int, few: int, budget: int) -
             with serve(served.model, *flags) as server:
                 asyncio.run(_evaluate(server.url, dataset, [state], budget))
                 processor += processor_seconds(server.process.pid)
+    processor += time.process_time()
     restarted = Timing("a server started for each", few, time.monotonic() - start, processor)
     return SpeedComparison((concurrent, sequential, restarted), len(dataset.examples("search")))
 

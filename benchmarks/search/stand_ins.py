@@ -23,7 +23,7 @@ from vllm_autoprune.errors import SearchError
 
 
 class RecordedProposer:
-    """Proposer that returns first replies recorded by earlier searches, instead of running a model.
+    """Proposer that returns replies of earlier searches to first attempts, and runs no model.
 
     The replies do not answer the prompt. Comparisons with it show how strategies use proposals,
     not what a model learns from the history.
@@ -60,8 +60,7 @@ class RecordedProposer:
 class RandomProposer:
     """Control for a language model: replies drawn at random from the JSON Schema of the request.
 
-    A strategy with it differs from the same strategy with a language model in nothing but who
-    writes the replies.
+    All else is as with a language model that writes one proposal a reply.
     """
 
     name = "replies drawn at random"
@@ -84,8 +83,8 @@ class RandomProposer:
 def draw_json(schema: JsonObject, rng: Random) -> JsonValue:
     """A random value of a proposal's schema.
 
-    Alternatives, lengths of lists, and numbers between their bounds are equally likely; a field
-    that is not required is there in one of two values.
+    Alternatives, lengths of lists, and numbers between their bounds are equally likely. A field
+    that is not required is included with a probability of one half.
     """
     known = definitions({"$defs": {}, **schema})
 

@@ -1,7 +1,7 @@
 """Which state to ship: winners of searches compared with a baseline state, over several budgets.
 
 Winners are ranked by the search and validation questions of a study. The best are then measured on
-fresh questions, on which nothing was chosen, and compared with the baseline by question.
+test questions, by which no search chose, and compared with the baseline by question.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ RANKED_BY: tuple[Split, ...] = ("search", "validation")
 
 async def rank_states(
     evaluator: Evaluator,
-    fresh: Evaluator,
+    confirming: Evaluator,
     states: Mapping[str, Candidate],
     baseline: PruningState,
     budgets: Sequence[int],
     count: int,
 ) -> str:
-    """Table in Markdown of all states, best first; the first ``count`` on the ``fresh`` test split.
+    """Table in Markdown of the baseline, then all states, best first.
 
+    The baseline and the first ``count`` states are measured on the test split of ``confirming``.
     Objectives and accuracies are means over ``budgets``; the difference to the baseline has its
     95 % interval over images.
     """
@@ -43,7 +44,8 @@ async def rank_states(
         log_progress(f"{name}: {means[name]:+.3f}")
     ranked = [baseline.name, *sorted(states, key=lambda name: -means[name])]
     confirmed = {
-        name: await _measure(fresh, named[name], budgets, "test") for name in ranked[: count + 1]
+        name: await _measure(confirming, named[name], budgets, "test")
+        for name in ranked[: count + 1]
     }
     rows = []
     for name in ranked:
@@ -52,11 +54,11 @@ async def rank_states(
             objective, right = confirmed[name]
             row[2:4] = f"{objective.mean():.3f}", f"{100 * right.mean():.1f}"
             gaps = objective - confirmed[baseline.name][0]
-            error = 1.96 * paired_error(fresh.dataset.examples("test"), gaps)
+            error = 1.96 * paired_error(confirming.dataset.examples("test"), gaps)
             row[4] = "-" if name == baseline.name else f"{gaps.mean():+.3f} ± {error:.3f}"
         rows.append(row)
     less = f"less {baseline.name}, paired"
-    head = ["state", "search and validation", "fresh", "accuracy %", less]
+    head = ["state", "search and validation", "test", "accuracy %", less]
     return "\n".join(table(head, rows, "lrrrr")) + "\n"
 
 

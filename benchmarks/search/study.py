@@ -21,7 +21,7 @@ from benchmarks.search.comparison import (
     run_comparison,
 )
 from benchmarks.search.comparison_table import as_markdown
-from benchmarks.search.results import read_results, results_of
+from benchmarks.search.results import read_results, require_model, results_of
 from benchmarks.search.state_ranking import rank_states
 from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 from offline_search.dataset import Split
@@ -48,11 +48,13 @@ REFERENCES = ("tpe", f"autoprune+{WITHOUT_MODEL}")
 PER_ROUND = 5
 
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
-"""Base policy of each yardstick: one that does not read the question, so that much can be found."""
+"""Base policy of each yardstick: one that does not read the question, which leaves much to find."""
 
 _IMAGES: dict[Split, int] = {"search": 128, "validation": 128, "test": 128}
-_FRESH_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
-"""Images that winners are confirmed on; each has one question."""
+_CONFIRMING_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
+"""Images of the test split that winners are confirmed on, each with one question.
+
+The first of them are those of :data:`_IMAGES`."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ class Study:
         own = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
         settings = self._settings(budget, base)
         asyncio.run(self._compare(folder, settings, CachingEvaluator(own), connect))
-        fresh = YardstickEvaluator(yardstick, _FRESH_IMAGES, each=1, base_policy=base)
-        confirmation.confirm(folder, fresh)
+        confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
+        confirmation.confirm(folder, confirming)
         tables = format_tables(folder, self.arms, self.seeds)
         return f"## {yardstick.name}, K = {budget}\n\n{tables}"
 
@@ -148,16 +150,19 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
 def rank_winners(
     folder: Path, name: str, arms: Sequence[str], state: Path, budgets: Sequence[int], best: int
 ) -> str:
-    """The winners of one yardstick compared with the state in a file, in Markdown."""
+    """The winners of one yardstick compared with the state in a file, in Markdown.
+
+    Raises :class:`SearchError` for searches on another model.
+    """
     yardstick, base = open_yardstick(name), BASE_POLICIES[name]
-    evaluator, fresh = (
+    evaluator, confirming = (
         CachingEvaluator(YardstickEvaluator(yardstick, images, each=1, base_policy=base))
-        for images in (_IMAGES, _FRESH_IMAGES)
+        for images in (_IMAGES, _CONFIRMING_IMAGES)
     )
-    states = {
-        result.name: result.winner.load()
-        for result in read_results(folder).values()
-        if result.winner is not None and result.arm in arms
-    }
+    states = {}
+    for result in read_results(folder).values():
+        if result.winner is not None and result.arm in arms:
+            require_model(result, evaluator.name)
+            states[result.name] = result.winner.load()
     baseline = load_state(state.read_text(encoding="utf-8"))
-    return asyncio.run(rank_states(evaluator, fresh, states, baseline, budgets, best))
+    return asyncio.run(rank_states(evaluator, confirming, states, baseline, budgets, best))

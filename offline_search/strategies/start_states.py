@@ -28,7 +28,7 @@ def paper_state(settings: Settings, quota: int = 2) -> PruningState:
 
 
 def minimal_state(settings: Settings) -> PruningState:
-    """The simplest state that exchanges tokens: an example that does not suggest a solution."""
+    """The simplest state that exchanges tokens, which is the example of the first prompt."""
     components: JsonObject = {
         "scoring": {
             "signals": [{"atom": "visual_token_norm_saliency", "weight": 1.0}],

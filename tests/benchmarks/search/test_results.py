@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.search.confirmation import confirm
 from benchmarks.search.results import (
     CURVE_SHARES,
     FILE,
@@ -13,6 +14,7 @@ from benchmarks.search.results import (
     add_result,
     has_ended,
     read_results,
+    require_model,
     results_of,
 )
 from offline_search.candidates.selection_program import SelectionProgram
@@ -74,3 +76,17 @@ def test_a_winner_may_be_a_program() -> None:
         digest=program.digest, objective=-1.0, gain=0.5, accuracy=0.5, program=program.code
     )
     assert winner.load() == program
+
+
+def test_an_evaluator_of_another_model_is_refused(data: Dataset, tmp_path: Path) -> None:
+    searched = SyntheticEvaluator(data)
+    searched.name = "a model, data of the search"
+    asyncio.run(run_search(tmp_path / "random-1.jsonl", settings(1), searched))
+    add_result(tmp_path, "random", 1)
+    result = read_results(tmp_path)["random-1"]
+    require_model(result, "a model, data of the confirmation")
+    with pytest.raises(SearchError, match="random-1 was measured on a model, not on another model"):
+        require_model(result, "another model, data of the search")
+    searched.name = "another model, data of the search"
+    with pytest.raises(SearchError, match="not on another model"):
+        confirm(tmp_path, searched)

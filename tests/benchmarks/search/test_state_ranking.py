@@ -20,12 +20,12 @@ def data(tmp_path: Path) -> Dataset:
     return dataset(folder)
 
 
-async def test_the_best_are_measured_on_fresh_questions(data: Dataset) -> None:
+async def test_the_best_are_measured_on_test_questions(data: Dataset) -> None:
     settings = Settings(budgets=(8,))
     states = {f"q-{quota}": paper_state(settings, quota) for quota in (1, 4, 8)}
     baseline = base_state(settings)
-    evaluator, fresh = SyntheticEvaluator(data), SyntheticEvaluator(data)
-    text = await rank_states(evaluator, fresh, states, baseline, BUDGETS, count=1)
+    evaluator, confirming = SyntheticEvaluator(data), SyntheticEvaluator(data)
+    text = await rank_states(evaluator, confirming, states, baseline, BUDGETS, count=1)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     best = max(states, key=lambda name: score_state(states[name]))
     assert [row[0] for row in rows][:2] == [baseline.name, best] and len(rows) == 4
@@ -34,6 +34,6 @@ async def test_the_best_are_measured_on_fresh_questions(data: Dataset) -> None:
     assert float(difference) == pytest.approx(expected, abs=float(width)) and float(width) > 0
     assert rows[0][4] == "-" and all(row[2:] == ["", "", ""] for row in rows[2:])
     assert {job.split for job in evaluator.jobs} == {"search", "validation"}
-    assert {job.split for job in fresh.jobs} == {"test"}
-    measured = {job.candidate.digest for job in fresh.jobs if job.candidate is not None}
+    assert {job.split for job in confirming.jobs} == {"test"}
+    measured = {job.candidate.digest for job in confirming.jobs if job.candidate is not None}
     assert measured == {baseline.digest, states[best].digest}
