@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,10 @@ from offline_search.programs import sandbox
 from vllm_autoprune.errors import ConfigError, Problem
 
 _TIMEOUT = 60.0
-"""Seconds for starting Python and running a program; the sandbox also limits processor time."""
+"""Seconds for running a program, which the sandbox counts, beside its limit of processor time.
+
+This process could not tell: while it computes something else, it reads no output.
+"""
 
 MAX_CHARACTERS = 20_000
 """Maximum length of a program, and of its output."""
@@ -57,10 +61,8 @@ async def run_sandboxed(
         limit=4 * limit,
     )  # fmt: skip
     try:
-        body = json.dumps({"code": code, **request}).encode()
-        text, errors = await asyncio.wait_for(_communicate(process, body, limit), _TIMEOUT)
-    except TimeoutError:
-        return Output(failure=f"the program did not end within {_TIMEOUT:.0f} s")
+        body = json.dumps({"code": code, "seconds": _TIMEOUT, **request}).encode()
+        text, errors = await _communicate(process, body, limit)
     finally:
         await _terminate(process)
     if len(text) > limit:  # checked first: its exit status is that of a killed process
@@ -68,6 +70,8 @@ async def run_sandboxed(
     if process.returncode == sandbox.SANDBOX_UNAVAILABLE:
         fix = "use another strategy: the sandbox for programs needs Linux with seccomp"
         raise ConfigError("search", [Problem("--strategy", f"cannot run a sandbox: {errors}", fix)])
+    if process.returncode == -signal.SIGALRM:
+        return Output(failure=f"the program did not end within {_TIMEOUT:.0f} s")
     if process.returncode:
         return Output(failure=errors or f"the program was ended ({process.returncode})")
     return Output(text)

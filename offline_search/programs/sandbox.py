@@ -4,11 +4,12 @@ Run by its path and with the standard library alone: it must import nothing of t
 one of two requests from standard input, and writes JSON to standard output, or the error to
 standard error:
 
-    {"code", "budget"}                      the return value of ``policy(budget)``
-    {"code", "budget", "images", "numpy"}   the indices of ``select(features, signals, K)`` of each
-                                            image; ``numpy`` is the folder that holds the package
+    {"code", "budget", "seconds"}   the return value of ``policy(budget)``
+    {..., "images", "numpy"}        the indices of ``select(features, signals, K)`` of each image;
+                                    ``numpy`` is the folder that holds the package
 
-Exits with ``SANDBOX_UNAVAILABLE``, before it runs anything, if the sandbox cannot be set up.
+A program that has not ended after ``seconds`` is ended by SIGALRM. Exits with
+``SANDBOX_UNAVAILABLE``, before it runs anything, if the sandbox cannot be set up.
 
 The sandbox is a seccomp filter: the process can compute and use its three open pipes, and cannot
 open files or sockets, start processes or send signals.
@@ -24,6 +25,7 @@ import operator
 import os
 import platform
 import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +41,7 @@ for _name in ("collections", "copy", "functools", "itertools", "math", "random",
 SANDBOX_UNAVAILABLE = 3
 
 _MEMORY = 512 * 2**20
-_SECONDS = 5
+_PROCESSOR_SECONDS = 5
 _PROGRAM = "program"
 
 # Machine -> (its number in audit.h, allowed system calls: read, write, memory, wait and exit).
@@ -67,11 +69,15 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("first", ctypes.POINTER(_Instruction)))
 
 
-def enter_sandbox() -> None:
-    """Limit resources and system calls irreversibly; raises :class:`OSError` on failure."""
+def enter_sandbox(seconds: float) -> None:
+    """Limit time, memory and system calls irreversibly; raises :class:`OSError` on failure.
+
+    No system call that could stop the timer or handle its signal is left afterwards.
+    """
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     for kind, limit in (
         (resource.RLIMIT_AS, _MEMORY),
-        (resource.RLIMIT_CPU, _SECONDS),
+        (resource.RLIMIT_CPU, _PROCESSOR_SECONDS),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
@@ -165,7 +171,7 @@ def main() -> int:
     if "numpy" in request:
         _import_numpy(request["numpy"])
     try:
-        enter_sandbox()
+        enter_sandbox(request["seconds"])
     except OSError as error:
         sys.stderr.write(str(error))
         return SANDBOX_UNAVAILABLE

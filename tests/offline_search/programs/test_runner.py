@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,32 @@ def test_a_program_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in run("import os\ndef policy(k):\n    return dict(os.environ)\n").text
 
 
-def test_an_endless_program_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_TIMEOUT", 1.5)
-    output = run("def policy(k):\n    while True: pass\n")
-    assert "did not end" in output.failure or "was ended" in output.failure
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import _thread; lock = _thread.allocate_lock(); lock.acquire(); lock.acquire()",
+    ],
+)
+def test_an_endless_program_is_terminated(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_TIMEOUT", 1)
+    output = run(f"def policy(k):\n    {program}\n")
+    assert output.failure == "the program did not end within 1 s"
+
+
+@pytest.mark.parametrize(
+    "call", ["signal(signal.SIGALRM, signal.SIG_IGN)", "setitimer(signal.ITIMER_REAL, 0)"]
+)
+def test_a_program_cannot_stop_its_timer(call: str) -> None:
+    assert "not permitted" in run(f"import signal\ndef policy(k):\n    signal.{call}\n").failure
+
+
+async def test_a_program_has_its_time_while_this_process_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_TIMEOUT", 0.5)
+    running = asyncio.create_task(run_program("def policy(k):\n    return k\n", 8))
+    while not running.done():
+        time.sleep(0.2)  # as forward passes do, between which little else is done
+        await asyncio.sleep(0)
+    assert await running == Output("8")
