@@ -45,6 +45,25 @@ def test_a_row_of_the_embedded_model_is_that_of_its_results(cell: str, strategy:
     assert f"| {' | '.join(row)} |" in PAGE
 
 
+def test_the_row_of_the_control_is_that_of_its_results() -> None:
+    confirmed = read_confirmation(RECORDED / "miniqwen-k8")
+    control, tpe, model = (
+        [confirmed[f"{arm}-{seed}"] for seed in SEEDS]
+        for arm in ("autoprune@random", "tpe", "autoprune")
+    )
+    lead = [one.objective - other.objective for one, other in zip(control, tpe, strict=True)]
+    behind = [one.objective - other.objective for one, other in zip(model, control, strict=True)]
+    row = [
+        "8",
+        "`autoprune@random`",
+        format_mean([one.objective for one in control], 2),
+        format_mean([100 * one.accuracy for one in control], 1),
+        f"+{format_mean(lead, 2)}",
+        f"+{format_mean(behind, 2)}",
+    ]
+    assert f"| {' | '.join(row)} |" in PAGE
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
     confirmed = read_confirmation(RECORDED / cell)
@@ -73,3 +92,21 @@ def test_the_rows_of_tpe_are_those_of_its_results(cell: str) -> None:
         objective = format_mean([score.objective for score in scores], 2)
         accuracy = format_mean([100 * score.accuracy for score in scores], 1)
         assert f"| {budget} | `tpe` | {objective} | {accuracy} |" in PAGE
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_replies_that_are_no_program_are_those_of_its_results(cell: str) -> None:
+    yardstick, _, budget = cell.partition("-k")
+    known, row = read_results(RECORDED / cell), [NAMES[yardstick], budget]
+    # OpenEvolve measures the program that it starts from.
+    for arm, measured in {
+        "evoprompting-code": 0, "openevolve-states": 1, "openevolve-code": 1
+    }.items():  # fmt: skip
+        results = results_of(known, arm, SEEDS)
+        if not results:
+            row.append("-")
+            continue
+        assert list(results) == list(SEEDS)
+        assert {one.candidates - one.invalid for one in results.values()} == {measured}
+        row.append(str(sum(result.replies for result in results.values())))
+    assert f"| {' | '.join(row)} |" in PAGE
