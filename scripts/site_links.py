@@ -7,6 +7,7 @@ a plain ``|`` in the repository, but would keep its backslash on the site.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Protocol
@@ -16,19 +17,38 @@ _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"`[^`\n]+`")
 
 
+class File(Protocol):
+    """The file of a page, as far as it is read."""
+
+    src_uri: str
+
+
+class Page(Protocol):
+    """The page of mkdocs, as far as it is read."""
+
+    file: File
+
+
 class Config(Protocol):
     """The setting of mkdocs that is read."""
 
     repo_url: str | None
 
 
-def rewrite_links(text: str, repo_url: str | None) -> str:
-    """The page with links to ``../FILE`` rewritten; raises FileNotFoundError for a missing file."""
+def rewrite_links(text: str, repo_url: str | None, page: str = "index.md") -> str:
+    """The page with links to files outside docs rewritten; those to other pages stay.
+
+    ``page`` is its path within docs. Raises FileNotFoundError for a missing file.
+    """
+    folder = posixpath.join("docs", posixpath.dirname(page))
 
     def replace(match: re.Match[str]) -> str:
-        label, path, anchor = match[1], match[2], match[3] or ""
+        label, link, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, "..", link))
+        if path.startswith("docs/"):  # mkdocs checks it
+            return match[0]
         if not (ROOT / path).exists():
-            raise FileNotFoundError(f"a page links to ../{path}, which is not in the repository")
+            raise FileNotFoundError(f"{page} links to {path}, which is not in the repository")
         if repo_url:
             return f"[{label}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})"
         return f"{label} (`{path}` in the repository)"
@@ -36,9 +56,9 @@ def rewrite_links(text: str, repo_url: str | None) -> str:
     return _LINK.sub(replace, text)
 
 
-def on_page_markdown(markdown: str, *, config: Config, **_: object) -> str:
+def on_page_markdown(markdown: str, *, page: Page, config: Config, **_: object) -> str:
     """Called by mkdocs with the source of every page."""
-    return restore_pipes(rewrite_links(markdown, config.repo_url))
+    return restore_pipes(rewrite_links(markdown, config.repo_url, page.file.src_uri))
 
 
 def restore_pipes(text: str) -> str:

@@ -28,6 +28,15 @@ def test_a_link_to_a_file_that_is_missing_stops_the_build() -> None:
         rewrite_links("[x](../nosuch.md)", None)
 
 
+def test_links_of_a_page_in_a_folder_are_relative_to_it() -> None:
+    within = "[search](../search.md#strategies)"
+    assert rewrite_links(within, None, "studies/search.md") == within
+    outside = rewrite_links("[x](../../README.md)", None, "studies/search.md")
+    assert outside == "x (`README.md` in the repository)"
+    with pytest.raises(FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"):
+        rewrite_links("[x](../../nosuch.md)", None, "studies/search.md")
+
+
 def test_code_in_tables_is_shown_without_backslashes() -> None:
     assert (
         restore_pipes(r"| `--state PATH\|NAME` | a \| b |") == r"| `--state PATH|NAME` | a \| b |"
