@@ -80,6 +80,7 @@ def _measure_speed(options: argparse.Namespace) -> None:
 
 
 def _confirm(options: argparse.Namespace) -> None:
+    from benchmarks.search.comparison import CachingEvaluator
     from benchmarks.search.confirmation import as_markdown, confirm
     from benchmarks.search.yardstick_evaluator import YardstickEvaluator
 
@@ -91,7 +92,9 @@ def _confirm(options: argparse.Namespace) -> None:
         )
     images: dict[Split, int] = {"search": 1, "validation": 1, "test": options.images}
     yardstick = open_yardstick(options.yardstick, options.checkpoint)
-    confirm(options.out, YardstickEvaluator(yardstick, images, each=1, base_policy=bases[0]))
+    evaluator = YardstickEvaluator(yardstick, images, each=1, base_policy=bases[0])
+    # Searches may have the same winner.
+    confirm(options.out, CachingEvaluator(evaluator))
     print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
 
 

@@ -95,7 +95,7 @@ class Study:
         settings = self._settings(budget, base)
         asyncio.run(self._compare(folder, settings, CachingEvaluator(own), connect))
         confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
-        confirmation.confirm(folder, confirming)
+        confirmation.confirm(folder, CachingEvaluator(confirming))
         tables = format_tables(folder, self.arms, self.seeds)
         return f"## {yardstick.name}, K = {budget}\n\n{tables}"
 

@@ -82,13 +82,13 @@ def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
 def test_the_rows_of_tpe_are_those_of_its_results(cell: str) -> None:
     budget = cell.partition("-k")[2]
     confirmed = read_confirmation(RECORDED / cell)
-    fresh = [confirmed[f"tpe-{seed}"] for seed in SEEDS]
+    confirmations = [confirmed[f"tpe-{seed}"] for seed in SEEDS]
     winners = [
         result.winner
         for result in results_of(read_results(RECORDED / cell), "tpe", SEEDS).values()
         if result.winner is not None
     ]
-    for scores in (fresh, winners):
+    for scores in (confirmations, winners):
         objective = format_mean([score.objective for score in scores], 2)
         accuracy = format_mean([100 * score.accuracy for score in scores], 1)
         assert f"| {budget} | `tpe` | {objective} | {accuracy} |" in PAGE

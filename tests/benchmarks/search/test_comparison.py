@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search.comparison import (
-    CachingEvaluator,
-    run_comparison,
-)
+from benchmarks.search.comparison import CachingEvaluator, run_comparison
 from benchmarks.search.comparison_table import as_markdown, format_mean
 from benchmarks.search.results import read_results, results_of
 from benchmarks.search.speed import SpeedComparison, Timing, processor_seconds, random_states
