@@ -8,7 +8,7 @@ neither counted nor taken for one whose images the engine has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -119,6 +119,7 @@ def wrap_process_inputs(
             hashes.await_hand_over(request.mm_features)
             return request
         try:
+            served = replace(served, rules=served.rules.for_processed_inputs())
             rules = PlanRules(served, self.model_config.get_vocab_size())
             algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
             _check(rules, request.mm_features, request.cache_salt or "", algorithm)

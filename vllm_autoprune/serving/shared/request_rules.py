@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import Problem
@@ -56,6 +56,13 @@ class RequestRules:
     def contains(self, budget: int) -> bool:
         """Whether requests may ask for so many tokens of an image."""
         return self.minimum <= budget <= self.maximum
+
+    def for_processed_inputs(self) -> RequestRules:
+        """The rules of inputs that a client processed: without the flag they may set nothing.
+
+        They do not pass vLLM's check of ``mm_processor_kwargs``, which protects such a server.
+        """
+        return self if self.explicit else replace(self, level="none")
 
     def __str__(self) -> str:
         if self.level == "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from vllm_autoprune.serving.api.engine_requests import (
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 
 pytestmark = pytest.mark.compat
 
@@ -70,6 +72,7 @@ def processed(
     fails: bool = False,
     stock: bool = False,
     salt: str | None = None,
+    rules: RequestRules = DEFAULT_RULES,
 ) -> Any:
     """A request that vLLM's own step has made of a prompt, or refused."""
 
@@ -84,7 +87,7 @@ def processed(
         )
 
     config = SimpleNamespace(
-        autoprune=None if stock else served(),
+        autoprune=None if stock else replace(served(), rules=rules),
         get_vocab_size=lambda: 100,
         get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
     )
@@ -180,6 +183,17 @@ def test_a_plan_from_another_process_is_checked(counted: list[Any], plan: Any, s
         processed(made_elsewhere, [plan])
     assert counted == [("refused",)]
     processed(made_elsewhere, [plan], stock=True)
+
+
+@pytest.mark.parametrize(
+    "plan", [ItemPlan(65, (1, 2), (3,)), ItemPlan(8, (1, 2), (3,), keep="random")]
+)
+def test_without_the_flag_a_plan_from_another_process_sets_nothing(plan: ItemPlan) -> None:
+    made_elsewhere = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
+    with pytest.raises(VLLMValidationError, match="requests may"):
+        processed(made_elsewhere, [feature(plan.encode(), plan.budget)])
+    allowed = RequestRules("budget", explicit=True)
+    processed(made_elsewhere, [feature(plan.encode(), plan.budget)], rules=allowed)
 
 
 def test_a_plan_from_another_process_brings_its_image() -> None:
