@@ -160,8 +160,12 @@ def prepare_folder(folder: Path) -> None:
 
     leave_out = shutil.ignore_patterns(".*", "out", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=leave_out, dirs_exist_ok=True)
-    (folder / "llava-1.5-7b-hf").symlink_to(CHECKPOINT / "llava")
-    (folder / "clip-vit-large-patch14-336").symlink_to(CHECKPOINT / "clip")
+    for hub_id, name in (
+        ("llava-hf/llava-1.5-7b-hf", "llava"),
+        ("openai/clip-vit-large-patch14-336", "clip"),
+    ):
+        (folder / hub_id).parent.mkdir()
+        (folder / hub_id).symlink_to(CHECKPOINT / name)
     for name in ("state.json", "my-state.json"):
         shutil.copyfile(ROOT / "policies/cdpruner.json", folder / name)
     Image.new("RGB", (168, 168), "teal").save(folder / "photo.jpg")

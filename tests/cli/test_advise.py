@@ -79,6 +79,30 @@ def test_budget_and_core_of_a_state(tmp_path: Path, capsys: Captured) -> None:
     assert (record["traffic"]["budget"], record["traffic"]["core"]) == (64, 8)
 
 
+def test_a_state_has_its_budget_from_the_tokens_that_the_probe_finds(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    state = load_state("miniqwen").model_dump(mode="json", by_alias=True)
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({**state, "core": {"share": 0.5}}))
+    with running(PrunedServer()) as server:
+        call = ["advise", "--server", server.url, "--questions", "3", "--probe", "64x48"]
+        record = as_record([*call, "--state", str(path)], capsys)
+    budget = N // 8
+    assert budget != VISUAL
+    assert (record["traffic"]["budget"], record["traffic"]["core"]) == (budget, budget // 2)
+    assert not any("no --core" in note for note in record["notes"])
+
+
+def test_a_state_has_its_budget_from_the_tokens_of_the_metrics(capsys: Captured) -> None:
+    with fake_server(pages={"/metrics": PAGE}) as server:
+        call = ["advise", "--server", server.url, "--tower-ms", "2000", "--state", "miniqwen"]
+        record = as_record(call, capsys)
+        given = as_record([*call, "--budget", "100"], capsys)
+    assert (record["traffic"]["tokens"], record["traffic"]["budget"]) == (640, 80)
+    assert given["traffic"]["budget"] == 100
+
+
 def test_the_metrics_of_a_server(capsys: Captured) -> None:
     with fake_server(pages={"/metrics": PAGE}) as server:
         record = as_record(["advise", "--server", server.url, "--tower-ms", "2000"], capsys)

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from vllm_autoprune.advice.model import estimate_ways, fit_layers
 from vllm_autoprune.advice.observation import Observation, complete
@@ -15,6 +16,9 @@ from vllm_autoprune.cli.advice_output import Advice, advice_record, format_advic
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json
 from vllm_autoprune.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from vllm_autoprune.tpdsl.states.state import PruningState
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +100,16 @@ def _parse_size(text: str) -> tuple[int, int]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    # Before a probe, so that a mistake in its name is answered at once.
+    state = None if options.state is None else _load_state(options.state)
     known = _read_flags(options)
     if options.server is not None:
         known = _ask_server(options, known)
     elif options.probe is not None:
         fix = "give the address of a running server"
         raise ConfigError("inputs", [Problem("--probe", "needs --server", fix)])
+    if state is not None:
+        known = _apply_state(state, options, known)
     traffic, timings, notes = complete(known)
     estimates = estimate_ways(traffic, timings)
     advice = Advice(traffic, timings, estimates, judge(traffic, estimates), notes)
@@ -110,9 +118,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _read_flags(options: argparse.Namespace) -> Observation:
-    budget, core = options.budget, options.core
-    if options.state is not None:
-        budget, core = _read_state(options.state, options.tokens, budget, core)
     prefill, layers_request = _seconds(options.prefill_ms_per_token), 0.0
     if options.layer_ms is not None:
         if options.layers is None or options.layers < 1:
@@ -125,8 +130,8 @@ def _read_flags(options: argparse.Namespace) -> Observation:
     return Observation(
         questions=options.questions,
         tokens=options.tokens,
-        budget=budget,
-        core=core,
+        budget=options.budget,
+        core=options.core,
         template=options.template,
         prompt=options.prompt,
         answer=options.answer,
@@ -141,19 +146,27 @@ def _read_flags(options: argparse.Namespace) -> Observation:
     )
 
 
-def _read_state(
-    reference: str, tokens: int | None, budget: int | None, core: int | None
-) -> tuple[int | None, int | None]:
-    """K and K_c by a state, where the flags do not say them."""
-    from vllm_autoprune.tpdsl.atoms.budget import run_budget
+def _load_state(reference: str) -> PruningState:
     from vllm_autoprune.tpdsl.states.load import load_state
 
-    state = load_state(reference)
-    if budget is None and tokens is not None:
-        budget = min(run_budget(state.budget, tokens), tokens)
+    return load_state(reference)
+
+
+def _apply_state(
+    state: PruningState, options: argparse.Namespace, known: Observation
+) -> Observation:
+    """K and K_c by a state instead of the server's, where the flags do not say them.
+
+    K may depend on N, which a probe or ``/metrics`` may have found.
+    """
+    from vllm_autoprune.tpdsl.atoms.budget import run_budget
+
+    budget, core = known.budget, known.core
+    if options.budget is None and known.tokens is not None:
+        budget = min(run_budget(state.budget, known.tokens), known.tokens)
     if core is None and budget is not None and state.core is not None:
         core = state.core.tokens(budget)
-    return budget, core
+    return known.model_copy(update={"budget": budget, "core": core})
 
 
 def _ask_server(options: argparse.Namespace, known: Observation) -> Observation:

@@ -107,7 +107,7 @@ def _plugin() -> Iterator[Finding]:
     if entry_points:
         yield Finding("entry point", "ok", f"{GROUP}: {ENTRY} = {next(iter(entry_points)).value}")
     else:
-        fix = "install the package into this environment: pip install vllm-autoprune"
+        fix = "from a checkout, install the package into this environment: pip install --no-deps ."
         yield Finding("entry point", "fail", f"{GROUP} has no {ENTRY!r}", fix)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY not in allowed.split(","):
