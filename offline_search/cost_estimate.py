@@ -25,7 +25,7 @@ _REPLY_TOKENS = 300
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Upper bounds, except that an invalid proposal costs a second call."""
+    """Upper bounds of calls and answers without repairs; rough averages of tokens and money."""
 
     messages: Messages
     calls: int

@@ -13,7 +13,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -115,7 +114,10 @@ def read_lines(path: Path, problems: list[Problem], fix: str) -> list[tuple[int,
 
 
 def _shuffle_images(examples: Sequence[Example], seed: int, limit: int | None) -> list[Example]:
-    groups = [list(group) for _, group in groupby(examples, key=lambda example: example.image)]
+    by_image: dict[str, list[Example]] = {}
+    for example in examples:
+        by_image.setdefault(example.image, []).append(example)
+    groups = list(by_image.values())
     random.Random(seed).shuffle(groups)
     return [example for group in groups[:limit] for example in group]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from offline_search.candidates.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob
-from offline_search.ledger import Ledger
-from offline_search.ledger.records import SettingsRecord, WinnerRecord
+from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.ledger import digest_records
+from offline_search.ledger.records import Record, SettingsRecord, WinnerRecord
 from offline_search.proposers.prompt import Messages
 from offline_search.proposers.proposal_client import Reply
 from offline_search.search import Search
@@ -53,19 +55,32 @@ class UnavailableBackend:
 async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[WinnerRecord, str, str]:
     """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
 
-    Raises :class:`SearchError` if a step needs a request that was not recorded.
+    The recording is only read. Raises :class:`SearchError` if it was made on other data, or if a
+    step needs a request that was not recorded.
     """
-    with Ledger(recording) as recorded:
-        settings = recorded_settings(recorded)
-        backend = UnavailableBackend(settings.evaluator, dataset)
-        with Ledger(into, recorded) as ledger:
-            winner = await Search(settings, ledger, backend, backend).run()
-            return winner, recorded.digest(), ledger.digest()
+    recorded = read_ledger(recording)
+    settings = recorded_settings(recording, recorded)
+    _require_recorded_data(recording, settings, dataset)
+    backend = UnavailableBackend(settings.evaluator, dataset)
+    with Ledger(into, recorded) as ledger:
+        winner = await Search(settings, ledger, backend, backend).run()
+        return winner, digest_records(recorded), ledger.digest()
 
 
-def recorded_settings(ledger: Ledger) -> Settings:
-    """The settings of a ledger's search."""
-    record = ledger.find(SettingsRecord, "opened")
-    if record is None:
-        raise SearchError(f"ledger {ledger.path}: contains no search -> give one that has begun")
-    return record.settings
+def recorded_settings(path: Path, records: Sequence[Record]) -> Settings:
+    """The settings of the search whose ledger at ``path`` has these records."""
+    for record in records:
+        if isinstance(record, SettingsRecord):
+            return record.settings
+    raise SearchError(f"ledger {path}: contains no search -> give one that has begun")
+
+
+def _require_recorded_data(recording: Path, settings: Settings, dataset: Dataset) -> None:
+    # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
+    named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
+    if named is not None and not dataset.digest.startswith(named[1]):
+        raise SearchError(
+            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
+            f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
+            "--images of the recorded search"
+        )

@@ -68,13 +68,15 @@ class Search:
         require_same_settings(ledger, settings)
         ledger.put(SettingsRecord(settings=settings))
         strategy = STRATEGIES[settings.strategy](settings)
-        evaluator = RecordedEvaluator(ledger, self.evaluator)
+        base = base_state(settings)
+        evaluator = RecordedEvaluator(ledger, self.evaluator, base.digest)
         dataset = self.evaluator.dataset
         examples = dataset.examples("search")
         rounds = RoundEvaluator(settings, ledger, evaluator, examples, self.evaluator.probes())
+        selector = WinnerSelector(settings, evaluator, dataset, base)
         client = ProposalClient(settings, ledger, self.proposer, self.limits)
-        base = base_state(settings)
         history = await rounds.evaluate_baselines(base)
+        await selector.evaluate_baselines()
         if self.observer is not None:
             self.observer.on_start(history, len(examples))
         budget = settings.total_candidates * len(examples) * len(settings.budgets)
@@ -102,7 +104,6 @@ class Search:
                 self.observer.on_round(number, trials, history, share, client.total_cost())
             if gave_up([trial.result for trial in history.trials]):
                 break
-        selector = WinnerSelector(settings, evaluator, dataset, base)
         winner = ledger.put(await selector.select(history))
         if self.observer is not None:
             self.observer.on_finish(winner)
@@ -114,7 +115,7 @@ def require_same_settings(ledger: Ledger, settings: Settings) -> None:
     known = ledger.find(SettingsRecord, "opened")
     if known is None or known.settings == settings:
         return
-    before, now = known.settings.model_dump(), settings.model_dump()
+    before, now = dict(known.settings), dict(settings)
     differing = [
         f"{name} is {now[name]!r}, was {before[name]!r}"
         for name in before

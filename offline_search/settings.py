@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import Component, default_call
 
 Across = Literal["mean", "worst"]
@@ -19,6 +20,9 @@ category, latency."""
 Library = Literal["searched", "paper"]
 """Atoms that a language model is offered: those of the searched components, extensions among them;
 or all 131 of the paper, with source, budget, safety checks and r_min, and no extension."""
+
+MAX_QUOTA = 640
+"""Largest q_e that the language allows; a selector cuts it to K."""
 
 STRATEGIES_WITHOUT_MENU = (
     "evoprompting-code",
@@ -62,7 +66,9 @@ class Settings(FrozenModel):
         exclude_if=lambda names: not names,
         description="base policies that candidates may have instead",
     )
-    budgets: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
+    budgets: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=MAX_BUDGET)], ...], Field(min_length=1)
+    ] = Field(
         default=(32,),
         description="K_0, tokens kept; with several, every candidate is measured at each",
     )
@@ -74,7 +80,7 @@ class Settings(FrozenModel):
         default=(), description="ablation: components removed from every candidate"
     )
     quota: int | None = Field(
-        default=None, ge=0, le=640, description="ablation: q_e of every candidate"
+        default=None, ge=0, le=MAX_QUOTA, description="ablation: q_e of every candidate"
     )
     core: bool = Field(
         default=False,
@@ -121,6 +127,12 @@ class Settings(FrozenModel):
         default=1024, ge=64, le=32768, description="maximum tokens of a proposal"
     )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
+
+    @model_validator(mode="after")
+    def _require_different_budgets(self) -> Settings:
+        if len(set(self.budgets)) < len(self.budgets):
+            raise ValueError("a budget is given twice: leave one out")
+        return self
 
     @model_validator(mode="after")
     def _require_quality(self) -> Settings:

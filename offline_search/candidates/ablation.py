@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 
 from offline_search.candidates.components import JsonObject
-from offline_search.settings import Settings
+from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Component
 from vllm_autoprune.tpdsl.states.state import PruningState
-
-_MAX_QUOTA = 640
-"""Largest q_e that the language allows; a selector cuts it to K."""
 
 _SELECTORS_WITHOUT_QUOTA = ("reference_strict_preservation_selector", "quality_topk_selector")
 
@@ -95,7 +92,7 @@ def _ablate_selector(selector: JsonValue, settings: Settings) -> JsonValue:
             return {"atom": "quality_topk_selector"}
         if not diverse or _is_excluded(selector, settings) or not isinstance(selector, dict):
             selector = {"atom": "anchor_controlled_pool_dpp_selector"}
-        return {**selector, "q_e": _MAX_QUOTA, "r_min": None}
+        return {**selector, "q_e": MAX_QUOTA, "r_min": None}
     if not isinstance(selector, dict):
         return selector
     if diverse and "diversity" in without:

@@ -14,7 +14,7 @@ from offline_search.candidates.components import (
     JsonObject,
     searched_components,
 )
-from offline_search.settings import Library
+from offline_search.settings import MAX_QUOTA, Library
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.state import PruningState
 
@@ -155,7 +155,7 @@ def _restrict_properties(properties: JsonObject, bounds: Bounds) -> JsonObject:
         if isinstance(item, dict) and name in _MAX_ITEMS:
             item["maxItems"] = _MAX_ITEMS[name]
         if isinstance(item, dict) and name == "q_e":
-            item["maximum"] = bounds.budget
+            item["maximum"] = min(bounds.budget, MAX_QUOTA)
     return restricted
 
 

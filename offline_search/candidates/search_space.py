@@ -14,6 +14,7 @@ from typing import Protocol, get_args
 from pydantic import JsonValue
 
 from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
+from offline_search.settings import MAX_QUOTA, Library
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
@@ -79,31 +80,33 @@ def sample_proposal(
     core: bool = False,
     rank_at: bool = False,
     bases: Sequence[str] = (),
+    library: Library = "searched",
 ) -> JsonObject:
     """A complete proposal: every atom and parameter chosen, q_e among powers of two.
 
     With ``core``, it may have one, with ``rank_at`` it says where tokens are ranked, and with
     ``bases`` which of them it refines; all other
-    choices are made before, as without.
+    choices are made before, as without. With the library of the paper it has no extension.
     """
+    scorers = _atom_names("scoring", library)
     signals = [
         _sample_call(source, name, budget)
-        for name in ATOMS.names("scoring")
+        for name in scorers
         if source.option(f"with {name}", ("no", "yes")) == "yes"
     ]
-    pools = _flat_pools()
+    pools = _flat_pools(library)
     chosen = [name for name in pools if source.option(f"with {name}", ("no", "yes")) == "yes"]
     proposal: JsonObject = {
         "scoring": {
-            "signals": [*signals] or [_sample_call(source, ATOMS.names("scoring")[0], budget)],
-            "kernel": _sample_group(source, "similarity_kernel", budget),
-            "fusion": _sample_group(source, "score_fusion", budget),
+            "signals": [*signals] or [_sample_call(source, scorers[0], budget)],
+            "kernel": _sample_group(source, "similarity_kernel", budget, library),
+            "fusion": _sample_group(source, "score_fusion", budget, library),
         },
         "constraints": {
             "pool": [_sample_call(source, name, budget) for name in chosen or pools[:1]],
-            "selector": _sample_group(source, "selection_constraints", budget),
+            "selector": _sample_group(source, "selection_constraints", budget, library),
         },
-        "reassembly": _sample_group(source, "reassembly", budget),
+        "reassembly": _sample_group(source, "reassembly", budget, library),
     }
     if core and source.option("with core", ("no", "yes")) == "yes":
         proposal[CORE] = _sample_core(source)
@@ -121,8 +124,8 @@ def _sample_core(source: ChoiceSource) -> JsonObject:
     return core
 
 
-def _sample_group(source: ChoiceSource, group: Group, budget: int) -> JsonObject:
-    return _sample_call(source, source.option(group, ATOMS.names(group)), budget)
+def _sample_group(source: ChoiceSource, group: Group, budget: int, library: Library) -> JsonObject:
+    return _sample_call(source, source.option(group, _atom_names(group, library)), budget)
 
 
 def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
@@ -150,6 +153,7 @@ def choices_of_state(
     core: bool = False,
     rank_at: bool = False,
     bases: Sequence[str] = (),
+    library: Library = "searched",
 ) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
 
@@ -157,8 +161,8 @@ def choices_of_state(
     """
     choices: dict[str, Choice] = {}
     calls: Sequence[tuple[list[str], Sequence[AtomCall]]] = (
-        (ATOMS.names("scoring"), state.scoring.signals),
-        (_flat_pools(), state.constraints.pool),
+        (_atom_names("scoring", library), state.scoring.signals),
+        (_flat_pools(library), state.constraints.pool),
     )
     for names, listed in calls:
         by_atom = {call.atom: call for call in listed}
@@ -213,8 +217,12 @@ def _choice_of_value(name: str, schema: JsonObject, value: JsonValue, budget: in
 
 
 def quota_scale(budget: int) -> list[int]:
-    """Searched values of q_e at a budget: zero, powers of two, and the whole budget."""
-    return [0, *(2**power for power in range(10) if 2**power < budget), budget]
+    """Searched values of q_e at a budget: zero, powers of two, and the whole budget.
+
+    At most what the language allows.
+    """
+    most = min(budget, MAX_QUOTA)
+    return [0, *(2**power for power in range(10) if 2**power < most), most]
 
 
 def _quota_options(budget: int) -> list[str]:
@@ -250,9 +258,14 @@ def _numbers_below(
             yield NumericParameter((*path, name), *bounds), item
 
 
-def _flat_pools() -> list[str]:
+def _atom_names(group: Group, library: Library) -> list[str]:
+    names = ATOMS.names(group)
+    return [name for name in names if library != "paper" or ATOMS[name].origin != "extension"]
+
+
+def _flat_pools(library: Library) -> list[str]:
     """Pool builders that take no other pool and no partition; they are combined in a list."""
-    names = ATOMS.names("candidate_pool")
+    names = _atom_names("candidate_pool", library)
     return [name for name in names if not (_is_partition(name) or _takes_pools(name))]
 
 

@@ -122,10 +122,10 @@ def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
 def paired_error(examples: Sequence[Example], gaps: Floats) -> float:
     """Standard error of the mean of paired differences ``(M,)``, clustered by image."""
     _, places = np.unique([example.image for example in examples[: len(gaps)]], return_inverse=True)
-    sums = np.bincount(places, gaps)
+    sums = np.bincount(places, gaps - gaps.mean())
     if len(sums) < 2:
         return float("inf")
-    return float(sums.std(ddof=1)) * math.sqrt(len(sums)) / len(gaps)
+    return math.sqrt(len(sums) / (len(sums) - 1) * float(sums @ sums)) / len(gaps)
 
 
 def significantly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from offline_search.candidates.proposal import Draft
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.dataset import Example
@@ -27,7 +25,11 @@ from offline_search.evaluation.evaluator import (
     RecordedEvaluator,
 )
 from offline_search.evaluation.history import History, Trial
-from offline_search.evaluation.objectives import objective_vector, relative_values
+from offline_search.evaluation.objectives import (
+    across_budgets,
+    objective_vector,
+    relative_values,
+)
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
@@ -38,7 +40,9 @@ RACING_SHARES = (0.125, 0.5, 1.0)
 """Shares of the search split after which a race drops candidates."""
 
 RACING_KEEPS = (3, 2)
-"""Of so many candidates of a round, one goes on after each share but the last: 15, 5, 3."""
+"""Of so many candidates of a round, one goes on after each share but the last: of 15, 5, then 3.
+
+Those that are clearly worse than the best so far are dropped before."""
 
 
 @dataclass
@@ -58,10 +62,9 @@ class ScoreAccumulator:
         """Value of each answered example, relative to the unpruned model, at one budget."""
         return relative_values(self.settings, self.examples, self.answers[budget], self.full)
 
-    def mean(self) -> Floats:
-        """Value of each answered example, mean over the budgets."""
-        mean: Floats = np.mean([self.values(budget) for budget in self.settings.budgets], axis=0)
-        return mean
+    def combined(self) -> Floats:
+        """Value of each answered example, mean over the budgets or that of the worst one."""
+        return across_budgets(self.settings, [self.values(k) for k in self.settings.budgets])
 
     def objective(self) -> float:
         """Mean or worst objective over the budgets."""
@@ -115,7 +118,7 @@ class RoundEvaluator:
         result = self._trial_record(proposal, "evaluated", scores)
         settings = self._settings
         names_bases = bool(settings.proposer and settings.bases)
-        return History(result, scores.mean(), examples=self._examples, names_bases=names_bases)
+        return History(result, scores.combined(), examples=self._examples, names_bases=names_bases)
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
@@ -163,10 +166,8 @@ class RoundEvaluator:
         self, candidates: Sequence[_Candidate], history: History, early_stopping: bool
     ) -> None:
         """Measure all unfinished candidates on the search split, in steps with early stopping."""
-        # No early stopping with several objectives: a candidate may be poor in one only.
-        stopping = early_stopping and not self._settings.is_multi_objective
         start = 0
-        for step, share in enumerate(RACING_SHARES if stopping else (1.0,)):
+        for step, share in enumerate(RACING_SHARES if early_stopping else (1.0,)):
             stop = max(1, round(share * len(self._examples)))
             await self._measure_step(list(_unfinished(candidates)), start, stop)
             if stop < len(self._examples):
@@ -202,7 +203,7 @@ class RoundEvaluator:
 
     def _drop_losers(self, candidates: Iterator[_Candidate], reference: Floats, stop: int) -> None:
         for candidate in candidates:
-            if significantly_below(self._examples, candidate.scores.mean(), reference):
+            if significantly_below(self._examples, candidate.scores.combined(), reference):
                 reason = f"behind after {stop} of {len(self._examples)} examples"
                 candidate.result = self._trial_record(
                     candidate.proposal, "dropped", candidate.scores, reason=reason
@@ -210,7 +211,9 @@ class RoundEvaluator:
 
     def _keep_best(self, candidates: Sequence[_Candidate], divisor: int, stop: int) -> None:
         """Drop all but the best of a round by the examples so far, one in ``divisor``."""
-        ranked = sorted(candidates, key=lambda candidate: -float(candidate.scores.mean().mean()))
+        ranked = sorted(
+            candidates, key=lambda candidate: -float(candidate.scores.combined().mean())
+        )
         for candidate in ranked[-(-len(ranked) // divisor) :]:
             reason = f"not among the best after {stop} of {len(self._examples)} examples"
             candidate.result = self._trial_record(
@@ -221,7 +224,7 @@ class RoundEvaluator:
         scores = candidate.scores
         result = candidate.result or self._trial_record(candidate.proposal, "evaluated", scores)
         result = self._ledger.put(result)
-        values = scores.mean() if scores.answer_count() else None
+        values = scores.combined() if scores.answer_count() else None
         draft = candidate.draft
         return Trial(candidate.proposal, result, draft.state, values, draft.selection)
 
@@ -269,7 +272,7 @@ class RoundEvaluator:
             "objective": scores.objective(),
             "accuracy": _mean([accuracy(each) for each in answers]),
             "accuracy_plus": _mean([accuracy_plus(self._examples, each) for each in answers]),
-            "by_category": category_means(self._examples, scores.mean()),
+            "by_category": category_means(self._examples, scores.combined()),
         }
 
     def _objective_vector(self, digest: str, scores: ScoreAccumulator) -> dict[str, float]:

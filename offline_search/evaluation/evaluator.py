@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ class EvaluationFailed(SearchError):
     """A candidate could not be measured, for the reason in the message."""
 
 
+class BaselineFailed(SearchError):
+    """The unpruned model or the base policy could not be measured, which ends a search."""
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
     """Examples ``start`` to ``stop`` of a split at K = ``budget``; unpruned without a candidate."""
@@ -39,7 +44,7 @@ class Evaluator(Protocol):
 
     @property
     def name(self) -> str:
-        """Identifies model and data: equal for two searches on the same of both."""
+        """Identifies the model, and the questions without the content of their images."""
 
     @property
     def dataset(self) -> Dataset:
@@ -59,14 +64,22 @@ class Evaluator(Protocol):
 
 
 class RecordedEvaluator:
-    """Evaluator that records answers in the ledger and returns recorded ones."""
+    """Evaluator that records answers in the ledger and returns recorded ones.
 
-    def __init__(self, ledger: Ledger, evaluator: Evaluator) -> None:
+    A failure of the unpruned model or the base policy is not recorded, so that the search can be
+    resumed once its cause is gone.
+    """
+
+    def __init__(self, ledger: Ledger, evaluator: Evaluator, base_digest: str = "") -> None:
         self._ledger = ledger
         self._evaluator = evaluator
+        self._baselines = {ALL_TOKENS: "the model without pruning", base_digest: "the base policy"}
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        """The answers to a job; raises :class:`EvaluationFailed`, also for a recorded failure."""
+        """The answers to a job.
+
+        Raises :class:`EvaluationFailed`, also for a recorded failure, and :class:`BaselineFailed`.
+        """
         if job.start == job.stop:
             return NO_ANSWERS
         known = self._ledger.find(EvaluationRecord, _empty_record(job).key)
@@ -79,9 +92,16 @@ class RecordedEvaluator:
         start, started_at = time.monotonic(), time.time()
         try:
             answers = await self._evaluator.evaluate(job)
+            if not all(map(math.isfinite, answers.logprob)):
+                raise EvaluationFailed("a log-probability of a reference answer is not finite")
             logprob = tuple(round(value, _DECIMALS) for value in answers.logprob)
             right, failure = "".join("01"[correct] for correct in answers.right), ""
         except EvaluationFailed as error:
+            if baseline := self._baselines.get(_empty_record(job).digest):
+                raise BaselineFailed(
+                    f"{baseline} cannot be measured on the {job.split} split: {error} -> mend the "
+                    "server and resume, or mend the questions and begin a new ledger"
+                ) from None
             logprob, right, failure = (), "", str(error)
         clock = Clock(at=started_at, seconds=round(time.monotonic() - start, 3))
         result = {"logprob": logprob, "right": right, "failure": failure, "clock": clock}

@@ -17,7 +17,7 @@ from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 FAILURES_TO_GIVE_UP = 25
-"""Candidates in a row that cannot be measured, after which a search ends: more would only cost."""
+"""Invalid or unsafe candidates in a row after which a search ends: more would only cost."""
 
 
 def gave_up(results: Sequence[TrialRecord]) -> bool:
@@ -29,7 +29,7 @@ def gave_up(results: Sequence[TrialRecord]) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate with its result; ``values`` are its relative log-probabilities ``(M,)``.
+    """A candidate with its result; ``values`` ``(M,)`` are those of the answered examples.
 
     A candidate in free code has ``selection`` in place of a state.
     """

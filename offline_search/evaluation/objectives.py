@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from offline_search.dataset import Example
 from offline_search.evaluation.answers import (
     Answers,
@@ -46,6 +48,14 @@ def relative_values(
     return relative_logprob(answers, full)
 
 
+def across_budgets(settings: Settings, values: Sequence[Floats]) -> Floats:
+    """Values ``(M,)`` over several budgets: their mean, or those of the worst budget."""
+    if settings.across == "worst":
+        return min(values, key=lambda each: float(each.mean()))
+    mean: Floats = np.mean(values, axis=0)
+    return mean
+
+
 def objective_vector(
     settings: Settings,
     examples: Sequence[Example],
@@ -55,8 +65,8 @@ def objective_vector(
 ) -> dict[str, float]:
     """Objective vector of a candidate; empty in a single-objective search.
 
-    ``values`` are relative log-probabilities ``(M,)`` by budget, ``latency`` the milliseconds of
-    one selection.
+    ``values`` are relative values ``(M,)`` by budget, ``latency`` the milliseconds of one
+    selection.
     """
     vector: dict[str, float] = {}
     if not settings.is_multi_objective:

@@ -43,6 +43,21 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _PERMANENT_FAILURES = (400, 401, 403, 404, 422)
 """HTTP status codes that a retry cannot change."""
 
+_MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+"""What reading an answer raises that is not JSON, or has other fields."""
+
+
+class _RequestRefused(EvaluationFailed):
+    """A server answered with a status that a retry cannot change."""
+
+
+class _MalformedAnswer(SearchError):
+    """An answer is not JSON, or lacks what was requested."""
+
+
+_FAILURES = (httpx.HTTPError, httpx.InvalidURL, _MalformedAnswer, EvaluationFailed)
+"""What a request to a server raises."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -110,21 +125,20 @@ class ServedEvaluator:
     async def prepare(self) -> None:
         """Send one request with a state to every server; raises :class:`ConfigError` on failure."""
         problems: list[Problem] = []
-        names: set[str] = set()
+        models: dict[int, list[str]] = {}
         for server, url in enumerate(self._urls):
             try:
-                self._model = await self._find_model(server)
-                names.add(self._model)
+                models[server] = await self._list_models(server)
+            except _FAILURES as error:
+                problems.append(_describe_failure(url, error))
+        problems += self._choose_model(models)
+        for server, names in models.items():
+            if self._model not in names:
+                continue
+            try:
                 await self._try_state(server)
-            except httpx.HTTPError as error:
-                what = f"does not answer ({type(error).__name__})"
-                problems.append(Problem(url, what, "start the server, or correct its address"))
-            except EvaluationFailed as error:
-                fix = f"serve the model with {REQUIRED_FLAG} --autoprune-state {{NAME}}"
-                problems.append(Problem(url, str(error), fix))
-        if len(names) > 1:
-            what = f"serve different models: {', '.join(sorted(names))}"
-            problems.append(Problem("--server-url", what, "give servers of one model"))
+            except _FAILURES as error:
+                problems.append(_describe_failure(self._urls[server], error))
         if problems:
             raise ConfigError("servers", problems)
         self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
@@ -143,15 +157,34 @@ class ServedEvaluator:
         for pool in self._pools:
             await pool.close()
 
-    async def _find_model(self, server: int) -> str:
+    async def _list_models(self, server: int) -> list[str]:
+        """Names of the models that a server serves, at least one."""
         async with self._pools[server].client() as client:
             response = await client.get(f"{self._urls[server]}/v1/models")
         response.raise_for_status()
-        models = response.json()["data"]
-        names = [str(model["id"]) for model in models]
-        if self._model and self._model not in names:
-            raise EvaluationFailed(f"serves {', '.join(names)}, not {self._model}")
-        return self._model or names[0]
+        try:
+            names = [str(model["id"]) for model in response.json()["data"]]
+        except _MALFORMED:
+            names = []
+        if not names:
+            raise _MalformedAnswer("lists no model at /v1/models")
+        return names
+
+    def _choose_model(self, models: Mapping[int, Sequence[str]]) -> list[Problem]:
+        """Evaluate the given model, else the first of the first server; all must serve it."""
+        if self._model:
+            fix = "correct --server-model, or serve that model"
+            return [
+                Problem(self._urls[server], f"serves {', '.join(names)}, not {self._model}", fix)
+                for server, names in models.items()
+                if self._model not in names
+            ]
+        firsts = list(dict.fromkeys(names[0] for names in models.values()))
+        self._model = firsts[0] if firsts else ""
+        if all(self._model in names for names in models.values()):
+            return []
+        fix = "give servers of one model, or name one that all serve with --server-model"
+        return [Problem("--server-url", f"serve different models: {', '.join(firsts)}", fix)]
 
     async def _try_state(self, server: int) -> None:
         example = self.dataset.examples("search")[0]
@@ -171,7 +204,7 @@ class ServedEvaluator:
             except EvaluationFailed as error:
                 # The server refused the request; a retry would be refused as well.
                 raise EvaluationFailed(f"{self._urls[server]}: {error}") from None
-            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
+            except (httpx.HTTPError, _MalformedAnswer) as error:
                 failure = f"{type(error).__name__}: {error}"[:300]
             if attempt + 1 < policy.attempts:
                 await asyncio.sleep(wait)
@@ -200,17 +233,46 @@ class ServedEvaluator:
             url = f"{self._urls[server]}/v1/chat/completions"
             response = await client.post(url, json=body)
         if response.status_code in _PERMANENT_FAILURES:
-            raise EvaluationFailed(
-                f"status {response.status_code}: {_error_message(response.text)}"
-            )
+            raise _RequestRefused(f"status {response.status_code}: {_error_message(response.text)}")
         response.raise_for_status()
-        return score_reference_answer(response.json()["prompt_logprobs"], example.answer)
+        try:
+            return score_reference_answer(response.json()["prompt_logprobs"], example.answer)
+        except _MALFORMED as error:
+            reason = f"{type(error).__name__}: {error}"[:200]
+            raise _MalformedAnswer(
+                f"answers without the log-probabilities of the prompt ({reason})"
+            ) from None
 
     def _image_url(self, example: Example) -> str:
         if example.image not in self._image_urls:
             content = base64.b64encode(self.dataset.image_bytes(example)).decode()
             self._image_urls[example.image] = f"data:image/png;base64,{content}"
         return self._image_urls[example.image]
+
+
+def _describe_failure(url: str, error: Exception) -> Problem:
+    """Why a server cannot be used, from what a request to it raised."""
+    address = "give the address of a vllm serve, such as http://localhost:8000"
+    what, fix = str(error), address
+    if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
+        what = f"is no address of a server ({error})"
+    elif isinstance(error, httpx.HTTPStatusError):
+        status = error.response.status_code
+        what = f"answers with status {status}: {_error_message(error.response.text)}"
+        if status in (401, 403):
+            fix = "serve the model without an API key: a search sends none"
+        elif status >= 500:
+            fix = "look into the server's log"
+    elif isinstance(error, httpx.HTTPError):
+        what, fix = (
+            f"does not answer ({type(error).__name__})",
+            "start the server, or correct its address",
+        )
+    elif isinstance(error, _RequestRefused):
+        fix = f"serve the model with {REQUIRED_FLAG} --autoprune-state {{NAME}}"
+    elif isinstance(error, EvaluationFailed):
+        fix = "serve the model with a chat template that ends with the answer that it is given"
+    return Problem(url, what, fix)
 
 
 def _pruning_options(state: PruningState | None, budget: int) -> Mapping[str, object]:

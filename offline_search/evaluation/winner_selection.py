@@ -7,7 +7,7 @@ The winner is reported on the test split, beside the base policy on the same exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from offline_search.evaluation.evaluator import (
 )
 from offline_search.evaluation.history import History, Trial
 from offline_search.evaluation.objectives import (
+    across_budgets,
     describe_objective,
     objective_vector,
     relative_values,
@@ -56,6 +57,16 @@ class WinnerSelector:
         self._dataset = dataset
         self._base = base
 
+    async def evaluate_baselines(self) -> None:
+        """Measure the unpruned model and the base policy on both splits.
+
+        Before the search, because a question that cannot be asked would otherwise be found at its
+        end. Raises :class:`BaselineFailed`.
+        """
+        splits: tuple[Split, ...] = ("validation", "test")
+        for split in splits:
+            await self._compare(self._base, split)
+
     async def select(self, history: History) -> WinnerRecord:
         """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
         candidates = {trial.name: trial for trial in history.ranked()[: self._settings.confirmed]}
@@ -74,10 +85,8 @@ class WinnerSelector:
             name: self._estimate_objective(candidates[name], validation)
             for name, validation in confirmed.items()
         }
-        name = max(estimates, key=lambda candidate: estimates[candidate])
+        name, test = await self._measure_best(candidates, estimates)
         winner = candidates[name]
-        candidate = winner.require_candidate()
-        test = await self._compare(candidate, "test")
         base = await self._compare(self._base, "test")
         state = None
         if winner.state is not None:
@@ -85,7 +94,7 @@ class WinnerSelector:
             state = document.model_dump(mode="json")
         return WinnerRecord(
             winner=name,
-            digest=candidate.digest,
+            digest=winner.require_candidate().digest,
             state=state,
             program="" if winner.selection is None else winner.selection.code,
             confirmed=confirmed,
@@ -104,6 +113,24 @@ class WinnerSelector:
             except EvaluationFailed:
                 continue
         return confirmed
+
+    async def _measure_best(
+        self, candidates: Mapping[str, Trial], estimates: Mapping[str, float]
+    ) -> tuple[str, Comparison]:
+        """The best candidate that can be measured on the test split, and its scores there.
+
+        Raises :class:`SearchError` if there is none.
+        """
+        failure = ""
+        for name in sorted(estimates, key=lambda candidate: -estimates[candidate]):
+            try:
+                return name, await self._compare(candidates[name].require_candidate(), "test")
+            except EvaluationFailed as error:
+                failure = str(error)
+        raise SearchError(
+            f"none of the best candidates could be measured on the test split ({failure}) -> "
+            "look at the server's log and begin a new ledger"
+        )
 
     async def _measure_front(self, history: History) -> dict[str, FrontMember]:
         """Pareto front and base policy on the test split; empty in a single-objective search."""
@@ -127,7 +154,7 @@ class WinnerSelector:
             budget: self._relative(await self._measure(candidate, budget, "test"), full, "test")
             for budget in self._settings.budgets
         }
-        objective = round(float(self._aggregate(list(values.values())).mean()), 6)
+        objective = round(float(across_budgets(self._settings, list(values.values())).mean()), 6)
         latency = -result.axes["latency"] if "latency" in result.axes else None
         examples = self._dataset.examples("test")
         return objective_vector(self._settings, examples, values, objective, latency)
@@ -148,8 +175,10 @@ class WinnerSelector:
         full = await self._measure(None, 0, split)
         ours = [await self._measure(candidate, budget, split) for budget in budgets]
         theirs = [await self._measure(self._base, budget, split) for budget in budgets]
-        values = self._aggregate([self._relative(answers, full, split) for answers in ours])
-        base_values = self._aggregate([self._relative(answers, full, split) for answers in theirs])
+        values, base_values = (
+            across_budgets(self._settings, [self._relative(one, full, split) for one in answers])
+            for answers in (ours, theirs)
+        )
 
         def mean(score: Callable[[Sequence[Example], Answers], float]) -> float:
             return round(sum(score(examples, answers) for answers in ours) / len(ours), 6)
@@ -167,13 +196,6 @@ class WinnerSelector:
 
     def _relative(self, answers: Answers, full: Answers, split: Split) -> Floats:
         return relative_values(self._settings, self._dataset.examples(split), answers, full)
-
-    def _aggregate(self, values: Sequence[Floats]) -> Floats:
-        """Values over several budgets: their mean, or those of the worst budget."""
-        if self._settings.across == "worst":
-            return min(values, key=lambda each: float(each.mean()))
-        mean: Floats = np.mean(values, axis=0)
-        return mean
 
     async def _measure(self, candidate: Candidate | None, budget: int, split: Split) -> Answers:
         count = len(self._dataset.examples(split))

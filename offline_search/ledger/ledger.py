@@ -7,7 +7,8 @@ flight: a resumed search runs from its start and takes completed steps from the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,18 +33,23 @@ _ERRORS = FileErrors(
     fix_invalid_line="give another file, or the version that wrote it",
 )
 
+_READING_ERRORS = replace(_ERRORS, fix_inaccessible="name the ledger of a search that has begun")
+
 
 class Ledger(RecordFile[Record]):
     """Records of one search by key, in order of writing; one process at a time may write."""
 
-    def __init__(self, path: Path, recording: Ledger | None = None) -> None:
+    def __init__(self, path: Path, recording: Iterable[Record] = ()) -> None:
         """Open or create; external records that are missing are copied from a ``recording``.
 
-        An incomplete last line is removed. Raises :class:`SearchError` for a file that is not a
-        ledger, is locked, or cannot be written.
+        A recording is what :func:`read_ledger` returns. An incomplete last line of ``path`` is
+        removed. Raises :class:`SearchError` for a file that is not a ledger, is locked, or cannot
+        be written.
         """
         super().__init__(path, RECORD_ADAPTER, _ERRORS)
-        self._recording = recording
+        self._recorded = {
+            record.key: record for record in recording if isinstance(record, EXTERNAL_RECORDS)
+        }
         self._by_key = {record.key: record for record in self.records}
 
     def __iter__(self) -> Iterator[Record]:
@@ -55,10 +61,8 @@ class Ledger(RecordFile[Record]):
     def find(self, kind: type[R], key: str) -> R | None:
         """The record of a key, from this ledger or from the recording that is replayed."""
         record = self._by_key.get(key)
-        if record is None and self._recording is not None and issubclass(kind, EXTERNAL_RECORDS):
-            record = self._recording.find(kind, key)
-            if record is not None:
-                self.put(record)
+        if record is None and key in self._recorded:
+            record = self.put(self._recorded[key])
         if record is None:
             return None
         if not isinstance(record, kind):
@@ -93,10 +97,16 @@ class Ledger(RecordFile[Record]):
 
     def digest(self) -> str:
         """SHA-256 of all records, independent of their order and clocks."""
-        lines = sorted(f"{key} {canonical_json(record)}" for key, record in self._by_key.items())
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return digest_records(self)
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """The complete records of a ledger, which another process may be writing."""
-    return read_records(path, RECORD_ADAPTER, _ERRORS)
+    """The complete records of a ledger, which another process may be writing; changes nothing."""
+    return read_records(path, RECORD_ADAPTER, _READING_ERRORS)
+
+
+def digest_records(records: Iterable[Record]) -> str:
+    """SHA-256 of the records of a ledger, independent of their order and clocks."""
+    by_key = {record.key: record for record in records}
+    lines = sorted(f"{key} {canonical_json(record)}" for key, record in by_key.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

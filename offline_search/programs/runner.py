@@ -62,14 +62,16 @@ async def run_sandboxed(
     )  # fmt: skip
     try:
         body = json.dumps({"code": code, "seconds": _TIMEOUT, **request}).encode()
-        text, errors = await _communicate(process, body, limit)
+        text, errors = await _communicate(process, body, limit + len(sandbox.READY))
     finally:
         await _terminate(process)
-    if len(text) > limit:  # checked first: its exit status is that of a killed process
-        return Output(failure=f"the program returned more than {limit} characters")
-    if process.returncode == sandbox.SANDBOX_UNAVAILABLE:
+    # A program may exit with any status, so that of a missing sandbox counts before it runs only.
+    if process.returncode == sandbox.SANDBOX_UNAVAILABLE and not text.startswith(sandbox.READY):
         fix = "use another strategy: the sandbox for programs needs Linux with seccomp"
         raise ConfigError("search", [Problem("--strategy", f"cannot run a sandbox: {errors}", fix)])
+    text = text.removeprefix(sandbox.READY)
+    if len(text) > limit:  # checked first: its exit status is that of a killed process
+        return Output(failure=f"the program returned more than {limit} characters")
     if process.returncode == -signal.SIGALRM:
         return Output(failure=f"the program did not end within {_TIMEOUT:.0f} s")
     if process.returncode:

@@ -2,14 +2,14 @@
 
 Run by its path and with the standard library alone: it must import nothing of this package. Reads
 one of two requests from standard input, and writes JSON to standard output, or the error to
-standard error:
+standard error; ``READY`` comes first, once the sandbox is set up:
 
     {"code", "budget", "seconds"}   the return value of ``policy(budget)``
     {..., "images", "numpy"}        the indices of ``select(features, signals, K)`` of each image;
                                     ``numpy`` is the folder that holds the package
 
 A program that has not ended after ``seconds`` is ended by SIGALRM. Exits with
-``SANDBOX_UNAVAILABLE``, before it runs anything, if the sandbox cannot be set up.
+``SANDBOX_UNAVAILABLE``, and without ``READY``, if the sandbox cannot be set up.
 
 The sandbox is a seccomp filter: the process can compute and use its three open pipes, and cannot
 open files or sockets, start processes or send signals.
@@ -39,6 +39,8 @@ for _name in ("collections", "copy", "functools", "itertools", "math", "random",
     __import__(_name)
 
 SANDBOX_UNAVAILABLE = 3
+
+READY = "ready\n"
 
 _MEMORY = 512 * 2**20
 _PROCESSOR_SECONDS = 5
@@ -176,6 +178,8 @@ def main() -> int:
         sys.stderr.write(str(error))
         return SANDBOX_UNAVAILABLE
     output, sys.stdout = sys.stdout, io.StringIO()  # discard what the program prints
+    output.write(READY)
+    output.flush()
     try:
         code, budget = request["code"], request["budget"]
         selects = "images" in request

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, StrictInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 from offline_search.candidates.selection_program import SelectionProgram
@@ -27,6 +26,8 @@ SIGNALS = {
 """What a program is given beside the features, by name."""
 
 _CHARACTERS_PER_INDEX = 8
+
+_SELECTIONS = TypeAdapter(list[list[StrictInt]])
 
 
 async def select_with_program(
@@ -48,7 +49,7 @@ async def select_with_program(
     output = await run_sandboxed(program.code, request, limit)
     if output.failure:
         raise SelectionError(output.failure)
-    selections = json.loads(output.text)
+    selections = _parse_selections(output.text, tokens.batch)
     for indices in selections:
         if len(indices) != budget or len(set(indices)) != budget:
             raise SelectionError(
@@ -57,6 +58,17 @@ async def select_with_program(
         if not 0 <= min(indices) <= max(indices) < tokens.count:
             raise SelectionError(f"select returned an index outside 0 to {tokens.count - 1}")
     return torch.tensor(selections).sort(1).values
+
+
+def _parse_selections(text: str, images: int) -> list[list[int]]:
+    """The indices of each image; a program that writes to the output itself may leave any text."""
+    try:
+        selections = _SELECTIONS.validate_json(text)
+    except ValidationError:
+        raise SelectionError("the output is no list of indices for each image") from None
+    if len(selections) != images:
+        raise SelectionError(f"the output has {len(selections)} selections for {images} images")
+    return selections
 
 
 def _describe_images(tokens: VisualTokens, base_policy: str, budget: int) -> list[JsonValue]:

@@ -58,6 +58,9 @@ class EndpointSettings:
 _PERMANENT_ERRORS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
 """Errors that a retry cannot change."""
 
+_REFUSALS = (openai.BadRequestError, openai.UnprocessableEntityError)
+"""Refused requests; the JSON Schema may be the reason."""
+
 
 class EndpointProposer:
     """Proposer at one endpoint; stops sending JSON Schemas once the endpoint refuses them."""
@@ -101,27 +104,31 @@ class EndpointProposer:
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         """Reply to a chat, with retries."""
         async with self._slots:
-            wait = self._endpoint.first_wait
-            for attempt in range(self._endpoint.retries + 1):
+            used = schema if self._supports_schema else None
+            wait, retries = self._endpoint.first_wait, 0
+            while True:
                 try:
-                    return await self._send(messages, schema, seed)
+                    reply = await self._send(messages, used, seed)
                 except _PERMANENT_ERRORS as error:
                     return Reply(None, f"{type(error).__name__}: {_error_text(error)}")
-                except openai.BadRequestError as error:
-                    if not self._supports_schema or schema is None:
+                except _REFUSALS as error:
+                    if used is None:
                         return Reply(None, f"{type(error).__name__}: {_error_text(error)}")
-                    self._supports_schema = False
-                    continue
+                    used = None
                 except openai.OpenAIError as error:
                     failure = f"{type(error).__name__}: {_error_text(error)}"
-                    if attempt == self._endpoint.retries:
-                        return Reply(None, f"{failure}, after {attempt} retries")
+                    if retries == self._endpoint.retries:
+                        return Reply(None, f"{failure}, after {retries} retries")
                     await asyncio.sleep(self._retry_delay(error, wait))
                     wait = min(2 * wait, self._endpoint.longest_wait)
+                    retries += 1
                 except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
                     # The client does not validate responses, so any of these can come from one.
                     return Reply(None, f"the response is no chat completion: {_shorten(error)}")
-            return Reply(None, "the endpoint refuses the request with and without a JSON Schema")
+                else:
+                    # Only now is it known that the schema was what the endpoint refused.
+                    self._supports_schema &= used is schema
+                    return reply
 
     async def close(self) -> None:
         """Close the client's connections."""
@@ -130,7 +137,7 @@ class EndpointProposer:
     async def _send(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
         endpoint = self._endpoint
         extra: dict[str, Any] = {"seed": seed} if endpoint.seeded else {}
-        if self._supports_schema and schema is not None:
+        if schema is not None:
             named = {"name": "proposal", "schema": schema}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
         create: Callable[..., Awaitable[Any]] = self._client.chat.completions.create

@@ -1,7 +1,6 @@
 """Summary H_t of Algorithm 2: what was measured so far, as every prompt shows it.
 
-Scores are log-probabilities relative to the unpruned model, in thousandths, with their standard
-error where they are compared.
+Scores are objectives in thousandths, with their standard error where they are compared.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _describe_categories(history: History) -> Iterator[str]:
     yield "Category: questions, base policy, best so far, share of what the best still loses:"
     for share, name, where in reversed(rows):
         means = ", ".join(_score(float(v[where].mean())) for v in (history.base_values, best))
-        yield f"- {name}: {len(where)}, {means}, {abs(share):.0%}"
+        yield f"- {name}: {len(where)}, {means}, {round(100 * share)}%"
     _, name, where = rows[-1]
     asked = [examples[row].question for row in sorted(where, key=lambda row: best[row])]
     yield f"Questions of {name} that lose most: {'; '.join(asked[:_EXAMPLE_QUESTIONS])}"
@@ -142,9 +141,13 @@ def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
         elif trial.result.status == "dropped":
             estimate = history.estimate(trial)
             yield (
-                f"{trial.name} was dropped after {trial.result.examples} questions at about "
+                f"{trial.name} was dropped after {_question_count(trial)} questions at about "
                 f"{_score(estimate)}; {_origin(trial, history)}"
             )
+
+
+def _question_count(trial: Trial) -> int:
+    return 0 if trial.values is None else len(trial.values)
 
 
 def _searched(state: PruningState, history: History) -> JsonObject:

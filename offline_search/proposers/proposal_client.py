@@ -249,9 +249,14 @@ class ProposalClient:
                 index=index,
                 attempt=attempt,
                 request=hashlib.sha256(json.dumps(messages).encode()).hexdigest(),
-                text=None if reply.text is None else reply.text[:kept],
-                failure=reply.failure,
+                text=None if reply.text is None else _encodable(reply.text[:kept]),
+                failure=_encodable(reply.failure),
                 cost=reply.cost,
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
             )
         )
+
+
+def _encodable(text: str) -> str:
+    """The text with "?" for halves of surrogate pairs, which UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()

@@ -13,7 +13,7 @@ proposals of a model that writes lists. Every slot of a later round goes to one 
 
 The best are taken from different structures, because variants of one would crowd out the others.
 A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
-Where it only ranks, they are slots of TPE, so that one that chooses at random is like no model.
+A model that only ranks gets slots of TPE, so that one that ranks at random should do no harm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offline_search.candidates.search_space import (
 from offline_search.evaluation.history import History, Trial
 from offline_search.proposers.prompt import ranking_prompt
 from offline_search.proposers.proposal_client import ProposalRequest
-from offline_search.settings import Settings
+from offline_search.settings import Library, Settings
 from offline_search.strategies.sampling import TpeStudy, sample_draft
 from offline_search.strategies.start_states import minimal_state, warm_start_states
 from offline_search.strategies.strategy import Round, request_improvements
@@ -129,10 +129,10 @@ class AutoPrunePlus:
         return Draft(origin, assemble_state(proposal, self._settings), (), names)
 
     @property
-    def _space(self) -> tuple[int, bool, bool, tuple[str, ...]]:
-        """K, whether candidates may have a core and rank before the merger, and base policies."""
-        settings = self._settings
-        return settings.source_budget, settings.core, settings.rank_at, settings.bases
+    def _space(self) -> tuple[int, bool, bool, tuple[str, ...], Library]:
+        """K, whether candidates may have a core and rank before the merger, bases, library."""
+        one = self._settings
+        return one.source_budget, one.core, one.rank_at, one.bases, one.library
 
     def _build_study(self, history: History, rng: Random) -> TpeStudy:
         """TPE over all candidates that were measured, whatever their origin."""

@@ -1,4 +1,4 @@
-"""Strategies that evolve code: the baselines as they were published, which the language tests.
+"""Strategies that evolve Python code, as their papers do: baselines of the state language.
 
 A candidate is a program with ``select(features, signals, K)``, confined as programs that return
 states are, and measured by the same evaluator on the tokens that it selects. Its parents, prompts

@@ -222,5 +222,5 @@ def _require_openevolve() -> None:
         # It logs every replacement of a program by a better one.
         logging.getLogger("openevolve").setLevel(logging.ERROR)
     except ImportError:
-        fix = 'pip install "vllm-autoprune[search,search-openevolve]"'
+        fix = 'from a checkout: pip install ".[search,search-openevolve]"'
         raise ConfigError("search", [Problem("openevolve", "is not installed", fix)]) from None

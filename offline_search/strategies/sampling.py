@@ -66,7 +66,12 @@ class TpeSearch:
 def sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draft:
     """A draft of a state whose structure and numbers come from a source of choices."""
     proposal = sample_proposal(
-        source, settings.source_budget, settings.core, settings.rank_at, settings.bases
+        source,
+        settings.source_budget,
+        settings.core,
+        settings.rank_at,
+        settings.bases,
+        settings.library,
     )
     return Draft(origin, assemble_state(proposal, settings))
 
@@ -172,6 +177,6 @@ def _require_optuna() -> None:
     try:
         import optuna
     except ImportError:
-        fix = 'pip install "vllm-autoprune[search]"'
+        fix = 'from a checkout: pip install ".[search]"'
         raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)

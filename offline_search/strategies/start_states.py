@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
 from offline_search.candidates.proposal import assemble_state
-from offline_search.settings import Settings
+from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import Core, PruningState
 
@@ -52,7 +52,7 @@ def warm_start_states(settings: Settings) -> Sequence[PruningState]:
     are ranked with that state ranking before the merger. A search of base policies has each alone.
     """
     source = Components.from_state(paper_state(settings))
-    budget = settings.source_budget
+    budget = min(settings.source_budget, MAX_QUOTA)
     quotas = dict.fromkeys(min(quota, budget) for quota in (*WARM_START_QUOTAS, budget))
     first = source.scoring.signals[0].model_copy(update={"weight": 1.0})
     alone = source.with_scoring(signals=(first,))

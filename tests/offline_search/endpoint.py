@@ -32,6 +32,12 @@ def error(status: int, message: str = "no", **headers: str) -> Answer:
     return status, json.dumps(body).encode(), headers
 
 
+def model_list(*names: str) -> Answer:
+    """Response with a list of models."""
+    data = [{"id": name} for name in names]
+    return 200, json.dumps({"object": "list", "data": data}).encode(), {}
+
+
 @dataclass
 class FakeEndpoint:
     """A running fake endpoint: its answer function and the requests that it has received."""
@@ -41,6 +47,7 @@ class FakeEndpoint:
     url: str = ""
     down: bool = False
     """Whether the list of models fails as well."""
+    models: Answer = field(default_factory=lambda: model_list("m"))
     ports: set[int] = field(default_factory=set)
     """Client ports of all requests, to count connections."""
 
@@ -75,7 +82,7 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeEndpoint]:
             if fake.down:
                 self._send(*error(503, "down"))
                 return
-            self._send(200, json.dumps({"object": "list", "data": [{"id": "m"}]}).encode(), {})
+            self._send(*fake.models)
 
         def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

@@ -114,7 +114,13 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
     assert "quality_topk_selector" in estimate["messages"][0]["content"]
     assert not served.requests and not (tmp_path / "l").exists()
     assert run_command(served, data, tmp_path / "l", "--dry-run") == 0
-    assert "--- system" in capsys.readouterr().out
+    assert "--- system" in (text := capsys.readouterr().out)
+    assert "At most 2 requests to the proposer, each for up to 5 proposals: about" in text
+    one = ("--dry-run", "--proposals-per-reply", "1")
+    assert run_command(served, data, tmp_path / "l", *one) == 0
+    assert "At most 4 requests to the proposer, each for one proposal: about" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Dataset) -> None:
@@ -135,15 +141,31 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
     [
         (["--strategy", "magic"], "--strategy: 'magic' is not known"),
         (["--base-policy", "none"], "--base-policy: 'none' is not known"),
-        (["--rounds", "0"], "rounds"),
+        (["--rounds", "0"], "--rounds: 0 is refused -> give a value that is greater than"),
+        (["--per-round", "0"], "--per-round: 0 is refused"),
+        (["--budget", "0", "--dry-run"], "search: --budget: 0 is refused"),
+        (["--budget", "8", "8"], "--budget: "),
+        (["--temperature", "nan"], "--temperature: nan is refused"),
+        (
+            ["--objective", "latency"],
+            "--objective: latency alone would favour doing no selection at all -> add quality",
+        ),
+        (["--objective", "mme", "tasks"], "--objective: MME's total"),
+        (["--menu", "1", "--library", "paper"], "--library, --menu: a menu offers a part"),
+        (["--menu", "1", "--strategy", "tpe"], "--menu: only a language model"),
+        (["--menu", "1", "--objective", "latency"], "--objective: latency"),
         (["--data", "/nowhere"], "search.jsonl"),
-        (["--seed", "-1"], "seed"),
-        (["--proposals-per-reply", "0"], "proposals_per_reply"),
+        (["--seed", "-1"], "--seed: -1 is refused"),
+        (["--proposals-per-reply", "0"], "--proposals-per-reply: 0 is refused"),
         (
             ["--proposals-per-reply", "5", "--menu", "1"],
-            "only autoprune and autoprune+ ask for lists",
+            "--menu, --proposals-per-reply: only autoprune and autoprune+ ask for lists, of a "
+            "language model without a menu -> leave one of them out",
         ),
-        (["--proposals-per-reply", "5", "--strategy", "tpe"], "ask for lists"),
+        (
+            ["--proposals-per-reply", "5", "--strategy", "tpe"],
+            "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists",
+        ),
     ],
 )
 def test_wrong_options_give_one_error_with_a_fix(
@@ -153,6 +175,24 @@ def test_wrong_options_give_one_error_with_a_fix(
     assert run_command(served, data, tmp_path / "l", *more) == 1
     errors = capsys.readouterr().err
     assert message in errors and "->" in errors and "Traceback" not in errors
+    assert "Value error" not in errors and "at least 1 item" not in errors
+    assert not served.requests
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--images", "0"), ("--images", "-1"), ("--at-once", "0"), ("--at-once", "x"),
+     ("--most-tokens", "0"), ("--most-money", "-1"), ("--most-money", "nan")],
+)  # fmt: skip
+def test_a_wrong_number_is_refused_with_its_option(
+    flag: str, value: str, served: FakeEndpoint, data: Dataset, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit):
+        run_command(served, data, tmp_path / "l", flag, value)
+    assert f"argument {flag}: {value!r} is refused -> give a " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_command(served, data, tmp_path / "l", "--price", "nan", "1")
     assert not served.requests
 
 
@@ -181,7 +221,24 @@ def test_a_report_on_a_missing_ledger_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["search", "report", "--ledger", str(tmp_path / "none")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    message = "No such file or directory -> name the ledger of a search that has begun"
+    assert message in capsys.readouterr().err
+
+
+def test_a_replay_names_what_differs_from_its_recording(
+    served: FakeEndpoint, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger, again = tmp_path / "l.jsonl", str(tmp_path / "again.jsonl")
+    assert run_command(served, data, ledger, "--images", "6", "--seed", "1") == 0
+    replayed = ["search", "--data", str(data.folder), "--ledger", again, "--replay"]
+    capsys.readouterr()
+    assert main([*replayed, str(ledger), "--images", "3"]) == 1
+    message = "-> give the data folder and the --images of the recorded search"
+    assert message in capsys.readouterr().err
+    assert main([*replayed, str(tmp_path / "folder" / "typo.jsonl")]) == 1
+    assert "name the ledger of a search that has begun" in capsys.readouterr().err
+    assert not (tmp_path / "folder").exists() and not Path(again).exists()
+    assert main([*replayed, str(ledger), "--images", "6"]) == 0
 
 
 def test_a_language_model_takes_part_only_where_it_is_given(

@@ -20,6 +20,14 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     assert few.digest != read.digest == read_dataset(data.folder, seed=1).digest
 
 
+def test_questions_of_an_image_need_not_be_neighbours(data: Dataset) -> None:
+    neighbours = read_dataset(data.folder, seed=1, limit=3).examples("search")
+    path = data.folder / "search.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[::2], *lines[1::2]]))
+    assert read_dataset(data.folder, seed=1, limit=3).examples("search") == neighbours
+
+
 def test_an_image_in_two_splits_is_refused_under_any_name(data: Dataset) -> None:
     (data.folder / "test-0.png").write_bytes((data.folder / "search-3.png").read_bytes())
     with pytest.raises(ConfigError, match="the same image is in search and in test"):

@@ -8,12 +8,18 @@ import pytest
 from offline_search.candidates.components import compact_json
 from offline_search.candidates.proposal import Draft, assemble_state
 from offline_search.dataset import Dataset
+from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluation_round import RoundEvaluator
-from offline_search.evaluation.evaluator import RecordedEvaluator
+from offline_search.evaluation.evaluator import (
+    BaselineFailed,
+    EvaluationFailed,
+    EvaluationJob,
+    RecordedEvaluator,
+)
 from offline_search.evaluation.history import gave_up
 from offline_search.evaluation.winner_selection import NothingMeasured
 from offline_search.ledger import Ledger, read_ledger
-from offline_search.ledger.records import Status, TrialRecord, WinnerRecord
+from offline_search.ledger.records import ReplyRecord, Status, TrialRecord, WinnerRecord
 from offline_search.report import read_report
 from offline_search.report.markdown import count_candidates
 from offline_search.settings import Settings
@@ -125,3 +131,67 @@ async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
         assert first == [("unevaluated", ""), ("same", "1.0")][: len(first)]
         assert await evaluate(2, duplicate) == [("evaluated", "")]
         assert await evaluate(3, failing) == [("same", "2.0")]
+
+
+class RefusingEvaluator(SyntheticEvaluator):
+    """Refuses jobs of a split: those of a digest, or without one those of the unpruned model."""
+
+    def __init__(self, data: Dataset, split: str, digest: str = "") -> None:
+        super().__init__(data)
+        self.refused = (split, digest)
+
+    async def evaluate(self, job: EvaluationJob) -> Answers:
+        digest = "" if job.candidate is None else job.candidate.digest
+        if (job.split, digest) == self.refused:
+            raise EvaluationFailed("cannot identify image file")
+        return await super().evaluate(job)
+
+
+@pytest.mark.parametrize("split", ["search", "validation", "test"])
+@pytest.mark.parametrize("baseline", ["unpruned", "base policy"])
+async def test_a_baseline_that_fails_ends_the_search_at_its_start_and_can_be_resumed(
+    baseline: str, split: str, settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    digest = "" if baseline == "unpruned" else base_state(settings).digest
+    evaluator = RefusingEvaluator(data, split, digest)
+    with pytest.raises(BaselineFailed, match=f"the {split} split: cannot identify.* -> "):
+        await run_search(tmp_path / "l", settings, evaluator)
+    assert not records_of_kind(tmp_path / "l", TrialRecord)
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data))
+    assert records_of_kind(tmp_path / "l", WinnerRecord)
+
+
+async def test_a_winner_that_cannot_be_measured_on_the_test_split_is_replaced(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    first = await run_search(tmp_path / "free", settings, SyntheticEvaluator(data))
+    evaluator = RefusingEvaluator(data, "test", first.digest)
+    second = await run_search(tmp_path / "l", settings, evaluator)
+    assert second.estimates == first.estimates
+    assert second.winner == sorted(first.estimates, key=lambda name: -first.estimates[name])[1]
+
+
+async def test_a_log_probability_that_is_not_finite_is_a_failure(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    class Undefined(SyntheticEvaluator):
+        async def evaluate(self, job: EvaluationJob) -> Answers:
+            answers = await super().evaluate(job)
+            first = isinstance(job.candidate, PruningState) and job.candidate.digest == undefined
+            return (
+                Answers((float("nan"), *answers.logprob[1:]), answers.right) if first else answers
+            )
+
+    undefined = (await run_search(tmp_path / "free", settings, SyntheticEvaluator(data))).digest
+    await run_search(tmp_path / "l", settings, Undefined(data))
+    trials = records_of_kind(tmp_path / "l", TrialRecord)
+    (failed,) = [trial for trial in trials if trial.status == "unevaluated"]
+    assert "not finite" in failed.reason
+
+
+async def test_half_a_character_in_a_reply_is_recorded(
+    settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    replies = ["{\ud83d}", *VALID_REPLIES[:3]]
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data), replies)
+    assert "{?}" in {record.text for record in records_of_kind(tmp_path / "l", ReplyRecord)}

@@ -63,6 +63,63 @@ def test_every_problem_of_the_files_is_listed(mme: Path, tmp_path: Path) -> None
         convert_mme(tmp_path / "nowhere", tmp_path / "data")
 
 
+def test_an_image_of_two_categories_is_in_one_split(mme: Path, tmp_path: Path) -> None:
+    """MME has ten images in two of existence, count, position and color, under one name each."""
+    for number in range(10):
+        category = mme / "position"
+        category.mkdir(exist_ok=True)
+        (category / f"{number}.txt").write_text("Left of it?\tYes\nRight of it?\tNo\n")
+        (category / f"{number}.jpg").write_text(f"{'color' if number < 6 else 'position'} {number}")
+    drawn = []
+    for seed in range(4):
+        target = tmp_path / f"data-{seed}"
+        assert convert_mme(mme, target, seed) == {"search": 30, "validation": 12, "test": 18}
+        data = read_dataset(target)  # raises for an image in two splits
+        counts = Counter(
+            (example.category, split) for split in SPLITS for example in data.examples(split)
+        )
+        for name in ("color", "position", "scene"):
+            assert [counts[name, split] for split in SPLITS] == [10, 4, 6]
+        drawn.append({example.image for example in data.examples("search")})
+    assert len(list((tmp_path / "data-0").rglob("*.jpg"))) == 14, "an image is written once"
+    assert len(set(map(frozenset, drawn))) > 1, "the draw depends on the seed"
+    again = tmp_path / "again"
+    convert_mme(mme, again, 3)
+    assert {example.image for example in read_dataset(again).examples("search")} == drawn[3]
+
+
+def test_unreadable_questions_are_problems(mme: Path, tmp_path: Path) -> None:
+    (mme / "color" / "1.txt").write_text("Is it red?\tYes\nIs it blue?\t\n")
+    (mme / "color" / "2.txt").write_bytes("Un caf\u00e9?\tYes\n".encode("latin-1"))
+    (mme / "color" / "3.txt").write_text("\n")
+    (mme / "color" / "4.jpg").unlink()
+    (mme / "color" / "4.jpg").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        convert_mme(mme, tmp_path / "data")
+    assert {problem.where: problem.what for problem in caught.value.problems} == {
+        "color/1.txt:2": "is no question with an answer",
+        "color/2.txt": "is not UTF-8",
+        "color/3.txt": "has no question",
+        "color/4.txt": "cannot be read (4.jpg: Is a directory)",
+    }
+    assert all(problem.fix for problem in caught.value.problems)
+    assert not (tmp_path / "data").exists(), "nothing is written"
+
+
+def test_a_folder_that_a_search_would_refuse_is_not_written(mme: Path, tmp_path: Path) -> None:
+    for path in mme.rglob("*.txt"):
+        if path.stem != "0":
+            path.unlink()
+    with pytest.raises(ConfigError, match=r"too few images for three splits \(2\)"):
+        convert_mme(mme, tmp_path / "data")
+
+
+def test_a_target_that_is_a_file_is_a_problem(mme: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    with pytest.raises(ConfigError, match=r"data: cannot be written .* -> choose another folder"):
+        convert_mme(mme, tmp_path / "data")
+
+
 EXAMPLES = [
     *(Example(image=f"{n // 2}.png", question="q", answer="a", category="c", pair=n // 2)
       for n in range(8)),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from offline_search.dataset import Dataset
+from offline_search.dataset import Dataset, read_dataset
+from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, ReplyRecord
 from offline_search.replay import replay
 from offline_search.settings import Settings
@@ -74,6 +75,44 @@ async def test_a_recorded_search_replays_without_endpoints(
     again, before, after = await replay(tmp_path / "l", tmp_path / "replayed", data)
     assert before == after
     assert again.digest == chosen.digest and again.test == chosen.test
+
+
+async def test_a_recording_is_only_read(settings: Settings, data: Dataset, tmp_path: Path) -> None:
+    recording = tmp_path / "l"
+    await run_search(recording, settings, SyntheticEvaluator(data))
+    recording.write_bytes(recording.read_bytes() + b'{"kind": "pro')  # cut off by a kill
+    content = recording.read_bytes()
+    _, before, after = await replay(recording, tmp_path / "replayed", data)
+    assert before == after and recording.read_bytes() == content
+    with Ledger(recording):  # no replay waits for its lock
+        await replay(recording, tmp_path / "again", data)
+
+
+async def test_a_missing_recording_is_not_created(data: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match="name the ledger of a search that has begun"):
+        await replay(tmp_path / "typo" / "l", tmp_path / "replayed", data)
+    assert not (tmp_path / "typo").exists() and not (tmp_path / "replayed").exists()
+    (tmp_path / "empty").touch()
+    with pytest.raises(SearchError, match="contains no search"):
+        await replay(tmp_path / "empty", tmp_path / "replayed", data)
+
+
+@pytest.mark.parametrize("change", ["images", "questions"])
+async def test_other_data_than_the_recorded_are_named_as_the_cause(
+    change: str, settings: Settings, data: Dataset, tmp_path: Path
+) -> None:
+    evaluator = SyntheticEvaluator(data)
+    evaluator.name = f"m through vLLM, data {data.digest[:12]}"
+    await run_search(tmp_path / "l", settings, evaluator)
+    await replay(tmp_path / "l", tmp_path / "same", data)
+    other = read_dataset(data.folder, limit=5)
+    if change == "questions":
+        path = data.folder / "test.jsonl"
+        path.write_text(path.read_text().replace("Is it", "Could it be"))
+        other = read_dataset(data.folder)
+    with pytest.raises(SearchError, match=r"other questions .* -> give the data folder and the --"):
+        await replay(tmp_path / "l", tmp_path / "replayed", other)
+    assert not (tmp_path / "replayed").exists()
 
 
 async def test_an_incomplete_recording_is_an_error(

@@ -4,20 +4,47 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from offline_search.dataset import Dataset
     from offline_search.evaluation.served_evaluator import ServedEvaluator
     from offline_search.proposers.proposal_client import Proposer
     from offline_search.settings import Settings
     from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+
+_FLAGS = {
+    "budgets": "--budget",
+    "objectives": "--objective",
+    "proposer": "--proposer-model",
+}
+"""Flags that are not named like their field of the settings."""
+
+
+def _positive_integer(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        number = int(text)
+        if number >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is refused -> give a whole number of 1 or more")
+
+
+def _amount(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if 0 <= number < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is refused -> give a number of 0 or more")
 
 
 def add_search_arguments(group: argparse._ArgumentGroup) -> None:
@@ -97,7 +124,9 @@ def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FOLDER",
         help="folder with search.jsonl, validation.jsonl and test.jsonl",
     )
-    group.add_argument("--images", type=int, help="maximum number of images of each split")
+    group.add_argument(
+        "--images", type=_positive_integer, help="maximum number of images of each split"
+    )
     group.add_argument(
         "--server-url",
         action="append",
@@ -109,7 +138,7 @@ def add_evaluator_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--at-once",
-        type=int,
+        type=_positive_integer,
         default=128,
         dest="concurrency",
         metavar="N",
@@ -158,11 +187,19 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
         "hypothesis each; default with --proposer-url in autoprune and autoprune+: 5, else 1",
     )  # fmt: skip
     group.add_argument(
-        "--price", type=float, nargs=2, default=[0.0, 0.0], metavar=("IN", "OUT"),
+        "--price", type=_amount, nargs=2, default=[0.0, 0.0], metavar=("IN", "OUT"),
         help="price of a million prompt and completion tokens",
     )  # fmt: skip
-    group.add_argument("--most-tokens", type=int, help="maximum tokens of the proposer")
-    group.add_argument("--most-money", type=float, help="maximum cost of the proposer")
+    group.add_argument(
+        "--most-tokens", type=_positive_integer, metavar="N",
+        help="send the proposer no further requests once N tokens are spent; a round in flight may "
+        "exceed it",
+    )  # fmt: skip
+    group.add_argument(
+        "--most-money", type=_amount, metavar="M",
+        help="send the proposer no further requests once M is spent, at --price; a round in flight "
+        "may exceed it",
+    )  # fmt: skip
     group.add_argument(
         "--no-seeds", action="store_true", help="send no seed, for endpoints that fail on one"
     )
@@ -170,10 +207,7 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
 
 def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Dataset]:
     """Settings and data set of the search; raises :class:`ConfigError` with every problem."""
-    from pydantic import ValidationError
-
     from offline_search.dataset import read_dataset
-    from offline_search.settings import Settings
     from offline_search.strategies import CODE_STRATEGIES, STRATEGIES
     from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -189,40 +223,84 @@ def read_settings_and_data(options: argparse.Namespace) -> tuple[Settings, Datas
     if problems:
         raise ConfigError("search", problems)
     proposer_name = _proposer_name(options)
-    strategy = STRATEGIES[options.strategy](Settings(proposer=proposer_name))
+    strategy = STRATEGIES[options.strategy](_build_settings({"proposer": proposer_name}))
     if strategy.uses_proposer and not proposer_name:
         what = f"{options.strategy} needs a language model"
         fix = "give --proposer-url or --embedded-proposer, or one of autoprune+, tpe and random"
         raise ConfigError("search", [Problem("--strategy", what, fix)])
-    try:
-        settings = Settings(
-            strategy=options.strategy,
-            rounds=options.rounds,
-            per_round=options.per_round,
-            base_policy=options.base_policy,
-            other_bases=tuple(options.other_bases),
-            budgets=tuple(options.budget),
-            across=options.across,
-            objectives=tuple(options.objective),
-            seed=options.seed,
-            without=tuple(options.without),
-            quota=options.quota,
-            core=options.core,
-            race=options.race,
-            rank_at=options.rank_at,
-            library=options.library,
-            proposer=proposer_name if strategy.uses_proposer else "",
-            menu=_menu_width(options, strategy.uses_proposer),
-            proposals_per_reply=_list_length(options, strategy.uses_proposer),
-            temperature=options.temperature,
-        )
-    except ValidationError as error:
-        problems = [
-            Problem("--" + "/".join(map(str, detail["loc"])), detail["msg"], "give another value")
-            for detail in error.errors(include_url=False)
-        ]
-        raise ConfigError("search", problems) from None
+    settings = _build_settings(
+        {
+            "strategy": options.strategy,
+            "rounds": options.rounds,
+            "per_round": options.per_round,
+            "base_policy": options.base_policy,
+            "other_bases": tuple(options.other_bases),
+            "budgets": tuple(options.budget),
+            "across": options.across,
+            "objectives": tuple(options.objective),
+            "seed": options.seed,
+            "without": tuple(options.without),
+            "quota": options.quota,
+            "core": options.core,
+            "race": options.race,
+            "rank_at": options.rank_at,
+            "library": options.library,
+            "proposer": proposer_name if strategy.uses_proposer else "",
+            "menu": _menu_width(options, strategy.uses_proposer),
+            "proposals_per_reply": _list_length(options, strategy.uses_proposer),
+            "temperature": options.temperature,
+        }
+    )
     return settings, read_dataset(options.data, options.seed, options.images)
+
+
+def _build_settings(values: Mapping[str, object]) -> Settings:
+    """Settings with these fields; raises :class:`ConfigError` that names their flags."""
+    from pydantic import ValidationError
+
+    from offline_search.settings import Settings
+
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        # A refused item of a tuple makes the tuple too short as well; options never give none.
+        details = [one for one in error.errors(include_url=False) if one["type"] != "too_short"]
+    raise ConfigError("search", [_describe_setting(detail, values) for detail in details])
+
+
+def _describe_setting(detail: ErrorDetails, values: Mapping[str, object]) -> Problem:
+    message = detail["msg"].removeprefix("Value error, ")
+    # Pydantic locates what a whole model breaks nowhere, and an item of a tuple by its number.
+    fields = [str(name) for name in detail["loc"][:1]] or _find_conflict(message, values)
+    where = ", ".join(_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in fields)
+    demand = message.removeprefix("Input should be ")
+    if demand != message:
+        return Problem(where, f"{detail['input']!r} is refused", f"give a value that is {demand}")
+    what, _, fix = message.partition(": ")
+    return Problem(where, what, fix or f"leave {'one of them' if len(fields) > 1 else 'it'} out")
+
+
+def _find_conflict(message: str, values: Mapping[str, object]) -> list[str]:
+    """Fields whose defaults would end a conflict between fields, or else change its message."""
+    left = {
+        name: _find_message({other: value for other, value in values.items() if other != name})
+        for name in values
+    }
+    ending = [name for name, other in left.items() if not other]
+    return ending or [name for name, other in left.items() if other != message]
+
+
+def _find_message(values: Mapping[str, object]) -> str:
+    """First problem of settings with these fields; empty if there is none."""
+    from pydantic import ValidationError
+
+    from offline_search.settings import Settings
+
+    try:
+        Settings.model_validate(values)
+    except ValidationError as error:
+        return error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def _menu_width(options: argparse.Namespace, uses_proposer: bool) -> int:

@@ -11,6 +11,7 @@ import pytest
 from offline_search.candidates.components import (
     Components,
     JsonObject,
+    atom_calls,
     compact_json,
     feature_names,
     structure,
@@ -21,10 +22,12 @@ from offline_search.candidates.search_space import (
     RandomSource,
     choices_of_state,
     numeric_parameters,
+    quota_scale,
     sample_proposal,
 )
 from offline_search.proposers.prompt import describe_language
 from offline_search.settings import Settings
+from offline_search.strategies.sampling import sample_draft
 from offline_search.strategies.start_states import base_state, paper_state, warm_start_states
 from tests.offline_search.replies import BUDGET
 from vllm_autoprune import materialize, safety_check
@@ -248,3 +251,22 @@ class TestRankAt:
         first, second = warm_start_states(ranking)[:2]
         assert {first.rank_at, second.rank_at} == {"merger_out", "merger_in"}
         assert structure(first) != structure(second)
+
+
+@pytest.mark.parametrize("budget", [640, 720, 2880])
+def test_quotas_are_within_the_language_at_large_budgets(budget: int) -> None:
+    settings = Settings(budgets=(budget,), strategy="random")
+    assert quota_scale(budget)[-1] == 640
+    for state in warm_start_states(settings):
+        assert state.budget.range() == (budget, budget)
+    for seed in range(20):
+        assemble_state(sample_proposal(RandomSource(Random(seed)), budget), settings)
+
+
+def test_samplers_draw_no_extension_from_the_library_of_the_paper() -> None:
+    settings = Settings(budgets=(BUDGET,), strategy="random", library="paper")
+    for seed in range(40):
+        source = RandomSource(Random(seed))
+        state = sample_draft("random", source, settings).state
+        assert state is not None
+        assert "extension" not in {ATOMS[call.atom].origin for call in atom_calls(state)}

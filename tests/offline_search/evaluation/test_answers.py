@@ -11,6 +11,7 @@ from offline_search.evaluation.answers import (
     bootstrap_mean,
     category_means,
     mme_total,
+    paired_error,
     relative_logprob,
     significantly_below,
 )
@@ -69,6 +70,19 @@ def test_only_clearly_worse_candidates_are_significantly_below() -> None:
     assert not significantly_below(rows, rival + noise, rival)
     assert not significantly_below(rows, rival + 0.5 + noise, rival)
     assert not significantly_below(rows[:6], rival[:6] - 0.5, rival), "three images tell nothing"
+
+
+def test_a_constant_gap_has_no_error_however_many_questions_an_image_has() -> None:
+    rows = [example(image) for image in range(20) for _ in range(1 + image % 2)]
+    assert paired_error(rows, np.full(len(rows), -1.0)) == pytest.approx(0.0)
+
+
+def test_the_error_of_a_paired_difference_is_that_of_resampled_images() -> None:
+    generator = np.random.default_rng(3)
+    rows = [example(image) for image in range(60) for _ in range(1 + image % 5)]
+    gaps = generator.normal(size=60).repeat([1 + image % 5 for image in range(60)]) - 1.0
+    interval = bootstrap_mean(rows, gaps)
+    assert paired_error(rows, gaps) == pytest.approx((interval.high - interval.low) / 3.92, rel=0.1)
 
 
 def test_equal_candidates_are_rarely_significantly_below() -> None:

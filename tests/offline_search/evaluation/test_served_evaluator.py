@@ -11,7 +11,14 @@ import pytest
 from offline_search.dataset import Dataset
 from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
 from offline_search.evaluation.served_evaluator import RetryPolicy, ServedEvaluator
-from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
+from tests.offline_search.endpoint import (
+    Answer,
+    Body,
+    FakeEndpoint,
+    endpoint,
+    error,
+    model_list,
+)
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import ConfigError, SearchError
 
@@ -202,3 +209,97 @@ async def test_an_unusable_server_is_reported_before_the_search(
             with pytest.raises(ConfigError, match=message):
                 await evaluator.prepare()
             await evaluator.close()
+
+
+async def check(urls: list[str], data: Dataset, model: str | None = None) -> list[tuple[str, str]]:
+    """What is wrong with servers, and how to fix it."""
+    evaluator = ServedEvaluator(urls, data, model=model, retry_policy=FAST_RETRIES)
+    with pytest.raises(ConfigError) as caught:
+        await evaluator.prepare()
+    await evaluator.close()
+    return [(problem.what, problem.fix) for problem in caught.value.problems]
+
+
+ADDRESS = "give the address of a vllm serve"
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "what", "fix"),
+    [
+        ((200, b"<html>", {}), echo_answer, "lists no model", ADDRESS),
+        ((200, b'{"object": "list"}', {}), echo_answer, "lists no model", ADDRESS),
+        (model_list(), echo_answer, "lists no model", ADDRESS),
+        (error(404, "no page"), echo_answer, "answers with status 404: no page", ADDRESS),
+        (error(401, "who"), echo_answer, "answers with status 401: who", "without an API key"),
+        (error(500, "boom"), echo_answer, "answers with status 500: boom", "server's log"),
+        (
+            model_list("m"),
+            lambda b, n: (200, b"<html>", {}),
+            "without the log-probabilities",
+            ADDRESS,
+        ),
+        (
+            model_list("m"),
+            lambda b, n: (200, b'{"choices": []}', {}),
+            "without the log-probabilities of the prompt (KeyError: 'prompt_logprobs')",
+            ADDRESS,
+        ),
+        (
+            model_list("m"),
+            lambda b, n: (200, b'{"prompt_logprobs": ["x"]}', {}),
+            "without the log-probabilities",
+            ADDRESS,
+        ),
+        (model_list("m"), lambda b, n: error(500, "boom"), "status 500: boom", "server's log"),
+        (
+            model_list("m"),
+            lambda b, n: error(400, "no states"),
+            "status 400: no states",
+            "--autoprune-requests states",
+        ),
+        (
+            model_list("m"),
+            lambda b, n: prompt(token(" other", -0.1)),
+            "not in the reference answer",
+            "chat template",
+        ),
+    ],
+)
+async def test_an_odd_server_is_reported_with_its_fix(
+    models: Answer, answer: Answering, what: str, fix: str, data: Dataset
+) -> None:
+    with endpoint(answer) as server:
+        server.models = models
+        ((found, advice),) = await check([server.url], data)
+    assert what in found and fix in advice
+
+
+@pytest.mark.parametrize("url", ["http://localhost:80a0", "localhost:8000", "http://"])
+async def test_what_is_no_address_is_reported(url: str, data: Dataset) -> None:
+    ((what, fix),) = await check([url], data)
+    assert "is no address of a server" in what and "http://localhost:8000" in fix
+
+
+async def test_servers_of_different_models_are_reported(data: Dataset) -> None:
+    with endpoint(echo_answer) as one, endpoint(echo_answer) as other:
+        one.models, other.models = model_list("a", "c"), model_list("b", "c")
+        ((what, fix),) = await check([one.url, other.url], data)
+        assert what == "serve different models: a, b" and "--server-model" in fix
+        ((what, fix),) = await check([one.url, other.url], data, model="a")
+        assert what == "serves b, c, not a" and "--server-model" in fix
+        evaluator = ServedEvaluator([one.url, other.url], data, model="c")
+        await evaluator.prepare()
+        await evaluator.close()
+        assert evaluator.name.startswith("c through vLLM")
+        assert {body["model"] for body in other.requests} == {"c"}
+
+
+async def test_all_servers_are_checked(data: Dataset) -> None:
+    refuse = endpoint(lambda b, n: error(400, "no states"))
+    with endpoint(echo_answer) as broken, refuse as refusing:
+        broken.models = error(500)
+        problems = await check([broken.url, refusing.url], data)
+    assert [what for what, _ in problems] == [
+        "answers with status 500: no",
+        "status 400: no states",
+    ]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from offline_search.ledger import Ledger, read_ledger
+from offline_search.ledger.ledger import digest_records
 from offline_search.ledger.records import (
     Clock,
     EvaluationRecord,
@@ -76,12 +77,19 @@ def test_a_replay_takes_only_external_records_from_the_recording(tmp_path: Path)
     with Ledger(tmp_path / "recorded") as recorded:
         recorded.put(effect)
         recorded.put(derived)
-        with Ledger(tmp_path / "replayed", recorded) as replayed:
+        recording = read_ledger(tmp_path / "recorded")
+        with Ledger(tmp_path / "replayed", recording) as replayed:
             assert replayed.find(TrialRecord, derived.key) is None
             assert replayed.find(EvaluationRecord, effect.key) == effect
             replayed.put(derived)
-            assert replayed.digest() == recorded.digest()
+            assert replayed.digest() == recorded.digest() == digest_records(recording)
     assert (tmp_path / "replayed").read_bytes() == (tmp_path / "recorded").read_bytes()
+
+
+def test_a_missing_ledger_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match="name the ledger of a search that has begun"):
+        read_ledger(tmp_path / "folder" / "none.jsonl")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ def test_invalid_programs_are_reported(code: str, message: str) -> None:
     assert message in run(code).failure
 
 
+def test_a_program_cannot_pass_for_a_missing_sandbox() -> None:
+    output = run("import os\ndef policy(k):\n    os._exit(3)\n")
+    assert "was ended (3)" in output.failure
+
+
 def test_a_program_cannot_access_files(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("42")
     for mode in ("r", "w"):

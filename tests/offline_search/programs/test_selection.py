@@ -55,6 +55,9 @@ async def test_images_do_not_influence_one_another() -> None:
         ("return [0.5] * K", "cannot be interpreted as an integer"),
         ("return None", "TypeError"),
         ("return features['x']", "IndexError"),
+        ("import sys; print('7', file=sys.__stdout__); return range(K)", "no list of indices"),
+        ("import os; os._exit(0)", "no list of indices"),
+        ("import os, sys; os.write(1, b'[]'); os._exit(0)", "0 selections for"),
     ],
 )
 async def test_other_results_are_errors(body: str, message: str) -> None:

@@ -98,6 +98,31 @@ async def test_a_refused_schema_is_omitted_from_then_on() -> None:
     assert ["response_format" in body for body in server.requests] == [True, False, False]
 
 
+@pytest.mark.parametrize("status", [400, 422])
+async def test_requests_in_flight_are_sent_again_without_a_refused_schema(status: int) -> None:
+    def answer(body: Body, number: int) -> Answer:
+        return error(status, "format?") if "response_format" in body else completion("{}")
+
+    with endpoint(answer) as server:
+        proposer = EndpointProposer(fast_settings(server))
+        replies = await asyncio.gather(*(proposer.reply(HELLO, SCHEMA, n) for n in range(4)))
+        await proposer.close()
+    assert [reply.text for reply in replies] == ["{}"] * 4
+
+
+async def test_a_request_that_is_refused_for_another_reason_leaves_the_schema_on() -> None:
+    def answer(body: Body, number: int) -> Answer:
+        return error(400, "content filter") if body["seed"] == 1 else completion("{}")
+
+    with endpoint(answer) as server:
+        proposer = EndpointProposer(fast_settings(server))
+        refused = await proposer.reply(HELLO, SCHEMA, 1)
+        assert refused.text is None and "content filter" in refused.failure
+        assert (await proposer.reply(HELLO, SCHEMA, 2)).text == "{}"
+        await proposer.close()
+    assert ["response_format" in body for body in server.requests] == [True, False, True]
+
+
 async def test_a_request_refused_without_schema_fails() -> None:
     with endpoint(lambda body, n: error(400, "too long")) as server:
         reply = await reply_to(fast_settings(server))

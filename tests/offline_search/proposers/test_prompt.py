@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import numpy as np
@@ -86,6 +87,22 @@ def test_every_category_has_a_row_and_the_worst_its_questions(history: History) 
     assert "- relation: 12, -3000, -1000, 100%" in text
     assert "- text: 4, -3000, +0, 0%" in text
     assert "Questions of relation that lose most: Q4?; Q5?" in text
+
+
+def test_a_category_that_gains_has_a_negative_share_of_the_loss(history: History) -> None:
+    history.trials.append(trial("3.0", paper_state(SETTINGS), [1.0] * 4 + [-1.0] * 12))
+    text = summarize(history)
+    assert "- relation: 12, -3000, -1000, 150%" in text
+    assert "- text: 4, -3000, +1000, -50%" in text
+
+
+def test_a_dropped_candidate_names_questions_and_not_answers_at_each_budget(
+    history: History,
+) -> None:
+    (dropped,) = (one for one in history.trials if one.result.status == "dropped")
+    twice = dropped.result.model_copy(update={"examples": 4})
+    history.trials[history.trials.index(dropped)] = dataclasses.replace(dropped, result=twice)
+    assert "2.1 was dropped after 2 questions at about " in summarize(history)
 
 
 def test_every_candidate_is_a_line_with_its_changes(history: History) -> None:

@@ -116,14 +116,14 @@ def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     from offline_search.dataset import read_dataset
-    from offline_search.ledger import Ledger
+    from offline_search.ledger import read_ledger
     from offline_search.replay import recorded_settings, replay
 
     if options.ledger.exists() and options.ledger.stat().st_size:
         what, fix = "is where the replay would be written", "name a new file with --ledger"
         raise ConfigError("search", [Problem(str(options.ledger), what, fix)])
-    with Ledger(options.replay) as recorded:
-        seed = recorded_settings(recorded).seed
+    # The order of the questions, and with --images their choice, depends on the seed.
+    seed = recorded_settings(options.replay, read_ledger(options.replay)).seed
     dataset = read_dataset(options.data, seed, options.images)
     winner, before, after = asyncio.run(replay(options.replay, options.ledger, dataset))
     print(f"recording {before}\nreplay    {after}", file=sys.stderr)
@@ -163,10 +163,12 @@ def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) 
     for message in estimate.messages:
         print(f"--- {message['role']}\n{message['content']}\n")
     answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
+    length = settings.proposals_per_reply
+    each = "one proposal" if length == 1 else f"up to {length} proposals"
     print(format_paragraph(
-        f"At most {estimate.calls} proposals, about {estimate.prompt_tokens} prompt tokens and "
-        f"{estimate.completion_tokens} completion tokens, money {estimate.money:.4f}; "
-        "repairs are extra. "
+        f"At most {estimate.calls} requests to the proposer, each for {each}: about "
+        f"{estimate.prompt_tokens} prompt tokens and {estimate.completion_tokens} completion "
+        f"tokens, money {estimate.money:.4f}; repairs are extra. "
         f"Answers of the served model: {answers}."
     ))  # fmt: skip
     return 0
