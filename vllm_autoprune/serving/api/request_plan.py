@@ -21,7 +21,11 @@ from vllm_autoprune.serving.api.item_plans import ItemPlans
 from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
 from vllm_autoprune.serving.api.recall import RecallItem, choose_recalls, expand_marks
-from vllm_autoprune.serving.api.request_fields import PruningRequest, parse_request
+from vllm_autoprune.serving.api.request_fields import (
+    PruningRequest,
+    parse_request,
+    request_error,
+)
 from vllm_autoprune.serving.api.resized_images import choose_sizes
 from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
@@ -173,7 +177,13 @@ class RequestPlanner:
         choices: Sequence[ImageChoice],
         contents: Sequence[str],
     ) -> tuple[Sequence[int], Sequence[int | RecallItem]]:
-        """Token ids of the prompt, and what its image tokens stand for: images, or recalls."""
+        """Token ids of the prompt, and what its image tokens stand for: images, or recalls.
+
+        Raises RequestError where a request asks for recall of a model that cannot.
+        """
+        if request.recall and self._placeholders.unsplittable:
+            what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
+            raise request_error("recall", what, "leave it out")
         turns = request.recall_turns
         if not turns:
             return inputs.prompt, range(len(choices))

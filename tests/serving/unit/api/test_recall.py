@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.serving.unit.samples import served
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.recall import (
@@ -16,7 +18,9 @@ from vllm_autoprune.serving.api.recall import (
     mark_recall_turns,
     requested_recall,
 )
-from vllm_autoprune.serving.api.request_fields import RecallTurn
+from vllm_autoprune.serving.api.request_fields import PruningRequest, RecallTurn
+from vllm_autoprune.serving.api.request_plan import RequestPlanner
+from vllm_autoprune.serving.shared.placeholders import Placeholders
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
@@ -162,3 +166,16 @@ def test_marks_that_do_not_fit_the_prompt_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match="recall"):
         expand_marks(ids, TOKEN, 1, found, [])
+
+
+def test_a_request_for_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
+    info: Any = SimpleNamespace()
+    never: Any = None
+    whole = Placeholders(never, never, lambda info: TOKEN, "writes text around the tiles")
+    inputs: Any = SimpleNamespace(prompt=[TOKEN, 1])
+    planner = RequestPlanner(info, served(), whole, never)
+    choices = [ImageChoice(8, 144, "state")]
+    with pytest.raises(RequestError, match=r"recall.*this model writes text.* -> leave it out"):
+        planner._recall(inputs, PruningRequest(recall=8), choices, ["a"])
+    for accepted in (PruningRequest(recall=0), PruningRequest()):
+        assert planner._recall(inputs, accepted, choices, ["a"]) == ([TOKEN, 1], range(1))
