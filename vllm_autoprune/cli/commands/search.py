@@ -17,8 +17,8 @@ from vllm_autoprune.cli.search_options import (
     add_search_arguments,
     build_evaluator,
     open_proposer,
-    read_settings_and_data,
 )
+from vllm_autoprune.cli.search_settings import read_settings_and_data
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
