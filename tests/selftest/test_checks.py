@@ -84,6 +84,7 @@ def good() -> Report:
         },
         split_kept=PARTS,
         recalled=RECALLED,
+        recall_refused=False,
         splittable=True,
         merger_error=0.02,
         fallbacks=0,
@@ -183,6 +184,7 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
         _set(recalled=[]),
         _set(recalled=[[8]]),
         _set(recalled=[[7], [7]]),
+        _set(splittable=False, recalled=[]),
         _with_split("third", cached=0),
     ],
     "recalled_tokens_stand_in_their_image": [

@@ -44,7 +44,12 @@ def _split_budget(report: Report) -> int:
 
 
 def later_turns_recall_other_tokens(report: Report) -> str:
-    """Each later turn keeps more tokens of the image, and all before it stays in the cache."""
+    """Each later turn keeps more tokens of the image, and all before it stays in the cache.
+
+    A request for that is refused where an image cannot be several items of a prompt.
+    """
+    if not report.splittable and not report.recall_refused:
+        return "recall was not refused"
     kept = [row for part in report.split_kept for row in part]
     (size,) = report.predicted[SPLIT_QUESTION]
     left = size - _split_budget(report)

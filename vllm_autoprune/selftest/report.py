@@ -37,11 +37,11 @@ class Report(BaseModel):
     of the vision tower beyond one for each image. ``split`` has two questions about one image under
     a state with a core, and the third turn of a conversation, together, alone, and with chunked and
     preempted prefill; ``split_kept`` has the kept rows of each part in the first, ``recalled``
-    those of each later turn, and ``splittable`` whether images of this backbone can be
-    two items of a prompt. The state with a core ranks before the patch merger where there is one;
-    ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
-    relative to how much tokens differ, None without a merger. ``hybrid`` says whether some layers
-    have linear attention.
+    those of each later turn, ``splittable`` whether images of this backbone can be two items of a
+    prompt, and ``recall_refused`` whether a request for recall is refused where they cannot. The
+    state with a core ranks before the patch merger where there is one; ``merger_error`` is how far
+    what it ranks is from what enters the merger in transformers, relative to how much tokens
+    differ, None without a merger. ``hybrid`` says whether some layers have linear attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +62,7 @@ class Report(BaseModel):
     split: dict[str, Completion]
     split_kept: list[list[int]]
     recalled: list[list[int]]
+    recall_refused: bool
     splittable: bool
     merger_error: float | None
     fallbacks: int

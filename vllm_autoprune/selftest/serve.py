@@ -86,7 +86,7 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
         state["rank_at"] = "merger_in"
     settings = {"state": state, "budget": budget, "requests": "budget"}
     engine = TinyEngine(folder, settings)
-    placeholders = engine.processor._placeholders
+    splittable = engine.splittable
     split = {}
     with engine.observer.recording_rows():
         split["first"] = engine.ask(SPLIT_QUESTION)
@@ -106,6 +106,7 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
     split["again first"] = engine.ask(SPLIT_QUESTION)
     engine.empty_caches()
     split["alone third"] = engine.converse()
+    refused = not splittable and engine.refuses_recall()
     engine.stop()
 
     engine = TinyEngine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
@@ -122,6 +123,7 @@ def _serve_split(folder: Path, budget: int, merger: bool) -> dict[str, Any]:
         "split": split,
         "split_kept": kept,
         "recalled": recalled,
-        "splittable": not placeholders.unsplittable,
+        "recall_refused": refused,
+        "splittable": splittable,
         "merger_error": error,
     }

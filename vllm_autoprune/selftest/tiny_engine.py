@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 from PIL import Image
 
+from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.comparisons import BLOCK
 from vllm_autoprune.selftest.engine_observer import EngineObserver
 from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_QUESTION
@@ -61,6 +62,11 @@ class TinyEngine:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         return MULTIMODAL_REGISTRY.create_processor(self.llm.llm_engine.model_config)
+
+    @property
+    def splittable(self) -> bool:
+        """Whether images of the model can be several items of a prompt."""
+        return not self.processor._placeholders.unsplittable
 
     def stop(self) -> None:
         """End it, so that another one can start."""
@@ -124,8 +130,24 @@ class TinyEngine:
         requested = budget if budget is None or isinstance(budget, int) else list(budget)
         return self._chat(messages, {} if budget is None else {"budget": requested}, preempted)
 
-    def converse(self, preempted: bool = False) -> Completion:
-        """The completion of a third turn, where the second and the third recall tokens."""
+    def refuses_recall(self) -> bool:
+        """Whether a conversation is refused whose later turns are to recall tokens."""
+        try:
+            self.converse({"recall": RECALL})
+        except RequestError:
+            return True
+        return False
+
+    def converse(
+        self, fields: Mapping[str, object] | None = None, preempted: bool = False
+    ) -> Completion:
+        """The completion of a third turn.
+
+        The second and the third turn recall tokens where the model can; ``fields`` are the
+        request's in place of that.
+        """
+        if fields is None:
+            fields = {"recall": RECALL} if self.splittable else {}
         text, (image,) = QUESTIONS[SPLIT_QUESTION]
         parts = [
             {"type": "image_pil", "image_pil": image},
@@ -137,7 +159,7 @@ class TinyEngine:
                 {"role": "assistant", "content": "blue"},
                 {"role": "user", "content": later},
             ]
-        return self._chat(messages, {"recall": RECALL}, preempted)
+        return self._chat(messages, fields, preempted)
 
     def ask_about_video(self) -> Completion | None:
         """The completion about a video of four frames; None if the model takes no videos."""
