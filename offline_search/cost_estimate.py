@@ -13,6 +13,7 @@ from offline_search.proposers.endpoint import Price
 from offline_search.proposers.prompt import Messages, list_prompt, proposal_prompt
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
+from offline_search.strategies.ranking_skill import MAX_QUESTIONS
 from offline_search.strategies.start_states import minimal_state
 from offline_search.strategies.strategy import RACED_PER_PLACE, maximum_rounds
 
@@ -59,6 +60,8 @@ def estimate_cost(settings: Settings, dataset: Dataset, price: Price) -> CostEst
     if settings.race and not strategy.stops_early:  # `autoprune+` asks for three slots in ten
         proposals *= RACED_PER_PLACE
     calls = rounds * math.ceil(proposals / settings.proposals_per_reply)
+    if settings.menu and strategy.stops_early:  # such a model is tested first
+        calls += MAX_QUESTIONS
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
     completion_tokens = rounds * proposals * _REPLY_TOKENS

@@ -66,13 +66,17 @@ class SettingsRecord(_Record):
         return "opened"
 
 
+Attempt = Literal["first", "repair", "test"]
+"""What a reply answers: a request, the problems of a first reply, or a question of a test."""
+
+
 class ReplyRecord(_Record):
     """The proposer's reply to one request; ``text`` is None if all attempts failed."""
 
     kind: Literal["reply"] = "reply"
     round: int
     index: int
-    attempt: Literal["first", "repair"] = "first"
+    attempt: Attempt = "first"
     request: str = Field(description="SHA-256 of the messages")
     text: str | None = None
     failure: str = ""

@@ -6,9 +6,9 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from offline_search.candidates.compact_schema import shorten_schema
 from offline_search.candidates.components import JsonObject
@@ -18,7 +18,7 @@ from offline_search.candidates.proposal_list import list_schema, parse_list
 from offline_search.candidates.schema import proposal_schema
 from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.ledger import Ledger
-from offline_search.ledger.records import Clock, Cost, ProgramRecord, ReplyRecord
+from offline_search.ledger.records import Attempt, Clock, Cost, ProgramRecord, ReplyRecord
 from offline_search.programs.runner import run_program
 from offline_search.proposers.prompt import Messages, repair_list_prompt, repair_prompt
 from offline_search.settings import Settings
@@ -171,19 +171,19 @@ class ProposalClient:
         draft = Draft(request.origin, None, (), request.parents, code)
         return replace(draft, selection=SelectionProgram(code))
 
-    async def request_choice(self, request: ProposalRequest, options: Sequence[Draft]) -> Draft:
-        """The option that the model chooses by its number; the first one after an invalid reply."""
-        numbers = list(range(1, len(options) + 1))
+    async def request_choice(self, request: ProposalRequest, count: int, attempt: Attempt) -> int:
+        """The index of one of ``count`` options, which a reply chooses by number; 0 if invalid."""
+        numbers = list(range(1, count + 1))
         schema: JsonObject = {
             "type": "object",
             "properties": {"choice": {"type": "integer", "enum": list(numbers)}},
             "required": ["choice"],
             "additionalProperties": False,
         }
-        reply = await self._recorded_reply(request, "first", request.messages, schema)
+        reply = await self._recorded_reply(request, attempt, request.messages, schema)
         chosen = re.search(r"\d+", reply.text or "")
         number = int(chosen.group()) if chosen else 0
-        return options[number - 1] if number in numbers else options[0]
+        return number - 1 if number in numbers else 0
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""
@@ -226,7 +226,7 @@ class ProposalClient:
     async def _recorded_reply(
         self,
         request: ProposalRequest,
-        attempt: Literal["first", "repair"],
+        attempt: Attempt,
         messages: Messages,
         schema: JsonObject | None,
     ) -> ReplyRecord:

@@ -129,7 +129,7 @@ def count_candidates(report: SearchReport) -> str:
 
 
 def describe_cost(report: SearchReport) -> Iterator[str]:
-    """One sentence on the cost of the proposer, and one on the cost of the evaluator."""
+    """Sentences on the cost of the proposer, what was shown of it, and the evaluator's cost."""
     cost, proposer = report.cost, report.cost.proposer
     price = f", at a price of {proposer.money:.4f}" if proposer.money else ""
     yield (
@@ -138,6 +138,14 @@ def describe_cost(report: SearchReport) -> Iterator[str]:
         f"{proposer.prompt_tokens:,} prompt and {proposer.completion_tokens:,} completion "
         f"tokens{price}."
     )
+    if cost.tests:
+        ranked, _ = report.origins.get("ranked", (0, 0))
+        skill = (
+            f"It chose better than by chance, and then {ranked} of the candidates"
+            if ranked
+            else "It did not choose better than by chance, so it chose no candidate"
+        )
+        yield f"The proposer was tested by {cost.tests} choices among measured candidates. {skill}."
     yield (
         f"Evaluator: {cost.answers:,} answers in {cost.evaluator_seconds:,.0f} s "
         f"({cost.failed_evaluations} evaluations failed). The whole search: "

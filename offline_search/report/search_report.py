@@ -89,11 +89,15 @@ class CandidateRow:
 
 @dataclass(frozen=True)
 class SearchCost:
-    """Cost of a search: requests and time of its proposer, and of its evaluator."""
+    """Cost of a search: requests and time of its proposer, and of its evaluator.
+
+    ``tests`` are questions to a model that ranks, on candidates that were measured.
+    """
 
     replies: int
     failed_replies: int
     repairs: int
+    tests: int
     proposer: Cost
     proposer_seconds: float
     answers: int
@@ -283,6 +287,7 @@ def _sum_cost(records: Sequence[Record]) -> SearchCost:
         replies=len(replies),
         failed_replies=sum(reply.text is None for reply in replies),
         repairs=sum(reply.attempt == "repair" for reply in replies),
+        tests=sum(reply.attempt == "test" for reply in replies),
         proposer=sum((reply.cost for reply in replies), Cost()),
         proposer_seconds=_busy_seconds(replies),
         answers=sum(len(record.logprob) for record in evaluations),

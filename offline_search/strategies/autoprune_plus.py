@@ -6,14 +6,15 @@ proposals of a model that writes lists. Every slot of a later round goes to one 
 
     llm        a state from a language model
     ranked     with menus, as for a small language model: the one of four suggestions of TPE that
-               it ranks first
+               it ranks first, once it has shown skill (``ranking_skill``)
     tpe        structure and numbers by TPE over all candidates, raced ones by their estimates
     mutation   one of the best with some choices changed
     crossover  choices of two of the best
 
 The best are taken from different structures, because variants of one would crowd out the others.
 A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
-A model that only ranks gets slots of TPE, so that one that ranks at random should do no harm.
+A model that only ranks gets slots of TPE, and none unless it knows better candidates from worse
+ones, so that a search with a model that does not is the search without it.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from offline_search.candidates.search_space import (
     sample_proposal,
 )
 from offline_search.evaluation.history import History, Trial
+from offline_search.ledger.records import Attempt
 from offline_search.proposers.prompt import ranking_prompt
 from offline_search.proposers.proposal_client import ProposalRequest
 from offline_search.settings import Library, Settings
+from offline_search.strategies.ranking_skill import MENU_SIZE, RankingSkill
 from offline_search.strategies.sampling import TpeStudy, sample_draft
 from offline_search.strategies.start_states import minimal_state, warm_start_states
 from offline_search.strategies.strategy import Round, request_improvements
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 _BEST_STRUCTURES = 5
 """Structures that further candidates are derived from, each represented by its best trial."""
 
 _MODEL_SHARE = 0.3
 """Share of a round's slots that a language model gets."""
-
-_SUGGESTIONS = 4
-"""Suggestions of TPE from which a small language model chooses one for a slot."""
 
 _SHOWN_BEST = 3
 """Measured candidates that it is shown beside them."""
@@ -65,39 +66,64 @@ class AutoPrunePlus:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.uses_proposer = bool(settings.proposer)
+        self._skill = RankingSkill(settings.seed)
 
     async def propose(self, current: Round) -> list[Draft]:
         """Warm starts and random states in the first round; after it, all origins."""
         best = _best_of_each_structure(current.history.ranked())
         if not best:
             return await self._start(current)
-        asked = int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
-        ranked = asked if self._settings.menu else 0
-        origins = _spread_origins(current.count - asked + ranked)
+        share = int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
+        written = 0 if self._settings.menu else share
+        ranked = share if self._settings.menu and await self._model_ranks(current, best) else 0
+        origins = _spread_origins(current.count - written)
         for _ in range(ranked):
             origins.remove("tpe")
         study = self._build_study(current.history, current.rng)
         drafts = [self._sample(origin, study, best, current.rng) for origin in origins]
-        if asked > ranked:
-            return [*await self._request_states(current, asked), *drafts]
-        requests = [self._request_ranking(current, n, study, best) for n in range(ranked)]
-        return [*await asyncio.gather(*requests), *drafts]
+        menus = [self._draw_menu(study) for _ in range(ranked)]
+        chosen = await asyncio.gather(
+            *(self._choose(current, index, menu, best) for index, menu in enumerate(menus))
+        )
+        return [*await self._request_states(current, written), *chosen, *drafts]
 
     async def _request_states(self, current: Round, count: int) -> list[Draft]:
         example = minimal_state(self._settings)
         return await request_improvements(current, self._settings, count, example)
 
-    def _request_ranking(
-        self, current: Round, index: int, study: TpeStudy, best: Sequence[Trial]
-    ) -> Awaitable[Draft]:
-        """One of several suggestions of TPE, for one of its slots."""
-        options = [
-            sample_draft("ranked", study.suggest(), self._settings) for _ in range(_SUGGESTIONS)
-        ]
-        states = [option.state for option in options if option.state is not None]
+    async def _model_ranks(self, current: Round, best: Sequence[Trial]) -> bool:
+        """Whether the model ranks better than by chance, as far as is known by now."""
+
+        def ask(index: int, menu: Sequence[Trial]) -> Awaitable[int]:
+            others = [trial for trial in best if trial not in menu]
+            states = [trial.require_state() for trial in menu]
+            return self._request_choice(current, index, others, states, "test")
+
+        return await self._skill.is_shown(current, ask)
+
+    def _draw_menu(self, study: TpeStudy) -> list[Draft]:
+        """Suggestions of TPE for one of its slots."""
+        return [sample_draft("ranked", study.suggest(), self._settings) for _ in range(MENU_SIZE)]
+
+    async def _choose(
+        self, current: Round, index: int, menu: Sequence[Draft], best: Sequence[Trial]
+    ) -> Draft:
+        """The one of a menu that the model ranks first."""
+        states = [draft.state for draft in menu if draft.state is not None]
+        return menu[await self._request_choice(current, index, best, states, "first")]
+
+    def _request_choice(
+        self,
+        current: Round,
+        index: int,
+        best: Sequence[Trial],
+        states: Sequence[PruningState],
+        attempt: Attempt,
+    ) -> Awaitable[int]:
+        """Index of the state that the model chooses, being shown some of the best."""
         messages = ranking_prompt(self._settings, best[:_SHOWN_BEST], states)
         request = ProposalRequest(current.number, index, messages, "ranked")
-        return current.client.request_choice(request, options)
+        return current.client.request_choice(request, len(states), attempt)
 
     async def _start(self, current: Round) -> list[Draft]:
         """Warm starts, the proposals of a model that writes lists, and random states."""

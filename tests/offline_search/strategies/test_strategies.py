@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -9,16 +10,26 @@ from random import Random
 
 import pytest
 
+from offline_search.candidates.components import JsonObject
+from offline_search.candidates.proposal import assemble_state
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.history import Trial
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
+from offline_search.proposers.prompt import Messages, ranking_prompt
+from offline_search.proposers.proposal_client import (
+    ProposalClient,
+    ProposalRequest,
+    Reply,
+    SpendingLimits,
+)
 from offline_search.replay import replay
 from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import draw_parents
+from offline_search.strategies.ranking_skill import MAX_QUESTIONS
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,
@@ -26,9 +37,25 @@ from tests.offline_search.synthetic import (
     ledger_digest,
     records_of_kind,
     run_search,
+    score_state,
 )
 from vllm_autoprune import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+class KnowingProposer(ScriptedProposer):
+    """Chooses the state with the highest score of those that a prompt lists."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__([])
+        self._settings = settings
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        listed = re.findall(r"^\d+: (\{.*\})$", messages[-1]["content"], re.MULTILINE)
+        assert len(listed) == 4
+        scores = [score_state(assemble_state(json.loads(one), self._settings)) for one in listed]
+        return Reply(json.dumps({"choice": 1 + scores.index(max(scores))}))
+
 
 SEEDS = range(3)
 REPLIES = valid_replies(40)
@@ -85,18 +112,50 @@ async def test_a_small_model_chooses_among_suggestions_of_tpe_and_takes_no_other
     data: Dataset, tmp_path: Path
 ) -> None:
     settings = Settings(
-        strategy="autoprune+", rounds=3, per_round=4, budgets=(8,), proposer="scripted", menu=1
+        strategy="autoprune+", rounds=4, per_round=4, budgets=(8,), proposer="knowing", menu=1,
+        evaluator=SyntheticEvaluator(data).name,
+    )  # fmt: skip
+    proposer = KnowingProposer(settings)
+    with Ledger(tmp_path / "l") as ledger:
+        await Search(settings, ledger, SyntheticEvaluator(data, probes=False), proposer).run()
+    rounds: dict[int, list[str]] = {}
+    for one in records_of_kind(tmp_path / "l", ProposalRecord):
+        rounds.setdefault(one.round, []).append(one.origin)
+    ranking = [Counter(origins) for origins in rounds.values() if "ranked" in origins]
+    full = [origins for origins in ranking if origins.total() == 12]
+    assert full and all(
+        origins == {"ranked": 3, "tpe": 3, "mutation": 4, "crossover": 2} for origins in full
     )
-    chosen: dict[str, list[str]] = {}
-    for reply in ('{"choice": 1}', '{"choice": 3}', "I cannot say", '{"choice": 9}'):
-        path = tmp_path / reply.replace("/", "")
-        await run_search(path, settings, SyntheticEvaluator(data), [reply])
-        first_round = [p for p in records_of_kind(path, ProposalRecord) if p.round == 2]
-        origins = Counter(one.origin for one in first_round)
-        assert origins == {"ranked": 3, "tpe": 3, "mutation": 4, "crossover": 2}
-        chosen[reply] = [one.digest for one in first_round if one.origin == "ranked"]
-    assert chosen["I cannot say"] == chosen['{"choice": 9}'] == chosen['{"choice": 1}']
-    assert not set(chosen['{"choice": 3}']) & set(chosen['{"choice": 1}'])
+    assert min(number for number in rounds if "ranked" in rounds[number]) <= 3
+    _, before, after = await replay(tmp_path / "l", tmp_path / "again", data)
+    assert before == after
+
+
+@pytest.mark.parametrize("reply", ['{"choice": 1}', '{"choice": 3}', "I cannot say", None])
+async def test_a_search_whose_model_ranks_by_chance_is_the_search_without_a_model(
+    reply: str | None, data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(strategy="autoprune+", rounds=3, per_round=4, budgets=(8,))
+    asking = settings.model_copy(update={"proposer": "scripted", "menu": 1})
+    for name, one in (("without", settings), ("with", asking)):
+        evaluator = SyntheticEvaluator(data, probes=False)
+        await run_search(tmp_path / name, one, evaluator, [reply])
+    proposed = [records_of_kind(tmp_path / name, ProposalRecord) for name in ("without", "with")]
+    assert proposed[0] == proposed[1]
+    replies = records_of_kind(tmp_path / "with", ReplyRecord)
+    assert {one.attempt for one in replies} == {"test"}
+    assert len(replies) <= MAX_QUESTIONS
+
+
+@pytest.mark.parametrize(
+    ("reply", "choice"), [('{"choice": 3}', 2), ("I cannot say", 0), ('{"choice": 9}', 0)]
+)
+async def test_an_invalid_choice_is_the_first(reply: str, choice: int, tmp_path: Path) -> None:
+    settings = Settings(strategy="autoprune+", proposer="scripted", menu=1)
+    with Ledger(tmp_path / "l") as ledger:
+        client = ProposalClient(settings, ledger, ScriptedProposer([reply]), SpendingLimits())
+        request = ProposalRequest(2, 0, ranking_prompt(settings, [], []), "ranked")
+        assert await client.request_choice(request, 4, "first") == choice
 
 
 @pytest.mark.parametrize("strategy", ["autoprune", "tpe"])
