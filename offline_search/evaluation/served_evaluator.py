@@ -18,7 +18,6 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
@@ -26,9 +25,13 @@ from offline_search.candidates.selection_program import SelectionProgram
 from offline_search.dataset import Dataset, Example
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationFailed, EvaluationJob
+from offline_search.evaluation.scoring_request import (
+    pruning_options,
+    score_reference_answer,
+    scoring_request,
+)
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 REQUIRED_FLAG = "--autoprune-requests states"
@@ -148,7 +151,7 @@ class ServedEvaluator:
         examples = self.dataset.examples(job.split)[job.start : job.stop]
         if isinstance(job.candidate, SelectionProgram):
             raise EvaluationFailed("a server measures states only, not programs that select tokens")
-        pruning = _pruning_options(job.candidate, job.budget)
+        pruning = pruning_options(job.candidate, job.budget)
         scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
         return Answers(tuple(value for value, _ in scores), tuple(right for _, right in scores))
 
@@ -188,7 +191,7 @@ class ServedEvaluator:
 
     async def _try_state(self, server: int) -> None:
         example = self.dataset.examples("search")[0]
-        await self._send(server, example, _pruning_options(load_state("cdpruner"), 1))
+        await self._send(server, example, pruning_options(load_state("cdpruner"), 1))
 
     async def _score(self, example: Example, pruning: Mapping[str, object]) -> tuple[float, bool]:
         """Score one example, with retries."""
@@ -273,62 +276,6 @@ def _describe_failure(url: str, error: Exception) -> Problem:
     elif isinstance(error, EvaluationFailed):
         fix = "serve the model with a chat template that ends with the answer that it is given"
     return Problem(url, what, fix)
-
-
-def _pruning_options(state: PruningState | None, budget: int) -> Mapping[str, object]:
-    if state is None:
-        return {"enabled": False}
-    policy = state.model_dump(mode="json", exclude={"provenance"})
-    return {"state": policy, "budget": budget}
-
-
-def scoring_request(
-    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
-) -> dict[str, object]:
-    """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
-
-    ``image`` is a URL; ``pruning`` are the request's options for the plugin.
-    """
-    parts = [
-        {"type": "image_url", "image_url": {"url": image}},
-        {"type": "text", "text": question},
-    ]
-    return {
-        "model": model,
-        "messages": [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": answer},
-        ],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,
-        "mm_processor_kwargs": {"autoprune": pruning},
-    }
-
-
-def score_reference_answer(
-    prompt: Sequence[Mapping[str, Any] | None], answer: str
-) -> tuple[float, bool]:
-    """Log-probability of the answer at the end of a prompt, and whether greedy decoding gives it.
-
-    The tokens of the answer are found by decoding the prompt backwards from its end.
-    """
-    total, right, text = 0.0, True, ""
-    for position in reversed(prompt):
-        if not position:
-            break
-        # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
-        (token,) = position.values()
-        text = str(token["decoded_token"]) + text
-        total += float(token["logprob"])
-        right = right and token["rank"] == 1
-        if text.strip() == answer.strip():
-            return total, right
-        if len(text.strip()) > len(answer.strip()):
-            break
-    raise EvaluationFailed(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")
 
 
 def _error_message(text: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import httpx
 
 from offline_search.evaluation.evaluator import EvaluationFailed
-from offline_search.evaluation.served_evaluator import score_reference_answer, scoring_request
+from offline_search.evaluation.scoring_request import score_reference_answer, scoring_request
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import Answer, Case, EvaluationError, Question
 

@@ -1,0 +1,69 @@
+"""One request that scores a reference answer: its body, and what its response says.
+
+The answer is part of the prompt, so that its log-probability costs a prefill and no decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offline_search.evaluation.evaluator import EvaluationFailed
+from vllm_autoprune.tpdsl.states.state import PruningState
+
+
+def pruning_options(state: PruningState | None, budget: int) -> Mapping[str, object]:
+    """A request's options for the plugin: a state with K, or no pruning."""
+    if state is None:
+        return {"enabled": False}
+    policy = state.model_dump(mode="json", exclude={"provenance"})
+    return {"state": policy, "budget": budget}
+
+
+def scoring_request(
+    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
+) -> dict[str, object]:
+    """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
+
+    ``image`` is a URL; ``pruning`` are the request's options for the plugin.
+    """
+    parts = [
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": question},
+    ]
+    return {
+        "model": model,
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": answer},
+        ],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "mm_processor_kwargs": {"autoprune": pruning},
+    }
+
+
+def score_reference_answer(
+    prompt: Sequence[Mapping[str, Any] | None], answer: str
+) -> tuple[float, bool]:
+    """Log-probability of the answer at the end of a prompt, and whether greedy decoding gives it.
+
+    The tokens of the answer are found by decoding the prompt backwards from its end.
+    """
+    total, right, text = 0.0, True, ""
+    for position in reversed(prompt):
+        if not position:
+            break
+        # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
+        (token,) = position.values()
+        text = str(token["decoded_token"]) + text
+        total += float(token["logprob"])
+        right = right and token["rank"] == 1
+        if text.strip() == answer.strip():
+            return total, right
+        if len(text.strip()) > len(answer.strip()):
+            break
+    raise EvaluationFailed(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")
