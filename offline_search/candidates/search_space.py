@@ -88,7 +88,7 @@ def sample_proposal(
     ``bases`` which of them it refines; all other
     choices are made before, as without. With the library of the paper it has no extension.
     """
-    scorers = _atom_names("scoring", library)
+    scorers = atom_names("scoring", library)
     signals = [
         _sample_call(source, name, budget)
         for name in scorers
@@ -125,7 +125,7 @@ def _sample_core(source: ChoiceSource) -> JsonObject:
 
 
 def _sample_group(source: ChoiceSource, group: Group, budget: int, library: Library) -> JsonObject:
-    return _sample_call(source, source.option(group, _atom_names(group, library)), budget)
+    return _sample_call(source, source.option(group, atom_names(group, library)), budget)
 
 
 def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
@@ -161,7 +161,7 @@ def choices_of_state(
     """
     choices: dict[str, Choice] = {}
     calls: Sequence[tuple[list[str], Sequence[AtomCall]]] = (
-        (_atom_names("scoring", library), state.scoring.signals),
+        (atom_names("scoring", library), state.scoring.signals),
         (_flat_pools(library), state.constraints.pool),
     )
     for names, listed in calls:
@@ -258,14 +258,15 @@ def _numbers_below(
             yield NumericParameter((*path, name), *bounds), item
 
 
-def _atom_names(group: Group, library: Library) -> list[str]:
+def atom_names(group: Group, library: Library) -> list[str]:
+    """Atoms of a group that a search of a library varies, in registry order."""
     names = ATOMS.names(group)
     return [name for name in names if library != "paper" or ATOMS[name].origin != "extension"]
 
 
 def _flat_pools(library: Library) -> list[str]:
     """Pool builders that take no other pool and no partition; they are combined in a list."""
-    names = _atom_names("candidate_pool", library)
+    names = atom_names("candidate_pool", library)
     return [name for name in names if not (_is_partition(name) or _takes_pools(name))]
 
 

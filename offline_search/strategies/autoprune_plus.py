@@ -1,8 +1,8 @@
 """`autoprune+`: TPE, mutation and crossover over raced candidates, with or without a proposer.
 
 A round proposes three times as many candidates as other strategies, because most of them are
-dropped after an eighth of the examples. The first round has warm starts and random states, and the
-proposals of a model that writes lists. Every slot of a later round goes to one origin:
+dropped after an eighth of the examples. It starts with the paper's structure and every signal
+alone, and the proposals of a model that writes lists. Every further slot goes to one origin:
 
     llm        a state from a language model
     ranked     with menus, as for a small language model: the one of four suggestions of TPE that
@@ -66,17 +66,42 @@ class AutoPrunePlus:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.uses_proposer = bool(settings.proposer)
+        self._warm_starts = warm_start_states(settings)
         self._skill = RankingSkill(settings.seed)
 
     async def propose(self, current: Round) -> list[Draft]:
-        """Warm starts and random states in the first round; after it, all origins."""
+        """A model's states, then warm starts while there are any, then candidates from the rest.
+
+        Those are random states until something is measured.
+        """
         best = _best_of_each_structure(current.history.ranked())
-        if not best:
-            return await self._start(current)
-        share = int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
-        written = 0 if self._settings.menu else share
-        ranked = share if self._settings.menu and await self._model_ranks(current, best) else 0
-        origins = _spread_origins(current.count - written)
+        asks = self._settings.proposals_per_reply > 1 or (best and not self._settings.menu)
+        written = self._model_share(current) if asks else 0
+        starts = self._take_warm_starts(current.count - written)
+        free = current.count - written - len(starts)
+        derived = (
+            await self._derive(current, free, best) if best else self._draw_random(current, free)
+        )
+        return [*await self._request_states(current, written), *starts, *derived]
+
+    def _model_share(self, current: Round) -> int:
+        return int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
+
+    def _take_warm_starts(self, count: int) -> list[Draft]:
+        """The next warm starts: those for which earlier rounds had no slot."""
+        taken, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
+        return [Draft("warm start", state) for state in taken]
+
+    def _draw_random(self, current: Round, count: int) -> list[Draft]:
+        source = RandomSource(current.rng)
+        return [sample_draft("random", source, self._settings) for _ in range(count)]
+
+    async def _derive(self, current: Round, count: int, best: Sequence[Trial]) -> list[Draft]:
+        """Candidates that follow from what is measured, some chosen by a model that ranks."""
+        origins = _spread_origins(count)
+        ranked = min(self._model_share(current), origins.count("tpe")) if self._settings.menu else 0
+        if ranked and not await self._model_ranks(current, best):
+            ranked = 0
         for _ in range(ranked):
             origins.remove("tpe")
         study = self._build_study(current.history, current.rng)
@@ -85,7 +110,7 @@ class AutoPrunePlus:
         chosen = await asyncio.gather(
             *(self._choose(current, index, menu, best) for index, menu in enumerate(menus))
         )
-        return [*await self._request_states(current, written), *chosen, *drafts]
+        return [*chosen, *drafts]
 
     async def _request_states(self, current: Round, count: int) -> list[Draft]:
         example = minimal_state(self._settings)
@@ -95,7 +120,8 @@ class AutoPrunePlus:
         """Whether the model ranks better than by chance, as far as is known by now."""
 
         def ask(index: int, menu: Sequence[Trial]) -> Awaitable[int]:
-            others = [trial for trial in best if trial not in menu]
+            names = {trial.name for trial in menu}
+            others = [trial for trial in best if trial.name not in names]
             states = [trial.require_state() for trial in menu]
             return self._request_choice(current, index, others, states, "test")
 
@@ -124,20 +150,6 @@ class AutoPrunePlus:
         messages = ranking_prompt(self._settings, best[:_SHOWN_BEST], states)
         request = ProposalRequest(current.number, index, messages, "ranked")
         return current.client.request_choice(request, len(states), attempt)
-
-    async def _start(self, current: Round) -> list[Draft]:
-        """Warm starts, the proposals of a model that writes lists, and random states."""
-        states = warm_start_states(self._settings) if current.number == 1 else []
-        drafts = [Draft("warm start", state) for state in states[: current.count]]
-        source = RandomSource(current.rng)
-        lists = self._settings.proposals_per_reply > 1
-        requested = int(_MODEL_SHARE * current.count) if lists else 0
-        requested = min(requested, current.count - len(drafts))
-        drafts += [
-            sample_draft("random", source, self._settings)
-            for _ in range(current.count - len(drafts) - requested)
-        ]
-        return [*await self._request_states(current, requested), *drafts]
 
     def _sample(self, origin: str, study: TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:
         if origin == "tpe":

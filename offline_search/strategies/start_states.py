@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
 from offline_search.candidates.proposal import assemble_state
+from offline_search.candidates.search_space import atom_names
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import Core, PruningState
-
-WARM_START_QUOTAS = (2, 4, 1)
-"""q_e of warm starts, the paper's value first; q_e = 0 is the base policy, which is a baseline."""
 
 WARM_START_SHARES = (0.5, 0.75)
 """Shares of the core of warm starts, in a search of cores."""
@@ -29,37 +25,36 @@ def paper_state(settings: Settings, quota: int = 2) -> PruningState:
 
 def minimal_state(settings: Settings) -> PruningState:
     """The simplest state that exchanges tokens, which is the example of the first prompt."""
+    return _one_signal("visual_token_norm_saliency", 1, settings)
+
+
+def _one_signal(name: str, quota: int, settings: Settings) -> PruningState:
     components: JsonObject = {
         "scoring": {
-            "signals": [{"atom": "visual_token_norm_saliency", "weight": 1.0}],
+            "signals": [{"atom": name, "weight": 1.0}],
             "kernel": {"atom": "pairwise_cosine_kernel"},
             "fusion": {"atom": "weighted_sum_fusion"},
         },
         "constraints": {
             "pool": [{"atom": "quality_pool_builder"}],
-            "selector": {"atom": "reference_residual_exchange_selector", "q_e": 1},
+            "selector": {"atom": "reference_residual_exchange_selector", "q_e": quota},
         },
         "reassembly": {"atom": "mean_residual"},
     }
     return assemble_state(components, settings)
 
 
-def warm_start_states(settings: Settings) -> Sequence[PruningState]:
-    """The paper's structure at several quotas up to K, and with its first signal alone.
+def warm_start_states(settings: Settings) -> list[PruningState]:
+    """The paper's structure at its q_e and at K, then every signal alone, exchanging all it likes.
 
-    q_e = K is included because with a weak base policy a full exchange may be best. A search of
-    cores starts with two of them as well, after the paper's own state, and a search of where tokens
-    are ranked with that state ranking before the merger. A search of base policies has each alone.
+    Which signals matter differs from model to model. Alone, each shows it in one evaluation, which
+    takes long among states that have several. q_e is K, because with a weak base policy a full
+    exchange may be best. A search of cores starts with two of them as well, after the paper's own
+    state, and a search of where tokens are ranked with that state ranking before the merger. A
+    search of base policies has each alone.
     """
     source = Components.from_state(paper_state(settings))
-    budget = min(settings.source_budget, MAX_QUOTA)
-    quotas = dict.fromkeys(min(quota, budget) for quota in (*WARM_START_QUOTAS, budget))
-    first = source.scoring.signals[0].model_copy(update={"weight": 1.0})
-    alone = source.with_scoring(signals=(first,))
-    states = [
-        *(_with_quota(source, quota, settings) for quota in quotas),
-        assemble_state(alone.to_json(), settings),
-    ]
+    everything = min(settings.source_budget, MAX_QUOTA)
     cores = (
         [Core.model_validate({"share": share}) for share in WARM_START_SHARES]
         if settings.core
@@ -68,12 +63,19 @@ def warm_start_states(settings: Settings) -> Sequence[PruningState]:
     split = [source.model_copy(update={CORE: core}) for core in cores]
     if settings.rank_at:
         split.append(source.model_copy(update={RANK_AT: "merger_in"}))
-    states[1:1] = [assemble_state(components.to_json(), settings) for components in split]
-    states[1:1] = [
-        assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
-        for name in settings.other_bases
+    return [
+        paper_state(settings),
+        *(
+            assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
+            for name in settings.other_bases
+        ),
+        *(assemble_state(components.to_json(), settings) for components in split),
+        paper_state(settings, everything),
+        *(
+            _one_signal(name, everything, settings)
+            for name in atom_names("scoring", settings.library)
+        ),
     ]
-    return states
 
 
 def _with_quota(components: Components, quota: int, settings: Settings) -> PruningState:

@@ -270,3 +270,11 @@ def test_samplers_draw_no_extension_from_the_library_of_the_paper() -> None:
         state = sample_draft("random", source, settings).state
         assert state is not None
         assert "extension" not in {ATOMS[call.atom].origin for call in atom_calls(state)}
+
+
+def test_every_signal_starts_alone_and_may_exchange_everything(settings: Settings) -> None:
+    states = [one for one in warm_start_states(settings) if len(one.scoring.signals) == 1]
+    assert [one.scoring.signals[0].atom for one in states] == ATOMS.names("scoring")
+    assert {one.constraints.selector.bounds(BUDGET)[0] for one in states} == {BUDGET}
+    rest = {structure(one)[1:] for one in states}
+    assert len(rest) == 1, "they differ in nothing but their signal"

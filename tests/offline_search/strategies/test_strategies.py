@@ -30,6 +30,7 @@ from offline_search.search import Search
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import draw_parents
 from offline_search.strategies.ranking_skill import MAX_QUESTIONS
+from offline_search.strategies.start_states import warm_start_states
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
     ScriptedProposer,
@@ -91,11 +92,26 @@ def test_autoprune_plus_uses_every_origin(data: Dataset, tmp_path: Path) -> None
     for seed in SEEDS:
         proposed = records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord)
         origins |= {record.origin for record in proposed}
-        assert [record.origin for record in proposed[:5]] == ["warm start"] * 5
+        assert [record.origin for record in proposed[:14]] == ["warm start"] * 14
         names = {record.name for record in proposed}
         for record in proposed:
             assert set(record.parents) <= names
     assert origins == {"warm start", "random", "llm", "tpe", "mutation", "crossover"}
+
+
+async def test_warm_starts_that_have_no_slot_in_a_round_are_next_in_the_following(
+    data: Dataset, tmp_path: Path
+) -> None:
+    settings = Settings(
+        strategy="autoprune+", rounds=4, per_round=3, budgets=(8,), other_bases=("dart", "trim")
+    )
+    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data, probes=False))
+    proposed = records_of_kind(tmp_path / "l", ProposalRecord)
+    by_round = [[one.origin for one in proposed if one.round == number] for number in (1, 2)]
+    assert by_round[0] == ["warm start"] * 9
+    assert by_round[1][:7] == ["warm start"] * 7 and "tpe" in by_round[1][7:]
+    starts = {one.digest for one in proposed if one.origin == "warm start"}
+    assert starts == {state.digest for state in warm_start_states(settings)}
 
 
 def test_a_language_model_gets_less_than_a_third_of_the_slots(
@@ -122,7 +138,7 @@ async def test_a_small_model_chooses_among_suggestions_of_tpe_and_takes_no_other
     for one in records_of_kind(tmp_path / "l", ProposalRecord):
         rounds.setdefault(one.round, []).append(one.origin)
     ranking = [Counter(origins) for origins in rounds.values() if "ranked" in origins]
-    full = [origins for origins in ranking if origins.total() == 12]
+    full = [one for one in ranking if one.total() == 12 and "warm start" not in one]
     assert full and all(
         origins == {"ranked": 3, "tpe": 3, "mutation": 4, "crossover": 2} for origins in full
     )
@@ -135,7 +151,7 @@ async def test_a_small_model_chooses_among_suggestions_of_tpe_and_takes_no_other
 async def test_a_search_whose_model_ranks_by_chance_is_the_search_without_a_model(
     reply: str | None, data: Dataset, tmp_path: Path
 ) -> None:
-    settings = Settings(strategy="autoprune+", rounds=3, per_round=4, budgets=(8,))
+    settings = Settings(strategy="autoprune+", rounds=3, per_round=4, budgets=(8,), seed=1)
     asking = settings.model_copy(update={"proposer": "scripted", "menu": 1})
     for name, one in (("without", settings), ("with", asking)):
         evaluator = SyntheticEvaluator(data, probes=False)
