@@ -30,7 +30,7 @@ class RecordedProposer:
     """
 
     def __init__(self, ledgers: Sequence[Path]) -> None:
-        """Raises :class:`SearchError` if the ledgers hold no reply."""
+        """Raises :class:`SearchError` if the ledgers hold no reply to a first attempt."""
         self._replies = [
             Reply(record.text, record.failure, record.cost)
             for ledger in ledgers
@@ -39,8 +39,8 @@ class RecordedProposer:
         ]
         if not self._replies:
             raise SearchError(
-                f"{', '.join(map(str, ledgers))}: no reply is recorded -> give ledgers of searches "
-                "with a proposer"
+                f"{', '.join(map(str, ledgers))}: no proposal or choice of a model is "
+                "recorded -> give ledgers of searches in which a model made some"
             )
 
     def __len__(self) -> int:

@@ -66,8 +66,8 @@ class SettingsRecord(_Record):
         return "opened"
 
 
-Attempt = Literal["first", "repair", "test"]
-"""What a reply answers: a request, the problems of a first reply, or a question of a test."""
+Attempt = Literal["first", "repair", "skill"]
+"""What a reply answers: a request, the problems of a first reply, or a question to test skill."""
 
 
 class ReplyRecord(_Record):

@@ -171,8 +171,13 @@ class ProposalClient:
         draft = Draft(request.origin, None, (), request.parents, code)
         return replace(draft, selection=SelectionProgram(code))
 
-    async def request_choice(self, request: ProposalRequest, count: int, attempt: Attempt) -> int:
-        """The index of one of ``count`` options, which a reply chooses by number; 0 if invalid."""
+    async def request_choice(
+        self, request: ProposalRequest, count: int, attempt: Attempt
+    ) -> int | None:
+        """The index of one of ``count`` options, which a reply chooses by number.
+
+        It is 0 after an invalid reply, None without a reply.
+        """
         numbers = list(range(1, count + 1))
         schema: JsonObject = {
             "type": "object",
@@ -181,7 +186,9 @@ class ProposalClient:
             "additionalProperties": False,
         }
         reply = await self._recorded_reply(request, attempt, request.messages, schema)
-        chosen = re.search(r"\d+", reply.text or "")
+        if reply.text is None:
+            return None
+        chosen = re.search(r"\d+", reply.text)
         number = int(chosen.group()) if chosen else 0
         return number - 1 if number in numbers else 0
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from offline_search.evaluation.history import FAILURES_TO_GIVE_UP, gave_up
 from offline_search.ledger.records import Comparison, WinnerRecord
 from offline_search.report.search_report import CandidateRow, SearchReport
+from offline_search.strategies.ranking_skill import MAX_QUESTIONS, SHORTLIST_SIZE
 from vllm_autoprune.statistics import Estimate, count_decimals
 
 _MAX_ROWS = 10
@@ -138,18 +139,27 @@ def describe_cost(report: SearchReport) -> Iterator[str]:
         f"{proposer.prompt_tokens:,} prompt and {proposer.completion_tokens:,} completion "
         f"tokens{price}."
     )
-    if cost.tests:
-        ranked, _ = report.origins.get("ranked", (0, 0))
-        skill = (
-            f"It chose better than by chance, and then {ranked} of the candidates"
-            if ranked
-            else "It did not choose better than by chance, so it chose no candidate"
-        )
-        yield f"The proposer was tested by {cost.tests} choices among measured candidates. {skill}."
+    if cost.skill_questions:
+        yield _describe_skill(report)
     yield (
         f"Evaluator: {cost.answers:,} answers in {cost.evaluator_seconds:,.0f} s "
         f"({cost.failed_evaluations} evaluations failed). The whole search: "
         f"{report.duration:,.0f} s."
+    )
+
+
+def _describe_skill(report: SearchReport) -> str:
+    """Sentences on the test of a model that ranks."""
+    ranked = sum(row.proposal.origin == "ranked" for row in report.rows)
+    if ranked:
+        outcome = f"It did so better than by chance, and then chose {ranked} of the candidates."
+    elif report.winner is None and report.cost.skill_questions < MAX_QUESTIONS:
+        outcome = "Whether it does so better than by chance is not known yet."
+    else:
+        outcome = "It did not do so better than by chance, and chose no candidate."
+    return (
+        f"The proposer was asked {report.cost.skill_questions} times for the best of "
+        f"{SHORTLIST_SIZE} measured candidates. {outcome}"
     )
 
 

@@ -91,13 +91,13 @@ class CandidateRow:
 class SearchCost:
     """Cost of a search: requests and time of its proposer, and of its evaluator.
 
-    ``tests`` are questions to a model that ranks, on candidates that were measured.
+    ``skill_questions`` were asked of a model that ranks, about measured candidates.
     """
 
     replies: int
     failed_replies: int
     repairs: int
-    tests: int
+    skill_questions: int
     proposer: Cost
     proposer_seconds: float
     answers: int
@@ -287,7 +287,7 @@ def _sum_cost(records: Sequence[Record]) -> SearchCost:
         replies=len(replies),
         failed_replies=sum(reply.text is None for reply in replies),
         repairs=sum(reply.attempt == "repair" for reply in replies),
-        tests=sum(reply.attempt == "test" for reply in replies),
+        skill_questions=sum(reply.attempt == "skill" for reply in replies),
         proposer=sum((reply.cost for reply in replies), Cost()),
         proposer_seconds=_busy_seconds(replies),
         answers=sum(len(record.logprob) for record in evaluations),

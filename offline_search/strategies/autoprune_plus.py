@@ -1,20 +1,21 @@
 """`autoprune+`: TPE, mutation and crossover over raced candidates, with or without a proposer.
 
 A round proposes three times as many candidates as other strategies, because most of them are
-dropped after an eighth of the examples. It starts with the paper's structure and every signal
-alone, and the proposals of a model that writes lists. Every further slot goes to one origin:
+dropped after an eighth of the examples. A search starts with the paper's structure, every signal
+alone, and proposals of a model that writes lists; what is left of the first round has random
+states. Every further slot goes to one origin:
 
     llm        a state from a language model
     ranked     with menus, as for a small language model: the one of four suggestions of TPE that
-               it ranks first, once it has shown skill (``ranking_skill``)
+               it ranks first, if it has skill (``ranking_skill``)
     tpe        structure and numbers by TPE over all candidates, raced ones by their estimates
     mutation   one of the best with some choices changed
     crossover  choices of two of the best
 
 The best are taken from different structures, because variants of one would crowd out the others.
 A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
-A model that only ranks gets slots of TPE, and none unless it knows better candidates from worse
-ones, so that a search with a model that does not is the search without it.
+A model that only ranks gets slots of TPE once its skill is found; until then the search is the same
+as without a model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from offline_search.ledger.records import Attempt
 from offline_search.proposers.prompt import ranking_prompt
 from offline_search.proposers.proposal_client import ProposalRequest
 from offline_search.settings import Library, Settings
-from offline_search.strategies.ranking_skill import MENU_SIZE, RankingSkill
+from offline_search.strategies.ranking_skill import SHORTLIST_SIZE, RankingSkill
 from offline_search.strategies.sampling import TpeStudy, sample_draft
 from offline_search.strategies.start_states import minimal_state, warm_start_states
 from offline_search.strategies.strategy import Round, request_improvements
@@ -70,27 +71,29 @@ class AutoPrunePlus:
         self._skill = RankingSkill(settings.seed)
 
     async def propose(self, current: Round) -> list[Draft]:
-        """A model's states, then warm starts while there are any, then candidates from the rest.
+        """Proposals of the model, then warm starts, then derived candidates.
 
-        Those are random states until something is measured.
+        In place of the last there are random states until something is measured.
         """
         best = _best_of_each_structure(current.history.ranked())
-        asks = self._settings.proposals_per_reply > 1 or (best and not self._settings.menu)
-        written = self._model_share(current) if asks else 0
-        starts = self._take_warm_starts(current.count - written)
-        free = current.count - written - len(starts)
+        writes = self._settings.proposals_per_reply > 1 or (best and not self._settings.menu)
+        written_count = self._model_slots(current) if writes else 0
+        slots = current.count - written_count
+        # Without a race a round has few slots, and warm starts alone would fill several rounds.
+        warm_starts = self._take_warm_starts(slots // 2 if best else slots)
+        slots -= len(warm_starts)
         derived = (
-            await self._derive(current, free, best) if best else self._draw_random(current, free)
+            await self._derive(current, slots, best) if best else self._draw_random(current, slots)
         )
-        return [*await self._request_states(current, written), *starts, *derived]
+        return [*await self._request_states(current, written_count), *warm_starts, *derived]
 
-    def _model_share(self, current: Round) -> int:
+    def _model_slots(self, current: Round) -> int:
         return int(_MODEL_SHARE * current.count) if self.uses_proposer else 0
 
     def _take_warm_starts(self, count: int) -> list[Draft]:
         """The next warm starts: those for which earlier rounds had no slot."""
-        taken, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
-        return [Draft("warm start", state) for state in taken]
+        states, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
+        return [Draft("warm start", state) for state in states]
 
     def _draw_random(self, current: Round, count: int) -> list[Draft]:
         source = RandomSource(current.rng)
@@ -99,56 +102,59 @@ class AutoPrunePlus:
     async def _derive(self, current: Round, count: int, best: Sequence[Trial]) -> list[Draft]:
         """Candidates that follow from what is measured, some chosen by a model that ranks."""
         origins = _spread_origins(count)
-        ranked = min(self._model_share(current), origins.count("tpe")) if self._settings.menu else 0
-        if ranked and not await self._model_ranks(current, best):
+        ranked = min(self._model_slots(current), origins.count("tpe")) if self._settings.menu else 0
+        if ranked and not await self._has_skill(current, best):
             ranked = 0
         for _ in range(ranked):
             origins.remove("tpe")
         study = self._build_study(current.history, current.rng)
         drafts = [self._sample(origin, study, best, current.rng) for origin in origins]
-        menus = [self._draw_menu(study) for _ in range(ranked)]
-        chosen = await asyncio.gather(
-            *(self._choose(current, index, menu, best) for index, menu in enumerate(menus))
+        shortlists = [self._suggest_shortlist(study) for _ in range(ranked)]
+        choices = await asyncio.gather(
+            *(self._choose(current, number, one, best) for number, one in enumerate(shortlists))
         )
-        return [*chosen, *drafts]
+        return [*choices, *drafts]
 
     async def _request_states(self, current: Round, count: int) -> list[Draft]:
         example = minimal_state(self._settings)
         return await request_improvements(current, self._settings, count, example)
 
-    async def _model_ranks(self, current: Round, best: Sequence[Trial]) -> bool:
+    async def _has_skill(self, current: Round, best: Sequence[Trial]) -> bool:
         """Whether the model ranks better than by chance, as far as is known by now."""
 
-        def ask(index: int, menu: Sequence[Trial]) -> Awaitable[int]:
-            names = {trial.name for trial in menu}
+        def request_choice(number: int, shortlist: Sequence[Trial]) -> Awaitable[int | None]:
+            names = {trial.name for trial in shortlist}
             others = [trial for trial in best if trial.name not in names]
-            states = [trial.require_state() for trial in menu]
-            return self._request_choice(current, index, others, states, "test")
+            states = [trial.require_state() for trial in shortlist]
+            return self._request_choice(current, number, others, states, "skill")
 
-        return await self._skill.is_shown(current, ask)
+        return await self._skill.is_found(current, request_choice)
 
-    def _draw_menu(self, study: TpeStudy) -> list[Draft]:
+    def _suggest_shortlist(self, study: TpeStudy) -> list[Draft]:
         """Suggestions of TPE for one of its slots."""
-        return [sample_draft("ranked", study.suggest(), self._settings) for _ in range(MENU_SIZE)]
+        return [
+            sample_draft("ranked", study.suggest(), self._settings) for _ in range(SHORTLIST_SIZE)
+        ]
 
     async def _choose(
-        self, current: Round, index: int, menu: Sequence[Draft], best: Sequence[Trial]
+        self, current: Round, number: int, shortlist: Sequence[Draft], best: Sequence[Trial]
     ) -> Draft:
-        """The one of a menu that the model ranks first."""
-        states = [draft.state for draft in menu if draft.state is not None]
-        return menu[await self._request_choice(current, index, best, states, "first")]
+        """The draft of a shortlist that the model ranks first; the first one without a reply."""
+        states = [draft.state for draft in shortlist if draft.state is not None]
+        choice = await self._request_choice(current, number, best, states, "first")
+        return shortlist[choice or 0]
 
     def _request_choice(
         self,
         current: Round,
-        index: int,
+        number: int,
         best: Sequence[Trial],
         states: Sequence[PruningState],
         attempt: Attempt,
-    ) -> Awaitable[int]:
-        """Index of the state that the model chooses, being shown some of the best."""
+    ) -> Awaitable[int | None]:
+        """Index of the state that the model chooses, which is shown some of the best."""
         messages = ranking_prompt(self._settings, best[:_SHOWN_BEST], states)
-        request = ProposalRequest(current.number, index, messages, "ranked")
+        request = ProposalRequest(current.number, number, messages, "ranked")
         return current.client.request_choice(request, len(states), attempt)
 
     def _sample(self, origin: str, study: TpeStudy, best: Sequence[Trial], rng: Random) -> Draft:

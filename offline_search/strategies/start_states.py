@@ -20,15 +20,18 @@ def base_state(settings: Settings) -> PruningState:
 
 def paper_state(settings: Settings, quota: int = 2) -> PruningState:
     """The paper's selected structure on this search's base policy and budget."""
-    return _with_quota(Components.from_state(load_state("autoprune")), quota, settings)
+    source = Components.from_state(load_state("autoprune"))
+    update = {"q_e": min(quota, settings.source_budget), "r_min": None}
+    selector = source.constraints.selector.model_copy(update=update)
+    return assemble_state(source.with_constraints(selector=selector).to_json(), settings)
 
 
 def minimal_state(settings: Settings) -> PruningState:
     """The simplest state that exchanges tokens, which is the example of the first prompt."""
-    return _one_signal("visual_token_norm_saliency", 1, settings)
+    return _one_signal_state("visual_token_norm_saliency", 1, settings)
 
 
-def _one_signal(name: str, quota: int, settings: Settings) -> PruningState:
+def _one_signal_state(name: str, quota: int, settings: Settings) -> PruningState:
     components: JsonObject = {
         "scoring": {
             "signals": [{"atom": name, "weight": 1.0}],
@@ -45,40 +48,35 @@ def _one_signal(name: str, quota: int, settings: Settings) -> PruningState:
 
 
 def warm_start_states(settings: Settings) -> list[PruningState]:
-    """The paper's structure at its q_e and at K, then every signal alone, exchanging all it likes.
+    """The paper's structure at its q_e and at K, then every signal alone with q_e = K.
 
-    Which signals matter differs from model to model. Alone, each shows it in one evaluation, which
-    takes long among states that have several. q_e is K, because with a weak base policy a full
-    exchange may be best. A search of cores starts with two of them as well, after the paper's own
-    state, and a search of where tokens are ranked with that state ranking before the merger. A
-    search of base policies has each alone.
+    Which signals matter differs from model to model: alone, a signal shows it in one evaluation,
+    among several it takes many. q_e is K because with a weak base policy a full exchange may be
+    best. A search of cores starts with two of them as well, after the paper's own state, and a
+    search of where tokens are ranked with that state ranking before the merger. A search of base
+    policies has each alone.
     """
     source = Components.from_state(paper_state(settings))
-    everything = min(settings.source_budget, MAX_QUOTA)
-    cores = (
-        [Core.model_validate({"share": share}) for share in WARM_START_SHARES]
-        if settings.core
-        else []
-    )
-    split = [source.model_copy(update={CORE: core}) for core in cores]
+    largest_quota = min(settings.source_budget, MAX_QUOTA)
+    bases = [
+        assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
+        for name in settings.other_bases
+    ]
+    variants = []
+    if settings.core:
+        cores = [Core.model_validate({"share": share}) for share in WARM_START_SHARES]
+        variants += [source.model_copy(update={CORE: core}) for core in cores]
     if settings.rank_at:
-        split.append(source.model_copy(update={RANK_AT: "merger_in"}))
-    return [
+        variants.append(source.model_copy(update={RANK_AT: "merger_in"}))
+    states = [
         paper_state(settings),
+        *bases,
+        *(assemble_state(components.to_json(), settings) for components in variants),
+        paper_state(settings, largest_quota),
         *(
-            assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
-            for name in settings.other_bases
-        ),
-        *(assemble_state(components.to_json(), settings) for components in split),
-        paper_state(settings, everything),
-        *(
-            _one_signal(name, everything, settings)
+            _one_signal_state(name, largest_quota, settings)
             for name in atom_names("scoring", settings.library)
         ),
     ]
-
-
-def _with_quota(components: Components, quota: int, settings: Settings) -> PruningState:
-    update = {"q_e": min(quota, settings.source_budget), "r_min": None}
-    selector = components.constraints.selector.model_copy(update=update)
-    return assemble_state(components.with_constraints(selector=selector).to_json(), settings)
+    # With a small K, a fixed quota or an ablation, some of them are equal.
+    return list({state.digest: state for state in states}.values())

@@ -12,6 +12,7 @@ from offline_search.dataset import Dataset
 from offline_search.ledger.records import SettingsRecord
 from offline_search.proposers.endpoint import Price
 from offline_search.settings import Settings
+from offline_search.strategies.ranking_skill import MAX_QUESTIONS
 from tests.offline_search.endpoint import Answer, Body, FakeEndpoint, endpoint, error
 from tests.offline_search.synthetic import answer_search, records_of_kind
 from vllm_autoprune import load_state
@@ -134,6 +135,11 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
             estimate = estimate_cost(lists, data, Price())
             assert estimate.calls == calls * {1: 5, 3: 2, 5: 1}[length] // 5
             assert estimate.completion_tokens == tokens
+    ranks = Settings(strategy="autoprune+", proposer="scripted", menu=1)
+    estimate = estimate_cost(ranks, data, Price())
+    assert estimate.calls == 200 + MAX_QUESTIONS
+    assert "Which of 1 to 4 scores highest?" in estimate.messages[0]["content"]
+    assert estimate.completion_tokens < 5_000
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,9 @@ def add_proposer_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--menu", type=int, metavar="N",
-        help="restrict each proposal to N random atoms per changed part; 0: no restriction, "
-        "the default with --proposer-url; default with --embedded-proposer: 1",
+        help="restrict each proposal to N random atoms per changed part, or in autoprune+ let the "
+        "model only rank suggestions; 0: no restriction, the default with --proposer-url; default "
+        "with --embedded-proposer: 1",
     )  # fmt: skip
     group.add_argument(
         "--proposals-per-reply", type=int, metavar="N",

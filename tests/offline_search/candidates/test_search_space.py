@@ -140,12 +140,16 @@ def test_fixed_parameters_are_not_searched(settings: Settings) -> None:
     assert names & {"eps", "r_min", "iters"} == set()
 
 
-def test_warm_starts_are_safe_and_use_the_settings() -> None:
-    settings = Settings(base_policy="divprune", budgets=(BUDGET,))
+@pytest.mark.parametrize(
+    "more", [{}, {"budgets": (2,)}, {"quota": 2}, {"without": ("anchoring",)}], ids=str
+)
+def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) -> None:
+    settings = Settings(**{"base_policy": "divprune", "budgets": (BUDGET,), **more})
+    budget = settings.source_budget
     for state in (base_state(settings), *warm_start_states(settings)):
         assert state.base_policy.name == "divprune"
-        assert safety_check(materialize(state, BUDGET)).valid
-    assert not materialize(base_state(settings), BUDGET).refines
+        assert safety_check(materialize(state, budget)).valid
+    assert not materialize(base_state(settings), budget).refines
     assert len({state.digest for state in warm_start_states(settings)}) == len(
         warm_start_states(settings)
     )

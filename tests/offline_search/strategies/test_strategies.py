@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -10,19 +9,16 @@ from random import Random
 
 import pytest
 
-from offline_search.candidates.components import JsonObject
-from offline_search.candidates.proposal import assemble_state
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob
 from offline_search.evaluation.history import Trial
 from offline_search.ledger import Ledger
 from offline_search.ledger.records import ProposalRecord, ReplyRecord, TrialRecord
-from offline_search.proposers.prompt import Messages, ranking_prompt
+from offline_search.proposers.prompt import ranking_prompt
 from offline_search.proposers.proposal_client import (
     ProposalClient,
     ProposalRequest,
-    Reply,
     SpendingLimits,
 )
 from offline_search.replay import replay
@@ -33,31 +29,17 @@ from offline_search.strategies.ranking_skill import MAX_QUESTIONS
 from offline_search.strategies.start_states import warm_start_states
 from tests.offline_search.replies import valid_replies
 from tests.offline_search.synthetic import (
+    KnowingProposer,
     ScriptedProposer,
     SyntheticEvaluator,
     ledger_digest,
     records_of_kind,
     run_search,
-    score_state,
 )
 from vllm_autoprune import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-
-class KnowingProposer(ScriptedProposer):
-    """Chooses the state with the highest score of those that a prompt lists."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__([])
-        self._settings = settings
-
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-        listed = re.findall(r"^\d+: (\{.*\})$", messages[-1]["content"], re.MULTILINE)
-        assert len(listed) == 4
-        scores = [score_state(assemble_state(json.loads(one), self._settings)) for one in listed]
-        return Reply(json.dumps({"choice": 1 + scores.index(max(scores))}))
-
-
+WARM_STARTS = warm_start_states(Settings(strategy="autoprune+", budgets=(8,)))
 SEEDS = range(3)
 REPLIES = valid_replies(40)
 
@@ -92,26 +74,31 @@ def test_autoprune_plus_uses_every_origin(data: Dataset, tmp_path: Path) -> None
     for seed in SEEDS:
         proposed = records_of_kind(tmp_path / f"autoprune+-{seed}", ProposalRecord)
         origins |= {record.origin for record in proposed}
-        assert [record.origin for record in proposed[:14]] == ["warm start"] * 14
+        start = [record.origin for record in proposed if record.round == 1]
+        assert start == ["warm start"] * len(WARM_STARTS) + ["random"] * (15 - len(WARM_STARTS))
         names = {record.name for record in proposed}
         for record in proposed:
             assert set(record.parents) <= names
-    assert origins == {"warm start", "random", "llm", "tpe", "mutation", "crossover"}
+    assert origins - {"random"} == {"warm start", "llm", "tpe", "mutation", "crossover"}
 
 
 async def test_warm_starts_that_have_no_slot_in_a_round_are_next_in_the_following(
     data: Dataset, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        strategy="autoprune+", rounds=4, per_round=3, budgets=(8,), other_bases=("dart", "trim")
-    )
-    await run_search(tmp_path / "l", settings, SyntheticEvaluator(data, probes=False))
-    proposed = records_of_kind(tmp_path / "l", ProposalRecord)
-    by_round = [[one.origin for one in proposed if one.round == number] for number in (1, 2)]
-    assert by_round[0] == ["warm start"] * 9
-    assert by_round[1][:7] == ["warm start"] * 7 and "tpe" in by_round[1][7:]
-    starts = {one.digest for one in proposed if one.origin == "warm start"}
-    assert starts == {state.digest for state in warm_start_states(settings)}
+    """They fill the first round, then at most half of one, also where nothing is raced."""
+    bases = ("dart", "trim")
+    raced = Settings(strategy="autoprune+", rounds=4, per_round=3, budgets=(8,), other_bases=bases)
+    several = raced.model_copy(update={"objectives": ("quality", "tasks"), "rounds": 12})
+    for name, settings, slots in (("raced", raced, 9), ("several", several, 3)):
+        await run_search(tmp_path / name, settings, SyntheticEvaluator(data, probes=False))
+        proposed = records_of_kind(tmp_path / name, ProposalRecord)
+        counts = Counter(one.round for one in proposed if one.origin == "warm start")
+        left = len(warm_start_states(settings)) - slots - slots // 2
+        assert [counts[1], counts[2], counts[3]] == [slots, slots // 2, min(slots // 2, left)]
+        assert all(count <= slots // 2 for number, count in counts.items() if number > 1)
+        starts = {one.digest for one in proposed if one.origin == "warm start"}
+        expected = {state.digest for state in warm_start_states(settings)}
+        assert starts == expected if name == "raced" else starts <= expected
 
 
 def test_a_language_model_gets_less_than_a_third_of_the_slots(
@@ -135,8 +122,10 @@ async def test_a_small_model_chooses_among_suggestions_of_tpe_and_takes_no_other
     with Ledger(tmp_path / "l") as ledger:
         await Search(settings, ledger, SyntheticEvaluator(data, probes=False), proposer).run()
     rounds: dict[int, list[str]] = {}
-    for one in records_of_kind(tmp_path / "l", ProposalRecord):
+    proposed = records_of_kind(tmp_path / "l", ProposalRecord)
+    for one in proposed:
         rounds.setdefault(one.round, []).append(one.origin)
+    assert {one.digest for one in proposed if one.origin == "ranked"} <= proposer.chosen
     ranking = [Counter(origins) for origins in rounds.values() if "ranked" in origins]
     full = [one for one in ranking if one.total() == 12 and "warm start" not in one]
     assert full and all(
@@ -152,21 +141,24 @@ async def test_a_search_whose_model_ranks_by_chance_is_the_search_without_a_mode
     reply: str | None, data: Dataset, tmp_path: Path
 ) -> None:
     settings = Settings(strategy="autoprune+", rounds=3, per_round=4, budgets=(8,), seed=1)
-    asking = settings.model_copy(update={"proposer": "scripted", "menu": 1})
-    for name, one in (("without", settings), ("with", asking)):
+    with_model = settings.model_copy(update={"proposer": "scripted", "menu": 1})
+    for name, one in (("without", settings), ("with", with_model)):
         evaluator = SyntheticEvaluator(data, probes=False)
         await run_search(tmp_path / name, one, evaluator, [reply])
     proposed = [records_of_kind(tmp_path / name, ProposalRecord) for name in ("without", "with")]
     assert proposed[0] == proposed[1]
     replies = records_of_kind(tmp_path / "with", ReplyRecord)
-    assert {one.attempt for one in replies} == {"test"}
-    assert len(replies) <= MAX_QUESTIONS
+    assert {one.attempt for one in replies} == {"skill"}
+    assert reply is None or len(replies) <= MAX_QUESTIONS
 
 
 @pytest.mark.parametrize(
-    ("reply", "choice"), [('{"choice": 3}', 2), ("I cannot say", 0), ('{"choice": 9}', 0)]
+    ("reply", "choice"),
+    [('{"choice": 3}', 2), ("I cannot say", 0), ('{"choice": 9}', 0), (None, None)],
 )
-async def test_an_invalid_choice_is_the_first(reply: str, choice: int, tmp_path: Path) -> None:
+async def test_an_invalid_choice_is_the_first(
+    reply: str | None, choice: int | None, tmp_path: Path
+) -> None:
     settings = Settings(strategy="autoprune+", proposer="scripted", menu=1)
     with Ledger(tmp_path / "l") as ledger:
         client = ProposalClient(settings, ledger, ScriptedProposer([reply]), SpendingLimits())

@@ -163,10 +163,8 @@ def _dry_run(options: argparse.Namespace, settings: Settings, dataset: Dataset) 
     for message in estimate.messages:
         print(f"--- {message['role']}\n{message['content']}\n")
     answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
-    length = settings.proposals_per_reply
-    each = "one proposal" if length == 1 else f"up to {length} proposals"
     print(format_paragraph(
-        f"At most {estimate.calls} requests to the proposer, each for {each}: about "
+        f"At most {estimate.calls} requests to the proposer, each for {estimate.reply}: about "
         f"{estimate.prompt_tokens} prompt tokens and {estimate.completion_tokens} completion "
         f"tokens, money {estimate.money:.4f}; repairs are extra. "
         f"Answers of the served model: {answers}."
