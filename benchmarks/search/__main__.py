@@ -57,7 +57,7 @@ def _run_command(options: argparse.Namespace) -> None:
         chosen = (options.yardstick, options.strategies, options.state)
         print(rank_winners(options.out, *chosen, options.budgets, options.best), end="")
     if options.command in ("compare", "table"):
-        print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
+        print(format_tables(options.out, options.strategies, _seeds(options)), end="")
 
 
 def _scenes(options: argparse.Namespace) -> dict[Split, int]:
@@ -95,14 +95,14 @@ def _confirm(options: argparse.Namespace) -> None:
     evaluator = YardstickEvaluator(yardstick, images, each=1, base_policy=bases[0])
     # Searches may have the same winner.
     confirm(options.out, CachingEvaluator(evaluator))
-    print(as_markdown(options.out, options.strategies, range(options.seeds)), end="")
+    print(as_markdown(options.out, options.strategies, _seeds(options)), end="")
 
 
 def _run_study(options: argparse.Namespace) -> None:
     study = Study(
         options.out,
         options.strategies,
-        range(options.seeds),
+        _seeds(options),
         options.rounds,
         _proposer_name(options),
         menu=_menu_width(options),
@@ -131,6 +131,10 @@ def _open_endpoint(
     return EndpointProposer(
         EndpointSettings(url, model, reply_tokens=tokens, max_in_flight=requests, seeded=seeded)
     )
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    return range(options.first_seed, options.first_seed + options.seeds)
 
 
 def _proposer_name(options: argparse.Namespace) -> str:
@@ -190,7 +194,7 @@ def _run_comparison(options: argparse.Namespace) -> None:
             await run_comparison(
                 options.out,
                 options.strategies,
-                range(options.seeds),
+                _seeds(options),
                 settings,
                 evaluator,
                 proposer,

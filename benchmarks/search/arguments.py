@@ -35,7 +35,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         "study", help="run, or resume, the published comparison on both yardsticks, and print it"
     )
     study.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
-    study.add_argument("--seeds", type=int, default=8, help="number of seeds")
+    _add_seeds(study, 8)
     study.add_argument(
         "--yardsticks",
         nargs="+",
@@ -76,7 +76,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
             help="strategies to compare; with @none without a language model, with @random with "
             "replies drawn at random",
         )
-        command.add_argument("--seeds", type=int, default=5, help="number of seeds")
+        _add_seeds(command, 5)
     for command in (compare, study):
         command.add_argument(
             "--menu",
@@ -125,6 +125,11 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     speed.add_argument("--images", type=int, help="maximum number of images")
     return parser
+
+
+def _add_seeds(command: argparse.ArgumentParser, count: int) -> None:
+    command.add_argument("--seeds", type=int, default=count, help="number of seeds")
+    command.add_argument("--first-seed", type=int, default=0, help="the first of them")
 
 
 def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from benchmarks.search import study as study_module
 from benchmarks.search.__main__ import main
 from benchmarks.search.comparison import needs_proposer
 from benchmarks.search.results import ledger_path
-from benchmarks.search.study import ARMS, Study
+from benchmarks.search.study import ARMS, Study, format_tables
 from offline_search.dataset import Dataset, Split
 from offline_search.ledger import read_ledger
 from offline_search.ledger.records import ReplyRecord, SettingsRecord
@@ -90,6 +90,9 @@ def test_a_study_compares_arms_with_and_without_a_model(
     capsys.readouterr()
     assert main(["table", "--out", str(folder), "--strategies", *arms, "--seeds", "2"]) == 0
     assert text == f"## stand-in, K = 8\n\n{capsys.readouterr().out}"
+    second = ["--first-seed", "1", "--seeds", "1"]
+    assert main(["table", "--out", str(folder), "--strategies", "tpe", *second]) == 0
+    assert format_tables(folder, ["tpe"], [1]) == capsys.readouterr().out
     other = replace(study, rounds=3)
     with pytest.raises(SearchError, match="has other settings"):
         other.run("minillava", 8, None)
