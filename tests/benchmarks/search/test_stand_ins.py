@@ -57,7 +57,7 @@ async def test_recorded_replies_are_a_proposer(
     given = set(_replies(tmp_path / "b" / "autoprune+-0.jsonl"))
     assert given and given <= set(_replies(ledger))
     await run_comparison(tmp_path / "d", ["random"], [0], ONE, evaluator, None)
-    with pytest.raises(SearchError, match="no reply is recorded"):
+    with pytest.raises(SearchError, match="no proposal or choice of a model is recorded"):
         RecordedProposer([tmp_path / "d" / "random-0.jsonl"])
 
 
