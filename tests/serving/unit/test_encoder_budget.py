@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from vllm_autoprune.serving.compat.worker import spread_recalls
 from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
-from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.shared.plan import FIELD, Choice, ItemPlan, is_recall
 
 K, BUDGET, CACHE = 8, 1000, 4096
 
@@ -36,7 +37,7 @@ def request(name: str, *sizes: int | None) -> Any:
     )
 
 
-def scheduled(manager: UnprunedBudgetManager, req: Any) -> list[int]:
+def scheduled(manager: Any, req: Any) -> list[int]:
     """Inputs of a request that this step takes, tried and allocated as the scheduler does."""
     scheduled_inputs: list[int] = []
     for i in range(len(req.mm_features)):
@@ -86,3 +87,24 @@ def test_images_without_a_plan_are_counted_as_in_stock(manager: UnprunedBudgetMa
 def test_full_cache_is_refused_as_in_stock(manager: UnprunedBudgetManager) -> None:
     manager.num_free_slots = manager.num_freeable_slots = K - 1
     assert scheduled(manager, request("one", 10)) == []
+
+
+def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a conversation with ten, every other request waits for four at a time."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    for name in ("can_allocate", "get_freed_mm_hashes"):
+        stock = getattr(EncoderCacheManager, name)
+        monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
+    spread_recalls(is_recall)
+    manager = EncoderCacheManager(CACHE)
+    recall = ItemPlan(K, (0, 0), tokens=100, part="recall", earlier=(Choice(K),)).encode()
+    long, other = request("long", 100, *[100] * 10), request("other", 100, 100)
+    for feature in long.mm_features[1:]:
+        feature.data[FIELD].data = recall
+    steps = []
+    for _ in range(3):
+        steps.append((scheduled(manager, long), scheduled(manager, other)))
+        manager.get_freed_mm_hashes()
+    assert steps == [([0, 1, 2, 3, 4], [0, 1]), ([5, 6, 7, 8], []), ([9, 10], [])]
+    assert not is_recall(None)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.feature_keys import add_feature_key
 from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
-from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.compat import wrap
+from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan, plan_error
 from vllm_autoprune.serving.shared.plan_rules import PlanRules
-from vllm_autoprune.serving.shared.repeated_images import drop_repeated_tensors
 from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from vllm_autoprune.serving.api.unsent_items import Tensors
+    from vllm_autoprune.serving.api.sender_cache import Rendering
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,51 +42,52 @@ class ImageCounts:
 
 
 class RenderedHashes(dict[str, list[str]]):
-    """Cache identities of a rendered request, with what metrics are to count of it.
+    """Cache identities of a rendered request, with what its hand-over to the engine needs.
 
     vLLM passes this object on as it is. No client can send one, so its type also shows that the
-    plans of the request were made by this server.
+    plans of the request were made by this server. ``keys`` are those of the processed tensors in
+    vLLM's processor cache, by identity.
     """
 
     def __init__(
         self,
         hashes: Mapping[str, list[str]],
-        counts: ImageCounts | None,
-        unsent: UnsentItems,
-        tensors: Tensors,
-        contents: Mapping[str, str],
+        counts: ImageCounts | None = None,
+        keys: Mapping[str, str] = MappingProxyType({}),
+        rendering: Rendering | None = None,
     ) -> None:
         super().__init__(hashes)
         self._counts = counts
-        self._unsent = unsent
-        self._tensors = tensors
-        self._contents = contents
-        """Content of pruned images by identity, where the engine restores repeated tensors."""
+        self._keys = keys
+        self._rendering = rendering
         self._features: Sequence[MultiModalFeatureSpec] = ()
+        self._handed_over = False
 
     def await_hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
         """Expect the request's features, and keep them so that no other list gets their id."""
         self._features = features
+        self._handed_over = False
         _waiting[id(features)] = self
 
     def hand_over(self, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Complete the request's features and count it, once.
+        """Complete the request's features, and count it once.
 
-        Beam search hands over the same request for every token.
+        Samples (n > 1) hand over the same features, beam search new ones for every token.
         """
-        self._features = ()
         counts, self._counts = self._counts, None
         if counts is not None:
             count_request(counts.label, counts.choices, counts.kv_bytes)
-        tensors, self._tensors = self._tensors, {}
-        self._unsent.hand_over(features, tensors)
-        drop_repeated_tensors(features, self._contents)
+        for feature in features:
+            feature.mm_hash = self._keys.get(feature.mm_hash or "", feature.mm_hash)
+        if self._rendering is not None:
+            self._rendering.hand_over(features, again=self._handed_over)
+        self._handed_over = True
 
 
 _waiting: WeakValueDictionary[int, RenderedHashes] = WeakValueDictionary()
-"""Requests between the two hooks, by their list of features, which samples of one request share.
+"""Requests from the first hook on, by their list of features, which samples of one request share.
 
-A request that is refused in between takes its entry with it.
+A request that is refused or has ended takes its entry with it.
 """
 
 
@@ -139,8 +139,7 @@ def wrap_add_request(stock: Callable[..., None]) -> Callable[..., None]:
         self: OutputProcessor, request: EngineCoreRequest, *args: object, **named: object
     ) -> None:
         stock(self, request, *args, **named)
-        # Several samples of one request (n > 1) share the list; the first of them counts.
-        hashes = _waiting.pop(id(request.mm_features), None)
+        hashes = _waiting.get(id(request.mm_features))
         if hashes is not None:
             hashes.hand_over(request.mm_features or ())
 
@@ -158,6 +157,7 @@ def _check(
     Under the key of another image, this image's features would be cached for everybody who sends
     the other.
     """
+    from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.inputs import MultiModalBatchedField
 
     for feature in features:
@@ -172,7 +172,9 @@ def _check(
             raise plan_error("comes without the tensors of an image")
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
-        field.data = add_feature_key(plan, feature.data, salt, algorithm).encode()
+        tensors = {name: part for name, part in feature.data.get_data().items() if name != FIELD}
+        pixels = MultiModalHasher.hash_kwargs(algorithm, **tensors)
+        field.data = replace(plan, key=make_feature_key(pixels, salt)).encode()
 
 
 def _has_pixels(item: MultiModalKwargsItem | None) -> bool:

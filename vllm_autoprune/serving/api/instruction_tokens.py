@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -59,16 +59,6 @@ class InstructionTokenizer:
         if "language" in needs:
             return relevance, self._language(end)[-LANGUAGE_IDS:]
         return relevance, self._words(end)[-LANGUAGE_IDS:] if "words" in needs else ()
-
-    def tokenize_each(
-        self, texts: Sequence[str], needs: Sequence[frozenset[Need]]
-    ) -> list[tuple[Ids, Ids]]:
-        """:meth:`tokenize` of every image of a request: each distinct text is tokenized once."""
-        known: dict[tuple[str, frozenset[Need]], tuple[Ids, Ids]] = {}
-        for key in zip(texts, needs, strict=True):
-            if key not in known:
-                known[key] = self.tokenize(*key)
-        return [known[key] for key in zip(texts, needs, strict=True)]
 
     @cached_property
     def _relevance(self) -> Callable[[str], Ids]:

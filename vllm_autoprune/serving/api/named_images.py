@@ -1,7 +1,7 @@
 """Registry of images that requests name by ``uuid``: what was last sent under each name.
 
-A later request may send the name alone (``"image_url": null``). Cache identities of pruned images
-are made of content, so the name has to be resolved before a cache is looked up.
+A later request may send the name alone (``"image_url": null``). Cache identities are made of
+content, so the name has to be resolved before a cache is looked up.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from vllm_autoprune.serving.api.request_fields import PruningRequest, SharedBudget, request_error
 from vllm_autoprune.serving.api.request_state import load_request_state
 from vllm_autoprune.serving.shared.placeholders import TokenCount
-from vllm_autoprune.serving.shared.plan import Chooser, runs_policy
+from vllm_autoprune.serving.shared.plan import NO_KEY, Chooser, ItemPlan, runs_policy
 from vllm_autoprune.serving.shared.request_rules import FLAG, Level, RequestRules
 from vllm_autoprune.serving.shared.served_state import ServedState, make_policy
 from vllm_autoprune.serving.shared.state_codec import encode_state
@@ -113,6 +113,19 @@ def _resolve_image(
         core = policy.at(size, image.tiles).core
         choice = replace(choice, core=core, core_identity=state.core_digest)
     return choice
+
+
+def recall_needs(served: ServedState, choice: ImageChoice, recall: int) -> frozenset[Need]:
+    """Optional inputs that a recall of K_r tokens reads; K of the image may read others.
+
+    Raises :class:`RequestError` where this server does not make them.
+    """
+    if not runs_policy(choice.keep):
+        return frozenset()
+    plan = ItemPlan(recall, NO_KEY, keep=choice.keep, state=choice.state, part="recall")
+    policy = served.policy_for_plan(plan)
+    _require_inputs(served, policy.needs, policy)
+    return policy.needs
 
 
 def state_label(served: ServedState, request: PruningRequest) -> str:

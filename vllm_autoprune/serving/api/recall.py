@@ -19,12 +19,19 @@ from vllm_autoprune.serving.api.instruction import message_parts, part_text, sho
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, split_shared_budget
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, RecallTurn, request_error
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.executor.state_cost import state_cost
+from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_TURNS = 256
 """Turns of a conversation that may recall, the first ones: more would take seconds to plan."""
 
 MAX_ITEMS = 64
-"""Items that the turns of a request recall: each brings the pixels of its image to the engine."""
+"""Items that the turns of a request recall."""
+
+DEAREST = 4
+"""What all recalls of a request may cost: as much as so many images with the dearest state that a
+request may bring (``--autoprune-request-cost``)."""
 
 _EMBEDDINGS = "image_embeds"
 """Kind of a part that brings an image without the signals that states read."""
@@ -100,27 +107,41 @@ def _put_before(message: object, mark: str) -> object:
     return {**message, "content": [part, *rest]}
 
 
+def limit_recalls(state: PruningState, bound: float) -> int:
+    """Number of items that a request may recall by a state, for all that wait meanwhile.
+
+    ``bound`` is the cost of one selection that requests may have, in milliseconds.
+    """
+    return max(DEAREST, min(MAX_ITEMS, int(DEAREST * bound / state_cost(state))))
+
+
 def choose_recalls(
     turns: Sequence[RecallTurn],
     recall: int,
     choices: Sequence[ImageChoice],
     contents: Sequence[str],
+    most: int = MAX_BUDGET,
+    limit: int = MAX_ITEMS,
 ) -> list[RecallItem]:
     """The items of every turn: ``recall`` tokens, split over the images before it.
 
     An image that is shown several times is recalled after its last place. Nothing is recalled of an
-    image that has no tokens left, that ``MAX_RECALLS`` turns have recalled, or that is resized.
-    What a turn recalls does not depend on later ones.
+    image that has ``most`` tokens or no tokens left, that ``MAX_RECALLS`` turns have recalled, or
+    that is resized. What a turn recalls does not depend on later ones. There are at most ``limit``
+    items.
     """
     items: list[RecallItem] = []
-    left = [0 if one.keep == "resized" else one.tokens - one.kept for one in choices]
+    left = [
+        0 if choice.keep == "resized" else max(0, min(choice.tokens, most) - choice.kept)
+        for choice in choices
+    ]
     times = [0] * len(choices)
     for number, turn in enumerate(turns[:MAX_TURNS]):
         last = {contents[i]: i for i in range(min(turn.images, len(choices)))}
         images = [i for i in sorted(last.values()) if left[i] and times[i] < MAX_RECALLS]
         budgets = split_shared_budget(recall, [left[i] for i in images])
         own = [RecallItem(i, number, k) for i, k in zip(images, budgets, strict=True) if k]
-        for item in own[: MAX_ITEMS - len(items)]:
+        for item in own[: limit - len(items)]:
             items.append(item)
             left[item.image] -= item.budget
             times[item.image] += 1

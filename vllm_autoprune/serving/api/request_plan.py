@@ -1,7 +1,7 @@
 """Plans of a request's images: K, cache identity, instruction ids; before anything is processed.
 
 All of it follows from image sizes, the state and the request. Cached data of an image is found by
-content: by the digest of the source here, by that of the processed pixels in the worker.
+the digest of its content.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from vllm.multimodal.parse import ImageEmbeddingItems
@@ -19,14 +19,25 @@ from vllm_autoprune.serving.api.instruction import extract_prompt_instruction
 from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
 from vllm_autoprune.serving.api.item_plans import ItemPlans
 from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
-from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices, state_label
-from vllm_autoprune.serving.api.recall import RecallItem, choose_recalls, expand_marks
+from vllm_autoprune.serving.api.pruning_choice import (
+    ImageChoice,
+    recall_needs,
+    resolve_choices,
+    state_label,
+)
+from vllm_autoprune.serving.api.recall import (
+    RecallItem,
+    choose_recalls,
+    expand_marks,
+    limit_recalls,
+)
 from vllm_autoprune.serving.api.request_fields import (
     PruningRequest,
     parse_request,
     request_error,
 )
 from vllm_autoprune.serving.api.resized_images import choose_sizes
+from vllm_autoprune.serving.shared.identities import make_name_identity
 from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.shared.plan import (
@@ -35,6 +46,8 @@ from vllm_autoprune.serving.shared.plan import (
     ItemPlan,
 )
 from vllm_autoprune.serving.shared.served_state import ServedState
+from vllm_autoprune.serving.shared.state_codec import decode_state
+from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -54,25 +67,19 @@ class RequestPlan:
     """Plans of a request's images and the cache identities of all its items.
 
     An image that is split or recalled has several plans; ``sources`` is the image of each plan, and
-    ``prompt`` the token ids with a placeholder for each, both None where every image has one.
-    ``contents`` identifies what is processed for each plan: the same for all plans of an image.
+    ``prompt`` the token ids with a placeholder for each, None where every image has one. ``keys``
+    are those of the processed tensors of each plan: the same for all plans of an image.
     ``choices`` are what the plans were made from, and ``label`` the name that metrics count them
-    under; there are none where vLLM profiles. ``salt`` is the request's ``cache_salt``.
+    under; there are none where vLLM profiles.
     """
 
     items: tuple[ItemPlan, ...]
     hashes: Mapping[str, list[str]]
+    keys: tuple[str, ...] = ()
+    sources: tuple[int, ...] = ()
+    prompt: list[int] | None = None
     choices: tuple[ImageChoice, ...] = ()
     label: str = ""
-    salt: str = ""
-    contents: tuple[str, ...] = ()
-    sources: tuple[int, ...] | None = None
-    prompt: list[int] | None = None
-
-    def contents_of_pruned(self) -> dict[str, str]:
-        """Contents of the images that lose tokens, by the cache identities of their items."""
-        of_items = zip(self.hashes.get("image", ()), self.items, self.contents, strict=False)
-        return {identity: content for identity, item, content in of_items if not item.keeps_all}
 
 
 class RequestPlanner:
@@ -129,53 +136,55 @@ class RequestPlanner:
             whole = self._count_tokens(inputs, inputs.mm_data_items["image"].get_image_size(i))
             budget, size = policy.at(whole.tokens, whole.tiles).budget, whole.tokens
             plans.append(ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=size))
-        return RequestPlan(tuple(plans), hashes)
+        return RequestPlan(tuple(plans), hashes, tuple(hashes.get("image", ())))
 
     def plan_request(self, inputs: ProcessorInputs, fields: object, salt: str) -> RequestPlan:
         """Plans and cache identities of a request's images; ``fields`` is its pruning entry.
 
         Raises BudgetError or RequestError.
         """
-        hashes = self._hash_inputs(inputs)
-        images = hashes.get("image", [])
+        hashes = self._identify_contents(inputs)
         request = parse_request(fields)
-        if not images or not prunable(inputs.mm_data_items):
+        if not hashes.get("image") or not prunable(inputs.mm_data_items):
             return RequestPlan((), hashes)
-        images_seen = self._identify_contents(inputs, images, salt)
+        images_seen = self._resolve_names(inputs, hashes["image"], salt)
         counts = [self._count_tokens(inputs, size) for _, size in images_seen]
         choices = resolve_choices(self._served, request, counts)
         sizes = [size for _, size in images_seen]
         choices = choose_sizes(self._info, self._placeholders, inputs, sizes, choices)
         texts = self._instructions(inputs, request.instructions, choices)
-        ids = self._tokenizer.tokenize_each(texts, [choice.needs for choice in choices])
-        known = [content for content, _ in images_seen]
-        prompt, entries = self._recall(inputs, request, choices, known)
+        tokenize = cache(self._tokenizer.tokenize)  # each text once, however often it is read
+        ids = [tokenize(text, choice.needs) for text, choice in zip(texts, choices, strict=True)]
+        digests = [digest for digest, _ in images_seen]
+        prompt, entries = self._recall(inputs, request, choices, digests)
         split = self._split(inputs, prompt, entries, choices, texts)
         slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
-        items = ItemPlans(images, known, choices, ids)
+        items = ItemPlans(digests, salt, choices, ids)
         for slot in slots:
             entry = entries[slot.image]
             if isinstance(entry, RecallItem):
-                needs = choices[entry.image].needs
+                needs = recall_needs(self._served, choices[entry.image], entry.budget)
                 turn = (request.recall_turns or [])[entry.turn]
-                items.add_recall(entry, self._tokenizer.tokenize(turn.text, needs))
+                items.add_recall(entry, tokenize(turn.text, needs))
             else:
                 items.add(replace(slot, image=entry))
-        hashes = {**hashes, "image": items.identities}
-        label = state_label(self._served, request)
-        contents = tuple(items.contents)
-        plan = RequestPlan(tuple(items.plans), hashes, items.served(), label, salt, contents)
-        if prompt is inputs.prompt and split is None:
-            return plan
-        ids_of_items = prompt if split is None else split.ids
-        return replace(plan, sources=tuple(items.sources), prompt=list(ids_of_items))
+        in_parts = prompt is not inputs.prompt or split is not None
+        return RequestPlan(
+            tuple(items.plans),
+            {**hashes, "image": items.identities},
+            tuple(items.keys),
+            tuple(items.sources),
+            list(prompt if split is None else split.ids) if in_parts else None,
+            items.served(),
+            state_label(self._served, request),
+        )
 
     def _recall(
         self,
         inputs: ProcessorInputs,
         request: PruningRequest,
         choices: Sequence[ImageChoice],
-        contents: Sequence[str],
+        digests: Sequence[str],
     ) -> tuple[Sequence[int], Sequence[int | RecallItem]]:
         """Token ids of the prompt, and what its image tokens stand for: images, or recalls.
 
@@ -187,8 +196,14 @@ class RequestPlanner:
         turns = request.recall_turns
         if not turns:
             return inputs.prompt, range(len(choices))
-        recall = self._served.rules.recall if request.recall is None else request.recall
-        items = choose_recalls(turns, recall, choices, contents)
+        rules, state = self._served.rules, self._served.state
+        if encoded := next((choice.state for choice in choices if choice.state), b""):
+            state = decode_state(encoded)
+        recall, most = rules.recall, MAX_BUDGET
+        if request.recall is not None:  # what requests ask for, they get within their range
+            recall, most = request.recall, rules.maximum
+        limit = limit_recalls(state, rules.cost)
+        items = choose_recalls(turns, recall, choices, digests, most, limit)
         token = self._placeholders.token(self._info)
         return expand_marks(inputs.prompt, token, len(choices), turns, items)
 
@@ -228,30 +243,39 @@ class RequestPlanner:
         text: str = self._info.get_tokenizer().decode(prompt[max(0, first - _LOOKBACK) : first])
         return text
 
-    def _identify_contents(
-        self, inputs: ProcessorInputs, images: Sequence[str], salt: str
-    ) -> list[NamedImage]:
-        """Digest of each image's content under the request's salt, and its size.
+    def _identify_contents(self, inputs: ProcessorInputs) -> dict[str, list[str]]:
+        """Identities as in stock vLLM, but that a client's ``uuid`` is none.
 
-        A client's ``uuid`` is no part of it: under one name two requests may send two pictures.
-        An image that comes by its ``uuid`` alone is the one last sent under it.
+        Images are identified by content: under one name two requests may send two pictures. Other
+        inputs have names in a domain of their own, so that no name is the identity of an image.
         """
-        names = (inputs.mm_uuid_items or {}).get("image")
-        digests: Sequence[str] = images
-        if names is not None:
-            only = inputs.mm_data_items.select({"image"})
-            unnamed = replace(inputs, mm_data_items=only, mm_uuid_items=None)
-            digests = self._hash_inputs(unnamed)["image"]
+        by_content = prunable(inputs.mm_data_items)
+        names = {
+            modality: [
+                None
+                if name is None or (by_content and modality == "image")
+                else make_name_identity(modality, name)
+                for name in of_modality
+            ]
+            for modality, of_modality in (inputs.mm_uuid_items or {}).items()
+        }
+        return dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
+
+    def _resolve_names(
+        self, inputs: ProcessorInputs, digests: Sequence[str], salt: str
+    ) -> list[NamedImage]:
+        """Digest and size of each image; one that comes by its name alone is the last sent so."""
+        names = (inputs.mm_uuid_items or {}).get("image") or [None] * len(digests)
         items = inputs.mm_data_items["image"]
-        contents: list[NamedImage] = []
-        for i, (name, digest) in enumerate(zip(images, digests, strict=True)):
+        images: list[NamedImage] = []
+        for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
             if items.get(i) is None:
-                contents.append(self._named.find(name, salt))
+                images.append(self._named.find(name or "", salt))
                 continue
-            contents.append((repr((digest, salt)), items.get_image_size(i)))
-            if names is not None and names[i] is not None and inputs.cache is not None:
-                self._named.remember(name, salt, contents[i])
-        return contents
+            images.append((digest, items.get_image_size(i)))
+            if name is not None and inputs.cache is not None:
+                self._named.remember(name, salt, images[i])
+        return images
 
     def _count_tokens(self, inputs: ProcessorInputs, size: ImageSize | None) -> TokenCount:
         """Count an image's tokens and tiles: a pure function of its size and of the request."""

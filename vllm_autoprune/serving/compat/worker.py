@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from vllm.config import ModelConfig, MultiModalConfig
     from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
@@ -204,6 +206,55 @@ PRUNE_BY_GRAPHS = "autoprune_prune_by_graphs"
 
 Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
 """From the inputs of one call to the encoder's rows of each item, unpruned."""
+
+
+RECALLS_A_STEP = 4
+"""Recalls that one step of the scheduler takes, of all requests together."""
+
+_RECALLS = "_autoprune_recalls"
+
+
+def spread_recalls(is_recall: Callable[[MultiModalKwargsItem | None], bool]) -> None:
+    """Let a step of the scheduler take ``RECALLS_A_STEP`` recalls at most.
+
+    Why: the scheduler counts an encoder input by the tokens that it keeps. A recall keeps few and
+    costs a whole selection, and all other requests would wait for those of a long conversation.
+    Remove when: a plugin can say what an encoder input costs.
+    """
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    wrap(EncoderCacheManager, "can_allocate", functools.partial(_wrap_can_allocate, is_recall))
+    wrap(EncoderCacheManager, "get_freed_mm_hashes", _wrap_get_freed)
+
+
+def _wrap_can_allocate(
+    is_recall: Callable[[MultiModalKwargsItem | None], bool], stock: Callable[..., bool]
+) -> Callable[..., bool]:
+    def can_allocate(
+        self: EncoderCacheManager, request: Request, input_id: int, *rest: object
+    ) -> bool:
+        if not is_recall(request.mm_features[input_id].data):
+            return stock(self, request, input_id, *rest)
+        taken: set[tuple[str, int]] = self.__dict__.setdefault(_RECALLS, set())
+        recall = request.request_id, input_id
+        if recall not in taken and len(taken) >= RECALLS_A_STEP:
+            return False
+        if not stock(self, request, input_id, *rest):
+            return False
+        taken.add(recall)
+        return True
+
+    return can_allocate
+
+
+def _wrap_get_freed(
+    stock: Callable[[EncoderCacheManager], list[str]],
+) -> Callable[[EncoderCacheManager], list[str]]:
+    def get_freed_mm_hashes(self: EncoderCacheManager) -> list[str]:
+        self.__dict__.pop(_RECALLS, None)  # the scheduler asks once, at the end of each step
+        return stock(self)
+
+    return get_freed_mm_hashes
 
 
 def prune_after_encoder_graphs() -> None:

@@ -8,7 +8,7 @@ from vllm_autoprune.serving.shared.plan import Chooser, Ids, Key
 
 
 def make_feature_key(content: str, salt: str = "") -> Key:
-    """Key of an image's features: the digest of its pixels, then of pixels and cache salt.
+    """Key of an image's features: the digest of its content, then of content and cache salt.
 
     Images with different salts have different keys. The first half seeds a random keep, so that the
     same image gets the same draw under every salt.
@@ -19,6 +19,22 @@ def make_feature_key(content: str, salt: str = "") -> Key:
 def _int64(text: str) -> int:
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def make_name_identity(modality: str, name: str) -> str:
+    """Cache identity of an input that is known by its ``uuid``, which a client may choose freely.
+
+    A name equals no other identity, whatever it says.
+    """
+    return hashlib.sha256(repr(("name", modality, name)).encode()).hexdigest()
+
+
+def make_pixels_key(image: str, size: tuple[int, int] | None) -> str:
+    """Key of an image's processed tensors in vLLM's processor cache: content and size it is given.
+
+    Neither a question nor a state nor K is part of it, so that all of them share the tensors.
+    """
+    return hashlib.sha256(repr(("pixels", image, size)).encode()).hexdigest()
 
 
 def make_cache_identity(
@@ -48,7 +64,7 @@ def make_core_identity(image: str, chosen_by: str, core: int) -> str:
     return hashlib.sha256(repr(("core", image, chosen_by, core)).encode()).hexdigest()
 
 
-def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids] | None) -> str:
+def make_recall_identity(before: str, budget: int, read: tuple[Ids, Ids]) -> str:
     """Cache identity of tokens that a later turn recalls.
 
     ``before`` identifies the image's tokens that are chosen last before these: all earlier choices,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalKwargsItem
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
@@ -64,6 +67,9 @@ _VERSION = 4
 
 _HEAD = 13
 """Numbers of an encoded plan before the state and the ids."""
+
+_PART = 9
+"""Place of ``part`` among them."""
 
 _WORD = 8
 """Bytes of an int64."""
@@ -271,6 +277,14 @@ def _require_parts(plan: ItemPlan) -> None:
 def unpruned_tokens(row: Tensor) -> int:
     """``tokens`` of an encoded plan."""
     return int(row[_HEAD - 1])
+
+
+def is_recall(item: MultiModalKwargsItem | None) -> bool:
+    """Whether an item of a request is tokens that a later turn recalls."""
+    row = None if item is None or FIELD not in item else item[FIELD].data
+    if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
+        return False
+    return int(row[_PART]) == PARTS.index("recall")
 
 
 _MOST = _HEAD + MAX_STATE // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)

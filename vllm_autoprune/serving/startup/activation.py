@@ -8,7 +8,8 @@ from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, misplaced_fields
 from vllm_autoprune.serving.compat import api, worker
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.shared import repeated_images
+from vllm_autoprune.serving.shared import receiver_cache
+from vllm_autoprune.serving.shared.plan import is_recall
 from vllm_autoprune.serving.shared.served_state import served_state
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def activate(architecture: str) -> None:
         worker.request_positions_on_cpu()
     engine_requests.watch_requests()
     api.check_requests(misplaced_fields.check_request)
-    repeated_images.restore_repeated_tensors()
+    receiver_cache.cache_without_plans()
     api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
+    worker.spread_recalls(is_recall)
     worker.refuse_sleep(sleep_problem)
 
 

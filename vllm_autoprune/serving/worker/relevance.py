@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,9 +11,6 @@ from torch import Tensor, nn
 from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.serving.shared.plan import Ids
 from vllm_autoprune.serving.shared.text_tower import TextTower
-
-MAX_CACHED_TEXTS = 1024
-"""Pooled instructions that are cached, the oldest dropped first."""
 
 
 class RelevanceSpace(Protocol):
@@ -72,7 +68,6 @@ class ClipTower:
         self.sign = tower.sign
         self._segment = tower.segment
         self._device = device
-        self._known: OrderedDict[Ids, Tensor] = OrderedDict()
         clip = CLIPModel.from_pretrained(tower.path, dtype=torch.float32)
         self._text = nn.ModuleDict({"model": clip.text_model, "projection": clip.text_projection})
         self._vision = nn.Sequential(clip.vision_model.post_layernorm, clip.visual_projection)
@@ -86,26 +81,15 @@ class ClipTower:
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """One row for each segment; all segments of a batch go through the tower at once."""
-        fresh = [row for row in dict.fromkeys(ids) if row not in self._known]
-        cut = [split_segments(row, self._segment) for row in fresh]
-        fresh_rows: dict[Ids, Tensor] = {}
-        if cut:
-            pooled = self._pooled([segment for row in cut for segment in row])
-            fresh_rows = dict(zip(fresh, pooled.split([len(row) for row in cut]), strict=True))
-        parts = [self._known[row] if row in self._known else fresh_rows[row] for row in ids]
-        self._cache_texts(fresh_rows)
+        # Nothing is kept of a text: its time would tell another tenant that it was asked before.
+        cut = {row: split_segments(row, self._segment) for row in ids}
+        pooled = self._pooled([segment for row in cut.values() for segment in row])
+        rows = dict(zip(cut, pooled.split([len(row) for row in cut.values()]), strict=True))
+        parts = [rows[row] for row in ids]
         text = nn.utils.rnn.pad_sequence(parts, batch_first=True)
         counts = upload(torch.tensor([len(part) for part in parts]), self._device)
         used = torch.arange(text.shape[1], device=self._device)[None] < counts[:, None]
         return text, used
-
-    def _cache_texts(self, rows: Mapping[Ids, Tensor]) -> None:
-        # The same question is often asked about many images; a pooled text is a few kilobytes.
-        for row, pooled in rows.items():
-            if len(pooled) == 1:
-                self._known[row] = pooled.clone()
-        while len(self._known) > MAX_CACHED_TEXTS:
-            self._known.popitem(last=False)
 
     def _pooled(self, rows: Sequence[Ids]) -> Tensor:
         # The tower is causal and pools at the end token, so padding behind changes nothing: neither

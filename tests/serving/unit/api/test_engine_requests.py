@@ -19,7 +19,6 @@ from vllm_autoprune.serving.api.engine_requests import (
     wrap_process_inputs,
 )
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
-from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.shared.request_rules import DEFAULT_RULES, RequestRules
 
@@ -107,7 +106,7 @@ def hand_over(request: object, *, fails: bool = False) -> None:
 
 def prompt() -> dict[str, object]:
     counts = ImageCounts("autoprune", CHOICES, 7)
-    hashes = RenderedHashes({"image": ["a", "b"]}, counts, UnsentItems(), {}, {})
+    hashes = RenderedHashes({"image": ["a", "b"]}, counts)
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
@@ -205,13 +204,17 @@ def test_a_plan_from_another_process_brings_its_image() -> None:
         processed(made_elsewhere, [alone])
 
 
-def test_of_an_image_with_two_items_the_second_is_handed_over_without_tensors() -> None:
+def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:
+    """Their identity, of which prefixes are made, stays theirs."""
     core, delta = feature(PLAN.encode()), feature(PLAN.encode())
     delta.mm_hash = delta.identifier = "b"
-    hashes = RenderedHashes({"image": ["a", "b"]}, None, UnsentItems(), {}, {"a": "x", "b": "x"})
+    hashes = RenderedHashes({"image": ["a", "b"]}, keys={"a": "x", "b": "x"})
     request = processed({"type": "multimodal", "mm_hashes": hashes}, [core, delta])
-    hand_over(request)
-    assert set(core.data) == {FIELD, "pixel_values"} and set(delta.data) == {FIELD}
+    assert (core.mm_hash, delta.mm_hash) == ("a", "b")
+    for _ in range(2):
+        hand_over(request)
+        assert (core.mm_hash, delta.mm_hash) == ("x", "x")
+        assert (core.identifier, delta.identifier) == ("a", "b")
 
 
 def test_valid_plans_and_inputs_that_need_none_are_accepted() -> None:

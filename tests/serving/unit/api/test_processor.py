@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 
 from tests.serving.unit.api.tiny_processor import (
@@ -42,9 +43,44 @@ def test_an_unpruned_image_has_the_stock_identity_and_is_not_cached(
     without_cache: Sender,
 ) -> None:
     sent = without_cache.send([SMALL, LARGE], ["x", "x"])
-    assert sent.identities[0] == "x" != sent.identities[1]
+    assert sent.identities[0] == stock_identity(without_cache, SMALL) != sent.identities[1]
     assert sent.keys[0] == NO_KEY != sent.keys[1]
     assert sent.lengths == [4, 8]
+
+
+def stock_identity(sender: Sender, image: Any) -> str:
+    from vllm.multimodal.processing import ProcessorInputs
+
+    inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
+    (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
+    return identity
+
+
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None:
+    """Whoever knows a public image can compute both of its identities, and send other pixels."""
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.multimodal.processing.context import TimingContext
+
+    rules = RequestRules("budget", explicit=True)
+    sender = Sender(folder, budget=8, rules=rules)
+    public = sender.send([LARGE])
+    for name in (*public.identities, stock_identity(sender, LARGE), stock_identity(sender, OTHER)):
+        frames = numpy.zeros((4, 56, 56, 3), numpy.uint8)
+        data: Any = (
+            [OTHER] if modality == "image" else [(frames, {"fps": 2.0, "total_num_frames": 4})]
+        )
+        pad = "<|image_pad|>" if modality == "image" else "<|video_pad|>"
+        inputs = ProcessorInputs(
+            sender.info.get_tokenizer().encode(f"user {pad} what"),
+            sender.info.parse_mm_data({modality: data}),
+            {modality: [name]},
+            {REQUEST_FIELD: {"enabled": False}},
+        )
+        made = sender._processor.apply(inputs, TimingContext(enabled=False))
+        (identity,) = made["mm_hashes"][modality]
+        assert identity == stock_identity(sender, OTHER) if modality == "image" else True
+        assert identity not in (*public.identities, stock_identity(sender, LARGE))
 
 
 def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> None:
@@ -57,7 +93,7 @@ def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> Non
 
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
     first = sender.send([LARGE], ["x"])
-    assert sender.send([None], ["x"]) == replace(first, plans=[None])
+    assert sender.send([None], ["x"]) == replace(first, sent=[False])
     second = sender.send([OTHER], ["x"])
     assert sender.send([None], ["x"]).identities == second.identities != first.identities
 
@@ -86,8 +122,8 @@ def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
     sent = [sender.send([LARGE], salt=salt) for salt in ("", "a", "b")]
     assert len({one.identities[0] for one in sent}) == 3
     assert len({one.keys[0] for one in sent}) == 3
-    assert None not in [one.keys[0] for one in sent], "sent by the cache of another tenant"
-    assert sender.send([LARGE], salt="a").plans == [None]
+    assert [one.sent for one in sent] == [[True]] * 3, "in the cache of another tenant"
+    assert sender.send([LARGE], salt="a").sent == [False]
 
 
 def test_a_salt_that_a_request_writes_itself_is_none(without_cache: Sender) -> None:
@@ -114,5 +150,5 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
             (OTHER, "one", ""),
         )
     ]
-    first, renamed, salted, other = [plan.key[0] for plan in draws if plan is not None]
+    first, renamed, salted, other = [plan.key[0] for plan in draws]
     assert first == renamed == salted != other

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from tests.serving.unit.api.tiny_processor import LARGE, OTHER, Sender
 from tests.serving.unit.samples import served
+from tests.tpdsl.samples import shipped
 from vllm_autoprune import RequestError
+from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.recall import (
     MAX_ITEMS,
@@ -15,6 +20,7 @@ from vllm_autoprune.serving.api.recall import (
     RecallItem,
     choose_recalls,
     expand_marks,
+    limit_recalls,
     mark_recall_turns,
     requested_recall,
 )
@@ -22,6 +28,9 @@ from vllm_autoprune.serving.api.request_fields import PruningRequest, RecallTurn
 from vllm_autoprune.serving.api.request_plan import RequestPlanner
 from vllm_autoprune.serving.shared.placeholders import Placeholders
 from vllm_autoprune.serving.shared.plan import MAX_RECALLS
+from vllm_autoprune.serving.shared.request_rules import RequestRules
+from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST, state_cost
+from vllm_autoprune.tpdsl.states.load import load_state
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 TOKEN = 7
@@ -141,6 +150,58 @@ def test_a_request_has_a_bounded_number_of_items() -> None:
     assert len(items) == MAX_ITEMS
     late = choose_recalls(turns(*[1] * MAX_TURNS, 2), 1, images((8, 8), (8, 9)), ["a", "b"])
     assert late == []
+
+
+def test_recalls_stay_within_the_range_of_requests(folder: Any) -> None:
+    """K = 8 of 64 tokens and a range that ends at 10: two more, whatever is asked for."""
+    rules = RequestRules("budget", 1, 10, explicit=True)
+    asked: Any = {"recall_turns": [{"images": 1, "text": f"turn {i}"} for i in range(3)]}
+    sender = Sender(folder, 8, rules)
+    assert sender.send([LARGE], recall=9, **asked).lengths == [8, 2]
+    assert sender.send([LARGE], recall=9, budget=10, **asked).lengths == [10]
+    own = Sender(folder, 8, replace(rules, recall=9))
+    assert own.send([LARGE], **asked).lengths == [8, 9, 9, 9], (
+        "the operator's own are not asked for"
+    )
+
+
+def test_a_recall_reads_the_question_though_k_does_not(folder: Any) -> None:
+    """A core of all of K is chosen without a question, and what is recalled beside it with one."""
+    sender = Sender(folder, 8, core={"share": 1.0})
+    asked, other = (
+        sender.send([LARGE], recall=4, recall_turns=[{"images": 1, "text": text}])
+        for text in ("and the red cat?", "how many are there?")
+    )
+    assert asked.plans[1].read != other.plans[1].read
+    assert asked.identities[0] == other.identities[0]
+    assert asked.identities[1] != other.identities[1]
+
+
+def test_recalls_of_a_request_cost_no_more_than_four_images() -> None:
+    cheap, dear = shipped(), shipped()
+    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64}
+    dear["scoring"]["signals"] = [{**signal, "weight": 0.1 + i / 100} for i in range(3)]
+    limits = []
+    for state in (cheap, dear):
+        loaded = load_state(json.dumps(state))
+        limits.append(limit_recalls(loaded, DEFAULT_COST))
+        assert limits[-1] * state_cost(loaded) <= 4 * DEFAULT_COST or limits[-1] == 4
+    assert limits[0] > limits[1] >= 4
+
+
+def test_a_text_is_tokenized_once_for_all_the_images_that_it_recalls(folder: Any) -> None:
+    sender, asked = Sender(folder, 8), list[str]()
+    stock = InstructionTokenizer.tokenize
+
+    def tokenize(self: Any, text: str, needs: Any) -> Any:
+        asked.append(text)
+        return stock(self, text, needs)
+
+    turns = [{"images": 3, "text": f"turn {i}"} for i in range(2)]
+    with patch.object(InstructionTokenizer, "tokenize", tokenize):
+        sent = sender.send([LARGE, OTHER, LARGE], recall=6, recall_turns=turns)
+    assert len(sent.plans) == 3 + 2 * 2
+    assert sorted(asked) == ["turn 0", "turn 1", "what"]
 
 
 def test_marks_become_an_image_token_for_every_item() -> None:

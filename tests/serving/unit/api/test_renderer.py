@@ -18,7 +18,6 @@ from vllm_autoprune.serving.api.renderer import (
     _pass_fields,
 )
 from vllm_autoprune.serving.api.request_fields import SALT, CacheSalt, RecallTurn
-from vllm_autoprune.serving.api.unsent_items import UnsentItems
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE
 
@@ -149,7 +148,7 @@ def test_prompt_embeddings_beside_images_leave_the_request_countable(
 
     monkeypatch.setattr(HfRenderer, "_apply_prompt_embeds_to_engine_input", replaced)
     renderer = object.__new__(AutopruneHfRenderer)
-    hashes = RenderedHashes({"image": ["a"]}, None, UnsentItems(), {}, {})
+    hashes = RenderedHashes({"image": ["a"]})
     rendered: Any = {"mm_hashes": hashes}
     renderer._apply_prompt_embeds_to_engine_input(rendered)
     assert rendered["mm_hashes"] is hashes

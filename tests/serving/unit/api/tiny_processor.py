@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy
 from PIL import Image
@@ -33,19 +35,20 @@ SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2
 
 @dataclass(frozen=True)
 class Processed:
-    """What one request became: identities, plans where items were sent along, placeholders.
+    """What one request became: identities, plans, placeholders, token ids.
 
-    ``prompt`` has its token ids.
+    ``sent`` says which items went to the engine with tensors.
     """
 
     identities: list[str]
-    plans: list[ItemPlan | None]
+    plans: list[ItemPlan]
     lengths: list[int]
     prompt: list[int]
+    sent: list[bool]
 
     @property
-    def keys(self) -> list[tuple[int, int] | None]:
-        return [None if plan is None else plan.key for plan in self.plans]
+    def keys(self) -> list[tuple[int, int]]:
+        return [plan.key for plan in self.plans]
 
 
 class Sender:
@@ -103,6 +106,7 @@ class Sender:
         images: Sequence[Image.Image | None],
         uuids: Sequence[str | None] | None = None,
         salt: str = "",
+        hands_over: bool = True,
         **entry: object,
     ) -> Processed:
         from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -110,7 +114,8 @@ class Sender:
         from vllm.multimodal.processing.context import TimingContext
 
         info = self.info
-        prompt = info.get_tokenizer().encode(f"user {f'{self._placeholder} ' * len(images)}what")
+        marks = len(images) + len(cast("list[object]", entry.get("recall_turns", [])))
+        prompt = info.get_tokenizer().encode(f"user {f'{self._placeholder} ' * marks}what")
         kwargs = {REQUEST_FIELD: {"instructions": ["what"] * len(images), **entry}}
         inputs = ProcessorInputs(
             prompt,
@@ -121,23 +126,31 @@ class Sender:
         )
         made = self._processor.apply(inputs, TimingContext(enabled=False))
         identities = made["mm_hashes"]["image"]
-        made["mm_hashes"].hand_over(
-            [
-                MultiModalFeatureSpec(item, "image", identity, place, identity)
-                for item, identity, place in zip(
-                    made["mm_kwargs"]["image"],
-                    identities,
-                    made["mm_placeholders"]["image"],
-                    strict=True,
-                )
-            ]
-        )
+        items, places = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
+        features = [
+            MultiModalFeatureSpec(item, "image", identity, place, identity)
+            for item, identity, place in zip(items, identities, places, strict=True)
+        ]
+        if hands_over:
+            made["mm_hashes"].hand_over(features)
         return Processed(
             list(identities),
-            [
-                None if item is None else ItemPlan.decode(item[FIELD].data)
-                for item in made["mm_kwargs"]["image"]
-            ],
-            [place.get_num_embeds() for place in made["mm_placeholders"]["image"]],
+            [ItemPlan.decode(item[FIELD].data) for item in items],
+            [place.get_num_embeds() for place in places],
             list(made["prompt_token_ids"]),
+            [set(feature.data or {}) != {FIELD} for feature in features],
         )
+
+
+@contextmanager
+def processing(sender: Sender) -> Iterator[list[int]]:
+    """How many images each run of the model's processor gets."""
+    kind: Any = type(sender._processor).__mro__[2]  # vLLM's own class, below the mixin
+    stock, runs = kind._apply_hf_processor_main, list[int]()
+
+    def noted(self: Any, mm_items: Any, hf_kwargs: Any) -> Any:
+        runs.append(len(mm_items["image"]) if "image" in mm_items else 0)
+        return stock(self, mm_items, hf_kwargs)
+
+    with patch.object(kind, "_apply_hf_processor_main", noted):
+        yield runs

@@ -95,7 +95,7 @@ def test_every_earlier_choice_is_part_of_the_identity_of_a_recall() -> None:
         make_recall_identity(make_cache_identity("other", *SAME[1:]), 4, ((1,), ())),
         make_recall_identity(image, 5, ((1,), ())),
         make_recall_identity(image, 4, ((2,), ())),
-        make_recall_identity(image, 4, None),
+        make_recall_identity(image, 4, ((), ())),
         make_recall_identity(first, 4, ((1,), ())),
     ]
     assert len({image, first, *others}) == 7

@@ -1,0 +1,144 @@
+"""vLLM's record of the images that the engine has, changed by requests that reach the engine only.
+
+``LruKeyReplicatedSenderCache`` of the API server mirrors the engine's cache of processed images,
+whose tensors are not sent again. So both have to see the same requests in the same order. vLLM
+changes it while a request is rendered; after a request that is then refused, only rendered or
+overtaken, the two differ, and a later request fails with status 500 (``MultiModalCacheMissError``).
+Here rendering reads the cache, and the hand-over to the engine changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
+
+from cachetools import Cache
+from vllm.multimodal.cache import LruKeyReplicatedSenderCache
+from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
+from vllm.multimodal.inputs import MultiModalKwargsItem
+
+from vllm_autoprune.serving.shared.plan import FIELD
+
+if TYPE_CHECKING:
+    from vllm.multimodal.cache.base import (
+        MultiModalProcessorCacheInItem,
+        MultiModalProcessorCacheItemMetadata,
+        MultiModalProcessorCacheOutItem,
+    )
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.processing.processor import ResolvedPromptUpdate
+    from vllm.utils.cache import CacheInfo
+
+
+class RenderedItem:
+    """Processed tensors of one image, without its plan, and the prompt text of all its tokens."""
+
+    __slots__ = ("__weakref__", "tensors", "updates")
+
+    def __init__(
+        self, tensors: MultiModalKwargsItem, updates: Sequence[ResolvedPromptUpdate]
+    ) -> None:
+        self.tensors = tensors
+        self.updates = updates
+
+
+Waiting = WeakValueDictionary[str, RenderedItem]
+"""Images of requests that are rendered and may still be handed over, by key."""
+
+
+class Rendering(BaseMultiModalProcessorCache):
+    """The sender cache as one rendering sees it: vLLM's own, and ``waiting``; neither is changed.
+
+    :meth:`hand_over` is called in the order in which the engine gets the requests, in one thread;
+    renderings may run in others.
+    """
+
+    def __init__(self, sender: LruKeyReplicatedSenderCache, waiting: Waiting) -> None:
+        self._sender = sender
+        self._waiting = waiting
+        self._updates: dict[str, Sequence[ResolvedPromptUpdate]] = {}
+        self._items: dict[str, RenderedItem] = {}
+        self.process_again: Callable[[], Mapping[str, RenderedItem]] | None = None
+        """Processes the images of the request without a cache; until it is handed over."""
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        """Whether the engine has the image, or a request that waits brings it."""
+        try:
+            # Not the method of the LRU cache, which would make it the most recently used.
+            cached = cast(
+                "MultiModalProcessorCacheItemMetadata",
+                Cache.__getitem__(self._sender._cache, mm_hash),
+            )
+        except KeyError:
+            item = self._waiting.get(mm_hash)
+            if item is None:
+                return False
+            self._items[mm_hash] = item
+        else:
+            self._updates[mm_hash] = cached.prompt_updates
+        return True
+
+    def get_and_update_item(
+        self, mm_item: MultiModalProcessorCacheInItem, mm_hash: str
+    ) -> MultiModalProcessorCacheOutItem:
+        """Tensors of an image and its prompt text; no tensors where the engine has them."""
+        if mm_item is not None:
+            self._items[mm_hash] = self._waiting[mm_hash] = RenderedItem(*mm_item)
+        elif mm_hash in self._updates:
+            return None, self._updates[mm_hash]
+        item = self._items[mm_hash]
+        return item.tensors, item.updates
+
+    def touch_sender_cache_item(self, mm_hash: str) -> None:
+        """Nothing: the hand-over makes images recently used."""
+
+    def clear_cache(self) -> None:
+        """As the cache."""
+        self._sender.clear_cache()
+
+    def make_stats(self, *, delta: bool = False) -> CacheInfo:
+        """As the cache."""
+        return self._sender.make_stats(delta=delta)
+
+    def hand_over(self, features: Sequence[MultiModalFeatureSpec], again: bool = False) -> None:
+        """Give a request the tensors that the engine lacks, and no others.
+
+        Does to the sender cache what the engine will do to its own. Of several items of one image
+        the first brings the tensors (``shared.receiver_cache``). ``again`` is another sample of the
+        request, whose features are complete.
+        """
+        missing = dict.fromkeys(map(_key, features))
+        for key in missing:
+            self._sender.touch_sender_cache_item(key)
+        if again:
+            return
+        for feature in features:
+            key, data = _key(feature), feature.data or {}
+            plan = {FIELD: data[FIELD]} if FIELD in data else {}
+            tensors = self._bring(key, data) if key in missing else {}
+            missing.pop(key, None)
+            feature.data = MultiModalKwargsItem({**tensors, **plan}) if tensors or plan else None
+        self.process_again = None
+
+    def _bring(self, key: str, data: Mapping[str, object]) -> Mapping[str, object]:
+        """The tensors of an image; empty where the engine has them."""
+        if self._sender.is_cached_item(key):
+            self._sender.get_and_update_item(None, key)
+            return {}
+        added = {name: part for name, part in data.items() if name != FIELD}
+        if key not in self._items and added:
+            # An input that vLLM added after rendering, which its engine caches like all others.
+            self._items[key] = RenderedItem(MultiModalKwargsItem(added), ())
+        if key not in self._items and self.process_again is not None:
+            # The engine had the image, and dropped it while this request waited.
+            self._items.update(self.process_again())
+        item = self._items.get(key)
+        if item is None:  # it came by its name alone: vLLM answers that it is not known
+            return {}
+        self._sender.get_and_update_item((item.tensors, item.updates), key)
+        return item.tensors
+
+
+def _key(feature: MultiModalFeatureSpec) -> str:
+    return feature.mm_hash or feature.identifier
