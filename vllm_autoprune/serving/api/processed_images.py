@@ -7,15 +7,14 @@ and a pruned image is cached under its question, K and state.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.multimodal.inputs import MultiModalKwargsItem
 
 if TYPE_CHECKING:
-    from vllm.multimodal.inputs import NestedTensors
+    from vllm.multimodal.inputs import MultiModalKwargsItem, NestedTensors
 
 MAX_BYTES = 1 << 28
 """Tensors that a process keeps, the least recently used dropped first: 256 MiB."""
@@ -52,7 +51,6 @@ class ProcessedImages:
         size = sum(_count_bytes(element.data) for element in image.tensors.values())
         if size > self._max_bytes:
             return
-        image = replace(image, tensors=_copy_views(image.tensors))
         with self._lock:
             _, replaced = self._images.pop(content, (None, 0))
             self._images[content] = image, size
@@ -60,19 +58,6 @@ class ProcessedImages:
             while self._bytes > self._max_bytes:
                 _, (_, dropped) = self._images.popitem(last=False)
                 self._bytes -= dropped
-
-
-def _copy_views(tensors: MultiModalKwargsItem) -> MultiModalKwargsItem:
-    """The item with tensors of its own, where they are part of the batch of a whole request."""
-    return MultiModalKwargsItem(
-        {name: replace(element, data=_copy_view(element.data)) for name, element in tensors.items()}
-    )
-
-
-def _copy_view(data: NestedTensors | None) -> NestedTensors | None:
-    if isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() > data.nbytes:
-        return data.clone()
-    return data
 
 
 def _count_bytes(data: NestedTensors | None) -> int:

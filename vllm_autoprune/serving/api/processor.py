@@ -183,7 +183,7 @@ class PrunedProcessor(_Stock):
         if all(item.profile or item.keeps_all for item in plans):
             data = super()._apply_hf_processor_main(mm_items, plain)
         else:
-            data, digests = self._process_each_once(mm_items, plain, plan.contents)
+            data, digests = self._process_each_alone(mm_items, plain, plan.contents)
             plans = [_add_key(*pair, plan.salt) for pair in zip(plans, digests, strict=True)]
         data[FIELD] = [item.encode() for item in plans]
         return data
@@ -212,43 +212,40 @@ class PrunedProcessor(_Stock):
             ]
         return updates
 
-    def _process_each_once(
+    def _process_each_alone(
         self, mm_items: MultiModalDataItems, kwargs: Mapping[str, object], contents: Sequence[str]
     ) -> tuple[BatchFeature, list[str]]:
-        """As stock, with each image's digest; what is known by its content is not processed."""
-        if set(mm_items) != {"image"}:
-            data = super()._apply_hf_processor_main(mm_items, kwargs)
-            return data, [image.digest for image in self._digest(data, kwargs)]
-        known = {content: self._processed.find(content) for content in contents}
-        absent = [content for content, image in known.items() if image is None]
-        fresh = None
-        if absent:
-            fresh = self._process(mm_items, kwargs, [contents.index(one) for one in absent])
-            for content, image in zip(absent, self._digest(fresh, kwargs), strict=True):
-                known[content] = image
+        """Process every image by itself, once, and return all data with each image's digest.
+
+        Hugging Face processors pad a batch to its largest image, so the tensors of an image would
+        depend on those beside it. What is known by its content is not processed again.
+        """
+        sources, images = mm_items["image"], dict[str, ProcessedImage]()
+        for at, content in enumerate(contents):
+            if content in images:
+                continue
+            image = self._processed.find(content)
+            if image is None:
+                image = self._process(sources.get(at), kwargs)
                 self._processed.remember(content, image)
-        images = [known[content] for content in contents]
-        digests = [image.digest for image in images if image is not None]
-        if fresh is not None and len(absent) == len(contents):
-            return fresh, digests
-        each = [image.tensors for image in images if image is not None]
-        fields = {name: element.field for name, element in each[0].items()}
-        data = {name: fields[name].reduce_data([item[name] for item in each]) for name in fields}
-        return BatchFeature(data), digests
+            images[content] = image
+        each = [images[content].tensors for content in contents]
+        data = {
+            name: element.field.reduce_data([tensors[name] for tensors in each])
+            for name, element in each[0].items()
+        }
+        others = {name: items for name, items in mm_items.items() if name != "image"}
+        if others:
+            data |= super()._apply_hf_processor_main(MultiModalDataItems(others), kwargs)
+        return BatchFeature(data), [images[content].digest for content in contents]
 
-    def _process(
-        self, mm_items: MultiModalDataItems, kwargs: Mapping[str, object], which: Sequence[int]
-    ) -> BatchFeature:
-        if len(which) < len(mm_items["image"]):
-            images = [mm_items["image"].get(i) for i in which]
-            mm_items = self.info.parse_mm_data({"image": images}, validate=False)
-        return super()._apply_hf_processor_main(mm_items, kwargs)
-
-    def _digest(self, data: BatchFeature, kwargs: Mapping[str, object]) -> list[ProcessedImage]:
+    def _process(self, source: object, kwargs: Mapping[str, object]) -> ProcessedImage:
+        items = self.info.parse_mm_data({"image": [source]}, validate=False)
+        data = super()._apply_hf_processor_main(items, kwargs)
         fields = super()._get_mm_fields_config(data, kwargs)
         algorithm = self.info.ctx.get_mm_config().mm_hasher_algorithm
-        images = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
-        return [ProcessedImage(image, hash_pixels(image, algorithm)) for image in images]
+        (image,) = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        return ProcessedImage(image, hash_pixels(image, algorithm))
 
 
 def _add_key(item: ItemPlan, digest: str, salt: str) -> ItemPlan:

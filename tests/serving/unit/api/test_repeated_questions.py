@@ -21,10 +21,10 @@ def send(sender: Sender, *images: Any, **named: Any) -> tuple[int, list[dict[str
     processed = 0
     process, stock = PrunedProcessor._process, PrunedProcessor.apply
 
-    def count(self: Any, items: Any, kwargs: Any, which: Any) -> Any:
+    def count(self: Any, image: Any, kwargs: Any) -> Any:
         nonlocal processed
-        processed += len(which)
-        return process(self, items, kwargs, which)
+        processed += 1
+        return process(self, image, kwargs)
 
     def apply(self: Any, *args: Any) -> Any:
         made = stock(self, *args)

@@ -35,13 +35,14 @@ SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2
 class Processed:
     """What one request became: identities, plans where items were sent along, placeholders.
 
-    ``prompt`` has its token ids.
+    ``prompt`` has its token ids, ``data`` a digest of all that was sent of each item.
     """
 
     identities: list[str]
     plans: list[ItemPlan | None]
     lengths: list[int]
     prompt: list[int]
+    data: list[str | None]
 
     @property
     def keys(self) -> list[tuple[int, int] | None]:
@@ -51,8 +52,8 @@ class Processed:
 class Sender:
     """A tiny model's processor, with vLLM's cache before an engine or without one.
 
-    Of a Qwen2.5-VL unless ``architecture`` and the ``placeholder`` of its images are given;
-    ``options`` are the server's ``--mm-processor-kwargs``.
+    Of a Qwen2.5-VL unless ``architecture`` and the ``placeholder`` of its images are given, which
+    is the model's own where it is empty; ``options`` are the server's ``--mm-processor-kwargs``.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class Sender:
         edits = {f"/{field}": value for field, value in changes.items()}
         attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
         module, _, name = BACKBONES[architecture].model.partition(":")
-        factories = vars(import_module(module))[name]._processor_factory
+        model: Any = vars(import_module(module))[name]
+        factories = model._processor_factory
         context = InputProcessingContext(config, get_tokenizer(str(folder)))
         self._processor = factories.build_processor(context)
         self._config = config
-        self._placeholder = placeholder
+        self._placeholder = placeholder or model.get_placeholder_str("image", 1)
         self.info: Any = self._processor.info
         self.cache: Any = None
 
@@ -105,6 +107,7 @@ class Sender:
         salt: str = "",
         **entry: object,
     ) -> Processed:
+        from vllm.multimodal.hasher import MultiModalHasher
         from vllm.multimodal.inputs import MultiModalFeatureSpec
         from vllm.multimodal.processing import ProcessorInputs
         from vllm.multimodal.processing.context import TimingContext
@@ -140,4 +143,8 @@ class Sender:
             ],
             [place.get_num_embeds() for place in made["mm_placeholders"]["image"]],
             list(made["prompt_token_ids"]),
+            [
+                None if item is None else MultiModalHasher.hash_kwargs("sha256", **item.get_data())
+                for item in made["mm_kwargs"]["image"]
+            ],
         )
