@@ -9,6 +9,7 @@ import pytest
 from benchmarks.server import Server
 from tests.serving.engine import examples
 from tests.serving.http import ask, body, prompt_tokens, text_of
+from tests.serving.interleave import TILED
 from tests.serving.paths import TOKENS
 from tests.serving.runners import Runner
 from tests.tpdsl.samples import edited, shipped
@@ -16,7 +17,7 @@ from tests.tpdsl.samples import edited, shipped
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(500),
-    pytest.mark.scenarios("request_states", "every_kind"),
+    pytest.mark.scenarios("request_states", "every_kind", "mixed_tiles"),
 ]
 
 
@@ -71,6 +72,14 @@ def test_mixed_concurrent_requests_equal_single_ones(runner: Runner) -> None:
     report = runner.run("every_kind")
     assert (report["apart"], report["kept_apart"]) == ([], [])
     assert report["at_once"] > 1
+    assert report["images_compared"] > 30
+
+
+@pytest.mark.parametrize("backbone", TILED)
+def test_images_of_mixed_tiles_keep_what_they_keep_alone(runner: Runner, backbone: str) -> None:
+    report = runner.run("mixed_tiles")[backbone]
+    assert (report["apart"], report["kept_apart"]) == ([], [])
+    assert report["at_once"] > 1 and report["preempted"] > 0
     assert report["images_compared"] > 30
 
 

@@ -18,7 +18,7 @@ from tests.serving.engine import (
     release,
     start,
 )
-from tests.serving.interleave import interleaved
+from tests.serving.interleave import TILED, interleaved, interleaved_tiles
 from tests.serving.scenarios import Report, scenario
 from tests.serving.selection_recorder import watch
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -95,3 +95,9 @@ def _several(llm: LLM, questions: list[Example]) -> Report:
 def every_kind() -> Report:
     """Mixed concurrent requests, compared with single ones."""
     return interleaved(64)
+
+
+@scenario
+def mixed_tiles() -> Report:
+    """By backbone: concurrent requests with images of mixed tiles, compared with single ones."""
+    return {name: interleaved_tiles(name, 48) for name in TILED}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from transformers import BatchFeature
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -25,7 +26,7 @@ from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.engine_requests import ImageCounts, RenderedHashes
 from vllm_autoprune.serving.api.metrics import count_refused_request
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt
-from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner
+from vllm_autoprune.serving.api.request_plan import RequestPlan, RequestPlanner, prunable
 from vllm_autoprune.serving.api.resized_images import resize_images
 from vllm_autoprune.serving.api.sender_cache import RenderedItem, Rendering, Waiting
 from vllm_autoprune.serving.shared.metrics_setup import find_metrics_setup
@@ -198,6 +199,32 @@ class PrunedProcessor(_Stock):
             kwargs=MultiModalKwargsItems({**result.kwargs, "image": tensors}),
             prompt_updates={**result.prompt_updates, "image": updates},
         )
+
+    def _apply_hf_processor_main(
+        self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
+        """As stock, of every image by itself.
+
+        Hugging Face processors pad a batch to its largest image, so the tensors of an image would
+        depend on those beside it.
+        """
+        images = mm_items.get("image")
+        if images is None or len(images) < 2 or not prunable(mm_items):
+            return super()._apply_hf_processor_main(mm_items, hf_kwargs)
+        each = []
+        for at in range(len(images)):
+            alone = self.info.parse_mm_data({"image": [images.get(at)]}, validate=False)
+            data = super()._apply_hf_processor_main(alone, hf_kwargs)
+            fields = self._get_mm_fields_config(data, hf_kwargs)
+            each += MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        joined = {
+            name: element.field.reduce_data([tensors[name] for tensors in each])
+            for name, element in each[0].items()
+        }
+        others = {name: items for name, items in mm_items.items() if name != "image"}
+        if others:
+            joined |= super()._apply_hf_processor_main(MultiModalDataItems(others), hf_kwargs)
+        return BatchFeature(joined)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:
         """The keys by which vLLM's processor cache holds the images."""

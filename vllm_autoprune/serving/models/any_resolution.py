@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 
 from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
@@ -22,8 +24,14 @@ from vllm_autoprune.serving.models.vision import (
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region, TowerFeatures
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
+if TYPE_CHECKING:
+    from vllm.model_executor.models.llava_next import LlavaNextLikeConfig
+
 Join = Callable[[Tensor, Tensor], Tensor]
 """From tiles ``(T, n, C)`` and a newline ``(C,)`` to the rows ``(R, C)`` that the model makes."""
+
+JoinOf = Callable[[ImageInputs], Join]
+"""How the model joins the tiles of one image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +77,43 @@ def compute_joined_layout(join: Join, tiles: int, side: int) -> JoinedLayout:
     )
 
 
+def count_tiles(config: LlavaNextLikeConfig, height: int, width: int) -> int:
+    """Count the tiles of an image of this size: the base view and its crops."""
+    rows, columns = get_anyres_image_grid_shape(
+        (height, width), config.image_grid_pinpoints, config.vision_config.image_size
+    )
+    return 1 + int(rows * columns)
+
+
+def _compute_layout(image: ImageInputs, join: Join, config: LlavaNextLikeConfig) -> JoinedLayout:
+    """Layout of one image, by its size: processed beside a larger one, it has blank tiles as well.
+
+    Those go through the tower, as in the stock model, and ``join`` leaves them out.
+    """
+    vision = config.vision_config
+    tiles = count_tiles(config, *image["image_sizes"].tolist())
+    return compute_joined_layout(join, tiles, vision.image_size // vision.patch_size)
+
+
 def split_joined_images(
-    inputs: EncoderInputs, join: Callable[[ImageInputs], Join], side: int
+    inputs: EncoderInputs, join_of: JoinOf, config: LlavaNextLikeConfig
 ) -> list[ModelImage]:
     """The images of one call, each with its tiles, its size and its number of rows."""
     fields = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
     split = []
     for one in split_by_image(fields):
-        layout = compute_joined_layout(join(one), len(one["pixel_values"]), side)
+        layout = _compute_layout(one, join_of(one), config)
         tokens = sum(place.grid.tokens for place in layout.places)
         split.append(ModelImage(one, tokens + layout.newlines))
     return split
 
 
-def join_features(tiles: Tiles, join: Join, newline: Tensor, side: int) -> ImageFeatures:
+def join_features(
+    tiles: Tiles, image: ImageInputs, join_of: JoinOf, newline: Tensor, config: LlavaNextLikeConfig
+) -> ImageFeatures:
     """Join the T tiles of one image; all per-token tensors are joined like the tokens."""
-    layout = compute_joined_layout(join, tiles.projected.shape[0], side)
+    join = join_of(image)
+    layout = _compute_layout(image, join, config)
     rows = join(tiles.projected, newline)
     regions, first = [], 0
     for place in layout.places:

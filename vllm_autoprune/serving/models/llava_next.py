@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
 
 from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.models.any_resolution import Join, join_features, split_joined_images
+from vllm_autoprune.serving.models.any_resolution import (
+    Join,
+    count_tiles,
+    join_features,
+    split_joined_images,
+)
 from vllm_autoprune.serving.models.clip import ClipVision
 from vllm_autoprune.serving.models.llava import image_token
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
@@ -30,13 +34,7 @@ def count_image_tokens(
 ) -> TokenCount:
     """Count base view, unpadded crops and their newlines; tiles are the base view and the crops."""
     tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
-    config = info.get_hf_config()
-    rows, columns = get_anyres_image_grid_shape(
-        image_size=(size.height, size.width),
-        grid_pinpoints=config.image_grid_pinpoints,
-        patch_size=config.vision_config.image_size,
-    )
-    return TokenCount(tokens, 1 + rows * columns)
+    return TokenCount(tokens, count_tiles(info.get_hf_config(), size.height, size.width))
 
 
 def count_largest_image_tokens(info: LlavaNextProcessingInfo) -> TokenCount:
@@ -53,15 +51,15 @@ class LlavaNextVision(ClipVision):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
-        return split_joined_images(inputs, self._join, self.grid.height)
+        return split_joined_images(inputs, self._join, self._model.config)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images: all their tiles go through the vision tower in one pass."""
         counts = [len(image["pixel_values"]) for image in images]
         tiles = self.encode_tiles(torch.cat([image["pixel_values"] for image in images]))
-        newline, side = self._model.image_newline, self.grid.height
+        newline, config = self._model.image_newline, self._model.config
         return [
-            join_features(one, self._join(image), newline, side)
+            join_features(one, image, self._join, newline, config)
             for image, one in zip(images, tiles.split(counts), strict=True)
         ]
 

@@ -37,8 +37,6 @@ class OnevisionVision(Vision):
 
     def __init__(self, model: LlavaOnevisionForConditionalGeneration, served: ServedState) -> None:
         super().__init__(model, served)
-        config = model.config.vision_config
-        self.side: int = config.image_size // config.patch_size
         layers = model.vision_tower.vision_model.encoder.layers
         reads = "cls_attention" in self.needs
         self._attention_hook = AttentionHook(layers[-1].self_attn.attn) if reads else None
@@ -52,7 +50,7 @@ class OnevisionVision(Vision):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
-        return split_joined_images(inputs, self._join, self.side)
+        return split_joined_images(inputs, self._join, self._model.config)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images: all their tiles go through the vision tower in one pass."""
@@ -66,7 +64,7 @@ class OnevisionVision(Vision):
             None if self._attention_hook is None else torch.stack(self._attention_hook.take()),
         )
         return [
-            join_features(one, self._join(image), model.image_newline, self.side)
+            join_features(one, image, self._join, model.image_newline, model.config)
             for image, one in zip(images, tiles.split(counts), strict=True)
         ]
 

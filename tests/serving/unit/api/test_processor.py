@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 
-from tests.serving.unit.api.tiny_processor import (
-    LARGE,
-    OTHER,
-    SMALL,
-    Sender,
-)
+from tests.serving.unit.api.tiny_processor import LARGE, OTHER, SMALL, Sender, picture
+from vllm_autoprune.selftest.backbones import BUILDERS, build
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.plan import NO_KEY
 from vllm_autoprune.serving.shared.request_rules import RequestRules
@@ -93,7 +91,7 @@ def test_one_uuid_for_images_of_two_sizes_in_two_requests(sender: Sender) -> Non
 
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(sender: Sender) -> None:
     first = sender.send([LARGE], ["x"])
-    assert sender.send([None], ["x"]) == replace(first, sent=[False])
+    assert sender.send([None], ["x"]) == replace(first, data=[None])
     second = sender.send([OTHER], ["x"])
     assert sender.send([None], ["x"]).identities == second.identities != first.identities
 
@@ -152,3 +150,48 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
     ]
     first, renamed, salted, other = [plan.key[0] for plan in draws]
     assert first == renamed == salted != other
+
+
+OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
+    "gemma3": ({}, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
+    "idefics3": ({}, {"do_image_splitting": False}),
+    "smolvlm": ({}, {"do_image_splitting": False}),
+}
+"""Backbone -> processor options of servers, where those make other tiles of an image."""
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of GLM's image processor
+@pytest.mark.parametrize("gigabytes", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in BUILDERS for options in OPTIONS.get(name, ({},))],
+)
+def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
+    name: str,
+    options: Mapping[str, object],
+    gigabytes: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Processors pad a call to its largest image; with and without caches of processed images."""
+    folder = tmp_path_factory.getbasetemp() / f"beside-{name}"
+    if not folder.exists():
+        build(name, folder)
+    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
+    small, large = picture(100, 48), picture(330, 300, 1)
+
+    def send(*calls: Sequence[Any]) -> dict[int, set[str]]:
+        """By image, everything that one processor sends of it in these calls."""
+        sender = Sender(folder, 5, architecture=architecture, placeholder="", options=options)
+        sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
+        sender = sender.with_cache() if gigabytes else sender
+        made: dict[int, set[str]] = {}
+        for images in calls:
+            for image, data in zip(images, sender.send(images).data, strict=True):
+                if data is not None:  # else vLLM's cache has it
+                    made.setdefault(id(image), set()).add(data)
+        return made
+
+    alone = send([small]) | send([large])
+    orders = ([small, large], [large, small], [small, large, small])
+    for calls in (*((order,) for order in orders), ([small, large], [small], [large])):
+        assert send(*calls) == alone

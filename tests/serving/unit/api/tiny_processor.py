@@ -37,25 +37,29 @@ SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2
 class Processed:
     """What one request became: identities, plans, placeholders, token ids.
 
-    ``sent`` says which items went to the engine with tensors.
+    ``data`` has a digest of the tensors of each item that went to the engine with some.
     """
 
     identities: list[str]
     plans: list[ItemPlan]
     lengths: list[int]
     prompt: list[int]
-    sent: list[bool]
+    data: list[str | None]
 
     @property
     def keys(self) -> list[tuple[int, int]]:
         return [plan.key for plan in self.plans]
 
+    @property
+    def sent(self) -> list[bool]:
+        return [digest is not None for digest in self.data]
+
 
 class Sender:
     """A tiny model's processor, with vLLM's cache before an engine or without one.
 
-    Of a Qwen2.5-VL unless ``architecture`` and the ``placeholder`` of its images are given;
-    ``options`` are the server's ``--mm-processor-kwargs``.
+    Of a Qwen2.5-VL unless ``architecture`` and the ``placeholder`` of its images are given, which
+    is the model's own where it is empty; ``options`` are the server's ``--mm-processor-kwargs``.
     """
 
     def __init__(
@@ -81,11 +85,12 @@ class Sender:
         edits = {f"/{field}": value for field, value in changes.items()}
         attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
         module, _, name = BACKBONES[architecture].model.partition(":")
-        factories = vars(import_module(module))[name]._processor_factory
+        model: Any = vars(import_module(module))[name]
+        factories = model._processor_factory
         context = InputProcessingContext(config, get_tokenizer(str(folder)))
         self._processor = factories.build_processor(context)
         self._config = config
-        self._placeholder = placeholder
+        self._placeholder = placeholder or model.get_placeholder_str("image", 1)
         self.info: Any = self._processor.info
         self.cache: Any = None
 
@@ -109,6 +114,7 @@ class Sender:
         hands_over: bool = True,
         **entry: object,
     ) -> Processed:
+        from vllm.multimodal.hasher import MultiModalHasher
         from vllm.multimodal.inputs import MultiModalFeatureSpec
         from vllm.multimodal.processing import ProcessorInputs
         from vllm.multimodal.processing.context import TimingContext
@@ -138,7 +144,11 @@ class Sender:
             [ItemPlan.decode(item[FIELD].data) for item in items],
             [place.get_num_embeds() for place in places],
             list(made["prompt_token_ids"]),
-            [set(feature.data or {}) != {FIELD} for feature in features],
+            [
+                MultiModalHasher.hash_kwargs("sha256", **tensors) if tensors else None
+                for feature in features
+                for tensors in [{k: v.data for k, v in (feature.data or {}).items() if k != FIELD}]
+            ],
         )
 
 

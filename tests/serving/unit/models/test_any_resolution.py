@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.serving.unit.samples import served
-from vllm_autoprune.serving.models.any_resolution import Join, compute_joined_layout, join_features
+from vllm_autoprune.serving.models.any_resolution import (
+    Join,
+    compute_joined_layout,
+    join_features,
+    split_joined_images,
+)
 from vllm_autoprune.serving.models.vision import Tiles
 from vllm_autoprune.serving.shared.plan import ItemPlan
 from vllm_autoprune.serving.worker.batch import prune_images
@@ -23,7 +32,7 @@ def join_of(rows: int, columns: int, cut: int = 0) -> Join:
     """LLaVA-NeXT's order: base view, then the stitched map without ``cut`` rows at both ends."""
 
     def join(tiles: Tensor, newline: Tensor) -> Tensor:
-        base, crops = tiles[0], tiles[1:]
+        base, crops = tiles[0], tiles[1 : 1 + rows * columns]
         stitched = crops.reshape(rows, columns, SIDE, SIDE, -1).permute(0, 2, 1, 3, 4)
         whole = stitched.reshape(rows * SIDE, columns * SIDE, -1)
         whole = whole[cut : len(whole) - cut]
@@ -33,14 +42,30 @@ def join_of(rows: int, columns: int, cut: int = 0) -> Join:
     return join
 
 
-def image(join: Join, tiles: int, width: int = 8) -> tuple[Tensor, ImageFeatures]:
-    """Random tiles: the rows of the stock model, and the joined features."""
+def image(join: Join, tiles: int, width: int = 8, blank: int = 0) -> tuple[Tensor, ImageFeatures]:
+    """Random tiles: the rows of the stock model, and the joined features.
+
+    ``blank`` tiles stand behind them, as where a larger image was processed in the same call.
+    """
     source = torch.Generator().manual_seed(tiles)
     projected = torch.randn(tiles, SIZE, width, generator=source)
     attention = projected[:, :, 0].exp()
     newline = torch.full((width,), 9.0)
-    joined = join_features(Tiles(projected, attention), join, newline, SIDE)
+    padded = Tiles(
+        nn.functional.pad(projected, (0, 0, 0, 0, 0, blank)),
+        nn.functional.pad(attention, (0, 0, 0, blank)),
+    )
+    inputs = {"image_sizes": torch.tensor([SIDE, SIDE * (tiles - 1)])}
+    joined = join_features(padded, inputs, lambda _: join, newline, config_of(tiles))
     return join(projected, newline), joined
+
+
+def config_of(tiles: int) -> Any:
+    """Of a model that cuts every image into so many tiles, the base view among them."""
+    return SimpleNamespace(
+        image_grid_pinpoints=[[SIDE, SIDE * (tiles - 1)]],
+        vision_config=SimpleNamespace(image_size=SIDE, patch_size=1),
+    )
 
 
 def test_without_padding_base_view_and_crops_are_equal_tiles() -> None:
@@ -65,6 +90,22 @@ def test_where_padding_was_cut_off_crops_are_one_region() -> None:
     for region in joined.regions:
         assert region.cls_attention is not None
         assert torch.equal(region.cls_attention, region.projected[:, 0].exp())
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_blank_tiles_of_a_batch_change_nothing(cut: int) -> None:
+    """As the model cuts them off: neither layout nor shares of the budget count them."""
+    join = join_of(2, 2, cut)
+    (_, alone), (_, padded) = image(join, 5), image(join, 5, blank=4)
+    assert torch.equal(padded.rows(), alone.rows())
+    for region, own in zip(padded.regions, alone.regions, strict=True):
+        assert (region.grid, region.share) == (own.grid, own.share)
+        assert region.cls_attention is not None and own.cls_attention is not None
+        assert torch.equal(region.cls_attention, own.cls_attention)
+    tiles = torch.zeros(1, 9, 3, SIDE, SIDE)
+    inputs = {"pixel_values": tiles, "image_sizes": torch.tensor([[SIDE, 4 * SIDE]])}
+    (split,) = split_joined_images(inputs, lambda _: join, config_of(5))
+    assert split.tokens == alone.tokens
 
 
 def _pruned(joined: ImageFeatures, budget: int) -> Tensor:
