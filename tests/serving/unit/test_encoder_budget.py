@@ -90,7 +90,7 @@ def test_full_cache_is_refused_as_in_stock(manager: UnprunedBudgetManager) -> No
 
 
 def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a conversation with ten, every other request waits for four at a time."""
+    """Of a conversation with five, every other request waits for two at a time."""
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
     for name in ("can_allocate", "get_freed_mm_hashes"):
@@ -99,12 +99,12 @@ def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch
     spread_recalls(is_recall)
     manager = EncoderCacheManager(CACHE)
     recall = ItemPlan(K, (0, 0), tokens=100, part="recall", earlier=(Choice(K),)).encode()
-    long, other = request("long", 100, *[100] * 10), request("other", 100, 100)
+    long, other = request("long", 100, *[100] * 5), request("other", 100, 100)
     for feature in long.mm_features[1:]:
         feature.data[FIELD].data = recall
     steps = []
     for _ in range(3):
         steps.append((scheduled(manager, long), scheduled(manager, other)))
         manager.get_freed_mm_hashes()
-    assert steps == [([0, 1, 2, 3, 4], [0, 1]), ([5, 6, 7, 8], []), ([9, 10], [])]
+    assert steps == [([0, 1, 2], [0, 1]), ([3, 4], []), ([5], [])]
     assert not is_recall(None)

@@ -29,9 +29,9 @@ MAX_TURNS = 256
 MAX_ITEMS = 64
 """Items that the turns of a request recall."""
 
-DEAREST = 4
-"""What all recalls of a request may cost: as much as so many images with the dearest state that a
-request may bring (``--autoprune-request-cost``)."""
+DEAREST = 2
+"""What all recalls of a request by a state of its own may cost: as much as so many images with the
+dearest state that it may bring (``--autoprune-request-cost``)."""
 
 _EMBEDDINGS = "image_embeds"
 """Kind of a part that brings an image without the signals that states read."""
@@ -108,7 +108,7 @@ def _put_before(message: object, mark: str) -> object:
 
 
 def limit_recalls(state: PruningState, bound: float) -> int:
-    """Number of items that a request may recall by a state, for all that wait meanwhile.
+    """Number of items that a request may recall by a state of its own.
 
     ``bound`` is the cost of one selection that requests may have, in milliseconds.
     """

@@ -26,6 +26,7 @@ from vllm_autoprune.serving.api.pruning_choice import (
     state_label,
 )
 from vllm_autoprune.serving.api.recall import (
+    MAX_ITEMS,
     RecallItem,
     choose_recalls,
     expand_marks,
@@ -196,13 +197,12 @@ class RequestPlanner:
         turns = request.recall_turns
         if not turns:
             return inputs.prompt, range(len(choices))
-        rules, state = self._served.rules, self._served.state
+        rules, limit = self._served.rules, MAX_ITEMS
         if encoded := next((choice.state for choice in choices if choice.state), b""):
-            state = decode_state(encoded)
+            limit = limit_recalls(decode_state(encoded), rules.cost)
         recall, most = rules.recall, MAX_BUDGET
         if request.recall is not None:  # what requests ask for, they get within their range
             recall, most = request.recall, rules.maximum
-        limit = limit_recalls(state, rules.cost)
         items = choose_recalls(turns, recall, choices, digests, most, limit)
         token = self._placeholders.token(self._info)
         return expand_marks(inputs.prompt, token, len(choices), turns, items)

@@ -208,7 +208,7 @@ Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
 """From the inputs of one call to the encoder's rows of each item, unpruned."""
 
 
-RECALLS_A_STEP = 4
+RECALLS_A_STEP = 2
 """Recalls that one step of the scheduler takes, of all requests together."""
 
 _RECALLS = "_autoprune_recalls"

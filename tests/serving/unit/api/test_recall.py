@@ -15,6 +15,7 @@ from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.api.recall import (
+    DEAREST,
     MAX_ITEMS,
     MAX_TURNS,
     RecallItem,
@@ -177,7 +178,7 @@ def test_a_recall_reads_the_question_though_k_does_not(folder: Any) -> None:
     assert asked.identities[1] != other.identities[1]
 
 
-def test_recalls_of_a_request_cost_no_more_than_four_images() -> None:
+def test_recalls_of_a_request_cost_no_more_than_two_images() -> None:
     cheap, dear = shipped(), shipped()
     signal = {"atom": "cluster_centroid_representativeness", "clusters": 64}
     dear["scoring"]["signals"] = [{**signal, "weight": 0.1 + i / 100} for i in range(3)]
@@ -185,8 +186,8 @@ def test_recalls_of_a_request_cost_no_more_than_four_images() -> None:
     for state in (cheap, dear):
         loaded = load_state(json.dumps(state))
         limits.append(limit_recalls(loaded, DEFAULT_COST))
-        assert limits[-1] * state_cost(loaded) <= 4 * DEFAULT_COST or limits[-1] == 4
-    assert limits[0] > limits[1] >= 4
+        assert limits[-1] * state_cost(loaded) <= DEAREST * DEFAULT_COST
+    assert limits[0] > limits[1] >= DEAREST
 
 
 def test_a_text_is_tokenized_once_for_all_the_images_that_it_recalls(folder: Any) -> None:
