@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from tests.serving.http import agent_chat, agent_messages, agent_responses
 from vllm_autoprune.serving.api.instruction import (
     extract_details,
     extract_instructions,
@@ -123,7 +124,10 @@ LONG = "once upon a time " * 500
     [
         ([TASK], "Buy a lamp."),
         ([TASK, said("assistant", "I click.")], "Buy a lamp.\nI click."),
-        ([TASK, said("assistant", [text("I click.")]), said("tool", "Done.")], "Buy a lamp.\nDone."),
+        (
+            [TASK, said("assistant", [text("I click.")]), said("tool", "Done.")],
+            "Buy a lamp.\nDone.",
+        ),
         ([TASK, said("assistant", None, tool_calls=[{"id": "c"}])], "Buy a lamp."),
         ([TASK, said("assistant", "", reasoning="Hm."), said("tool", "")], "Buy a lamp."),
         ([TASK, said("assistant", "I click."), said("user", "Red.")], "Buy a lamp.\nRed."),
@@ -256,6 +260,42 @@ def test_vllm_hands_on_the_detail_of_chat_completions_and_responses(detail: str)
     responses = ResponsesRequest.model_validate({"input": said})
     messages = construct_input_messages(request_input=responses.input)
     assert extract_details(messages) == [detail, None]
+
+
+def of_chat(turns: int) -> list[Any]:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest.model_validate(agent_chat("Why?", ["x"] * turns)).messages
+
+
+def of_responses(turns: int) -> list[Any]:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+    sent = ResponsesRequest.model_validate(agent_responses("Why?", ["x"] * turns))
+    return construct_input_messages(request_input=sent.input)
+
+
+def of_messages(turns: int) -> list[Any]:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    body = {"model": "m", **agent_messages("Why?", ["data:image/png;base64,x"] * turns)}
+    sent = AnthropicMessagesRequest.model_validate(body)
+    return AnthropicServingMessages.to_chat_completion_request(sent).messages
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("converted", "said"),
+    [(of_chat, "I look {}."), (of_responses, "I look {}."), (of_messages, "Done.")],
+)
+def test_screenshots_of_an_agent_have_its_task_by_every_endpoint(
+    converted: Callable[[int], list[Any]], said: str
+) -> None:
+    whole = [f"Why?\n{said.format(i)}" for i in range(20)]
+    for turns in range(21):
+        assert extract_instructions(converted(turns)) == whole[:turns]
 
 
 IMAGE = 9

@@ -110,6 +110,23 @@ def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) 
     assert sender.send([LARGE], salt="a").identities[0] != first.identities[0]
 
 
+def test_a_question_that_occurs_by_chance_before_the_image_does_not_stop_the_split(
+    folder: Any,
+) -> None:
+    assert split_sender(folder).send([LARGE], instructions=["use"]).lengths == [15, 9]
+    assert split_sender(folder).send([LARGE], instructions=["user"]).lengths == [24]
+
+
+def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
+    sender = split_sender(folder)
+    together = sender.send([LARGE, OTHER], turns=[0, 0])
+    assert sender.send([LARGE, OTHER]).prompt == together.prompt
+    first, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
+    assert second.identities[:2] == first.identities
+    assert together.identities[:2] != first.identities
+    assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
+
+
 def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
     one = split_sender(folder).send([LARGE])
     other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
