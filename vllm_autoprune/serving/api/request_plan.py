@@ -237,7 +237,6 @@ class RequestPlanner:
     ) -> list[str]:
         """What the prompt holds between each image and the one before it, without image markup."""
         tokenizer = self._info.get_tokenizer()
-        markup = set(tokenizer.all_special_ids)
         texts: list[str] = []
         start = 0
         places = (at for at, one in enumerate(prompt) if one == token)
@@ -245,7 +244,7 @@ class RequestPlanner:
             if isinstance(entry, RecallItem):
                 continue
             between = list(prompt[max(start, at - _LOOKBACK) : at])
-            while between and between[-1] in markup:
+            while between and not tokenizer.decode(between[-1:], skip_special_tokens=True):
                 between.pop()
             texts.append(tokenizer.decode(between))
             start = at + 1

@@ -87,9 +87,11 @@ def test_a_resized_image_may_be_sent_by_its_name(folder: Any) -> None:
     assert resized(sender, OTHER, 20, uuids=["one"]).identities != first.identities
 
 
-def split_sender(folder: Any, blocks: int | None = 16) -> Sender:
+def split_sender(
+    folder: Any, blocks: int | None = 16, placeholder: str = "<|image_pad|>"
+) -> Sender:
     """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
-    sender = Sender(folder, 24, core={"share": 0.5}).with_cache()
+    sender = Sender(folder, 24, placeholder=placeholder, core={"share": 0.5}).with_cache()
     return sender if blocks is None else sender.with_blocks(blocks)
 
 
@@ -114,7 +116,9 @@ def test_a_question_that_occurs_by_chance_before_the_image_does_not_stop_the_spl
     folder: Any,
 ) -> None:
     assert split_sender(folder).send([LARGE], instructions=["use"]).lengths == [15, 9]
-    assert split_sender(folder).send([LARGE], instructions=["user"]).lengths == [24]
+    for placeholder in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"):
+        asked_before = split_sender(folder, placeholder=placeholder)
+        assert asked_before.send([LARGE], instructions=["user"]).lengths == [24]
 
 
 def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
