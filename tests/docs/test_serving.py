@@ -96,7 +96,8 @@ def test_levels_and_fields_are_all_on_the_page() -> None:
     levels = re.findall(r"^\| `([\w-]+)` \| (?:nothing|a budget|also)", SERVING, flags=re.MULTILINE)
     assert tuple(levels) == LEVELS
     fields = set(re.findall(r'^\| `"(\w+)":', SERVING, flags=re.MULTILINE))
-    assert fields == set(PruningRequest.model_fields) - {"instructions", "details", "recall_turns"}
+    of_messages = {"instructions", "details", "turns", "recall_turns"}
+    assert fields == set(PruningRequest.model_fields) - of_messages
     assert PATH in SERVING and NAME in SERVING and NAME in DEPLOY
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from benchmarks.minillava.split import Example, png
@@ -52,3 +52,43 @@ def cached_tokens(answer: Mapping[str, Any]) -> int:
     """Prompt tokens from the prefix cache."""
     details = answer["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
+
+
+def agent_chat(task: str, urls: Sequence[str]) -> dict[str, object]:
+    """A chat request of an agent: its task, then a word and a tool's screenshot for each URL."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": task}]
+    for i, url in enumerate(urls):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        shot = {"type": "image_url", "image_url": {"url": url}}
+        messages += [
+            {"role": "assistant", "content": f"I look {i}.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"c{i}", "content": [shot]},
+        ]
+    return {"messages": messages, "max_tokens": 1, "temperature": 0}
+
+
+def agent_responses(task: str, urls: Sequence[str]) -> dict[str, object]:
+    """The same for ``/v1/responses``."""
+    items: list[dict[str, object]] = [{"role": "user", "content": task}]
+    for i, url in enumerate(urls):
+        shot = {"type": "input_image", "detail": "auto", "image_url": url}
+        items += [
+            {"role": "assistant", "content": f"I look {i}."},
+            {"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"c{i}", "output": [shot]},
+        ]
+    return {"input": items, "max_output_tokens": 1, "temperature": 0, "store": False}
+
+
+def agent_messages(task: str, urls: Sequence[str]) -> dict[str, object]:
+    """The same for ``/v1/messages``, with a word of the tool."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": task}]
+    for i, url in enumerate(urls):
+        data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        shot = [{"type": "text", "text": "Done."}, {"type": "image", "source": data}]
+        use = {"type": "tool_use", "id": f"c{i}", "name": "look", "input": {}}
+        said = {"type": "text", "text": f"I look {i}."}
+        result = {"type": "tool_result", "tool_use_id": f"c{i}", "content": shot}
+        messages += [{"role": "assistant", "content": [said, use]}]
+        messages += [{"role": "user", "content": [result]}]
+    return {"messages": messages, "max_tokens": 1, "temperature": 0}

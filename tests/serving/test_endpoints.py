@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from benchmarks.minillava.split import draw_examples
 from benchmarks.server import Server
 from tests.serving.engine import examples
-from tests.serving.http import ask, body, prompt_tokens, text_of
+from tests.serving.http import (
+    agent_chat,
+    agent_messages,
+    agent_responses,
+    ask,
+    body,
+    prompt_tokens,
+    text_of,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -74,6 +84,38 @@ def test_responses_endpoint(pruned: Server) -> None:
         assert reply["usage"]["input_tokens"] == prompt_tokens(whole)
         said = [part["text"] for item in reply["output"] for part in item.get("content") or []]
         assert "".join(said).strip() == text_of(ask(pruned, example, max_tokens=16))
+
+
+TURNS, BLOCK = 20, 32
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "prefix"),
+    [
+        ("/v1/chat/completions", agent_chat, "prompt_tokens"),
+        ("/v1/responses", agent_responses, "input_tokens"),
+        ("/v1/messages", agent_messages, "input_tokens"),
+    ],
+)
+def test_screenshots_of_an_agent_stay_in_the_prefix_cache(
+    pruned: Server, path: str, sent: Callable[..., dict[str, object]], prefix: str
+) -> None:
+    images = {example.image_id: example for example in draw_examples("test", TURNS)}
+    chats: list[Any] = [body(pruned, example)["messages"] for example in images.values()]
+    urls = [chat[0]["content"][0]["image_url"]["url"] for chat in chats]
+    before = 0
+    for turns in range(1, TURNS + 1):
+        request = sent(f"How many shapes, by {path}?", urls[:turns])
+        status, answer = pruned.post(path, {"model": pruned.model, **request})
+        assert status == 200, answer
+        usage: Any = answer["usage"]
+        cached = usage.get(f"{prefix}_details", {}).get("cached_tokens") or 0
+        cached += usage.get("cache_read_input_tokens", 0)
+        tokens = usage[prefix] + usage.get("cache_read_input_tokens", 0)
+        # The last token of a prompt may be another one where the answer follows.
+        assert cached >= (before - 1) // BLOCK * BLOCK
+        assert tokens > before + 32
+        before = tokens
 
 
 def test_completions_take_text_as_stock_does(stock: Server, pruned: Server) -> None:

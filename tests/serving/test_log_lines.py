@@ -45,6 +45,28 @@ def _send_kinds(server: Server, number: int) -> list[int]:
     return [server.post("/v1/chat/completions", one)[0] for one in sent]
 
 
+def test_a_shared_budget_over_turns_is_warned_of_once(pruned: Server) -> None:
+    """Only of images in several turns, where each new one moves the K of all others."""
+    sent: list[Any] = [body(pruned, example, max_tokens=1) for example in examples(2)]
+    (first,), (second,) = sent[0]["messages"], sent[-1]["messages"]
+    both = {"role": "user", "content": first["content"] + second["content"]}
+    talk = [first, {"role": "assistant", "content": "red"}, second]
+    warnings = []
+    for messages, asked in (
+        ([both], {"shared": 40}),
+        ([first], {"shared": 40}),
+        (talk, 20),
+        (talk, [20, 20]),
+        (talk, {"shared": 40}),
+        (talk, {"shared": 40}),
+    ):
+        request = {**sent[0], "messages": messages, **budget(asked)}
+        assert pruned.post("/v1/chat/completions", request)[0] == 200
+        lines = pruned.logged().splitlines()
+        warnings.append(sum('"shared": K' in line and '"budget": K' in line for line in lines))
+    assert warnings == [0, 0, 0, 0, 1, 1]
+
+
 def test_requests_add_no_lines(pruned: Server) -> None:
     statuses = _send_kinds(pruned, 0)
     assert statuses == [200] * 6 + [400] * 4

@@ -52,6 +52,20 @@ def test_cores_of_two_images_come_before_their_deltas(runner: Runner) -> None:
     assert first["cached"] < second["cached"] == 3 * BLOCK
 
 
+def test_one_question_in_two_turns_leaves_the_first_turn_in_the_prefix_cache(
+    runner: Runner,
+) -> None:
+    first, second = runner.run("split_images")["equal"]
+    assert first["cached"] == 0
+    assert second["cached"] >= first["prompt_tokens"] // BLOCK * BLOCK
+
+
+def test_task_chooses_the_tokens_of_a_screenshot_that_follows_it(runner: Runner) -> None:
+    (part, _, rows), (_, _, others) = runner.run("split_images")["tasks"]
+    assert part == "whole", "the task is part of the prefix"
+    assert rows != others
+
+
 def test_image_behind_its_question_stays_whole(runner: Runner) -> None:
     assert runner.run("split_images")["reversed_parts"] == ["whole"]
 

@@ -43,7 +43,9 @@ def split_images() -> Report:
 
     ``first`` to last: answers to each question in turn; ``alone``: each with empty caches;
     ``parts``: kept tokens by part and question; ``runs`` of the vision tower. ``two``: questions
-    about two images. ``reversed_parts``: the question stands before the image. ``uncached``: an
+    about two images. ``equal``: a conversation that asks one question about two images in turn.
+    ``tasks``: what is kept of a screenshot without text under two tasks.
+    ``reversed_parts``: the question stands before the image. ``uncached``: an
     engine without a prefix cache; ``whole``: the same tokens, served as one item there.
     """
     llm = start({**STATE, "state": state_with_core(), "budget": BUDGET, "requests": "states"})
@@ -64,6 +66,17 @@ def split_images() -> Report:
             if key == "two_alone":
                 forget(llm)
             report[key].append(_ask(llm, turn(question, image, other)).plain())
+    forget(llm)
+    first, again = turn(QUESTIONS[0], image), turn(QUESTIONS[0], other)
+    talk = [first, {"role": "assistant", "content": "red"}, again]
+    report["equal"] = [answer.plain() for talk in ([first], talk) for answer in chat(llm, [talk])]
+    report["tasks"] = []
+    shot = {"role": "tool", "content": turn("Done.", image)["content"]}
+    for task in QUESTIONS[:2]:
+        seen.kept.clear()
+        said = {"role": "assistant", "content": "I look."}
+        chat(llm, [[{"role": "user", "content": task}, said, shot]])
+        report["tasks"] += _parts(seen)
     seen.kept.clear()
     generate(llm, [_question_before(image, question) for question in QUESTIONS[:2]])
     report["reversed_parts"] = sorted({plan.part for plan in seen.kept})

@@ -23,7 +23,7 @@ from vllm_autoprune.serving.shared.plan import Part
 class SplitImage:
     """One image before it is split: K of N tokens, K_c of them core, 0 where it cannot be split.
 
-    ``turn`` is equal for images of one user turn, which one question follows.
+    ``turn`` is equal for images of one user turn, which one question follows, and for no others.
     """
 
     budget: int

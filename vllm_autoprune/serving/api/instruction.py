@@ -1,34 +1,82 @@
 """Extraction of an image's instruction and detail from the request.
 
-The instruction is the text of the user turn that holds the image. It comes from OpenAI-style
-messages, or from a prompt where there are none.
+The instruction is the text of the user turn that holds the image; of a turn without text, and of a
+tool's result, what was said before. It comes from OpenAI-style messages, or from a prompt where
+there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from vllm_autoprune.serving.api.instruction_tokens import truncate_text
 from vllm_autoprune.serving.shared.detail_budgets import LEVELS, Detail
-from vllm_autoprune.serving.shared.plan import RELEVANCE_IDS
+from vllm_autoprune.serving.shared.plan import LANGUAGE_IDS, RELEVANCE_IDS
 
 _LAST_IDS = 4 * RELEVANCE_IDS
 """Token ids of a prompt that are decoded, far more than are used of the text."""
 
+_CONTEXT = 2 * LANGUAGE_IDS
+"""Characters read of the task and of the last text, so that no reader's limit cuts one of them off.
+
+A token of prose has about four characters.
+"""
+
+_QUESTION = 1024
+"""Characters of a question that are looked for in front of its image: its last ones."""
+
+_BILLING_HEADER = "x-anthropic-billing-header"
+"""Start of a line that is new with every request; vLLM leaves it out of system prompts too."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
 
 
 def extract_instructions(messages: Sequence[object]) -> list[str]:
     """Extract one instruction for each image, in the order of the images in the conversation.
 
-    Later turns never change it, so what an image keeps, and its prefix cache, survive a
-    conversation. Other turns and the chat template do not belong to it.
+    Without text of its own an image has the first text of a user, which is the task, and the last
+    text before the image. Later turns never change it, so what an image keeps, and its prefix
+    cache, survive a conversation. Other turns and the chat template do not belong to it.
     """
     instructions: list[str] = []
-    for content in _contents(messages):
-        texts = [text for part in content if (text := part_text(part)) is not None]
-        images = sum(shows_image(part) for part in content)
-        instructions += ["\n".join(texts).strip()] * images
+    task = last = ""
+    for message in messages:
+        text, images = _message_text(message), sum(map(shows_image, message_parts(message)))
+        last = text or last
+        if text and not _is_tool(message):
+            instructions += [text] * images
+        elif task in ("", last):
+            instructions += [last] * images
+        else:
+            context = (truncate_text(task, _CONTEXT), truncate_text(last, _CONTEXT))
+            instructions += ["\n".join(context)] * images
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            task = task or text
     return instructions
+
+
+def extract_turns(messages: Sequence[object]) -> list[int | None]:
+    """Extract the index of each image's message; None where the image has no text of its own."""
+    turns: list[int | None] = []
+    for i, message in enumerate(messages):
+        turn = i if _message_text(message) and not _is_tool(message) else None
+        turns += [turn] * sum(map(shows_image, message_parts(message)))
+    return turns
+
+
+def _message_text(message: object) -> str:
+    texts = [text for part in message_parts(message) if (text := part_text(part)) is not None]
+    if isinstance(message, Mapping) and message.get("role") == "system":
+        texts = [
+            text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text for text in texts
+        ]
+    return "\n".join(texts).strip()
+
+
+def _is_tool(message: object) -> bool:
+    """Whether a message is a tool's result, whose text asks nothing."""
+    return isinstance(message, Mapping) and message.get("role") == "tool"
 
 
 def extract_details(messages: Sequence[object]) -> list[Detail | None]:
@@ -37,16 +85,11 @@ def extract_details(messages: Sequence[object]) -> list[Detail | None]:
     Later turns never change it, so an image keeps the budget that it was sent with.
     """
     return [
-        _detail(part) for content in _contents(messages) for part in content if shows_image(part)
+        _detail(part)
+        for message in messages
+        for part in message_parts(message)
+        if shows_image(part)
     ]
-
-
-def _contents(messages: Sequence[object]) -> Iterator[Sequence[object]]:
-    """The content of every message that may hold images."""
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            yield content
 
 
 def _detail(part: object) -> Detail | None:
@@ -70,7 +113,7 @@ def part_text(part: object) -> str | None:
     """The text of a part; None for one of another kind."""
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text"):
+    if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
         text = part.get("text")
         return text if isinstance(text, str) else None
     return None
@@ -96,3 +139,26 @@ def extract_prompt_instruction(
     text = decode(ids[max(last + 1, len(ids) - _LAST_IDS) :]).strip()
     ending = suffix.strip()
     return text.removesuffix(ending).strip() if ending else text
+
+
+def find_question_turns(
+    before: Sequence[str], texts: Sequence[str], turns: Sequence[int | None] | None
+) -> list[int | None]:
+    """Turn of each image, None where its question stands right in front of the image.
+
+    ``before`` is what the prompt holds between an image and the one before it. Without ``turns``,
+    images of one question are of one turn unless the question stands between them. Only what
+    stands in front of an image is looked at, so appended turns change nothing.
+    """
+    found: list[int | None] = []
+    for i, between in enumerate(before):
+        # Templates may join the parts of a message, and trim them, as they like.
+        question = "".join(texts[i][-_QUESTION:].split())
+        ahead = "".join(between.split())
+        if turns is not None:
+            same = i > 0 and turns[i] == turns[i - 1]
+        else:
+            same = i > 0 and texts[i] == texts[i - 1] and question not in ahead
+        asked_before = ahead.endswith(question) or (turns is not None and turns[i] is None)
+        found.append(None if asked_before else found[-1] if same else i)
+    return found

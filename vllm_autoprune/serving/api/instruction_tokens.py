@@ -24,12 +24,12 @@ A token of prose has about four characters, so this is more text than is ever re
 """
 
 
-def truncate_text(text: str) -> str:
+def truncate_text(text: str, characters: int = MAX_CHARACTERS) -> str:
     """Cut an instruction to its end: a pasted document would take seconds to tokenize."""
-    if len(text) <= MAX_CHARACTERS:
+    if len(text) <= characters:
         return text
-    cut = text[-MAX_CHARACTERS:]
-    if text[-MAX_CHARACTERS - 1].isspace():
+    cut = text[-characters:]
+    if text[-characters - 1].isspace():
         return cut
     words = cut.split(maxsplit=1)
     return words[1] if len(words) == 2 else cut

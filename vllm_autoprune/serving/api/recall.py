@@ -33,6 +33,9 @@ DEAREST = 2
 """What all recalls of a request by a state of its own may cost: as much as so many images with the
 dearest state that it may bring (``--autoprune-request-cost``)."""
 
+_WORDS = ("refusal", "thinking", "tool_reference")
+"""Kinds of parts that are words, though no instruction."""
+
 _EMBEDDINGS = "image_embeds"
 """Kind of a part that brings an image without the signals that states read."""
 
@@ -68,7 +71,9 @@ def mark_recall_turns(
     parts = [message_parts(message) for message in messages]
     texts = [[part_text(part) for part in of_message] for of_message in parts]
     others = any(
-        text is None and (not shows_image(part) or _is_embeddings(part))
+        text is None
+        and not _is_words(part, token)
+        and (not shows_image(part) or _is_embeddings(part))
         for of_message, own in zip(parts, texts, strict=True)
         for part, text in zip(of_message, own, strict=True)
     )
@@ -78,7 +83,7 @@ def mark_recall_turns(
     turns: list[RecallTurn] = []
     images = 0
     for message, own in zip(messages, texts, strict=True):
-        shown = sum(text is None for text in own)
+        shown = sum(map(shows_image, message_parts(message)))
         text = "\n".join(text for text in own if text is not None).strip()
         if images and not shown and text and _is_user(message):
             message = _put_before(message, token + space)
@@ -92,6 +97,10 @@ def _is_user(message: object) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "user"
 
 
+def _is_words(part: object, token: str) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _WORDS and token not in str(part)
+
+
 def _is_embeddings(part: object) -> bool:
     return isinstance(part, Mapping) and _EMBEDDINGS in (part.get("type"), *part)
 
@@ -102,9 +111,10 @@ def _put_before(message: object, mark: str) -> object:
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": mark + content}
-    first, *rest = content
+    at = next(i for i, part in enumerate(content) if part_text(part) is not None)
+    first = content[at]
     part = mark + first if isinstance(first, str) else {**first, "text": mark + first["text"]}
-    return {**message, "content": [part, *rest]}
+    return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
 
 
 def limit_recalls(state: PruningState, bound: float) -> int:

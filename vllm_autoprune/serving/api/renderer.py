@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes
-from vllm_autoprune.serving.api.instruction import extract_details, extract_instructions
+from vllm_autoprune.serving.api.instruction import (
+    extract_details,
+    extract_instructions,
+    extract_turns,
+    message_parts,
+    shows_image,
+)
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt, RecallTurn
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.renderers.inputs import DictPrompt
     from vllm.renderers.params import ChatParams
     from vllm.tokenizers.hf import HfTokenizer
+
+logger = logging.getLogger("vllm.autoprune")
 
 _MESSAGE_FIELDS = "_autoprune_message_fields"
 """Key of a prompt under which the fields extracted from its messages wait."""
@@ -69,6 +79,11 @@ class AutopruneHfRenderer(HfRenderer):
         served, processor = served_state(self.model_config), self.mm_processor
         if served is None or not isinstance(processor, PrunedProcessor):
             return messages, []
+        image_turns = sum(any(map(shows_image, message_parts(one))) for one in messages)
+        entry = (params.mm_processor_kwargs or {}).get(REQUEST_FIELD)
+        budget = entry.get("budget") if isinstance(entry, Mapping) else None
+        if image_turns > 1 and isinstance(budget, Mapping) and served.rules.allows("budget"):
+            _warn_of_shared_budget()
         if not requested_recall(params.mm_processor_kwargs, served.rules.recall):
             return messages, []
         token = processor.recall_token
@@ -76,6 +91,8 @@ class AutopruneHfRenderer(HfRenderer):
             return messages, []
         space = self._space_after_image(token, params.chat_template)
         marked, turns = mark_recall_turns(messages, token, space)
+        if image_turns > 1 and not turns:
+            _log_turns_without_recall()
         return marked, turns
 
     def _space_after_image(self, token: str, chat_template: str | None) -> str:
@@ -111,6 +128,7 @@ class AutopruneHfRenderer(HfRenderer):
             prompt[_MESSAGE_FIELDS] = {
                 "instructions": extract_instructions(messages),
                 "details": extract_details(messages),
+                "turns": extract_turns(messages),
                 "recall_turns": [turn.model_dump() for turn in turns],
             }
         return prompt
@@ -139,6 +157,24 @@ class AutopruneHfRenderer(HfRenderer):
         if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):
             return prompt
         return _add_salt(_pass_fields(prompt))
+
+
+@cache
+def _warn_of_shared_budget() -> None:
+    """Warn once a process of a budget under which every new image changes the K of all others."""
+    logger.warning(
+        'A conversation with images in several turns has a budget of {"shared": K}: each new image '
+        "changes the K of all others, and nothing from the first image on stays in the prefix "
+        'cache. Send "budget": K for each image, or a list with one K an image.'
+    )
+
+
+@cache
+def _log_turns_without_recall() -> None:
+    logger.info(
+        "A conversation with images in several turns recalled nothing: only a user's text without "
+        "an image recalls, not a tool's result. Serve such traffic with a larger budget instead."
+    )
 
 
 def _pass_fields(prompt: TokensPrompt) -> TokensPrompt:

@@ -43,7 +43,10 @@ class CacheSalt(str):
 
 
 class SharedBudget(BaseModel):
-    """Budget form ``{"shared": K}``: K tokens for all images of the request together."""
+    """Budget form ``{"shared": K}``: K tokens for all images of the request together.
+
+    An image that a conversation adds changes the K, and so the cache identity, of all others.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -92,9 +95,10 @@ class PruningRequest(BaseModel):
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
     or ``"resized"`` (the resize control).
     ``recall``: tokens that each later turn without an image gets of the images before it.
-    ``instructions`` has one text an image, ``details`` one level an image, ``recall_turns`` the
-    turns that recall; the renderer fills them from the chat messages, a request without messages
-    may fill them itself, with an image token in its prompt for each image and each turn.
+    ``instructions`` has one text an image, ``details`` one level an image, ``turns`` a number an
+    image, equal for neighbours that one question follows, None where none does; ``recall_turns``
+    the turns that recall. The renderer fills them from the chat messages, a request without
+    messages may fill them itself, with an image token in its prompt for each image and each turn.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -105,6 +109,7 @@ class PruningRequest(BaseModel):
     keep: Chooser = "state"
     instructions: list[str] | None = None
     details: list[Detail | None] | None = None
+    turns: list[Annotated[int, Field(ge=0)] | None] | None = None
     recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
     recall_turns: list[RecallTurn] | None = None
 
@@ -116,6 +121,7 @@ _FIX = {
     "keep": 'give "state", "reference", "random" or "resized"',
     "instructions": "give a list of texts, one an image",
     "details": 'give a list of "low", "high" or null, one an image',
+    "turns": "give a list of numbers from 0 on, one an image; null where no question follows it",
     "recall": "give a number of tokens, 0 for none",
     "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }

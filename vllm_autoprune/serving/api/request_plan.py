@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 from vllm.multimodal.parse import ImageEmbeddingItems
 
 from vllm_autoprune.serving.api.image_split import Slot, SplitImage, SplitPrompt, split_images
-from vllm_autoprune.serving.api.instruction import extract_prompt_instruction
+from vllm_autoprune.serving.api.instruction import (
+    extract_prompt_instruction,
+    find_question_turns,
+)
 from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
 from vllm_autoprune.serving.api.item_plans import ItemPlans
 from vllm_autoprune.serving.api.named_images import NamedImage, NamedImages
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.autoprune")
 
 _LOOKBACK = 4096
-"""Token ids before the first image in which its question is looked for."""
+"""Token ids before an image in which its question is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class RequestPlanner:
         ids = [tokenize(text, choice.needs) for text, choice in zip(texts, choices, strict=True)]
         digests = [digest for digest, _ in images_seen]
         prompt, entries = self._recall(inputs, request, choices, digests)
-        split = self._split(inputs, prompt, entries, choices, texts)
+        split = self._split(inputs, prompt, entries, choices, texts, request.turns)
         slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
         items = ItemPlans(digests, salt, choices, ids)
         for slot in slots:
@@ -214,6 +217,7 @@ class RequestPlanner:
         entries: Sequence[int | RecallItem],
         choices: Sequence[ImageChoice],
         texts: Sequence[str],
+        turns: Sequence[int | None] | None,
     ) -> SplitPrompt | None:
         """The prompt with cores and deltas, or None where a split would share nothing.
 
@@ -227,10 +231,15 @@ class RequestPlanner:
         if set(inputs.mm_data_items) != {"image"}:
             return None
         token = self._placeholders.token(self._info)
-        before = self._text_before_image(inputs.prompt, token)
+        if prompt.count(token) != len(entries):
+            return None
+        if turns is not None and len(turns) != len(choices):
+            turns = None  # as in _instructions
+        before = self._texts_before_images(prompt, token, entries)
+        found = find_question_turns(before, texts, turns)
         images = [
-            SplitImage(choice.kept, choice.core if may and text not in before else 0, text)
-            for choice, may, text in zip(choices, may_split, texts, strict=True)
+            SplitImage(choice.kept, choice.core if may and turn is not None else 0, turn)
+            for choice, may, turn in zip(choices, may_split, found, strict=True)
         ]
         split = [
             SplitImage(entry.budget, 0, entry) if isinstance(entry, RecallItem) else images[entry]
@@ -238,10 +247,23 @@ class RequestPlanner:
         ]
         return split_images(prompt, token, split, block)
 
-    def _text_before_image(self, prompt: Sequence[int], token: int) -> str:
-        first = prompt.index(token) if token in prompt else 0
-        text: str = self._info.get_tokenizer().decode(prompt[max(0, first - _LOOKBACK) : first])
-        return text
+    def _texts_before_images(
+        self, prompt: Sequence[int], token: int, entries: Sequence[int | RecallItem]
+    ) -> list[str]:
+        """What the prompt holds between each image and the one before it, without image markup."""
+        tokenizer = self._info.get_tokenizer()
+        texts: list[str] = []
+        start = 0
+        places = (at for at, one in enumerate(prompt) if one == token)
+        for at, entry in zip(places, entries, strict=True):
+            if isinstance(entry, RecallItem):
+                continue
+            between = list(prompt[max(start, at - _LOOKBACK) : at])
+            while between and not tokenizer.decode(between[-1:], skip_special_tokens=True):
+                between.pop()
+            texts.append(tokenizer.decode(between))
+            start = at + 1
+        return texts
 
     def _identify_contents(self, inputs: ProcessorInputs) -> dict[str, list[str]]:
         """Identities as in stock vLLM, but that a client's ``uuid`` is none.

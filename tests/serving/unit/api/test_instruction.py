@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from tests.serving.http import agent_chat, agent_messages, agent_responses
 from vllm_autoprune.serving.api.instruction import (
     extract_details,
     extract_instructions,
     extract_prompt_instruction,
+    extract_turns,
+    find_question_turns,
 )
 
 URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
@@ -39,7 +42,13 @@ def test_every_way_to_send_an_image(image: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [text("what?"), {"type": "input_text", "text": "what?"}, {"text": "what?"}, "what?"],
+    [
+        text("what?"),
+        {"type": "input_text", "text": "what?"},
+        {"type": "output_text", "text": "what?"},
+        {"text": "what?"},
+        "what?",
+    ],
 )
 def test_every_way_to_send_a_text(said: object) -> None:
     assert extract_instructions([user(URL, said)]) == ["what?"]
@@ -100,6 +109,88 @@ def test_an_image_without_text_has_an_empty_instruction() -> None:
     assert (
         extract_instructions([user(URL)]) == extract_instructions([user(URL, text("  "))]) == [""]
     )
+
+
+def said(role: str, content: object, **more: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TASK = said("user", "Buy a lamp.")
+LONG = "once upon a time " * 500
+
+
+@pytest.mark.parametrize(
+    ("before", "read"),
+    [
+        ([TASK], "Buy a lamp."),
+        ([TASK, said("assistant", "I click.")], "Buy a lamp.\nI click."),
+        (
+            [TASK, said("assistant", [text("I click.")]), said("tool", "Done.")],
+            "Buy a lamp.\nDone.",
+        ),
+        ([TASK, said("assistant", None, tool_calls=[{"id": "c"}])], "Buy a lamp."),
+        ([TASK, said("assistant", "", reasoning="Hm."), said("tool", "")], "Buy a lamp."),
+        ([TASK, said("assistant", "I click."), said("user", "Red.")], "Buy a lamp.\nRed."),
+        ([user(URL, text("what?")), said("assistant", "A shop.")], "what?\nA shop."),
+        ([said("system", "Read totals.")], "Read totals."),
+        ([said("system", "x-anthropic-billing-header: cch=1\nRead totals.")], "Read totals."),
+        ([said("system", "x-anthropic-billing-header: cch=1")], ""),
+        ([said("system", "Be brief."), TASK, said("assistant", "I.")], "Buy a lamp.\nI."),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_an_image_without_text_has_the_task_and_what_was_said_last(
+    before: list[dict[str, Any]], read: str
+) -> None:
+    shots = [user(URL, URL), said("tool", [URL])]
+    for shot in shots:
+        talk = [*before, shot, said("assistant", "And now?"), user(text("Blue?"))]
+        count = sum(part is URL for part in shot["content"])
+        assert extract_instructions(talk)[-count:] == [read] * count
+        assert extract_turns(talk)[-count:] == [None] * count
+
+
+def test_what_a_tool_says_beside_its_image_is_no_question() -> None:
+    talk = [TASK, said("assistant", "I click."), said("tool", [text("Done."), URL])]
+    assert extract_instructions(talk) == ["Buy a lamp.\nDone."]
+    assert extract_turns(talk) == [None]
+
+
+def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
+    task, page = LONG + "Buy a lamp.", LONG + "Lamps: 3"
+    (read,) = extract_instructions([said("user", task), said("tool", page), user(URL)])
+    assert "Buy a lamp.\n" in read and read.endswith("Lamps: 3")
+    assert len(read) < 4 * 256
+
+
+def test_images_of_one_message_are_of_one_turn() -> None:
+    talk = [user(URL, text("what?"), URL), said("assistant", "a"), user(URL, text("what?"))]
+    assert extract_turns(talk) == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "texts", "turns", "expected"),
+    [
+        (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, [0, 2], [0, 1]),
+        (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, None, [0, 1]),
+        (["USER:", "\n"], ["what?"] * 2, [0, 0], [0, 0]),
+        (["USER:", "\n"], ["what?"] * 2, None, [0, 0]),
+        (["USER:", "\n"], ["what?", "who?"], None, [0, 1]),
+        (["USER: what?", ""], ["what?"] * 2, [0, 0], [None, None]),
+        (["USER: what?\n", ""], ["what?"] * 2, None, [None, None]),
+        (["USER:", "\nwhat?"], ["what?"] * 2, [0, 0], [0, None]),
+        (["USER: one two"], ["one\ntwo"], [0], [None]),  # parts joined by the template
+        (["USER: what? ASSISTANT: a USER:"], ["what?"], [2], [0]),  # asked earlier as well
+        (["Say what you see. USER:"], ["what"], [1], [0]),
+        (["USER: task USER:", ""], ["task"] * 2, [None, None], [None, None]),
+        (["USER:"], [""], None, [None]),
+    ],
+)
+def test_turns_end_where_a_question_does(
+    before: list[str], texts: list[str], turns: list[int | None] | None, expected: list[int | None]
+) -> None:
+    assert find_question_turns(before, texts, turns) == expected
 
 
 def test_a_conversation_without_images_has_none() -> None:
@@ -169,6 +260,42 @@ def test_vllm_hands_on_the_detail_of_chat_completions_and_responses(detail: str)
     responses = ResponsesRequest.model_validate({"input": said})
     messages = construct_input_messages(request_input=responses.input)
     assert extract_details(messages) == [detail, None]
+
+
+def of_chat(turns: int) -> list[Any]:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest.model_validate(agent_chat("Why?", ["x"] * turns)).messages
+
+
+def of_responses(turns: int) -> list[Any]:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+    sent = ResponsesRequest.model_validate(agent_responses("Why?", ["x"] * turns))
+    return construct_input_messages(request_input=sent.input)
+
+
+def of_messages(turns: int) -> list[Any]:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    body = {"model": "m", **agent_messages("Why?", ["data:image/png;base64,x"] * turns)}
+    sent = AnthropicMessagesRequest.model_validate(body)
+    return AnthropicServingMessages.to_chat_completion_request(sent).messages
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("converted", "said"),
+    [(of_chat, "I look {}."), (of_responses, "I look {}."), (of_messages, "Done.")],
+)
+def test_screenshots_of_an_agent_have_its_task_by_every_endpoint(
+    converted: Callable[[int], list[Any]], said: str
+) -> None:
+    whole = [f"Why?\n{said.format(i)}" for i in range(20)]
+    for turns in range(21):
+        assert extract_instructions(converted(turns)) == whole[:turns]
 
 
 IMAGE = 9

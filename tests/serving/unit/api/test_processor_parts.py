@@ -86,9 +86,11 @@ def test_a_resized_image_may_be_sent_by_its_name(folder: Any) -> None:
     assert resized(sender, OTHER, 20, uuids=["one"]).identities != first.identities
 
 
-def split_sender(folder: Any, blocks: int | None = 16) -> Sender:
+def split_sender(
+    folder: Any, blocks: int | None = 16, placeholder: str = "<|image_pad|>"
+) -> Sender:
     """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
-    sender = Sender(folder, 24, core={"share": 0.5}).with_cache()
+    sender = Sender(folder, 24, placeholder=placeholder, core={"share": 0.5}).with_cache()
     return sender if blocks is None else sender.with_blocks(blocks)
 
 
@@ -106,6 +108,25 @@ def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) 
     assert second.identities[1] != first.identities[1]
     assert (first.sent, second.sent) == ([True, False], [False, False])
     assert sender.send([LARGE], salt="a").identities[0] != first.identities[0]
+
+
+def test_a_question_that_occurs_by_chance_before_the_image_does_not_stop_the_split(
+    folder: Any,
+) -> None:
+    assert split_sender(folder).send([LARGE], instructions=["use"]).lengths == [15, 9]
+    for placeholder in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"):
+        asked_before = split_sender(folder, placeholder=placeholder)
+        assert asked_before.send([LARGE], instructions=["user"]).lengths == [24]
+
+
+def test_images_are_laid_out_by_their_turns(folder: Any) -> None:
+    sender = split_sender(folder)
+    together = sender.send([LARGE, OTHER], turns=[0, 0])
+    assert sender.send([LARGE, OTHER]).prompt == together.prompt
+    first, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
+    assert second.identities[:2] == first.identities
+    assert together.identities[:2] != first.identities
+    assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
 
 
 def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:

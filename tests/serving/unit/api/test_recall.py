@@ -91,6 +91,18 @@ def test_no_turn_is_marked_where_marks_could_be_mistaken(other: dict[str, object
     assert mark_recall_turns(messages, "<image>", "") == (messages, [])
 
 
+@pytest.mark.parametrize("kind", ["refusal", "thinking", "tool_reference"])
+def test_words_of_other_kinds_do_not_stop_recall(kind: str) -> None:
+    part = {"type": kind, kind: "hm"}
+    messages = [user(IMAGE, "What is it?"), user(part), user(part, "Sure?")]
+    marked: Any
+    marked, found = mark_recall_turns(messages, "<image>", "")
+    assert found == [RecallTurn(images=1, text="Sure?")]
+    assert marked[2]["content"][1]["text"] == "<image>Sure?"
+    named = user({"type": kind, kind: "an <image>"})
+    assert mark_recall_turns([*messages, named], "<image>", "")[1] == []
+
+
 @pytest.mark.parametrize("content", [None, "", "  ", [], 5])
 def test_a_turn_without_text_recalls_nothing(content: object) -> None:
     messages = [user(IMAGE, "What is it?"), {"role": "user", "content": content}]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.compat
 
 
 TURN = {"images": 1, "text": "and now?"}
-FIELDS = {"instructions": ["what?"], "details": ["low"], "recall_turns": [TURN]}
+FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
 
 
 def handed(asked: object, **others: object) -> Any:

@@ -72,6 +72,8 @@ def test_a_policy_is_a_name_or_an_unparsed_state() -> None:
         ({"instructions": "what?"}, "instructions"),
         ({"instructions": [1]}, "instructions/0"),
         ({"details": "low"}, "details"),
+        ({"turns": [0, -1]}, "turns/1"),
+        ({"turns": [True]}, "turns/0"),
         ({"details": ["low", 64]}, "details/1"),
         ({"details": ["auto"]}, "details/0"),
         ([16], None),
