@@ -243,7 +243,7 @@ def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: Selecto
 def runtime_reference_anchor_pool_dpp_selector(
     call: BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
-    """Anchored DPP by relevance to the instruction; signals and kernel act only by the pool."""
+    """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     instruction = revision.tokens.require_instruction()
     r = instruction_relevance(instruction, sign=instruction.sign)
     return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))
