@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import JsonValue
 
 from offline_search.candidates.components import JsonObject
-from offline_search.settings import Settings
+from offline_search.settings import Library, Settings
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Component
 from vllm_autoprune.tpdsl.states.state import PruningState
 
@@ -54,9 +54,11 @@ def _calls(state: PruningState) -> Iterator[AtomCall]:
     yield from state.constraints.pool
 
 
-def excluded_atoms(without: Collection[Component]) -> frozenset[str]:
-    """Atoms that no candidate without these components has."""
-    return frozenset(name for name in ATOMS.names() if _is_excluded({"atom": name}, without))
+def excluded_atoms(without: Collection[Component], library: Library = "searched") -> frozenset[str]:
+    """Atoms that no candidate of a search without these components has."""
+    removed = {name for name in ATOMS.names() if _is_excluded({"atom": name}, without)}
+    own = {n for n in ATOMS.names() if ATOMS[n].origin == "extension"} if library == "paper" else ()
+    return frozenset(removed.union(own))
 
 
 def fixed_numbers(without: Collection[Component], quota: int | None) -> JsonObject:

@@ -96,15 +96,9 @@ def draw_menu_if_enabled(
     """A menu around the examples, or None (without using ``rng``) in a search without menus."""
     if not settings.menu:
         return None
-    return draw_menu(
-        rng,
-        examples,
-        settings.menu,
-        settings.source_budget,
-        settings.bases,
-        settings.without,
-        settings.fixed_quota,
-    )
+    ablation = (settings.without, settings.fixed_quota)
+    width, budget = settings.menu, settings.source_budget
+    return draw_menu(rng, examples, width, budget, settings.bases, *ablation)
 
 
 def draw_menu(
@@ -126,21 +120,16 @@ def draw_menu(
     changed base policy is one of up to ``width`` others.
     """
     quotas = sorted({q for state in examples if (q := exchange_quota(state)) is not None})
-    left_out = excluded_atoms(without)
-    most = 1 if "fusion" in without else MAX_SIGNALS
     used = {call.atom for state in examples for call in atom_calls(state)}
     parts = [*PARTS, *([QUOTA] if quotas and quota is None else []), *([BASE] if bases else [])]
     changed = [part for part in parts if rng.random() < 0.5] or [rng.choice(parts)]
-    offered_atoms = {
-        part: [name for name in ATOMS.names(group) if name not in left_out]
-        for part, group in PARTS.items()
-    }
-    atoms = {
-        part: _draw_atoms(rng, part, names, used, width * (part in changed), most)
-        for part, names in offered_atoms.items()
-    }
-    quotas = quotas if quota is None else [quota]
-    offered = _draw_quotas(rng, quotas, budget, QUOTA in changed)
+    left_out, most = excluded_atoms(without), 1 if "fusion" in without else MAX_SIGNALS
+    atoms = {}
+    for part, group in PARTS.items():
+        names = [name for name in ATOMS.names(group) if name not in left_out]
+        atoms[part] = _draw_atoms(rng, part, names, used, width * (part in changed), most)
+    present = quotas if quota is None else [quota]
+    offered = _draw_quotas(rng, present, budget, QUOTA in changed)
     shown = {state.base_policy.name for state in examples}
     policies = _draw_bases(rng, bases, shown, width * (BASE in changed))
     return Menu(atoms, offered, tuple(changed), policies)

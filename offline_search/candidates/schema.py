@@ -16,7 +16,7 @@ from offline_search.candidates.components import (
     searched_components,
 )
 from offline_search.settings import MAX_QUOTA, Library
-from vllm_autoprune.tpdsl.registry import ATOMS, Component
+from vllm_autoprune.tpdsl.registry import Component
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_SIGNALS = 6
@@ -63,9 +63,7 @@ def proposal_schema(
     schema["$defs"] = {
         name: _restrict(definition, bounds) for name, definition in known.items() if name in needed
     }
-    left_out = excluded_atoms(without)
-    if library == "paper":
-        left_out |= {name for name in ATOMS.names() if ATOMS[name].origin == "extension"}
+    left_out = excluded_atoms(without, library)
     return _remove_atoms(schema, left_out) if left_out else schema
 
 

@@ -90,9 +90,8 @@ def _describe_bases(settings: Settings) -> str:
 
 def _render_atoms(settings: Settings) -> str:
     components = searched_components(settings.core, settings.rank_at, settings.library)
-    left_out = excluded_atoms(settings.without)
-    extensions = settings.library != "paper"
-    return render_proposer_text(components, extensions=extensions, left_out=left_out)
+    left_out = excluded_atoms(settings.without, settings.library)
+    return render_proposer_text(components, left_out)
 
 
 def _describe_ablation(settings: Settings) -> str:

@@ -154,4 +154,4 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
 def test_a_selector_says_what_does_not_act_on_it() -> None:
     text = proposal_prompt(SETTINGS, "", minimal_state(SETTINGS), 0, 5)[0]["content"]
     (line,) = (line for line in text.splitlines() if "runtime_reference_anchor_pool" in line)
-    assert "signals and kernel act only by the pool" in line
+    assert "signals act by the pool, the kernel not" in line

@@ -233,6 +233,12 @@ class TestDescriptions:
 
     def test_the_scope_of_tiles_names_all_atoms_that_read_it(self) -> None:
         view = ATOMS["vision_tokens@pre_llm"].call.model_fields["tile_scope"].description or ""
+        named = {
+            "redundancy_density_penalty": "redundancy",
+            "mean_dissimilarity_saliency": "mean dissimilarity",
+            "diversity_pool_builder": "the diversity pool",
+        }
+        assert all(words in view for words in named.values())
         tokens, best = whole_images(4, grid=GRIDS[1]), [active_parameters("quality_pool_builder")]
         for name in [*ATOMS.names("scoring"), *ATOMS.names("candidate_pool")]:
             changes = {"/constraints/pool": best, **using(name)}
@@ -240,7 +246,7 @@ class TestDescriptions:
             for scope in ("per_tile", "global"):
                 source = {"tokens": {"atom": "vision_tokens@pre_llm", "tile_scope": scope}}
                 kept.append(refine(materialize(state({**changes, "/source": source}), 8), tokens))
-            assert torch.equal(kept[0].indices, kept[1].indices) != (name in view), name
+            assert torch.equal(kept[0].indices, kept[1].indices) != (name in named), name
 
     def test_attention_without_cls_is_a_softmax_along_the_mean_token(self) -> None:
         call, tokens = active("attention_proxy_saliency"), whole_images(2)

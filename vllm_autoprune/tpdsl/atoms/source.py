@@ -35,8 +35,8 @@ class ViewCall(AtomCall):
 
 
 _SCOPE = (
-    "scope in which redundancy_density_penalty, mean_dissimilarity_saliency and "
-    "diversity_pool_builder compare tokens; no other atom reads it"
+    "scope in which the signals of redundancy and mean dissimilarity and the diversity pool "
+    "compare tokens; no other atom reads it"
 )
 
 

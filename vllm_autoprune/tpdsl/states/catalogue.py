@@ -215,13 +215,11 @@ def _table(names: list[str]) -> list[str]:
     return lines
 
 
-def render_proposer_text(
-    components: Collection[str] = (), *, extensions: bool = True, left_out: Collection[str] = ()
-) -> str:
+def render_proposer_text(components: Collection[str] = (), left_out: Collection[str] = ()) -> str:
     """Text of the language for an LLM proposer: base policies, fields, atoms and parameters.
 
-    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them; without
-    ``extensions`` it has the atoms of the paper alone, and none that are ``left_out``.
+    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them. It has
+    no atom that is ``left_out``.
     """
     lines = []
     if not components:
@@ -232,12 +230,7 @@ def render_proposer_text(
             continue
         many = ", a list" if place.many else ""
         lines += ["", f"{place.group} ({place.pointer}{many}):"]
-        hidden = {n for n in place.names if not extensions and ATOMS[n].origin == "extension"}
-        lines += (
-            _reassembly_axes()
-            if place.group == "reassembly"
-            else _atom_lines(place, hidden.union(left_out))
-        )
+        lines += _reassembly_axes() if place.group == "reassembly" else _atom_lines(place, left_out)
     if not components or "core" in components:
         lines += [
             "",
