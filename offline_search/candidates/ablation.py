@@ -126,7 +126,7 @@ def _widen(call: JsonValue) -> JsonValue:
     if isinstance(ratio, int | float):
         call = {**call, "pool_ratio": max(1.0, ratio)}
     if isinstance(sources, list):
-        call = {**call, "sources": [*sources[:7], _QUALITY_POOL]}
+        call = {**call, "sources": [*sources[:7], _QUALITY_POOL]}  # at most eight
     return call
 
 
