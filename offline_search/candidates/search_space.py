@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
 from offline_search.settings import MAX_QUOTA, Library
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
+from vllm_autoprune.tpdsl.atoms.pools import JoinedPool
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
 from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
 from vllm_autoprune.tpdsl.states.state import Core, PruningState
@@ -157,12 +158,13 @@ def choices_of_state(
 ) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
 
-    Nested pools, partitions and repeated signals have no choice and are ignored.
+    A union of pools stands for its first source; partitions and repeated signals have no choice.
     """
     choices: dict[str, Choice] = {}
+    pools = [c.sources[0] if isinstance(c, JoinedPool) else c for c in state.constraints.pool]
     calls: Sequence[tuple[list[str], Sequence[AtomCall]]] = (
         (atom_names("scoring", library), state.scoring.signals),
-        (_flat_pools(library), state.constraints.pool),
+        (_flat_pools(library), pools),
     )
     for names, listed in calls:
         by_atom = {call.atom: call for call in listed}

@@ -59,6 +59,11 @@ class SettingsRecord(_Record):
 
     kind: Literal["opened"] = "opened"
     settings: Settings
+    trends: bool = Field(
+        default=False,
+        exclude_if=lambda trends: not trends,
+        description="whether summaries have score trends; older ledgers have none",
+    )
 
     @property
     def key(self) -> str:

@@ -6,6 +6,7 @@ Scores are objectives in thousandths, with their standard error where they are c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from offline_search.candidates.components import (
     BASE,
@@ -27,15 +28,19 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 _MAX_BEST = 10
 """Best candidates of different structures that a summary lists."""
 
+_MAX_ROUNDS = 10
+"""Last rounds whose scores a summary lists."""
+
 _MAX_FAILURES = 3
 _MAX_CHANGES = 6
 _EXAMPLE_QUESTIONS = 2
 
 
 def summarize(history: History) -> str:
-    """Loss by category, the best candidates and those of the last round, limits, failures."""
+    """Loss by category, score trends, best candidates, the last round, limits, failures."""
     lines = [f"Base policy alone: {_score(history.base.objective)}."]
     lines += _describe_categories(history)
+    lines += _describe_trends(history) if history.trends else ()
     ranked = [trial for trial in history.ranked() if trial.state is not None]
     best = _best_of_each_structure(ranked)
     if ranked:
@@ -69,6 +74,21 @@ def _describe_categories(history: History) -> Iterator[str]:
     _, name, where = rows[-1]
     asked = [examples[row].question for row in sorted(where, key=lambda row: best[row])]
     yield f"Questions of {name} that lose most: {'; '.join(asked[:_EXAMPLE_QUESTIONS])}"
+
+
+def _describe_trends(history: History) -> Iterator[str]:
+    """Best and median score of each round, from the second round with scores on."""
+    rounds: dict[int, list[float]] = {}
+    for trial in history.trials:
+        score = history.estimate(trial)
+        if score is not None:
+            rounds.setdefault(trial.proposal.round, []).append(score)
+    if len(rounds) > 1:
+        listed = [
+            f"{number}: {_score(max(scores))}, {_score(median(scores))}"
+            for number, scores in rounds.items()
+        ]
+        yield f"Scores by round, best and median: {'; '.join(listed[-_MAX_ROUNDS:])}."
 
 
 def _by_category(examples: Sequence[Example]) -> Iterator[tuple[str, list[int]]]:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from offline_search.candidates.ablation import excluded_atoms
 from offline_search.candidates.components import BASE, compact_text, searched_components
 from offline_search.candidates.hypothesis import (
     BASE_PARENT,
@@ -58,12 +59,13 @@ def describe_language(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from which atoms, how it is scored."""
     budget = settings.source_budget
     whole = settings.library == "paper"
-    library = ' "source", "budget" and "safety" may be added.' if whole else ""
+    added = f'"source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
+    library = f" {added}" if whole else ""
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. {_describe_bases(settings)} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
-q_e of the {budget} picks for candidates. A score is {describe_score(settings)}. These atoms can \
-be used:
+q_e of the {budget} picks for candidates. {_describe_ablation(settings)}A score is \
+{describe_score(settings)}. These atoms can be used:
 
 {_render_atoms(settings).strip()}
 
@@ -88,7 +90,20 @@ def _describe_bases(settings: Settings) -> str:
 
 def _render_atoms(settings: Settings) -> str:
     components = searched_components(settings.core, settings.rank_at, settings.library)
-    return render_proposer_text(components, extensions=settings.library != "paper")
+    left_out = excluded_atoms(settings.without, settings.library)
+    return render_proposer_text(components, left_out)
+
+
+def _describe_ablation(settings: Settings) -> str:
+    sentences = {
+        "anchoring": f"All {settings.source_budget} picks may be exchanged, whatever q_e is.",
+        "fusion": "There is one signal.",
+        "diversity": "Tokens are not compared with each other.",
+    }
+    listed = [sentences[name] for name in settings.without]
+    if settings.quota is not None:
+        listed.append(f"q_e is {settings.quota}.")
+    return " ".join(listed) + " " if listed else ""
 
 
 def _system_prompt(settings: Settings) -> str:

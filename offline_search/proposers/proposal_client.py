@@ -209,6 +209,8 @@ class ProposalClient:
             settings.rank_at,
             settings.library,
             settings.bases,
+            settings.without,
+            settings.fixed_quota,
         )
         return shorten_schema(schema if menu is None else menu.restrict(schema))
 

@@ -76,7 +76,7 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         choices=("anchoring", "fusion", "diversity"),
-        help="ablation: components removed from every candidate",
+        help="ablation: components removed from every candidate, which stays as it is otherwise",
     )
     group.add_argument(
         "--race",

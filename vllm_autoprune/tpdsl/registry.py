@@ -44,7 +44,8 @@ one of the 131.
 Component = Literal["anchoring", "fusion", "diversity"]
 """Components of the paper's ablation table that an atom may bring into a state.
 
-``anchoring``: tokens of the base policy are kept because it picked them. ``fusion``: a further
+``anchoring``: tokens of the base policy are kept because it picked them; with a selector, q_e and
+its margin decide that. ``fusion``: a further
 score enters token quality. ``diversity``: tokens are chosen for being unlike or far from others.
 """
 

@@ -95,11 +95,16 @@ def test_an_extension_is_refused(atom: str) -> None:
     assert assemble_state(proposal(scoring=scoring), PLAIN).digest
 
 
-def test_another_budget_is_a_problem_that_names_the_right_one() -> None:
-    text = json.dumps(proposal(budget={"atom": "fixed_budget@64"}))
-    draft = parse_proposal(text, PAPER, "llm", ())
-    (problem,) = draft.problems
-    assert draft.state is None and "fixed_budget@32" in problem.fix
+@pytest.mark.parametrize("budget", [BUDGET, 48])
+def test_a_candidate_with_any_fixed_budget_is_one_at_the_k_of_the_search(budget: int) -> None:
+    settings = Settings(budgets=(budget,), library="paper")
+    for name in ATOMS.names("budget_control")[:10]:
+        text = json.dumps(proposal(budget={"atom": name, "limit": 99, "floor": 1}))
+        assert "floor" in str(parse_proposal(text, settings, "llm", ()).problems) or budget == 48
+        text = json.dumps(proposal(budget={"atom": name, "limit": 99}))
+        state = parse_proposal(text, settings, "llm", ()).state
+        assert state is not None and state.budget.limit == 99
+        assert state.budget.range() == (budget, budget)
 
 
 @pytest.mark.parametrize("library", get_args(Library))

@@ -123,6 +123,16 @@ def test_differences_have_an_error_and_ties_are_named(history: History) -> None:
     assert re.search(r"- 3\.0: -186\d \(-16\d ± \d+, tied\)", summarize(history))
 
 
+def test_best_and_median_of_every_round_are_a_line(history: History) -> None:
+    history.trials.append(trial("3.0", paper_state(SETTINGS, quota=1), [-0.5] * 16))
+    history.trials.append(trial("3.1", paper_state(SETTINGS, quota=8), [-0.25] * 16))
+    text = summarize(history)
+    scores = re.search(r"by round, best and median: 1: -1750, -1750; 2: (.*); 3: (.*)\.", text)
+    assert scores is not None and scores.groups() == ("-750, -1700", "-250, -375")
+    history.trials = history.trials[:1]
+    assert "by round" not in summarize(history), "one round is no trend"
+
+
 def test_numbers_at_the_end_of_their_range_are_named(history: History) -> None:
     assert "At the upper end of its range in 2.3: reassembly/strength = 1" in summarize(history)
 
@@ -144,4 +154,4 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
 def test_a_selector_says_what_does_not_act_on_it() -> None:
     text = proposal_prompt(SETTINGS, "", minimal_state(SETTINGS), 0, 5)[0]["content"]
     (line,) = (line for line in text.splitlines() if "runtime_reference_anchor_pool" in line)
-    assert "signals and kernel act only by the pool" in line
+    assert "signals act by the pool, the kernel not" in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from tests.tpdsl.atom_policies import (
     MEANINGS,
     WITHOUT_NEEDS,
     active,
+    active_parameters,
     policy_using,
     take_with_towers,
+    using,
     whole_images,
     with_only,
 )
@@ -28,7 +31,10 @@ from tests.tpdsl.samples import state
 from tests.tpdsl.selection_assertions import same, vars_of
 from vllm_autoprune import Grid, RefinedTokens, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.atoms.budget import run_budget
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.executor.check import safety_check
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group
 from vllm_autoprune.tpdsl.states.state import required_inputs
 
@@ -168,6 +174,88 @@ class TestPromises:
         policy = policy_using(name)
         with forbid_waiting():
             assert refine(policy, empty).features.shape == (2, 8, 16)
+
+
+def outputs(name: str) -> bytes:
+    """What a state with the atom keeps of several images, where parameters it shares are equal."""
+    changes, fields = {**using(name), "/constraints/selector/q_e": 8}, ATOMS[name].call.model_fields
+    if ATOMS[name].group != "scoring":
+        changes["/scoring/signals"] = [
+            {"atom": "redundancy_density_penalty"},
+            {"atom": "visual_token_norm_saliency", "weight": 0.5},
+        ]
+    if isinstance(selector := changes.get("/constraints/selector"), dict):
+        del changes["/constraints/selector/q_e"]
+        selector |= {"q_e": 8} if "q_e" in selector else {}
+        selector |= {"cell_cap": 1} if selector["atom"] == "constrained_pool_dpp_selector" else {}
+    if isinstance(pool := changes.get("/constraints/pool"), list) and "pool_ratio" in fields:
+        apart = [
+            {"atom": name} for name in ("diversity_pool_builder", "spatial_coverage_pool_builder")
+        ]
+        pool[0] |= (
+            {"pool_ratio": 0.75, "sources": apart} if "sources" in fields else {"pool_ratio": 0.75}
+        )
+    source = changes.get("/source")
+    if isinstance(source, dict) and "tile_scope" in fields:
+        source["tokens"] = {**source["tokens"], "tile_scope": "global"}
+    policy = materialize(state(changes), 8)
+    grids = (*GRIDS, Grid(9, 8), Grid(12, 12))
+    kept = [refine(policy, whole_images(seed, grid=grid)) for seed in range(2) for grid in grids]
+    return b"".join(p.numpy().tobytes() for one in kept for p in (one.indices, one.features))
+
+
+class TestDescriptions:
+    """An atom that does the same as another one, or nothing where it is listed, says so."""
+
+    @pytest.mark.parametrize("group", sorted(set(ROLES) - {"budget_control", "safety_checks"}))
+    def test_atoms_of_equal_outputs_name_each_other(self, group: Group) -> None:
+        alike: dict[bytes, list[str]] = {}
+        for name in ATOMS.names(group):
+            alike.setdefault(outputs(name), []).append(name)
+        for names in alike.values():
+            for one, other in combinations(names, 2):
+                assert one in ATOMS[other].doc or other in ATOMS[one].doc, (one, other)
+
+    def test_budgets_differ_in_tokens_kept(self) -> None:
+        kept = {
+            tuple(run_budget(active(name), 576 * tiles, tiles) for tiles in (1, 4))
+            for name in ATOMS.names("budget_control")
+        }
+        assert len(kept) == len(ATOMS.names("budget_control"))
+
+    def test_checks_that_are_always_made_say_so(self) -> None:
+        last = "fallback_to_selection"
+        without = safety_check(materialize(state({"/safety": [last]})))
+        for name in ATOMS.names("safety_checks"):
+            policy = materialize(state({"/safety": [name]}))
+            assert safety_check(policy) == without
+            assert policy.falls_back == ("listed or not" not in ATOMS[name].doc) == (name == last)
+
+    def test_the_scope_of_tiles_names_all_atoms_that_read_it(self) -> None:
+        view = ATOMS["vision_tokens@pre_llm"].call.model_fields["tile_scope"].description or ""
+        named = {
+            "redundancy_density_penalty": "redundancy",
+            "mean_dissimilarity_saliency": "mean dissimilarity",
+            "diversity_pool_builder": "the diversity pool",
+        }
+        assert all(words in view for words in named.values())
+        tokens, best = whole_images(4, grid=GRIDS[1]), [active_parameters("quality_pool_builder")]
+        for name in [*ATOMS.names("scoring"), *ATOMS.names("candidate_pool")]:
+            changes = {"/constraints/pool": best, **using(name)}
+            kept = []
+            for scope in ("per_tile", "global"):
+                source = {"tokens": {"atom": "vision_tokens@pre_llm", "tile_scope": scope}}
+                kept.append(refine(materialize(state({**changes, "/source": source}), 8), tokens))
+            assert torch.equal(kept[0].indices, kept[1].indices) != (name in named), name
+
+    def test_attention_without_cls_is_a_softmax_along_the_mean_token(self) -> None:
+        call, tokens = active("attention_proxy_saliency"), whole_images(2)
+        tokens = replace(tokens, cls_attention=None)
+        mean = tokens.features.mean(dim=1)
+        along = torch.einsum("bnd,bd->bn", tokens.features, mean / mean.norm(dim=1, keepdim=True))
+        picks = torch.arange(8).expand(2, -1)
+        assert torch.allclose(run_signal(call, tokens, picks), along.softmax(dim=1), atol=1e-6)
+        assert "without [CLS], softmax" in ATOMS[call.atom].doc
 
 
 class TestNeeds:

@@ -58,7 +58,7 @@ class TileBudget(BudgetCall):
 
 
 def fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
-    """Keep exactly K tokens, split evenly over tiles, remainder to the first tiles."""
+    """Keep exactly K tokens, or all of an image that has fewer."""
     return int(call.atom.removeprefix("fixed_budget@"))
 
 
@@ -68,7 +68,7 @@ for _k in FIXED_BUDGETS:
         "budget_control",
         BudgetCall,
         fixed_budget,
-        doc=f"Keep exactly K = {_k} tokens, split evenly over tiles, remainder to the first tiles.",
+        doc=f"Keep exactly K = {_k} tokens of an image, or all where it has fewer.",
     )
 
 

@@ -116,13 +116,13 @@ def _exchange_pairs(
     return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
 
 
-@atom("selection_constraints", BoundedSelector, components=(ANCHORING,))
+@atom("selection_constraints", BoundedSelector)
 def reference_residual_exchange_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
     """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
     return _exchange_pairs(revision, lambda gain, loss: gain > loss)
 
 
-@atom("selection_constraints", MarginSelector, components=(ANCHORING,))
+@atom("selection_constraints", MarginSelector)
 def reference_margin_gated_exchange_selector(
     call: MarginSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -180,7 +180,7 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
     return kept
 
 
-@atom("selection_constraints", StrictSelector, components=(ANCHORING, DIVERSITY))
+@atom("selection_constraints", StrictSelector, components=(DIVERSITY,))
 def reference_strict_margin_exchange_selector(
     call: StrictSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -198,7 +198,7 @@ def reference_strict_margin_exchange_selector(
     "selection_constraints",
     MarginalSelector,
     origin="listed",
-    components=(ANCHORING, DIVERSITY),
+    components=(DIVERSITY,),
 )
 def maximal_marginal_relevance_pool_selector(
     call: MarginalSelector, revision: SelectorInputs
@@ -243,7 +243,7 @@ def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: Selecto
 def runtime_reference_anchor_pool_dpp_selector(
     call: BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
-    """Anchored DPP by relevance to the instruction; signals and kernel act only by the pool."""
+    """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     instruction = revision.tokens.require_instruction()
     r = instruction_relevance(instruction, sign=instruction.sign)
     return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))

@@ -63,7 +63,7 @@ class DeterminismCall(AtomCall):
 def preserve_budget(
     call: AtomCall, tokens: VisualTokens, runs: Sequence[RefinedTokens], expected: Expectation
 ) -> tuple[Verdict, ...]:
-    """Exactly K unique indices in range, at least r_min reference tokens, at most q_e exchanges."""
+    """Always checked, listed or not: K unique indices, r_min reference tokens, q_e exchanges."""
     run = runs[0]
     images, picked = run.indices.shape
     counted = (images, picked + run.extra) == (tokens.batch, expected.budget) and picked > 0
@@ -88,7 +88,7 @@ def preserve_budget(
 def no_shape_change(
     call: AtomCall, tokens: VisualTokens, runs: Sequence[RefinedTokens], expected: Expectation
 ) -> tuple[Verdict, ...]:
-    """K x D finite rows of the input's dtype and device, computed from finite scores."""
+    """Always checked, listed or not: finite scores, K x D finite rows of the input's dtype."""
     run = runs[0]
     shape = (tokens.batch, expected.budget, tokens.features.shape[2])
     same = (
@@ -113,7 +113,7 @@ def deterministic(
     runs: Sequence[RefinedTokens],
     expected: Expectation,
 ) -> tuple[Verdict, ...]:
-    """Repeated runs on the same input give the same indices and bit-identical rows."""
+    """Always checked, listed or not: runs give the same bits; listing it sets their number."""
     first = runs[0]
     same = all(
         torch.equal(first.indices, run.indices) and torch.equal(first.features, run.features)

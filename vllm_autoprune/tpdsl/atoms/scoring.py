@@ -153,7 +153,7 @@ def instruction_guided_visual_relevance(
 
 @atom("scoring", Attention, needs=frozenset({"cls_attention"}))
 def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
-    """Attention of [CLS] to each token; without [CLS], similarity to the mean token."""
+    """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
     if tokens.cls_attention is not None:
         return tokens.cls_attention.float().clamp_min(0) ** (1.0 / call.temperature)
     features = tokens.features.float()

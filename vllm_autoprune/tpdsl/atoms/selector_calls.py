@@ -70,7 +70,11 @@ class CappedSelector(BoundedSelector):
     """Parameters of constrained_pool_dpp_selector."""
 
     cell_cap: int = Field(
-        4, ge=1, le=64, description="largest number of kept tokens per part of the partition"
+        4,
+        ge=1,
+        le=64,
+        description="largest number of kept tokens per part of the partition; anchors may exceed "
+        "it, and it is ignored where every part is full",
     )
 
 

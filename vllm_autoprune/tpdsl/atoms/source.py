@@ -34,20 +34,22 @@ class ViewCall(AtomCall):
     """An atom that chooses the features by which tokens are scored and compared."""
 
 
+_SCOPE = (
+    "scope in which the signals of redundancy and mean dissimilarity and the diversity pool "
+    "compare tokens; no other atom reads it"
+)
+
+
 class ProjectedView(ViewCall):
     """Parameters of vision_tokens@post_projector."""
 
-    tile_scope: TileScope = Field(
-        "per_tile", description="scope in which the redundancy signal compares tokens"
-    )
+    tile_scope: TileScope = Field("per_tile", description=_SCOPE)
 
 
 class EmbeddedView(ViewCall):
     """Parameters of vision_tokens@pre_llm."""
 
-    tile_scope: TileScope = Field(
-        "global", description="scope in which the redundancy signal compares tokens"
-    )
+    tile_scope: TileScope = Field("global", description=_SCOPE)
 
 
 class TowerView(ViewCall):
@@ -122,14 +124,15 @@ declare(
     "token_source_base_policy",
     ProjectedView,
     _scoped,
-    doc="Score tokens by their features after the projector, each tile on its own.",
+    doc="Score tokens by their features after the projector; tile_scope is within tiles.",
 )
 declare(
     "vision_tokens@pre_llm",
     "token_source_base_policy",
     EmbeddedView,
     _scoped,
-    doc="Score tokens by the input rows of the language model, all tiles of an image together.",
+    doc="The same features as vision_tokens@post_projector, which enter the language model as they "
+    "are; only the default tile_scope differs: across tiles.",
 )
 declare(
     "vision_tokens@vision_tower",
@@ -163,7 +166,7 @@ def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
 
 @atom("token_source_base_policy", WeightedPrior, components=(ANCHORING, FUSION))
 def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor:
-    """Reduce the quality of every token that the base policy's published code would not keep."""
+    """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
     teacher = BASE_POLICIES[known.policy.name]
     native = teacher.native(known.policy.params, known.tokens, known.budget)
     return _prior(_mask_of_each(native.indices, known.tokens.count), 1 - call.weight)

@@ -212,7 +212,7 @@ def _resolved(policy: PruningPolicy, backbone: BackboneShape | None) -> tuple[Re
             means = "as the backbone defines it" if backbone is None else f"{backbone.sign} here"
             fields.append(Resolved(f"{where}/sign", call.sign, f"sign of relevance: {means}"))
         if no_cls and "cls_attention" in ATOMS.of(call).needs_of(call):
-            means = f"{_NO_CLS}, or similarity to the mean token"
+            means = f"{_NO_CLS}, or a softmax along the mean token"
             fields.append(Resolved(f"{where}/atom", call.atom, means))
     return tuple(fields)
 

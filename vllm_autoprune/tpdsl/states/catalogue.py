@@ -215,11 +215,11 @@ def _table(names: list[str]) -> list[str]:
     return lines
 
 
-def render_proposer_text(components: Collection[str] = (), *, extensions: bool = True) -> str:
+def render_proposer_text(components: Collection[str] = (), left_out: Collection[str] = ()) -> str:
     """Text of the language for an LLM proposer: base policies, fields, atoms and parameters.
 
-    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them; without
-    ``extensions`` it has the atoms of the paper alone.
+    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them. It has
+    no atom that is ``left_out``.
     """
     lines = []
     if not components:
@@ -230,9 +230,7 @@ def render_proposer_text(components: Collection[str] = (), *, extensions: bool =
             continue
         many = ", a list" if place.many else ""
         lines += ["", f"{place.group} ({place.pointer}{many}):"]
-        lines += (
-            _reassembly_axes() if place.group == "reassembly" else _atom_lines(place, extensions)
-        )
+        lines += _reassembly_axes() if place.group == "reassembly" else _atom_lines(place, left_out)
     if not components or "core" in components:
         lines += [
             "",
@@ -250,12 +248,12 @@ def render_proposer_text(components: Collection[str] = (), *, extensions: bool =
     return "\n".join(lines) + "\n"
 
 
-def _atom_lines(place: Place, extensions: bool) -> Iterator[str]:
+def _atom_lines(place: Place, left_out: Collection[str]) -> Iterator[str]:
     """One line per atom; a parameter that several share is described for the first one only."""
     described: set[Parameter] = set()
     for name in place.names:
         atom = ATOMS[name]
-        if atom.origin == "extension" and not extensions:
+        if name in left_out:
             continue
         own = list_parameters(atom.call)
         new = _list(p for p in own if p not in described)
