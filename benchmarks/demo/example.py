@@ -1,7 +1,7 @@
 """The picture at the end of the demo: one example, its kept tokens and its answers.
 
 Both are recomputed: the checkpoint is opened with transformers, and the server's own code chooses
-the tokens. Its inputs equal the server's up to the rounding of bfloat16 in other kernels, which at
+the tokens. Its inputs equal the server's up to the rounding in other kernels, which at
 K = 8 often exchanges one of the least important patches.
 """
 
@@ -23,6 +23,7 @@ from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, grade_answers, png
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
@@ -47,7 +48,8 @@ class Explainer:
 
     def __init__(self, model: Path, text_tower: Path, state: str) -> None:
         self._state = load_state(state)
-        self._vision = LlavaVision(model, read_text_tower(str(text_tower)))
+        tower = read_text_tower(str(text_tower))
+        self._vision = LlavaVision(model, tower, choose_dtype())
 
     @torch.no_grad()
     def explain(
@@ -77,7 +79,8 @@ class Explainer:
 
         processor = self._vision.processor.image_processor
         pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
-        return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels.to(torch.bfloat16))
+        pixels = pixels.to(self._vision.model.dtype)
+        return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels)
 
     def _answer(self, rows: Tensor, question: str) -> str:
         processor, llava = self._vision.processor, self._vision.model

@@ -31,7 +31,7 @@ from benchmarks.minillava.split import Example, draw_examples
 from benchmarks.server import ServerDied, serve
 
 COMMON_FLAGS = (
-    "--served-model-name", SERVED_NAME, "--dtype", "bfloat16", "--max-model-len", "1024",
+    "--served-model-name", SERVED_NAME, "--max-model-len", "1024",
     "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
 )  # fmt: skip
 """Of both servers. Prefix caching is off, because a hit would look like a fast prefill."""
