@@ -74,9 +74,10 @@ def summary_notes(results: Results) -> tuple[str, ...]:
     alone, machine = speed.stock.alone, results.environment
     base = results.row("reference", SHOWN_BUDGET)
     return (
-        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower. Medians "
-        f"of {alone.count} requests alone and {speed.stock.together.count} at once, each of "
-        f"{ANSWER_TOKENS} tokens and on a new image; quartiles alone: {_spread(alone)} stock, "
+        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower; both "
+        f"models in {machine['dtype of local servers']}. Medians of {alone.count} requests alone "
+        f"and {speed.stock.together.count} at once, each of {ANSWER_TOKENS} tokens and on a new "
+        f"image; quartiles alone: {_spread(alone)} stock, "
         f"{_spread(speed.pruned.alone)} pruned. {machine['cores']} cores at a load average of "
         f"{machine['load average']}: other work changes such times. Resized and pruned have the "
         "same number of tokens; their times differ by more than the selection takes.",
