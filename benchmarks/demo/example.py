@@ -23,7 +23,7 @@ from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, grade_answers, png
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
-from vllm_autoprune.ops.dtype import choose_dtype
+from vllm_autoprune.ops.dtype import Dtype, choose_dtype
 from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
@@ -44,12 +44,14 @@ class Explanation:
 
 
 class Explainer:
-    """A checkpoint and a state, opened once."""
+    """A checkpoint and a state, opened once, in the dtype of a server here by default."""
 
-    def __init__(self, model: Path, text_tower: Path, state: str) -> None:
+    def __init__(
+        self, model: Path, text_tower: Path, state: str, dtype: Dtype | None = None
+    ) -> None:
         self._state = load_state(state)
         tower = read_text_tower(str(text_tower))
-        self._vision = LlavaVision(model, tower, choose_dtype())
+        self._vision = LlavaVision(model, tower, dtype or choose_dtype())
 
     @torch.no_grad()
     def explain(

@@ -17,7 +17,6 @@ from benchmarks.demo.measure import Measured, Settings, draw_questions
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.split import CHECKPOINT, CLIP, LLAVA, Example, draw_examples, png
 from vllm_autoprune import load_state
-from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.shared.served_state import ATTRIBUTE, ServedState
@@ -29,7 +28,7 @@ EXAMPLES = [e for e in draw_examples("test", 2) if e.kind in ("digit", "colour")
 
 @pytest.fixture(scope="module")
 def explainer() -> Explainer:
-    return Explainer(LLAVA, CLIP, "autoprune")
+    return Explainer(LLAVA, CLIP, "autoprune", "bfloat16")  # as the reader
 
 
 def image(example: Example) -> Image.Image:
@@ -85,7 +84,7 @@ def test_a_random_keep_is_drawn_as_a_server_draws_it(explainer: Explainer) -> No
 
     from vllm_autoprune.serving.models.llava import AutopruneLlavaForConditionalGeneration
 
-    config = ModelConfig(model=str(LLAVA), dtype=choose_dtype(), max_model_len=1024)
+    config = ModelConfig(model=str(LLAVA), dtype="bfloat16", max_model_len=1024)
     served = ServedState("LlavaForConditionalGeneration", load_state("autoprune"), 8, None, 0)
     attach(config, ATTRIBUTE, served)
     context = InputProcessingContext(config, get_tokenizer(str(LLAVA)))
