@@ -37,8 +37,9 @@ This demo serves two models with `vllm serve`, stock and pruned, on this machine
 with resizing the image to as many tokens:
   mini-LLaVA, trained, tiny:                      how many answers stay right
   LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
-Both are served in {dtype}, which this machine multiplies fast. By a product timed just now that
-takes about {minutes} minutes here, longer beside other work; one table and a picture come last."""
+The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
+a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
+with one table and a picture."""
 
 OTHER_SECONDS = 140
 """Starts of four servers and mini-LLaVA's questions, on two idle cores."""
@@ -105,7 +106,8 @@ def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
     load_state(settings.state)  # fails here rather than after a minute
     dtype = choose_dtype()
     minutes = estimate_minutes(dtype)
-    print(INTRODUCTION.format(dtype=dtype, minutes=minutes), file=sys.stderr, flush=True)
+    introduction = INTRODUCTION.format(dtype=dtype, small=settings.dtype, minutes=minutes)
+    print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
     torch.set_num_threads(1)
     progress = create_progress()

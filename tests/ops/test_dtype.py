@@ -47,6 +47,7 @@ def test_bfloat16_needs_a_gpu_or_the_instructions(
     capabilities = {"avx512_bf16": avx512, "amx_bf16": amx}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert choose_dtype() == expected
+    assert choose_dtype(exact=True) == ("bfloat16" if gpus else "float32")
     assert command("model", 1)[-2:] == ["--dtype", expected]
     assert command("model", 1, ("--dtype", "half"))[-1] == "half", "flags win, being last"
 

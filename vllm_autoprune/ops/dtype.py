@@ -18,7 +18,7 @@ _EMULATED = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Limits in ``ONEDNN_MAX_CPU_ISA`` with which oneDNN claims bfloat16 and emulates it."""
 
 
-def choose_dtype() -> Dtype:
+def choose_dtype(*, exact: bool = False) -> Dtype:
     """bfloat16 on a GPU or a CPU with instructions for it (AVX-512 BF16, AMX, Arm's BF16).
 
     Other CPUs multiply bfloat16 several times slower than float32, and round a row of a product
@@ -26,12 +26,16 @@ def choose_dtype() -> Dtype:
 
     Read from what torch and oneDNN report, not timed: a busy machine and each of its processes
     decide alike. ``ONEDNN_MAX_CPU_ISA`` counts, which the servers started from here inherit.
+
+    ``exact``: float32 on every CPU, for answers of small models that are to be the same on all.
     """
     import torch  # here, because it takes seconds and clients of servers need no more of it
 
     # Not is_available(), after which an engine could not fork its workers.
     if torch.cuda.device_count():
         return "bfloat16"
+    if exact:
+        return "float32"
     supported = torch.backends.mkldnn.is_available() and (
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
         and os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() not in _EMULATED

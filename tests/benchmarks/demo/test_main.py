@@ -58,7 +58,7 @@ def test_an_invalid_state_is_refused_before_a_server_starts(
 def test_the_start_says_dtype_and_duration_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "choose_dtype", lambda: "float32")
+    monkeypatch.setattr(output, "choose_dtype", lambda **_: "float32")
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [0.9, 0.1, 0.1])
     monkeypatch.setattr(output, "measure", lambda *_: sys.exit(3))
     with pytest.raises(SystemExit):

@@ -89,6 +89,7 @@ def results(questions: Questions, measured: Measured) -> Results:
         scenes=2,
         visual_tokens=144,
         kv_formula=LAYOUT.formula,
+        dtype="float32",
         environment={
             "vllm": "0",
             "cores": "2",
