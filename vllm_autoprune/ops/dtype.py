@@ -43,5 +43,5 @@ def choose_dtype(*, exact: bool = False) -> Dtype:
     if supported and platform.machine() in ("x86_64", "AMD64"):
         cpu = torch.cpu.get_capabilities()
         # oneDNN reports support from AVX-512 on, without instructions for bfloat16 too.
-        supported = bool(cpu["avx512_bf16"] or cpu["amx_bf16"])
+        supported = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
     return "bfloat16" if supported else "float32"
