@@ -14,6 +14,12 @@ SLOW_BFLOAT16 = (
 )
 SERVE_FLOAT32 = "serve with --dtype float32, which takes twice the memory"
 
+REPRODUCIBLE = {"MKL_CBWR": "AUTO"}
+"""Environment in which a float32 product of few rows does not depend on where its tensors lie.
+
+Else log-probabilities of the same request differ by some 1e-6 between two processes.
+"""
+
 _EMULATED = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Limits in ``ONEDNN_MAX_CPU_ISA`` with which oneDNN claims bfloat16 and emulates it."""
 
