@@ -31,7 +31,7 @@ else
 	@$(PYTHON) scripts/setup_env.py $(VENV)
 endif
 
-demo: venv ## serve two models, stock and pruned, and compare (three minutes)
+demo: venv ## serve two models, stock and pruned, and compare (minutes: it says how many)
 	@echo "demo: benchmarks.demo"
 	@$(PY) -m benchmarks.demo
 

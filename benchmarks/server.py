@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.common import BenchmarkError
+from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
@@ -148,9 +149,12 @@ def command(
     vllm: Path | None = None,
     subcommand: Sequence[str] = ("serve",),
 ) -> list[str]:
-    """The command line of a small local server, run by ``vllm``, or by this interpreter's."""
+    """The command line of a small local server, run by ``vllm``, or by this interpreter's.
+
+    Without a ``--dtype`` among ``flags`` it serves in the one that this machine multiplies fast.
+    """
     vllm = vllm or Path(sys.executable).with_name("vllm")
-    where = ("--host", "127.0.0.1", "--port", str(port))
+    where = ("--host", "127.0.0.1", "--port", str(port), "--dtype", choose_dtype())
     return [str(vllm), *subcommand, str(model), *where, *flags]
 
 

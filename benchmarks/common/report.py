@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.pages.table import Table as Table  # exported from here too
 from vllm_autoprune.statistics import Estimate, Spread, Verdict
 
@@ -87,6 +88,7 @@ def environment() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(cores),
         "load average": f"{os.getloadavg()[0]:.2f}",
+        "dtype of local servers": choose_dtype(),
     }
 
 

@@ -20,6 +20,7 @@ from benchmarks.common.pictures import draw_picture
 from benchmarks.common.report import Table
 from benchmarks.common.shapes import write_llava_next
 from benchmarks.server import run_engine
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.statistics import Verdict
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def count_in_engine(settings: EngineSettings) -> EngineCounts:
         model=settings.model,
         load_format="dummy",
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype=choose_dtype(),
         block_size=BLOCK,
         max_model_len=4096,
         num_gpu_blocks_override=settings.blocks,

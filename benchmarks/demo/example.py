@@ -1,8 +1,8 @@
 """The picture at the end of the demo: one example, its kept tokens and its answers.
 
 Both are recomputed: the checkpoint is opened with transformers, and the server's own code chooses
-the tokens. Its inputs equal the server's up to the rounding of bfloat16 in other kernels, which at
-K = 8 often exchanges one of the least important patches.
+the tokens. Its inputs equal the server's up to the rounding in other kernels, which may exchange
+patches of nearly equal rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.minillava.engine import MAX_ANSWER_TOKENS
 from benchmarks.minillava.split import Example, grade_answers, png
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
+from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.report.trace import trace_images
 from vllm_autoprune.serving.shared.identities import make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
@@ -45,9 +46,10 @@ class Explanation:
 class Explainer:
     """A checkpoint and a state, opened once."""
 
-    def __init__(self, model: Path, text_tower: Path, state: str) -> None:
+    def __init__(self, model: Path, text_tower: Path, state: str, dtype: Dtype) -> None:
         self._state = load_state(state)
-        self._vision = LlavaVision(model, read_text_tower(str(text_tower)))
+        tower = read_text_tower(str(text_tower))
+        self._vision = LlavaVision(model, tower, dtype)
 
     @torch.no_grad()
     def explain(
@@ -77,7 +79,8 @@ class Explainer:
 
         processor = self._vision.processor.image_processor
         pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
-        return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels.to(torch.bfloat16))
+        pixels = pixels.to(self._vision.model.dtype)
+        return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels)
 
     def _answer(self, rows: Tensor, question: str) -> str:
         processor, llava = self._vision.processor, self._vision.model
@@ -145,7 +148,7 @@ def draw_example(settings: Settings, questions: Questions, measured: Measured) -
     number = choose_example(questions.examples, measured)
     example = questions.examples[number]
     image = Image.open(io.BytesIO(png(example.image))).convert("RGB")
-    explainer = Explainer(settings.model, settings.text_tower, settings.state)
+    explainer = Explainer(settings.model, settings.text_tower, settings.state, settings.dtype)
     explanations = [explainer.explain(image, example.question, c) for c in SHOWN]
     panels = [
         picture.Panel(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_autoprune.ops.dtype import choose_dtype
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,8 +36,8 @@ class KvLayout:
         )
 
 
-def read_kv_layout(checkpoint: Path, dtype: str = "bfloat16") -> KvLayout:
-    """The layout of a checkpoint's language model, served in ``dtype``."""
+def read_kv_layout(checkpoint: Path, dtype: str | None = None) -> KvLayout:
+    """The layout of a checkpoint's language model, served in ``dtype``, or this machine's."""
     config = json.loads((checkpoint / "config.json").read_text())
     text = config.get("text_config", config)
     heads = _size(text, "num_attention_heads")
@@ -45,7 +47,7 @@ def read_kv_layout(checkpoint: Path, dtype: str = "bfloat16") -> KvLayout:
         head_dim=_size(text, "head_dim")
         if "head_dim" in text
         else _size(text, "hidden_size") // heads,
-        dtype_bytes=_DTYPE_BYTES[dtype],
+        dtype_bytes=_DTYPE_BYTES[dtype or choose_dtype()],
     )
 
 

@@ -27,11 +27,12 @@ from benchmarks.demo.interrupt import InterruptHandler
 from benchmarks.demo.kv_cache import count_visual_tokens, read_kv_layout
 from benchmarks.demo.results import Results, build_control, build_row
 from benchmarks.demo.speed import measure_speed
-from benchmarks.minillava.split import Example, draw_examples
+from benchmarks.minillava.split import LLAVA, Example, draw_examples
 from benchmarks.server import ServerDied, serve
+from vllm_autoprune.ops.dtype import Dtype, choose_dtype
 
 COMMON_FLAGS = (
-    "--served-model-name", SERVED_NAME, "--dtype", "bfloat16", "--max-model-len", "1024",
+    "--served-model-name", SERVED_NAME, "--max-model-len", "1024",
     "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
 )  # fmt: skip
 """Of both servers. Prefix caching is off, because a hit would look like a fast prefill."""
@@ -48,6 +49,11 @@ class Settings:
     state: str
     scenes: int
     out: Path
+
+    @property
+    def dtype(self) -> Dtype:
+        """mini-LLaVA's is float32 on every CPU, so that its answers are the same on all."""
+        return choose_dtype(exact=self.model == LLAVA)
 
     @property
     def pruning_flags(self) -> tuple[str, ...]:
@@ -91,7 +97,8 @@ def measure(
 ) -> tuple[Results, Questions, Measured]:
     """Measure all servers, one after the other; interrupts end the running one."""
     settings.out.mkdir(parents=True, exist_ok=True)
-    tokens, layout = count_visual_tokens(settings.model), read_kv_layout(settings.model)
+    tokens = count_visual_tokens(settings.model)
+    layout = read_kv_layout(settings.model, settings.dtype)
     with progress.stage("draw scenes"):
         questions = draw_questions(settings.scenes)
     kept = everything_kept(tokens)
@@ -111,6 +118,7 @@ def measure(
         scenes=settings.scenes,
         visual_tokens=tokens,
         kv_formula=layout.formula,
+        dtype=settings.dtype,
         environment=environment(),
         speed=measure_speed(settings.out, progress, interrupt),
     )
@@ -129,7 +137,8 @@ def _serve_and_ask(
     with contextlib.ExitStack() as stack:
         with progress.stage(f"mini-LLaVA, {name}: start"):
             try:
-                server = stack.enter_context(serve(settings.model, *COMMON_FLAGS, *flags, log=log))
+                flags = (*COMMON_FLAGS, "--dtype", settings.dtype, *flags)
+                server = stack.enter_context(serve(settings.model, *flags, log=log))
             except ServerDied:
                 raise build_start_error(log) from None
         return send_questions(server.url, name, questions, asked, progress)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import statistics
 import sys
 import time
+import timeit
 
 import torch
 from rich.console import Console
@@ -15,14 +18,17 @@ from rich.padding import Padding
 from benchmarks.common import BenchmarkError
 from benchmarks.common.progress import create_progress
 from benchmarks.common.report import Table as ReportTable
+from benchmarks.common.shapes import TOKENS
 from benchmarks.demo.configurations import NAMES
 from benchmarks.demo.example import ExamplePicture, draw_example
 from benchmarks.demo.interrupt import InterruptHandler
 from benchmarks.demo.measure import Settings, measure
 from benchmarks.demo.results import Results, Row
+from benchmarks.demo.speed import WIDTH
 from benchmarks.demo.summary import summary, summary_notes, terminal
 from benchmarks.minillava.split import CLIP, LLAVA
 from vllm_autoprune import load_state
+from vllm_autoprune.ops.dtype import Dtype, choose_dtype
 
 COLUMNS = ("K", "tokens chosen by", "accuracy %", "accuracy+ %", "prompt tokens", "KV bytes")
 
@@ -31,8 +37,14 @@ This demo serves two models with `vllm serve`, stock and pruned, on this machine
 with resizing the image to as many tokens:
   mini-LLaVA, trained, tiny:                      how many answers stay right
   LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
-It takes about three minutes on two idle cores, longer on busy ones, and ends with one table and a
-picture."""
+The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
+a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
+with one table and a picture."""
+
+OTHER_SECONDS = 140
+"""Starts of four servers and mini-LLaVA's questions, on two idle cores."""
+PRODUCTS = 1100
+"""What all requests to the large model take, in products of one image's tokens in its MLP."""
 
 
 def cells(row: Row, visual_tokens: int) -> tuple[str, ...]:
@@ -69,11 +81,18 @@ def notes(results: Results) -> tuple[str, ...]:
     )
 
 
+def estimate_minutes(dtype: Dtype) -> int:
+    """Duration of the demo, by the time that a product of the large model takes now."""
+    rows, weight = torch.randn(TOKENS, WIDTH), torch.randn(11008 * WIDTH // 4096, WIDTH)
+    if dtype == "bfloat16":
+        rows, weight = rows.bfloat16(), weight.bfloat16()
+    seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
+    return math.ceil((OTHER_SECONDS + PRODUCTS * statistics.median(seconds)) / 60)
+
+
 def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
     """The whole demo."""
     start = time.monotonic()
-    # Busy-waiting threads of torch in the client would slow the server that is measured.
-    torch.set_num_threads(1)
     settings = Settings(
         model=options.model or LLAVA,
         text_tower=options.text_tower or CLIP,
@@ -85,7 +104,12 @@ def run_demo(options: argparse.Namespace, interrupt: InterruptHandler) -> None:
         if not (checkpoint / "model.safetensors").is_file():
             raise BenchmarkError(f"{checkpoint} contains no checkpoint (model.safetensors)")
     load_state(settings.state)  # fails here rather than after a minute
-    print(INTRODUCTION, file=sys.stderr, flush=True)
+    dtype = choose_dtype()
+    minutes = estimate_minutes(dtype)
+    introduction = INTRODUCTION.format(dtype=dtype, small=settings.dtype, minutes=minutes)
+    print(introduction, file=sys.stderr, flush=True)
+    # Busy-waiting threads of torch in the client would slow the server that is measured.
+    torch.set_num_threads(1)
     progress = create_progress()
     results, questions, measured = measure(settings, progress, interrupt)
     with progress.stage("picture"):

@@ -47,6 +47,7 @@ class Results:
     scenes: int
     visual_tokens: int
     kv_formula: str
+    dtype: str
     environment: Mapping[str, str]
     speed: Speed
     seconds: float = 0.0

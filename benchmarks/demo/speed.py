@@ -35,7 +35,7 @@ ANSWER_TOKENS, QUESTION_WORDS = 4, 16
 SERVED_NAME = "llava-shape"
 
 _FLAGS = (
-    "--served-model-name", SERVED_NAME, "--load-format", "dummy", "--dtype", "bfloat16",
+    "--served-model-name", SERVED_NAME, "--load-format", "dummy",
     "--max-model-len", "1024", "--block-size", "32", "--enforce-eager", "--max-num-seqs", "16",
 )  # fmt: skip
 _PRUNING = (

@@ -74,16 +74,17 @@ def summary_notes(results: Results) -> tuple[str, ...]:
     alone, machine = speed.stock.alone, results.environment
     base = results.row("reference", SHOWN_BUDGET)
     return (
-        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower. Medians "
-        f"of {alone.count} requests alone and {speed.stock.together.count} at once, each of "
-        f"{ANSWER_TOKENS} tokens and on a new image; quartiles alone: {_spread(alone)} stock, "
+        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower, in "
+        f"{machine['dtype of local servers']}. Medians of {alone.count} requests alone "
+        f"and {speed.stock.together.count} at once, each of {ANSWER_TOKENS} tokens and on a new "
+        f"image; quartiles alone: {_spread(alone)} stock, "
         f"{_spread(speed.pruned.alone)} pruned. {machine['cores']} cores at a load average of "
         f"{machine['load average']}: other work changes such times. Resized and pruned have the "
         "same number of tokens; their times differ by more than the selection takes.",
         "Question 1/2/3: one image asked about three times, prefix caching on. Stock finds "
         "the image in its cache; a state that reads the question prefills K tokens again.",
-        f"mini-LLaVA: {results.questions} held-out questions, ± half of the 95 % interval. Pruned "
-        "is the state that a search found for it; its base policy alone: "
+        f"mini-LLaVA, in {results.dtype}: {results.questions} held-out questions, ± half of the "
+        "95 % interval. Pruned is the state that a search found for it; its base policy alone: "
         f"{100 * base.accuracy:.1f} %. Resized: its tokens pooled to K cells, which it was not "
         "trained on, so it is a weak rival here.",
     )

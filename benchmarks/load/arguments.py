@@ -31,7 +31,7 @@ DEFAULT = Workload(model="")
 SERVED_NAME = "served"
 SHAPE = "shape"
 WORKERS_HELP = "locust workers on this machine"
-SMALL_SERVER = "--max-model-len 2048 --block-size 32 --enforce-eager --dtype bfloat16"
+SMALL_SERVER = "--max-model-len 2048 --block-size 32 --enforce-eager"
 
 
 def add_prepare(parser: argparse.ArgumentParser) -> None:

@@ -246,7 +246,7 @@ def _serve(settings: CrossCheck) -> Iterator[tuple[str, str]]:
         settings.out.mkdir(parents=True, exist_ok=True)
         flags = (
             "--served-model-name", SERVED, "--max-model-len", "1024", "--block-size", "32",
-            "--enforce-eager", "--dtype", "bfloat16", "--no-enable-prefix-caching",
+            "--enforce-eager", "--no-enable-prefix-caching",
             "--mm-processor-cache-gb", "0",
         )  # fmt: skip
         with serve(LLAVA, *flags, log=settings.out / "server.log") as server:

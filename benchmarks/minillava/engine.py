@@ -16,6 +16,7 @@ from PIL import Image
 from benchmarks.minillava.split import CHECKPOINT, Example, Split, draw_examples, grade_answers
 from benchmarks.minillava.vocabulary import prompt
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.ops.dtype import choose_dtype
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -31,7 +32,7 @@ def open_engine(checkpoint: Path, settings: Mapping[str, object] | None = None) 
     return LLM(
         model=str(checkpoint / "llava"),
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype=choose_dtype(),
         max_model_len=512,
         block_size=32,
         additional_config={"autoprune": settings} if settings else {},

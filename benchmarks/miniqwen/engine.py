@@ -33,6 +33,7 @@ from benchmarks.miniqwen.split import (
 from benchmarks.miniqwen.vocabulary import prompt
 from vllm_autoprune.checkpoints.engine import keep_engine_in_process, record_selections
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.executor.refine import refine
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -51,7 +52,7 @@ def open_engine(checkpoint: Path, settings: Mapping[str, object] | None = None) 
     return LLM(
         model=str(checkpoint),
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype=choose_dtype(),
         max_model_len=1024,
         block_size=32,
         limit_mm_per_prompt={"image": 1, "video": 0},
@@ -130,7 +131,7 @@ def kept_in_engine(
 @torch.no_grad()
 def transformers_answers(checkpoint: Path, examples: Sequence[Example]) -> list[str]:
     """Greedy answers of transformers, in the order of the examples."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=choose_dtype())
     processor = AutoProcessor.from_pretrained(checkpoint)
     answers: list[str] = []
     for example in examples:

@@ -30,7 +30,7 @@ from offline_search.report.markdown import table
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.states.state import PruningState
 
-_SERVER_FLAGS = ("--enforce-eager", "--dtype", "bfloat16", "--block-size", "32")
+_SERVER_FLAGS = ("--enforce-eager", "--block-size", "32")
 _STATE_FLAGS = ("--autoprune-state", "cdpruner", "--autoprune-requests", "states")
 _NO_CACHE_FLAGS = (
     "--autoprune-feature-cache-gb", "0", "--no-enable-prefix-caching",

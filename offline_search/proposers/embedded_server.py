@@ -18,6 +18,7 @@ from pathlib import Path
 
 from offline_search.proposers.embedded_model import EMBEDDED_MODEL
 from vllm_autoprune.errors import SearchError
+from vllm_autoprune.ops.dtype import choose_dtype
 
 STARTUP_TIMEOUT = 300.0
 """Seconds that a server may take to start; on two busy cores it takes about one minute."""
@@ -37,7 +38,6 @@ _ENVIRONMENT = {
 _COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
 
 _FLAGS = (
-    "--dtype", "bfloat16",
     "--max-model-len", "8192",
     "--max-num-seqs", str(CONCURRENT_REQUESTS),
     "--block-size", "32",
@@ -76,7 +76,8 @@ def serve_model(model: Path) -> Iterator[str]:
 
 def server_arguments(model: Path, port: int) -> list[str]:
     """Arguments of `vllm serve`."""
-    return [str(model), "--host", "127.0.0.1", "--port", str(port), *_FLAGS]
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    return [str(model), *where, "--dtype", choose_dtype(), *_FLAGS]
 
 
 def _terminate_with_parent() -> None:

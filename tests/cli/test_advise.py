@@ -11,6 +11,7 @@ import pytest
 from benchmarks.common.fake_server import fake_server
 from tests.advice.test_probe import VISUAL, N, PrunedServer, running
 from tests.advice.test_server_metrics import PAGE
+from vllm_autoprune.cli.commands import advise
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.states.load import load_state
 
@@ -51,6 +52,14 @@ def test_the_record(capsys: Captured) -> None:
     assert ways["question-free"]["cheaper_than_stock"] == {"from": 1.0, "to": None}
     assert ways["split"]["another_of_first"] == pytest.approx(0.20, abs=0.005)
     assert record["verdict"]["helps"] is True and record["assumptions"]
+
+
+def test_an_operator_of_a_cpu_without_bfloat16_is_told_the_dtype(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_autoprune.cli.commands.advise.choose_dtype", lambda: "float32")
+    assert any("--dtype float32" in note for note in as_record(FULL_DEPTH, capsys)["notes"])
+    assert advise._is_local("http://localhost:8000/v1") and not advise._is_local("http://gpu:8000")
 
 
 def test_pruning_that_does_not_help(capsys: Captured) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.minillava.split import CLIP
 from vllm_autoprune.cli.commands import doctor
@@ -80,6 +81,17 @@ def test_each_failure_names_the_way_to_fix_it(
     assert "pip install --no-deps ." in " ".join(output.split())
     assert "cannot serve yet" in output
     assert len(output.splitlines()) < 30
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_cpu_without_bfloat16_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(doctor, "choose_dtype", lambda: "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--json"]) == 0
+    findings = {f["what"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings["dtype"]["status"] == "warn" and "--dtype float32" in findings["dtype"]["fix"]
 
 
 @pytest.mark.usefixtures("quick")

@@ -22,7 +22,7 @@ BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64, "llava": 32}
 """K of each backbone: above N of a small picture where N varies, and below that of a large one."""
 
 _COMMON = (
-    *("--enforce-eager", "--dtype", "bfloat16", "--block-size", "32"),
+    *("--enforce-eager", "--block-size", "32"),
     *("--limit-mm-per-prompt", '{"image": 128}', "--enable-prompt-tokens-details"),
 )
 _LENGTHS: Mapping[str, str] = {"qwen2_5_vl": "8192", "llava_next": "8192", "llava": "2048"}

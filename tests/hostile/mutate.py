@@ -35,7 +35,7 @@ from tests.serving.runners import ENVIRONMENTS
 from vllm_autoprune.cli.output import CommandParser
 
 FLAGS = (
-    *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),
+    *("--enforce-eager", "--max-model-len", "2048", "--block-size", "32"),
     *("--num-gpu-blocks-override", "1024"),
 )
 PRUNED = (

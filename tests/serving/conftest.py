@@ -13,7 +13,7 @@ from tests.serving.scenarios import end_processes
 from vllm_autoprune.serving.api.endpoint import NAME
 
 COMMON = (
-    *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32"),
+    *("--enforce-eager", "--max-model-len", "2048", "--block-size", "32"),
     "--enable-prompt-tokens-details",
 )
 PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))

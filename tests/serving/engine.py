@@ -15,6 +15,7 @@ from benchmarks.minillava import vocabulary
 from benchmarks.minillava.split import Example, draw_examples
 from tests.serving.paths import CLIP, LLAVA
 from tests.tpdsl.samples import edited, shipped
+from vllm_autoprune.ops.dtype import choose_dtype
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -63,7 +64,7 @@ def start(settings: Mapping[str, object] | None = STATE, **overrides: object) ->
     options: dict[str, object] = {
         "model": str(LLAVA),
         "enforce_eager": True,
-        "dtype": "bfloat16",
+        "dtype": choose_dtype(),
         "max_model_len": 2048,
         "block_size": 32,
         "limit_mm_per_prompt": {"image": 128},

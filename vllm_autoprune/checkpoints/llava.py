@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.checkpoints.regions import restore_picture
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
+from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.content_words import split_content_words
 from vllm_autoprune.serving.api.instruction_tokens import truncate_clip_ids, truncate_text
 from vllm_autoprune.serving.models import BACKBONES
@@ -87,14 +88,16 @@ class EncodedImage:
 class LlavaVision:
     """A LLaVA-1.5 checkpoint, opened once; ``model`` and ``processor`` are transformers' own."""
 
-    def __init__(self, checkpoint: Path, tower: TextTower | None) -> None:
+    def __init__(
+        self, checkpoint: Path, tower: TextTower | None, dtype: Dtype = "bfloat16"
+    ) -> None:
         from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         self.processor = AutoProcessor.from_pretrained(checkpoint)
         self.model, loaded = LlavaForConditionalGeneration.from_pretrained(
-            checkpoint, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
+            checkpoint, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
         # The tokens that are returned run the model later, outside of no_grad.
         self.model.requires_grad_(False)
@@ -128,7 +131,7 @@ class LlavaVision:
         next_reader = (
             _ProjectionRecorder(tower.encoder.layers[layer + 1].self_attn) if layer < -1 else None
         )
-        hidden = tower(pixels.to(torch.bfloat16), output_hidden_states=True).hidden_states[layer]
+        hidden = tower(pixels.to(self.model.dtype), output_hidden_states=True).hidden_states[layer]
         heads = tower.config.num_attention_heads
         query, key = reader.take()
         patches = hidden[:, 1:]

@@ -13,6 +13,7 @@ import numpy
 from PIL import Image
 
 from vllm_autoprune.errors import RequestError
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.selftest.comparisons import BLOCK
 from vllm_autoprune.selftest.engine_observer import EngineObserver
 from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_QUESTION
@@ -37,7 +38,7 @@ class TinyEngine:
         self.llm: Any = LLM(
             model=str(folder),
             enforce_eager=True,
-            dtype="bfloat16",
+            dtype=choose_dtype(),
             max_model_len=1024,
             block_size=BLOCK,
             num_gpu_blocks_override=128,

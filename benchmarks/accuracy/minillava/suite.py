@@ -30,7 +30,7 @@ from vllm_autoprune.evaluation.served import SCORER, score_answers
 
 NAME = "minillava"
 FLAGS = (
-    "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--block-size", "32",
+    "--enforce-eager", "--max-model-len", "512", "--block-size", "32",
     "--autoprune-state", "cdpruner", "--autoprune-requests", "states",
 )  # fmt: skip
 

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 def _build_arms(model: Model, options: argparse.Namespace, budget: int) -> list[Arm]:
     common = (
         "--served-model-name", SERVED, *model.flags, "--block-size", "32", "--enforce-eager",
-        "--dtype", "bfloat16", "--max-num-seqs", "8",
+        "--max-num-seqs", "8",
     )  # fmt: skip
     tower = find_text_tower(model, options.out)
     pruning = (

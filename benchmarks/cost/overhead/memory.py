@@ -26,7 +26,7 @@ TOLERANCE = 8 * MIB
 """Growth that is tolerated: a stock server's resident memory varies by as much."""
 
 FLAGS = (
-    "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--block-size", "32",
+    "--enforce-eager", "--max-model-len", "2048", "--block-size", "32",
     "--num-gpu-blocks-override", "256", "--mm-processor-cache-gb", "0.02",
 )  # fmt: skip
 

@@ -94,7 +94,7 @@ def measure(settings: Settings) -> Section:
 @contextlib.contextmanager
 def _serve(settings: Settings, name: str, bare: Path) -> Iterator[Server]:
     log_progress(f"inert: start {name}")
-    flags = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048",
+    flags = ("--enforce-eager", "--max-model-len", "2048",
              "--no-enable-prefix-caching", "--mm-processor-cache-gb", "0")  # fmt: skip
     log = settings.log(f"inert-{name.replace(' ', '-')}")
     stock = name != "plugin"

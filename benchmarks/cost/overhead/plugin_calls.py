@@ -77,7 +77,7 @@ def count_calls(settings: Settings, flags: Sequence[str]) -> Calls:
         log = Path(folder) / "calls.log"
         log.touch()
         environment = {**profiled(Path(folder)), _LOG: str(log)}
-        options = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", *flags)
+        options = ("--enforce-eager", "--max-model-len", "2048", *flags)
         with serve(settings.model, *options, env=environment) as server:
             start = log.stat().st_size
             client = Client(server.url)

@@ -15,6 +15,7 @@ from benchmarks.common.progress import log_progress
 from benchmarks.common.report import Claim, Section
 from benchmarks.cost.overhead.settings import Settings
 from benchmarks.server import run_engine
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.statistics import verdict_of
 
 IMAGES, QUESTIONS, MORE = 4, 5, 60
@@ -71,7 +72,7 @@ def count_vision_runs(model: str, tower: str) -> Mapping[str, int]:
     llm = LLM(
         model=model,
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype=choose_dtype(),
         max_model_len=2048,
         additional_config={"autoprune": settings},
     )

@@ -39,6 +39,7 @@ from benchmarks.cost.overhead.settings import (
 )
 from benchmarks.cost.overhead.ttft_parts import measure_parts
 from benchmarks.server import Server, serve
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.statistics import (
     Spread,
     at_most,
@@ -163,7 +164,7 @@ def measure_server(settings: Settings, llava: Path, tower: Path | None) -> Run:
     """Serve the shape pruned and send all kinds of requests, interleaved."""
     name = "without text tower" if tower is None else "with text tower"
     flags = [
-        "--load-format", "dummy", "--enforce-eager", "--dtype", "bfloat16",
+        "--load-format", "dummy", "--enforce-eager",
         "--max-model-len", "2048", "--block-size", "32",
         "--enable-prompt-tokens-details", "--trust-request-mm-kwargs",
         "--autoprune-state", STATE, "--autoprune-budget", str(BUDGET),
@@ -228,8 +229,8 @@ def build_section(layers: int, runs: Sequence[Run], parts: Mapping[str, Spread])
         name="ttft",
         title="Time to first token",
         setup=[
-            f"LLaVA-1.5-7B's true widths, dummy weights, bfloat16, eager; vision tower at its full "
-            f"depth (CLIP-L/14-336, 24 layers), language model {layers} of 32 layers deep",
+            f"LLaVA-1.5-7B's true widths, dummy weights, {choose_dtype()}, eager; vision tower at "
+            f"its full depth (CLIP-L/14-336, 24 layers), language model {layers} of 32 layers deep",
             f"state `{STATE}`, K = {BUDGET} of 576; PNG of 640 x 480; questions of {QUESTION} "
             f"words; prompts of {', '.join(map(str, lengths))} tokens, text prompts of as many",
             "one server at a time, both kinds in alternating order; no request found a token in "

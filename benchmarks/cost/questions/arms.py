@@ -104,7 +104,7 @@ def request_settings(
 
 
 def _flags(model: Model, state: str | None, budget: int, tower: Path | None) -> Iterator[str]:
-    yield from (*model.flags, "--enforce-eager", "--dtype", "bfloat16", "--block-size", str(BLOCK))
+    yield from (*model.flags, "--enforce-eager", "--block-size", str(BLOCK))
     yield from ("--max-num-seqs", "8", "--enable-prompt-tokens-details")
     if state is not None:
         yield from ("--autoprune-state", state, "--autoprune-budget", str(budget))

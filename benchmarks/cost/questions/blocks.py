@@ -19,6 +19,7 @@ from benchmarks.cost.capacity import build_prompt, step_through
 from benchmarks.cost.overhead.settings import draw_words
 from benchmarks.cost.questions.arms import ARMS, BLOCK, FREE, SPLIT, STOCK, TODAY, state_of
 from benchmarks.server import run_engine
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.statistics import verdict_of
 
 SIDE, BUDGET = 672, 320
@@ -79,7 +80,7 @@ def count_in_engine(settings: EngineSettings) -> EngineCounts:
         model=settings.model,
         load_format="dummy",
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype=choose_dtype(),
         block_size=BLOCK,
         max_model_len=4096,
         max_num_seqs=max(AT_ONCE),

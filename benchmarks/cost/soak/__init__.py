@@ -136,7 +136,7 @@ def server_flags(users: int) -> tuple[str, ...]:
     """Flags of the server: 16 blocks for each request that runs, the most that one needs."""
     at_once = users + KILLERS
     return (
-        *("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"),
+        *("--enforce-eager", "--max-model-len", "1024"),
         *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(16 * at_once)),
         *("--max-num-seqs", str(at_once), "--mm-processor-cache-gb", "0.02"),
         *("--limit-mm-per-prompt", '{"image": 2}'),

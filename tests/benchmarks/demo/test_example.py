@@ -28,7 +28,7 @@ EXAMPLES = [e for e in draw_examples("test", 2) if e.kind in ("digit", "colour")
 
 @pytest.fixture(scope="module")
 def explainer() -> Explainer:
-    return Explainer(LLAVA, CLIP, "autoprune")
+    return Explainer(LLAVA, CLIP, "autoprune", "bfloat16")  # as the reader
 
 
 def image(example: Example) -> Image.Image:

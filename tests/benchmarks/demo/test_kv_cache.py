@@ -22,7 +22,7 @@ def test_bytes_of_a_token_count_a_key_and_a_value_in_every_layer(tmp_path: Path)
         "num_key_value_heads": 6,
         "head_dim": 32,
     }
-    layout = read_kv_layout(_write(tmp_path, {"text_config": text}))
+    layout = read_kv_layout(_write(tmp_path, {"text_config": text}), dtype="bfloat16")
 
     # 4 layers x (6 x 32 numbers of a key + as many of a value) x 2 bytes
     assert layout.bytes_per_token == 4 * (192 + 192) * 2 == 3072

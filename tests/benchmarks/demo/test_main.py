@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.demo import output
 from benchmarks.demo.__main__ import build_parser, main
 from benchmarks.demo.failure import build_start_error, describe_failure, find_root_cause
 from benchmarks.demo.interrupt import SIGNALS
@@ -51,6 +53,19 @@ def test_an_invalid_state_is_refused_before_a_server_starts(
     captured = capsys.readouterr().err
     assert captured.startswith("demo: ") and "nosuch" in captured and captured.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_start_says_dtype_and_duration_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "choose_dtype", lambda **_: "float32")
+    monkeypatch.setattr("timeit.repeat", lambda *_, **__: [0.9, 0.1, 0.1])
+    monkeypatch.setattr(output, "measure", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path)])
+    # 140 s + 1,100 x 0.1 s
+    text = " ".join(capsys.readouterr().err.split())
+    assert "served in float32" in text and "takes about 5 minutes here" in text
 
 
 @pytest.mark.parametrize("wrong", [["--scenes", "0"], ["--scenes", "x"]])

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from tests.serving.engine import examples, picture, turn
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.scenarios import Report, scenario
+from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.serving.shared.plan import FIELD, ItemPlan
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _config(*, pruned: bool = True) -> VllmConfig:
     return EngineArgs(
         model=str(LLAVA),
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype=choose_dtype(),
         max_model_len=512,
         limit_mm_per_prompt={"image": 128},
         mm_processor_cache_gb=0,

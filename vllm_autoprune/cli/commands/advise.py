@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import math
 import os
+import socket
 import sys
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from vllm_autoprune.advice.model import estimate_ways, fit_layers
 from vllm_autoprune.advice.observation import Observation, complete
@@ -16,6 +18,7 @@ from vllm_autoprune.cli.advice_output import Advice, advice_record, format_advic
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import as_json
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 
 if TYPE_CHECKING:
     from vllm_autoprune.tpdsl.states.state import PruningState
@@ -111,10 +114,17 @@ def _run(options: argparse.Namespace) -> int:
     if state is not None:
         known = _apply_state(state, options, known)
     traffic, timings, notes = complete(known)
+    if _is_local(options.server) and choose_dtype() == "float32":
+        notes += (f"If the server runs in bfloat16 here: {SLOW_BFLOAT16} -> {SERVE_FLOAT32}.",)
     estimates = estimate_ways(traffic, timings)
     advice = Advice(traffic, timings, estimates, judge(traffic, estimates), notes)
     print(as_json(advice_record(advice)) if options.json else format_advice(advice))
     return 0
+
+
+def _is_local(url: str | None) -> bool:
+    here = (None, "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
+    return url is None or urlsplit(url).hostname in here
 
 
 def _read_flags(options: argparse.Namespace) -> Observation:

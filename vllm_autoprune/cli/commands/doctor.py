@@ -23,6 +23,7 @@ from vllm_autoprune import __version__
 from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.cli.output import WIDTH, as_json, format_table
 from vllm_autoprune.errors import AutopruneError, ConfigError
+from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import require_vllm, uses_rust_frontend, vllm_version
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
@@ -100,6 +101,8 @@ def _device() -> Iterator[Finding]:
     else:
         threads = torch.get_num_threads()
         yield Finding("device", "ok", f"CPU, {threads} threads; no GPU is seen")
+        if choose_dtype() == "float32":
+            yield Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
 
 
 def _plugin() -> Iterator[Finding]:
