@@ -65,8 +65,9 @@ def notes(model: Model) -> Iterator[str]:
         "output of the vision tower."
     )
     yield (
-        "GPU memory: the most that the workers had allocated during the requests. vLLM reserves its "
-        "KV cache whatever is pruned, so this changes little; KV MiB is what one prompt needs of it."
+        "GPU memory: the most that the workers had allocated during the requests. vLLM reserves "
+        "its KV cache whatever is pruned, so this changes little; KV MiB is what one prompt needs "
+        "of it."
     )
     if model.scored:
         yield "Score: accuracy + accuracy+ on held-out questions, at most 200."
