@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
+from benchmarks.minillava.selections import EQUAL_POLICIES
 from benchmarks.zoo.states import QUOTAS, SEARCH_RESULTS
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import Case
@@ -57,7 +58,8 @@ def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
 
 def _base_policy_cases(budget: int) -> Iterator[Case]:
     for policy in BASE_POLICIES:
-        yield from _policy_cases(policy, budget)
+        if policy not in EQUAL_POLICIES:
+            yield from _policy_cases(policy, budget)
 
 
 def _policy_cases(policy: str, budget: int) -> Iterator[Case]:
