@@ -42,7 +42,9 @@ def test_the_calls_in_the_docs_parse() -> None:
     parsed = [parser().parse_args(call) for call in CALLS]
     assert {options.command for options in parsed} == {"eval"}
     assert parsed[0].data == Path("questions.jsonl")
-    assert len(parsed[1].arm) == 3 and parsed[2].include_path == Path("lmms-task")
+    assert parsed[1].judge_url == "http://judge:8000/v1" and parsed[2].include_path == Path(
+        "lmms-task"
+    )
 
 
 def test_own_questions_are_measured_in_every_case(

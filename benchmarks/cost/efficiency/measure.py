@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,11 @@ from benchmarks.server import Server, ServerDied, serve
 SERVED = "served"
 OUTPUT_TOKENS = 16
 CONCURRENCY = 8
+
+_PATH = os.pathsep.join(
+    [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
+)
+"""Where the workers of a server find this module, which is not installed."""
 
 
 class Pass(StrictModel):
@@ -111,7 +117,7 @@ def measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path) 
     extension = f"{DeviceMemory.__module__}.{DeviceMemory.__qualname__}"
     flags = (*arm.flags, "--worker-extension-cls", extension)
     # The endpoint that calls methods of the workers needs the development mode.
-    environment = {**dict(arm.environment), "VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**dict(arm.environment), "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _PATH}
     try:
         with serve(arm.model, *flags, env=environment, log=log, patience=900) as server:
             return _send_requests(server, model, requests, scenes)

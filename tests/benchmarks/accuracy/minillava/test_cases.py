@@ -5,10 +5,11 @@ from itertools import combinations
 
 import pytest
 
-from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases, residual_on
+from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases
 from benchmarks.accuracy.yardsticks.minillava import MiniLlava
 from benchmarks.minillava.selections import EQUAL_POLICIES
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.served import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.load import load_state
 
