@@ -173,6 +173,7 @@ class Refusals:
         """Count an answer; raises :class:`ConfigError` once nothing is left to compare."""
         if not (answer.failure or "").startswith(REJECTED):
             self._served.add(case.name)
+            self.reasons.pop(case.name, None)
             return
         self._rejected[case.name] += 1
         count = min(_REJECTIONS, self._asked[case.name])
