@@ -57,6 +57,13 @@ def keep_evidence(examples: Sequence[Example], tokens: VisualTokens, count: int)
     return gather_rows(tokens.features, torch.tensor(rows).sort(1).values)
 
 
+EQUAL_POLICIES = {"pyramiddrop": "fastv"}
+"""Base policies that keep the tokens of another one on this model, and have no row beside it.
+
+A quarter of its six layers, where PyramidDrop's first stage ranks, is the layer that FastV reads.
+"""
+
+
 def _policy_selection(policy: BasePolicy) -> Selection:
     params = policy.call(name=policy.name).params
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 from tests.benchmarks.accuracy.minillava.server import answering
 from tests.offline_search.endpoint import Answer, Body, endpoint, error
 from vllm_autoprune.cli.main import main, parser
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
 CALLS = [
@@ -40,7 +42,9 @@ def test_the_calls_in_the_docs_parse() -> None:
     parsed = [parser().parse_args(call) for call in CALLS]
     assert {options.command for options in parsed} == {"eval"}
     assert parsed[0].data == Path("questions.jsonl")
-    assert len(parsed[1].arm) == 3 and parsed[2].include_path == Path("lmms-task")
+    assert parsed[1].judge_url == "http://judge:8000/v1" and parsed[2].include_path == Path(
+        "lmms-task"
+    )
 
 
 def test_own_questions_are_measured_in_every_case(
@@ -122,7 +126,7 @@ def test_a_dry_run_starts_nothing(
         (["--suite", "data:/nowhere.jsonl", "--server-url", "http://h"], "cannot be read"),
         (["--suite", "data:x", "--server-url", "u", "--budgets", "0"], "--budgets 0: are below 1"),
         (["--suite", "lmms:mme", "--arm", "full=http://h"], "--served-name: is missing"),
-        (["--suite", "lmms:mme", "--served-name", "m"], "--arm: is missing"),
+        (["--suite", "lmms:mme", "--served-name", "m"], "--arm: is missing -> give --server-url"),
         (
             ["--suite", "lmms:mine", "--served-name", "m", "--include-path", "/nowhere"],
             "--include-path /nowhere: declares no task",
@@ -148,3 +152,42 @@ def test_a_command_with_a_wrong_address_leaves_nothing_to_resume(
     assert "does not answer" in capsys.readouterr().err
     with endpoint(answering) as server:
         assert main([*call, "--server-url", server.url]) == 0
+
+
+def refusing(policies: set[str]) -> Callable[[Body, int], Answer]:
+    """A server that refuses the states upon some base policies."""
+
+    def answer(body: Body, number: int) -> Answer:
+        state = body["mm_processor_kwargs"]["autoprune"].get("state")
+        if state is not None and state["base_policy"]["name"] in policies:
+            return error(400, "needs inputs that this model has not")
+        return answering(body, number)
+
+    return answer
+
+
+def test_every_base_policy_is_measured_on_any_server(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["eval", "--data", str(data), "--state", "all", "--budgets", "8", "16"]
+    call += ["--out", str(tmp_path / "out")]
+    with endpoint(refusing({"fastv"})) as server:
+        assert main([*call, "--server-url", server.url]) == 0
+    page = capsys.readouterr().out
+    assert "AutoPrune less strategy only" in page
+    assert "| fastv | 8 | status 400: needs inputs that this model has not |" in page
+    for policy in BASE_POLICIES.keys() - {"fastv"}:
+        state = "autoprune" if policy == "cdpruner" else f"autoprune-on-{policy}"
+        assert f"| {policy} | 100.0 |" in page and f"| {state} | 100.0 |" in page
+
+
+def test_a_server_that_refuses_every_state_is_reported_at_once(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["eval", "--data", str(data), "--out", str(tmp_path / "out"), "--server-url"]
+    with endpoint(refusing({"cdpruner"})) as server:
+        assert main([*call, server.url]) == 1
+    message = capsys.readouterr().err
+    assert "refuses every state: status 400: needs inputs that this model has not -> " in message
+    with endpoint(answering) as server:
+        assert main([*call, server.url]) == 0  # without --resume

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,14 @@ RECORDED = ROOT / "benchmarks/search/recorded/study"
 CELLS = sorted(folder.name for folder in RECORDED.iterdir())
 WITH_MODEL = [cell for cell in CELLS if "autoprune-0" in read_results(RECORDED / cell)]
 """Cells of which the searches are recorded in which the model writes candidates."""
+
+SEARCHES = [
+    (cell, arm)
+    for cell in CELLS
+    for arm in ("random", "tpe", "autoprune+@none")
+    if f"{arm}-0" in read_results(RECORDED / cell)
+]
+"""Searches without a language model."""
 
 NAMES = {"minillava": "mini-LLaVA", "miniqwen": "mini-Qwen3-VL"}
 SEEDS = range(8)
@@ -91,8 +101,7 @@ def test_recorded_winners_are_those_that_were_confirmed(cell: str) -> None:
         assert confirmed[name].questions == 600
 
 
-@pytest.mark.parametrize("arm", ["tpe", "autoprune+@none"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("cell", "arm"), SEARCHES)
 def test_the_rows_of_searches_without_a_model_are_those_of_their_results(
     cell: str, arm: str
 ) -> None:
@@ -110,6 +119,12 @@ def test_the_rows_of_searches_without_a_model_are_those_of_their_results(
     ]
     accuracy = format_mean([100 * confirmed[f"{arm}-{seed}"].accuracy for seed in SEEDS], 1)
     assert arm == "tpe" or f"| {accuracy} | {format_gap(gaps)} |" in PAGE
+
+
+def test_every_row_of_a_strategy_has_its_searches() -> None:
+    """Two tables of each cell, on 128 and on 600 questions."""
+    rows = re.findall(r"^\| (?:8|16) \| `([a-z+]+)` \|", PAGE, flags=re.MULTILINE)
+    assert Counter(rows) == Counter(2 * [arm.removesuffix("@none") for _, arm in SEARCHES])
 
 
 def test_the_model_that_ranks_showed_skill_in_as_many_searches_as_the_page_says() -> None:

@@ -48,6 +48,7 @@ class FakeEndpoint:
     down: bool = False
     """Whether the list of models fails as well."""
     models: Answer = field(default_factory=lambda: model_list("m"))
+    paths: set[str] = field(default_factory=set)
     ports: set[int] = field(default_factory=set)
     """Client ports of all requests, to count connections."""
 
@@ -75,6 +76,7 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeEndpoint]:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
             fake.requests.append(body)
+            fake.paths.add(self.path)
             fake.ports.add(self.client_address[1])
             self._send(*fake.answer(body, len(fake.requests) - 1))
 

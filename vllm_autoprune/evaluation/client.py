@@ -19,6 +19,9 @@ from offline_search.evaluation.scoring_request import score_reference_answer, sc
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import Answer, Case, EvaluationError, Question
 
+REJECTED = "status 4"
+"""How the failure of a request begins that the server rejected, and would reject again."""
+
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
 _ATTEMPTS = 3
 _DIGITS = 5
@@ -113,7 +116,7 @@ class AnswerClient:
         )
         response = await self._client.post(f"{self._url}/v1/chat/completions", json=body)
         if 400 <= response.status_code < 500:
-            raise EvaluationFailed(f"status {response.status_code}: {response.text[:300]}")
+            raise EvaluationFailed(describe_rejection(response))
         response.raise_for_status()
         content = response.json()
         logprob, right = score_reference_answer(content["prompt_logprobs"], question.answer)
@@ -125,6 +128,14 @@ class AnswerClient:
             logprob=round(logprob, _DIGITS),
             prompt_tokens=int(content["usage"]["prompt_tokens"]),
         )
+
+
+def describe_rejection(response: httpx.Response) -> str:
+    """Status and message of a response that is an error, on one line."""
+    text = response.text
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = str(response.json()["error"]["message"])
+    return f"status {response.status_code}: {' '.join(text.split())[:300]}"
 
 
 def _failed(case: Case, question: PreparedQuestion, failure: str) -> Answer:

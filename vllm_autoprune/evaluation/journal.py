@@ -101,14 +101,20 @@ class Journal(RecordFile[Record]):
         """Append the records that are new, in one write.
 
         Raises :class:`EvaluationError` if a case or a question differs from its earlier record, or
-        if the file cannot be written.
+        if the file cannot be written. Whether a server refuses a case may differ: another start of
+        the server may serve it.
         """
         new = []
         for record in records:
             existing = self.contents.existing(record)
             if existing == record:
                 continue
-            if existing is not None and isinstance(record, Case | Question | Setup):
+            if isinstance(existing, Case) and isinstance(record, Case):
+                existing = existing.model_copy(update={"refused": record.refused})
+                may_differ = existing == record
+            else:
+                may_differ = existing is None or not isinstance(record, Question | Setup)
+            if not may_differ:
                 raise EvaluationError(
                     f"{self.path}: {record.key} differs from the one recorded before -> name "
                     "another folder with --out"

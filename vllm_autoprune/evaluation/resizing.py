@@ -64,7 +64,9 @@ def compare_with_resizing(
         own, other = figures[case.name].kinds, figures[control.name].kinds
         known = case.name in lengths and control.name in lengths
         more_tokens = lengths[case.name] - lengths[control.name] if known else 0.0
-        stated = case.arm == "found" or (case.arm == "base" and case.name not in bases)
+        stated = case.arm in ("found", "autoprune") or (
+            case.arm == "base" and case.name not in bases
+        )
         for kind in own:
             if kind not in other or (kind is not None and not several):
                 continue

@@ -7,6 +7,7 @@ file; other suites share :func:`score_answers` and :func:`prune_case`.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,19 @@ from pydantic import JsonValue
 
 from offline_search.evaluation.served_evaluator import MAX_IN_FLIGHT
 from vllm_autoprune import __version__
-from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.evaluation.client import AnswerClient, PreparedQuestion, questions_digest
+from vllm_autoprune.base_policies import __all__ as _policies_are_loaded
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.evaluation.client import (
+    REJECTED,
+    AnswerClient,
+    PreparedQuestion,
+    questions_digest,
+)
 from vllm_autoprune.evaluation.journal import Contents, Journal, unanswered
 from vllm_autoprune.evaluation.question_file import read_questions
 from vllm_autoprune.evaluation.records import MME, RESIZED, Answer, Arm, Case, Setup
 from vllm_autoprune.evaluation.run import Progress
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.executor.materialize import materialize
 from vllm_autoprune.tpdsl.states.load import load_state
 from vllm_autoprune.tpdsl.states.state import PruningState
@@ -28,6 +36,15 @@ from vllm_autoprune.tpdsl.states.state import PruningState
 SCORER = f"vllm-autoprune {__version__}: greedy decoding gives the reference answer"
 FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
 """The unpruned model, which every other case is compared with."""
+
+SOURCE = "autoprune"
+"""The shipped state whose exchange is applied to every base policy."""
+
+ALL = "all"
+"""Name that stands for every base policy."""
+
+_REJECTIONS = 2
+"""Questions that a server rejects in a row, from the first on, before a case counts as refused."""
 
 _WRITE_EVERY = 64
 """Answers that are written together; a killed process loses at most as many."""
@@ -91,13 +108,21 @@ async def score_answers(
     journal: Journal,
     progress: Progress,
 ) -> None:
-    """Score all pairs concurrently, started in order; answers are written even after an error."""
+    """Score all pairs concurrently, started in order; answers are written even after an error.
+
+    A case whose state the server rejects from the first question on is recorded as refused, with
+    the server's reason. Raises :class:`ConfigError` where it rejects every state, or any choice.
+    """
     client = AnswerClient(settings.url, settings.max_in_flight, settings.wait)
     queue, done = iter(pairs), list[Answer]()
+    refusals = Refusals(settings.url, [case for case, _ in pairs], journal.contents)
 
     async def work() -> None:
         for case, question in queue:
-            done.append(await client.score(case, question))
+            if case.name not in refusals.reasons:
+                answer = await client.score(case, question)
+                refusals.add(case, answer)
+                done.append(answer)
             progress.advance()
             if len(done) >= _WRITE_EVERY:
                 journal.append(done)
@@ -109,9 +134,17 @@ async def score_answers(
             for _ in range(settings.max_in_flight):
                 group.create_task(work())
     except ExceptionGroup as errors:
-        raise _first_error(errors) from None
+        error = _first_error(errors)
+        if isinstance(error, ConfigError):
+            done.clear()  # else the corrected command would have to say --resume
+        raise error from None
     finally:
         journal.append(done)
+        cases = {case.name: case for case, _ in pairs}
+        journal.append([
+            cases[name].model_copy(update={"refused": reason})
+            for name, reason in refusals.reasons.items()
+        ])  # fmt: skip
         await client.close()
 
 
@@ -120,19 +153,58 @@ def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
 
 
+class Refusals:
+    """The cases whose states a server refuses; the others are measured without them."""
+
+    def __init__(self, url: str, cases: Sequence[Case], contents: Contents) -> None:
+        """``cases``: that of every question that will be asked."""
+        self.reasons: dict[str, str] = {}
+        """By case, the server's message."""
+        self._url, self._asked = url, Counter(case.name for case in cases)
+        self._states = {one.name for one in contents.cases.values() if "state" in one.pruning}
+        self._served = {
+            name
+            for name, answers in contents.answers.items()
+            if any(answer.failure is None for answer in answers.values())
+        }
+        self._rejected = Counter[str]()
+
+    def add(self, case: Case, answer: Answer) -> None:
+        """Count an answer; raises :class:`ConfigError` once nothing is left to compare."""
+        if not (answer.failure or "").startswith(REJECTED):
+            self._served.add(case.name)
+            self.reasons.pop(case.name, None)
+            return
+        self._rejected[case.name] += 1
+        count = min(_REJECTIONS, self._asked[case.name])
+        if case.name not in self._served and self._rejected[case.name] >= count:
+            self.refuse(case, answer.failure or "")
+
+    def refuse(self, case: Case, reason: str) -> None:
+        """Record a refusal; raises :class:`ConfigError` once nothing is left to compare."""
+        if case.name in self._states:
+            self.reasons[case.name] = reason
+            left = (self._asked.keys() & self._states) - self.reasons.keys()
+            nothing = not left and not self._served & self._states
+        else:
+            nothing = case.name == FULL.name
+        if nothing:
+            fix = "start it with --autoprune-requests states, or name states that its model serves"
+            raise ConfigError("eval", [Problem(self._url, f"refuses every state: {reason}", fix)])
+
+
 class FileSuite:
     """The questions of a JSONL file: full tokens, controls, base policies and states."""
 
     def __init__(
         self,
         path: Path,
-        states: Sequence[str],
-        budgets: Sequence[int],
+        cases: Sequence[Case],
         settings: Settings,
         limit: int | None = None,
     ) -> None:
-        """``states`` are names or files, ``limit`` the maximum number of questions."""
-        self.cases = list(build_cases([load_state(state) for state in states], budgets))
+        """``limit`` is the maximum number of questions."""
+        self.cases = cases
         self._path, self._settings = path, settings
         self._questions = {q.record.id: q for q in read_questions(path, limit)}
         records = [question.record for question in self._questions.values()]
@@ -185,6 +257,28 @@ class FileSuite:
                 yield f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
 
 
+def find_states(names: Sequence[str]) -> list[PruningState]:
+    """States by name or file; ``all`` is the exchange of ``autoprune`` on every base policy.
+
+    Each is measured beside its base policy alone, so ``all`` gives a table of base policies.
+    """
+    assert _policies_are_loaded, "importing the package registers its policies"
+    states = list[PruningState]()
+    for name in names:
+        states += map(residual_on, BASE_POLICIES) if name == ALL else [load_state(name)]
+    return states
+
+
+def residual_on(policy: str) -> PruningState:
+    """The shipped state with another base policy."""
+    source = load_state(SOURCE)
+    if policy == source.base_policy.name:
+        return source
+    data = source.model_dump(mode="json")
+    data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
+    return load_state(data | {"provenance": {}})
+
+
 def build_cases(states: Sequence[PruningState], budgets: Sequence[int]) -> Iterator[Case]:
     """The full model; for each budget both controls, and each state with its base policy alone."""
     yield FULL
@@ -195,9 +289,9 @@ def build_cases(states: Sequence[PruningState], budgets: Sequence[int]) -> Itera
         for state in states:
             alone = _base_policy_alone(state)
             base = prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget)
-            own = prune_case(
-                f"{state.name}@{budget}", "found", state.name, state, budget, base.name
-            )
+            shipped = state.digest == residual_on(state.base_policy.name).digest
+            arm: Arm = "autoprune" if shipped else "found"
+            own = prune_case(f"{state.name}@{budget}", arm, state.name, state, budget, base.name)
             cases = (base,) if state.digest == alone.digest else (base, own)
             for case in cases:
                 if case.name not in names:

@@ -220,8 +220,8 @@ def _published_row(table: published.Table, ours: Row) -> published.Row | None:
     """The published row of the same method and budget, if there is one."""
     case = ours.case
     names = {"full": "full", "autoprune": "AutoPrune", "base": case.label}
-    if case.arm not in names:
-        return None
+    if case.arm not in names or (case.arm == "autoprune" and not case.base.startswith("cdpruner@")):
+        return None  # the published rows of AutoPrune are all on CDPruner
     method = _normalise_name(names[case.arm])
     for row in table.rows:
         same_budget = case.arm == "full" or row.tokens == case.budget

@@ -9,20 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
+from benchmarks.minillava.selections import EQUAL_POLICIES
 from benchmarks.zoo.states import QUOTAS, SEARCH_RESULTS
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import Case
-from vllm_autoprune.evaluation.served import FULL, prune_case, random_case, resized_case
+from vllm_autoprune.evaluation.served import (
+    FULL,
+    SOURCE,
+    prune_case,
+    random_case,
+    residual_on,
+    resized_case,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.load import load_state
-from vllm_autoprune.tpdsl.states.state import PruningState
 
 Family = Literal["random", "resized", "policies", "found", "components", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """Families of cases that can be measured beside the full model; by default all of them."""
 
 BUDGETS = (64, 32, 16, 8, 4)
-SOURCE = "autoprune"
 _COMPONENTS = {
     "ablation-without-anchoring": "w/o reference anchoring",
     "ablation-without-fusion": "w/o multi-score fusion",
@@ -50,19 +56,10 @@ def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
             yield from _policy_cases(load_state(SOURCE).base_policy.name, budget)
 
 
-def residual_on(policy: str) -> PruningState:
-    """The shipped state with another base policy."""
-    source = load_state(SOURCE)
-    if policy == source.base_policy.name:
-        return source
-    data = source.model_dump(mode="json")
-    data |= {"name": f"{SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
-    return load_state(data | {"provenance": {}})
-
-
 def _base_policy_cases(budget: int) -> Iterator[Case]:
     for policy in BASE_POLICIES:
-        yield from _policy_cases(policy, budget)
+        if policy not in EQUAL_POLICIES:
+            yield from _policy_cases(policy, budget)
 
 
 def _policy_cases(policy: str, budget: int) -> Iterator[Case]:

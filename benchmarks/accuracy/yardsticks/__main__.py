@@ -49,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(name: str, options: argparse.Namespace) -> Measured:
     yardstick = open_yardstick(name)
     progress = Progress(lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
-    cases = build_cases(yardstick.budgets, yardstick.available, options.methods)
+    cases = [
+        case
+        for case in build_cases(yardstick.budgets, yardstick.available, options.methods)
+        if case.name not in yardstick.equal_policies
+    ]
     with YardstickJournal(options.out / f"{name}.jsonl", yardstick.model) as journal:
         results = measure(yardstick, cases, options.images, journal, progress)
     rows = list(build_rows(results))

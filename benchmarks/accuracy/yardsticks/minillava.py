@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from benchmarks.accuracy.yardsticks.cases import FULL, ORACLE, RANDOM, RESIZED, 
 from benchmarks.accuracy.yardsticks.yardstick import CaseScores
 from benchmarks.minillava.reader import Reader
 from benchmarks.minillava.selections import (
+    EQUAL_POLICIES,
     Selection,
     keep_all,
     keep_evidence,
@@ -53,6 +54,7 @@ class MiniLlava:
     eighth: ClassVar[str] = "K = 18"
     usual_tokens: ClassVar[int] = TOKENS
     available: ClassVar[frozenset[Need]] = frozenset(get_args(Need)) - {"merger_input"}
+    equal_policies: ClassVar[Collection[str]] = EQUAL_POLICIES
     categories: ClassVar[Mapping[str, Sequence[str]]] = CATEGORIES
     images_per_batch: ClassVar[int] = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,7 @@ class MiniQwen:
     available: ClassVar[frozenset[Need]] = frozenset(
         ("cls_attention", "instruction", "encoder", "merger_input", "words")
     )
+    equal_policies: ClassVar[Collection[str]] = ()
     categories: ClassVar[Mapping[str, Sequence[str]]] = CATEGORIES
     images_per_batch: ClassVar[int] = 1
 

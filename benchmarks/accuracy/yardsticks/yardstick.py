@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Protocol
@@ -37,6 +37,7 @@ class Yardstick(Protocol):
     ``default`` is the state that the evidence recommends for the model's family; ``eighth`` is the
     label of the budget that keeps an eighth of all tokens. ``usual_tokens`` is N of a usual image,
     and ``available`` are the inputs that a server of this backbone gives to policies.
+    ``equal_policies`` keep the tokens of another base policy on this model, and have no row.
     ``categories`` has the kinds of questions of each category.
     """
 
@@ -46,6 +47,7 @@ class Yardstick(Protocol):
     eighth: ClassVar[str]
     usual_tokens: ClassVar[int]
     available: ClassVar[frozenset[Need]]
+    equal_policies: ClassVar[Collection[str]]
     categories: ClassVar[Mapping[str, Sequence[str]]]
     images_per_batch: ClassVar[int]
 

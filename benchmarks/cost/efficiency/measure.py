@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from benchmarks.common import BenchmarkError, StrictModel
 from benchmarks.common.client import EMPTY, Client, build_body, build_content
@@ -22,6 +26,11 @@ SERVED = "served"
 OUTPUT_TOKENS = 16
 CONCURRENCY = 8
 
+_PATH = os.pathsep.join(
+    [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
+)
+"""Where the workers of a server find this module, which is not installed."""
+
 
 class Pass(StrictModel):
     """Measurements of one arm while its requests ran once: seconds, bytes and counts."""
@@ -37,10 +46,46 @@ class Pass(StrictModel):
     prompt_tokens: float
     visual_tokens: float | None
     """Kept tokens of an image, as the plugin counts them; None without the plugin."""
-    resident: int
-    """Highest resident memory of all processes of the server, sampled after each request."""
+    device_memory: int | None
+    """Most memory that the workers had allocated on their GPUs during the requests, all ranks
+    together; None without a GPU."""
     score: tuple[float, float] | None = None
     """Accuracy and accuracy+, per cent."""
+
+
+class DeviceMemory:
+    """Extension of vLLM's workers (``--worker-extension-cls``) that reads the memory of the GPU.
+
+    Only the process that allocates can tell what was allocated at most: the driver counts all
+    that vLLM reserved at its start, which is the same however many tokens are kept.
+    """
+
+    device: torch.device
+
+    def reset_device_memory(self) -> None:
+        """Forget the peak of the start, when vLLM runs its largest batch."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_device_memory(self) -> int | None:
+        """Most bytes allocated since the reset; None on another device than a CUDA GPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def read_device_memory(server: Server) -> int | None:
+    """Peak memory of all ranks' GPUs since :meth:`DeviceMemory.reset_device_memory`, in bytes."""
+    peaks = _call_workers(server, DeviceMemory.peak_device_memory.__name__)
+    return None if None in peaks else sum(int(str(peak)) for peak in peaks)
+
+
+def _call_workers(server: Server, method: str) -> list[object]:
+    status, answer = server.post("/collective_rpc", {"method": method})
+    results = answer.get("results")
+    if status != 200 or not isinstance(results, list):
+        raise BenchmarkError(f"{method}: status {status}: {json.dumps(answer)[:200]}")
+    return results
 
 
 class Refusal(StrictModel):
@@ -69,10 +114,12 @@ def prepare_requests(model: Model, number: int, out: Path) -> Prepared:
 def measure(arm: Arm, model: Model, requests: Prepared, scenes: int, log: Path) -> Pass | Refusal:
     """Serve the arm and send all requests; a :class:`Refusal` where the server does not start."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    extension = f"{DeviceMemory.__module__}.{DeviceMemory.__qualname__}"
+    flags = (*arm.flags, "--worker-extension-cls", extension)
+    # The endpoint that calls methods of the workers needs the development mode.
+    environment = {**dict(arm.environment), "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _PATH}
     try:
-        with serve(
-            arm.model, *arm.flags, env=dict(arm.environment), log=log, patience=900
-        ) as server:
+        with serve(arm.model, *flags, env=environment, log=log, patience=900) as server:
             return _send_requests(server, model, requests, scenes)
     except ServerDied as error:
         return Refusal(reason=_find_reason(str(error)))
@@ -82,15 +129,15 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
     client = Client(server.url, timeout=900)
     for line in requests.warm_up:
         client.send(requests.body(line))
+    _call_workers(server, DeviceMemory.reset_device_memory.__name__)
     watcher = MetricsWatcher(server.url)
     watcher.update()
     records, again = list[Record](), list[Record]()
-    prefill, resident = 0.0, 0
+    prefill = 0.0
     for line in requests.measured:
         before = stage_seconds(server.get("/metrics"))["prefill"]
         records.append(client.send(requests.body(line), index=line.ask.index))
         prefill += stage_seconds(server.get("/metrics"))["prefill"] - before
-        resident = max(resident, server.resident_bytes())
         again.append(client.send(_build_second_question(requests, line), index=line.ask.index))
     watcher.update()
     metrics = watcher.metrics()
@@ -103,7 +150,7 @@ def _send_requests(server: Server, model: Model, requests: Prepared, scenes: int
         decode=tuple(tpot for record in records if (tpot := record.tpot) is not None),
         prompt_tokens=sum(r.prompt_tokens or 0 for r in records) / len(records),
         visual_tokens=kept / images if kept and images else None,
-        resident=resident,
+        device_memory=read_device_memory(server),
         score=measure_score(client, scenes) if model.scored and scenes else None,
     )
 

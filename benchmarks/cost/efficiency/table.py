@@ -18,7 +18,7 @@ Passes = Mapping[str, Sequence[Pass | Refusal]]
 
 COLUMNS = (
     "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)",
-    "second question, ms", "decode, ms/token", "KV, MiB", "memory, MiB", "score",
+    "second question, ms", "decode, ms/token", "KV, MiB", "GPU memory, MiB", "score",
 )  # fmt: skip
 
 
@@ -65,8 +65,9 @@ def notes(model: Model) -> Iterator[str]:
         "output of the vision tower."
     )
     yield (
-        "Memory: highest resident memory of all processes of the server. vLLM reserves its KV "
-        "cache whatever is pruned, so this changes little; KV MiB is what one prompt needs of it."
+        "GPU memory: the most that the workers had allocated during the requests. vLLM reserves "
+        "its KV cache whatever is pruned, so this changes little; KV MiB is what one prompt needs "
+        "of it."
     )
     if model.scored:
         yield "Score: accuracy + accuracy+ on held-out questions, at most 200."
@@ -106,7 +107,8 @@ def _cells(
     )
     yield f"{decode.median:.2f}"
     yield f"{computed.kv_mib:.4g}"
-    yield f"{max(one.resident for one in measured) / MIB:.0f}"
+    memory = [one.device_memory for one in measured if one.device_memory is not None]
+    yield f"{max(memory) / MIB:.0f}" if memory else "not measured"
     yield f"{mean(a + b for a, b in scored):.1f}" if scored else "none: dummy weights"
 
 

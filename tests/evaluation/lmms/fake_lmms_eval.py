@@ -1,7 +1,9 @@
 """A fake lmms-eval: asks a server a few questions and writes the files of version 0.7.3.
 
-It runs as a program. FAKE_VERSION, FAKE_DROP (samples left out), FAKE_EXIT and FAKE_ERROR (an
-exception, after which it exits with 0) make it fail.
+It runs as a program. Like the real tasks, ``mmvet`` gives OPENAI_API_URL to a client, and
+``hallusion_bench_image`` posts to it; a judge that fails is scored, not reported. FAKE_VERSION,
+FAKE_DROP (samples left out), FAKE_EXIT and FAKE_ERROR (an exception, after which it exits with 0)
+make it fail.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ FAILED = "[LMMS_EVAL_REQUEST_FAILED after 3 retries] "
 
 
 def answer(base_url: str, model: str, question: str) -> tuple[str, dict[str, int]]:
-    body = {"model": model, "messages": [{"role": "user", "content": question}]}
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}]}
+    if pruning := json.loads(os.environ["AUTOPRUNE_PRUNING"]):
+        body["mm_processor_kwargs"] = {"autoprune": pruning}
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         data=json.dumps(body).encode(),
@@ -44,7 +48,36 @@ def doc(task: str, number: int) -> dict[str, Any]:
     return {**document, "index": number}
 
 
+def ask_judge(task: str, text: str) -> str | None:
+    """The judgement, in words; None, and the real task's line of log, where there is none."""
+    url = os.environ["OPENAI_API_URL"] + ("/chat/completions" if task == "mmvet" else "")
+    key = os.environ["OPENAI_API_KEY"]
+    request = urllib.request.Request(
+        url,
+        data=json.dumps({"model": "gpt-4", "messages": [{"content": text}]}).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return str(json.load(reply)["choices"][0]["message"]["content"])
+    except OSError as error:
+        if task != "mmvet":
+            print(f"ERROR | All 3 attempts failed. Last error message: {error}", file=sys.stderr)
+        return None
+
+
+def judge(task: str, text: str) -> dict[str, Any]:
+    judgement = ask_judge(task, text)
+    if task == "mmvet":
+        model = {"eval_model": "gpt-4" if judgement else ""}
+        return {"gpt_eval_score": {"score": float(judgement or 0.0), **model}}
+    prompt = f"Prediction answer:{text}\nOutput:{'unclear' if judgement is None else judgement}"
+    return {"aAcc": {"gpt_answer": prompt, "correct": int(judgement == "correct")}}
+
+
 def metrics(task: str, doc: dict[str, Any], text: str) -> dict[str, Any]:
+    if task in ("mmvet", "hallusion_bench_image"):
+        return judge(task, text)
     right = float(text.strip().lower() == doc["answer"])
     if task == "gqa":
         return {"exact_match": right}
@@ -71,6 +104,12 @@ def results(task: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
             points[f"{name},none"] = 50 * sum(scores) + 100 * float(sum(scores) == 2)
             points[f"{name}_stderr,none"] = "N/A"
         return {"alias": task, **points}
+    if task == "mmvet":
+        total = sum(sample["gpt_eval_score"]["score"] for sample in samples)
+        return {"alias": task, "gpt_eval_score,none": 100 * total / len(samples)}
+    if task == "hallusion_bench_image":
+        total = sum(sample["aAcc"]["correct"] for sample in samples)
+        return {"alias": task, "aAcc,none": 100 * total / len(samples)}
     right = sum(s["target"] == s["filtered_resps"] for s in samples)
     return {"alias": task, "gpt_eval_score,none": 100 * right / len(samples)}
 

@@ -8,8 +8,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -36,6 +37,12 @@ class Manifest:
 
 class Model:
     """Replaces the parent class: builds the messages of every request."""
+
+    def __init__(self) -> None:
+        create = partial(dict[str, object], model="m")
+        self.client = SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+        )
 
     def generate_until(self, requests: Sequence[Request]) -> list[str]:
         return [str(request.arguments[1](request.arguments[3])) for request in requests]
@@ -80,6 +87,7 @@ def test_images_are_recorded_and_requests_are_unchanged(
     plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(plugin.FILE, str(tmp_path / process.IMAGES))
+    monkeypatch.setenv(plugin.PRUNING, "{}")
     colours = ["red", "red", "blue"]
 
     def requests() -> list[Request]:
@@ -102,3 +110,13 @@ def test_fingerprints_do_not_depend_on_the_text(plugin: ModuleType) -> None:
     assert plugin.fingerprint(messages("red", "a")) == plugin.fingerprint(messages("red", "b"))
     only_text = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     assert plugin.fingerprint(only_text) == ""
+
+
+@pytest.mark.parametrize("pruning", [{}, {"budget": 8, "state": "visionzip"}])
+def test_every_request_carries_the_options_of_its_case(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, pruning: dict[str, object]
+) -> None:
+    monkeypatch.setenv(plugin.PRUNING, json.dumps(pruning))
+    request = plugin.OpenAIWithImages().client.chat.completions.create(temperature=0)
+    extra = {"extra_body": {"mm_processor_kwargs": {"autoprune": pruning}}} if pruning else {}
+    assert request == {"model": "m", "temperature": 0, **extra}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import JOURNAL, Journal, read_journal
 from vllm_autoprune.evaluation.lmms.benchmarks import Benchmark, select_benchmarks
 from vllm_autoprune.evaluation.lmms.process import IMAGES, LmmsEval
-from vllm_autoprune.evaluation.lmms.servers import parse_servers
+from vllm_autoprune.evaluation.lmms.servers import Server, parse_servers
 from vllm_autoprune.evaluation.lmms.suite import LmmsSuite
 from vllm_autoprune.evaluation.records import MME
 from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.run import Progress, evaluate
+from vllm_autoprune.evaluation.served import build_cases, find_states
 
 FAKE = Path(__file__).with_name("fake_lmms_eval.py")
 
@@ -34,20 +36,33 @@ def pruned(body: Body, number: int) -> Answer:
     return status, content.replace(b'"prompt_tokens": 10', b'"prompt_tokens": 4'), headers
 
 
-def suite(arms: list[str], folder: Path, tasks: str = "mme,gqa") -> LmmsSuite:
+def suite(
+    arms: Sequence[str | Server], folder: Path, tasks: str = "mme,gqa", judge: str | None = None
+) -> LmmsSuite:
     return LmmsSuite(
-        parse_servers(arms),
+        [
+            server
+            for one in arms
+            for server in (parse_servers([one]) if isinstance(one, str) else [one])
+        ],
         select_benchmarks(tasks, own=[Benchmark("own", "own", ())]),
-        LmmsEval(f"{sys.executable} {FAKE}", "m", check_interval=0.05),
+        LmmsEval(f"{sys.executable} {FAKE}", "m", judge_url=judge, check_interval=0.05),
         folder / "lmms-eval",
         backbone="llava-1.5-7b",
         mme_divisor=20.0,
     )
 
 
-def run(arms: list[str], folder: Path, tasks: str = "mme,gqa", *, resume: bool = False) -> Report:
+def run(
+    arms: Sequence[str | Server],
+    folder: Path,
+    tasks: str = "mme,gqa",
+    *,
+    judge: str | None = None,
+    resume: bool = False,
+) -> Report:
     progress = Progress(lambda line: None)
-    return evaluate(suite(arms, folder, tasks), folder, resume=resume, progress=progress)
+    return evaluate(suite(arms, folder, tasks, judge), folder, resume=resume, progress=progress)
 
 
 def arms(full: FakeEndpoint, base: FakeEndpoint) -> list[str]:
@@ -233,5 +248,79 @@ def test_paths_are_absolute_because_it_runs_in_the_output_folder(
     assert command[command.index("--output_path") + 1] == str(tmp_path / "out")
     assert command[command.index("--include_path") + 1] == str(tmp_path / "tasks")
     with endpoint(right) as full:
-        lmms_eval.run(full.url.removesuffix("/v1"), "gqa", Path("out"), lambda: True)
+        (gqa,) = select_benchmarks("gqa")
+        lmms_eval.run(full.url.removesuffix("/v1"), gqa, {}, Path("out"), lambda: True)
     assert (tmp_path / "out" / IMAGES).exists() and (tmp_path / "out" / "m").is_dir()
+
+
+JUDGED = "mmvet,hallusion_bench_image"
+
+
+@pytest.mark.parametrize("suffix", ["", "/chat/completions", "/"])
+def test_one_address_of_a_judge_serves_every_task(tmp_path: Path, suffix: str) -> None:
+    judgements = {"mmvet": "0.8", "hallusion_bench_image": "correct"}
+
+    def judging(body: Body, number: int) -> Answer:
+        return completion(judgements["mmvet" if number < 4 else "hallusion_bench_image"])
+
+    with endpoint(right) as full, endpoint(judging) as judge:
+        report = run([f"full={full.url}"], tmp_path, JUDGED, judge=judge.url + suffix)
+        assert judge.paths == {"/v1/chat/completions"} and len(judge.requests) == 8
+    row = report.row("full")
+    assert row is not None and row.benchmarks == {"MM-Vet": 80.0, "HallBench": 100.0}
+    assert report.valid, report.reasons
+
+
+@pytest.mark.parametrize("silence", [error(500), completion("")], ids=["error", "empty"])
+@pytest.mark.parametrize(
+    ("task", "name"), [("mmvet", "MM-Vet"), ("hallusion_bench_image", "HallBench")]
+)
+def test_a_judge_that_does_not_answer_makes_the_report_invalid(
+    tmp_path: Path, task: str, name: str, silence: Answer
+) -> None:
+    with endpoint(right) as full, endpoint(lambda body, number: silence) as judge:
+        report = run([f"full={full.url}"], tmp_path, task, judge=judge.url)
+    assert not report.valid and not report.rows
+    assert f"{name}: the judge gave no usable answer (4 times)" in report.reasons[0]
+    assert "--judge-url" in report.reasons[0]
+
+
+def serving(refused: str) -> Callable[[Body, int], Answer]:
+    """A server of all cases that refuses the states with one base policy; "" is all of them."""
+
+    def answer(body: Body, number: int) -> Answer:
+        pruning = body["mm_processor_kwargs"]["autoprune"]
+        if "state" in pruning and refused in pruning["state"]["base_policy"]["name"]:
+            return error(400, "not on this server")
+        if isinstance(body["messages"][0]["content"], list):
+            return completion("?")  # the request about a plain image
+        return (right if "budget" not in pruning else pruned)(body, number)
+
+    return answer
+
+
+def cases_on(url: str) -> list[Server]:
+    cases = build_cases(find_states(["visionzip", "trim"]), [8])
+    return [Server(case, url.removesuffix("/v1")) for case in cases]
+
+
+def test_one_server_measures_every_state_and_lists_what_it_refuses(tmp_path: Path) -> None:
+    with endpoint(serving("trim")) as server:
+        report = run(cases_on(server.url), tmp_path, "gqa")
+        assert len(server.requests) == 5 + 4 * 4
+        again = run(cases_on(server.url), tmp_path, "gqa", resume=True)
+        assert len(server.requests) == 5 + 4 * 4 + 1
+    assert report.valid, report.reasons
+    names = {"full", "random@8", "resized@8", "visionzip@8"}
+    assert {row.case.name for row in report.rows} == names
+    assert {one.name: one.refused for one in again.refused} == {
+        "trim@8": "status 400: not on this server"
+    }
+
+
+def test_a_server_that_takes_no_states_is_reported_at_once(tmp_path: Path) -> None:
+    with endpoint(serving("")) as server, pytest.raises(ConfigError) as caught:
+        run(cases_on(server.url), tmp_path, "gqa")
+    (problem,) = caught.value.problems
+    assert problem.what == "refuses every state: status 400: not on this server"
+    assert "--autoprune-requests states" in problem.fix

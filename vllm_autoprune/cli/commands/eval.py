@@ -1,6 +1,7 @@
 """`eval`: accuracy of full tokens, base policies and states, with paired intervals.
 
-``--data FILE`` asks the questions of a JSONL file, ``--suite lmms:TASKS`` runs lmms-eval.
+``--data FILE`` asks the questions of a JSONL file, ``--suite lmms:TASKS`` runs lmms-eval. Either
+measures all states on one server, to which every request brings its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from vllm_autoprune.cli.commands import Command
 from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from vllm_autoprune.evaluation.records import Case
     from vllm_autoprune.evaluation.run import Suite
 
 
@@ -51,11 +53,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, help="maximum number of questions, for lmms of each task"
     )
-    _data_arguments(parser.add_argument_group("data"))
+    _state_arguments(parser.add_argument_group("states"))
     _lmms_arguments(parser.add_argument_group("lmms"))
 
 
-def _data_arguments(group: argparse._ArgumentGroup) -> None:
+def _state_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--server-url",
         metavar="URL",
@@ -65,7 +67,8 @@ def _data_arguments(group: argparse._ArgumentGroup) -> None:
         "--state",
         action="append",
         metavar="STATE",
-        help="state to evaluate, a file or a shipped name; repeatable (default: autoprune)",
+        help="state to evaluate, a file or a shipped name; all: every base policy, alone and with "
+        "the exchange of autoprune; repeatable (default: autoprune)",
     )
     group.add_argument(
         "--budgets", type=int, nargs="+", default=[64], metavar="K", help="budgets (default 64)"
@@ -78,7 +81,13 @@ def _lmms_arguments(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="full=URL, resized@K=URL, POLICY@K=URL or POLICY+autoprune@K=URL; for each server",
+        help="a server that prunes by itself: full=URL, resized@K=URL, POLICY@K=URL or "
+        "POLICY+autoprune@K=URL; repeatable",
+    )
+    group.add_argument(
+        "--judge-url",
+        metavar="URL",
+        help="OpenAI-compatible judge, for MMBench, MM-Vet and HallBench (default: OPENAI_API_URL)",
     )
     group.add_argument(
         "--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="path of lmms-eval"
@@ -136,20 +145,26 @@ def _data_suite(options: argparse.Namespace, path: Path) -> Suite:
     if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
-    if wrong := [budget for budget in options.budgets if budget < 1]:
-        values = " ".join(map(str, wrong))
-        raise ConfigError("eval", [Problem(f"--budgets {values}", "are below 1", "give 1 or more")])
     settings = Settings(options.server_url, options.served_name)
     if options.concurrency:
         settings = Settings(options.server_url, options.served_name, options.concurrency)
-    states = options.state or ["autoprune"]
-    return FileSuite(path, states, options.budgets, settings, options.limit)
+    return FileSuite(path, _build_cases(options), settings, options.limit)
+
+
+def _build_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases of ``--state`` and ``--budgets``."""
+    from vllm_autoprune.evaluation.served import build_cases, find_states
+
+    if wrong := [budget for budget in options.budgets if budget < 1]:
+        values = " ".join(map(str, wrong))
+        raise ConfigError("eval", [Problem(f"--budgets {values}", "are below 1", "give 1 or more")])
+    return list(build_cases(find_states(options.state or ["autoprune"]), options.budgets))
 
 
 def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
     from vllm_autoprune.evaluation.lmms.benchmarks import find_tasks, select_benchmarks
     from vllm_autoprune.evaluation.lmms.process import LmmsEval
-    from vllm_autoprune.evaluation.lmms.servers import parse_servers
+    from vllm_autoprune.evaluation.lmms.servers import Server, parse_servers
     from vllm_autoprune.evaluation.lmms.suite import LmmsSuite
     from vllm_autoprune.evaluation.published import mme_divisor
 
@@ -165,9 +180,15 @@ def _lmms_suite(options: argparse.Namespace, tasks: str, folder: Path) -> Suite:
         options.concurrency or 32,
         options.limit,
         options.include_path,
+        options.judge_url,
     )
+    servers = [] if options.server_url and not options.arm else parse_servers(options.arm)
+    if options.server_url:
+        names = {server.case.name for server in servers}
+        url = options.server_url.rstrip("/").removesuffix("/v1")
+        servers += [Server(one, url) for one in _build_cases(options) if one.name not in names]
     return LmmsSuite(
-        parse_servers(options.arm),
+        servers,
         benchmarks,
         program,
         folder / "lmms-eval",

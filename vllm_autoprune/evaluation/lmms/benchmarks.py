@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.records import MME
@@ -25,6 +27,16 @@ class Benchmark:
     mean: bool = True
     """Whether the metric is the mean over the scores of single answers."""
     note: str = ""
+    judge: Literal["none", "base", "path"] = "none"
+    """What its task takes OPENAI_API_URL for: the base of an OpenAI-compatible API (the judges of
+    lmms_eval/llm_judge give it to OpenAI's client), or the address that it posts to
+    (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py)."""
+
+    def judge_address(self, url: str) -> str:
+        """The value of OPENAI_API_URL for a judge whose address was given in either form."""
+        base = url.rstrip("/").removesuffix("/chat/completions")
+        base = base if urlsplit(base).path else f"{base}/v1"
+        return base if self.judge == "base" else f"{base}/chat/completions"
 
 
 _EXACT = ("exact_match",)
@@ -37,12 +49,12 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark("TextVQA", "textvqa_val", _EXACT, note="no OCR tokens in the prompt"),
     Benchmark("POPE", "pope", ("pope_f1_score",), mean=False, note="F1; samples: accuracy"),
     Benchmark(MME, "mme", ("mme_perception_score",), 1.0, mean=False, note="perception"),
-    Benchmark("MMB-EN", "mmbench_en_dev", ("gpt_eval_score",), 1.0, mean=False, note="judge"),
-    Benchmark("MMB-CN", "mmbench_cn_dev", ("gpt_eval_score",), 1.0, mean=False, note="judge"),
-    Benchmark("MM-Vet", "mmvet", ("gpt_eval_score",), 1.0, note="judge"),
+    Benchmark("MMB-EN", "mmbench_en_dev", ("gpt_eval_score",), 1.0, mean=False, judge="path"),
+    Benchmark("MMB-CN", "mmbench_cn_dev", ("gpt_eval_score",), 1.0, mean=False, judge="path"),
+    Benchmark("MM-Vet", "mmvet", ("gpt_eval_score",), 1.0, judge="base"),
     Benchmark("ChartQA", "chartqa", ("relaxed_overall",)),
     Benchmark("AI2D", "ai2d", _EXACT),
-    Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, mean=False, note="judge"),
+    Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, mean=False, judge="path"),
     Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",), mean=False, note="of 1,000 always"),
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,21 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from vllm_autoprune.evaluation.lmms.benchmarks import Benchmark
-from vllm_autoprune.evaluation.lmms.process import IMAGES
+from vllm_autoprune.evaluation.lmms.process import IMAGES, LOG
 from vllm_autoprune.evaluation.records import MME, Answer, EvaluationError, Question, Total
 
 FAILURE_MARKS = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
 """How lmms-eval marks a failed request in place of its answer."""
+
+_UNJUDGED = re.compile(
+    r"failed to get a score"  # tasks/mmvet/utils.py: the score is then 0.0
+    # tasks/hallusion_bench/utils.py: "unclear", or what the judge said of the question before
+    r"|All \d+ attempts failed\. Last error message"
+    # tasks/mmbench/mmbench_evals.py: in the end an option is drawn at random
+    r"|GPT API failed to answer|GPT output includes 0"
+)
+"""What lmms-eval logs where a judge did not answer or cannot be understood; it goes on all the
+same, and most of it is nowhere else."""
 
 Line = Mapping[str, JsonValue]
 
@@ -51,6 +62,15 @@ def read_output(folder: Path, benchmark: Benchmark, case: str) -> Output:
         _answer(line, benchmark, case, question.id)
         for line, question in zip(scored, questions, strict=True)
     ]
+    if unjudged := _count_unjudged(folder, scored, benchmark):
+        failure = (
+            f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
+            "scored that as wrong or at random -> give a judge that answers (--judge-url, its key "
+            "as OPENAI_API_KEY), and add --resume"
+        )
+        answers = [
+            Answer(case=case, question=question.id, failure=failure) for question in questions
+        ]
     failed = any(answer.failure is not None for answer in answers)
     total = None if failed else _total(results, benchmark, case, len(answers))
     return Output(questions, answers, total)
@@ -144,6 +164,22 @@ def _answer(line: Line, benchmark: Benchmark, case: str, question: str) -> Answe
         prompt_tokens=int(tokens) if isinstance(tokens, int | float) else None,
         text=texts[0],
     )
+
+
+def _count_unjudged(folder: Path, lines: Sequence[Line], benchmark: Benchmark) -> int:
+    """Judgements that are missing, by the log and by the samples."""
+    log = folder / LOG
+    if benchmark.judge == "none":
+        return 0
+    logged = len(_UNJUDGED.findall(log.read_text(errors="replace"))) if log.exists() else 0
+    metrics = [_metric(line, benchmark) for line in lines]
+    # MM-Vet keeps the judge's name, HallusionBench the prompt with the judgement behind it.
+    empty = sum(
+        _at(metric, "eval_model") == ""
+        or str(_at(metric, "gpt_answer")).rstrip().endswith("\nOutput:")
+        for metric in metrics
+    )
+    return max(logged, empty)
 
 
 def _failure(texts: Sequence[str], tokens: JsonValue) -> str | None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.lmms.benchmarks import PINNED
+from vllm_autoprune.evaluation.lmms.benchmarks import PINNED, Benchmark
 from vllm_autoprune.evaluation.records import EvaluationError
 
 IMAGES = "images.jsonl"
 """Written into the output by our plugin of lmms-eval: the image of each question."""
+
+LOG = "lmms-eval.log"
 
 _PLUGIN = Path(__file__).with_name("plugin")
 _MAX_SILENCE = 3
@@ -36,6 +41,8 @@ class LmmsEval:
     limit: int | None = None
     include: Path | None = None
     """A folder of further tasks."""
+    judge_url: str | None = None
+    """Address of an OpenAI-compatible judge, for the tasks that ask one."""
     check_interval: float = 20.0
     """Seconds between checks of the server while lmms-eval runs."""
 
@@ -80,20 +87,28 @@ class LmmsEval:
             what = f"is version {version}; only the output files of {PINNED} are supported"
             raise ConfigError("eval", [Problem(where, what, fix)])
 
-    def run(self, url: str, task: str, output: Path, is_alive: Callable[[], bool]) -> None:
+    def run(
+        self,
+        url: str,
+        benchmark: Benchmark,
+        pruning: Mapping[str, JsonValue],
+        output: Path,
+        is_alive: Callable[[], bool],
+    ) -> None:
         """Run one task, with output in ``lmms-eval.log``; raises :class:`EvaluationError`.
 
+        ``pruning``: the options that every request carries; none where the server has its own.
         ``is_alive`` checks the server, because lmms-eval would ask a dead one every question.
         """
         output.mkdir(parents=True, exist_ok=True)
-        log = output / "lmms-eval.log"
+        task, log = benchmark.task, output / LOG
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self.command(url, task, output),
                 stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 # In any other folder it would take a subfolder of the task's name for the task.
                 cwd=output,
-                env=_environment(output),
+                env=self._environment(benchmark, pruning, output),
             )  # fmt: skip
             try:
                 ended = self._wait(process, is_alive)
@@ -111,6 +126,23 @@ class LmmsEval:
                 f"lmms-eval ended with {process.returncode} and no samples of {task}: "
                 f"{last_error(log)} (log: {log}) -> fix that and add --resume"
             )
+
+    def _environment(
+        self, benchmark: Benchmark, pruning: Mapping[str, JsonValue], output: Path
+    ) -> dict[str, str]:
+        path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            # The client needs a key even if the server does not.
+            "OPENAI_API_KEY": "none",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "AUTOPRUNE_IMAGES": str(output.absolute() / IMAGES),
+            "AUTOPRUNE_PRUNING": json.dumps(pruning),
+        }
+        judge = self.judge_url or os.environ.get("OPENAI_API_URL")
+        if judge and benchmark.judge != "none":
+            variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
+        return variables
 
     def _program(self) -> list[str]:
         """The program as an absolute path, because it runs in another folder."""
@@ -136,14 +168,3 @@ def last_error(log: Path) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [match["what"] for line in lines if (match := _ERROR.search(line))]
     return [*errors, *lines[-1:], "its log is empty"][0][:300]
-
-
-def _environment(output: Path) -> dict[str, str]:
-    path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        # The client needs a key even if the server does not.
-        "OPENAI_API_KEY": "none",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "AUTOPRUNE_IMAGES": str(output.absolute() / IMAGES),
-    }

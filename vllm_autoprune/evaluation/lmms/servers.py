@@ -1,8 +1,6 @@
-"""The servers to compare: full model, resized images, base policies and AutoPrune.
+"""Servers that prune by themselves, one for each case: full model, base policies and AutoPrune.
 
-lmms-eval cannot send the plugin's request fields: its ``openai`` model takes from ``--gen_kwargs``
-only what OpenAI defines, and uses ``extra_body`` for videos and templates. So every way to prune
-needs its own server.
+For servers whose requests may not bring states; otherwise one server serves every case.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ def parse_servers(arms: Sequence[str]) -> list[Server]:
     repeated = sorted({name for name in names if names.count(name) > 1})
     problems += [Problem(f"--arm {name}", "is given twice", "give it once") for name in repeated]
     if not arms:
-        problems.append(Problem("--arm", "is missing", _FIX))
+        fix = f"give --server-url, a server with --autoprune-requests states; or {_FIX}"
+        problems.append(Problem("--arm", "is missing", fix))
     if problems:
         raise ConfigError("eval", problems)
     return servers

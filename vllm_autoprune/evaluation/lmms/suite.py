@@ -1,18 +1,25 @@
-"""The lmms-eval suite: one run of lmms-eval for every benchmark on every server.
+"""The lmms-eval suite: one run of lmms-eval for every benchmark in every case.
 
 Complete runs are not repeated, so servers can be measured one after another on one machine.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import io
 import json
 import shlex
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import httpx
+from PIL import Image
+
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.client import describe_rejection
 from vllm_autoprune.evaluation.journal import Contents, Journal
 from vllm_autoprune.evaluation.lmms.benchmarks import PINNED, Benchmark
 from vllm_autoprune.evaluation.lmms.output import read_output
@@ -20,6 +27,7 @@ from vllm_autoprune.evaluation.lmms.process import LmmsEval
 from vllm_autoprune.evaluation.lmms.servers import Server
 from vllm_autoprune.evaluation.records import Case, EvaluationError, Setup
 from vllm_autoprune.evaluation.run import Progress
+from vllm_autoprune.evaluation.served import Refusals
 
 _TOLERANCE = 0.05
 """Points by which a total may differ from the mean of its samples, as both are rounded."""
@@ -68,9 +76,9 @@ class LmmsSuite:
             (server, one)
             for server in self._servers
             for one in self._benchmarks
-            if not _is_complete(journal.contents, server, one)
+            if not server.case.refused and not _is_complete(journal.contents, server, one)
         ]
-        total = len(self._servers) * len(self._benchmarks)
+        total = sum(not case.refused for case in self.cases) * len(self._benchmarks)
         progress.begin(total, total - len(todo))
         if not todo:
             return
@@ -80,10 +88,39 @@ class LmmsSuite:
         ]
         if problems:
             raise ConfigError("eval", problems)
+        refused = self._refused_cases({s.case.name: s for s, _ in todo}.values(), journal)
         for server, one in todo:
-            progress.write(f"{server.case.name}: {one.task} ...")
-            self._run(server, one, journal)
+            if server.case.name not in refused:
+                progress.write(f"{server.case.name}: {one.task} ...")
+                self._run(server, one, journal)
             progress.advance()
+
+    def _refused_cases(self, servers: Iterable[Server], journal: Journal) -> Collection[str]:
+        """Cases whose states a server refuses, by a small request; recorded with its reason.
+
+        Raises :class:`ConfigError` where a server refuses every state.
+        """
+        own = [server for server in servers if server.case.pruning]
+        if not own:
+            return ()
+        refusals = Refusals(own[0].url, [server.case for server in own], journal.contents)
+        for server in own:
+            body = {
+                "model": self._lmms_eval.served_name,
+                "messages": [{"role": "user", "content": _plain_image()}],
+                "max_tokens": 1,
+                "mm_processor_kwargs": {"autoprune": server.case.pruning},
+            }
+            # A server that fails otherwise fails in the task as well, which tells how.
+            with contextlib.suppress(httpx.HTTPError):
+                response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
+                if 400 <= response.status_code < 500:
+                    refusals.refuse(server.case, describe_rejection(response))
+        journal.append(
+            [s.case.model_copy(update={"refused": refusals.reasons[s.case.name]})
+             for s in own if s.case.name in refusals.reasons]
+        )  # fmt: skip
+        return refusals.reasons.keys()
 
     def _run(self, server: Server, benchmark: Benchmark, journal: Journal) -> None:
         attempt = next(
@@ -91,7 +128,11 @@ class LmmsSuite:
         )
         folder = self._folder_of(server, benchmark, attempt)
         self._lmms_eval.run(
-            server.url, benchmark.task, folder, lambda: next(self._problems(server), None) is None
+            server.url,
+            benchmark,
+            server.case.pruning,
+            folder,
+            lambda: next(self._problems(server), None) is None,
         )
         output = read_output(folder, benchmark, server.case.name)
         journal.append([*output.questions, *output.answers])
@@ -130,6 +171,14 @@ class LmmsSuite:
                 objections += _check_total(contents, case, benchmark)
             objections += _check_pruned(contents, case)
         return objections
+
+
+def _plain_image() -> list[dict[str, object]]:
+    """The content of a request about a small grey image."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
 
 
 def _check_total(contents: Contents, case: Case, benchmark: Benchmark) -> Iterator[str]:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 
 import pytest
 
-from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases, residual_on
+from benchmarks.accuracy.minillava.cases import BUDGETS, FAMILIES, build_cases
+from benchmarks.accuracy.yardsticks.minillava import MiniLlava
+from benchmarks.minillava.selections import EQUAL_POLICIES
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.served import residual_on
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.load import load_state
 
@@ -13,7 +17,7 @@ from vllm_autoprune.tpdsl.states.load import load_state
 def test_the_paper_s_tables_by_default() -> None:
     cases = build_cases(144, BUDGETS, FAMILIES)
     assert Counter(case.arm for case in cases) == {
-        "full": 1, "random": 5, "resized": 5, "base": 85, "autoprune": 85, "found": 10,
+        "full": 1, "random": 5, "resized": 5, "base": 80, "autoprune": 80, "found": 10,
         "component": 15, "quota": 29,
     }  # fmt: skip
     names = [case.name for case in cases]
@@ -43,7 +47,20 @@ def test_ablations_include_their_base_policy() -> None:
 def test_one_token_is_served_without_exchanges() -> None:
     """With q_e = 2 and K = 1 the quota shrinks; no case is skipped silently."""
     cases = build_cases(144, [1], ["policies"])
-    assert len(cases) == 1 + 2 * len(BASE_POLICIES)
+    assert len(cases) == 1 + 2 * (len(BASE_POLICIES) - len(EQUAL_POLICIES))
+
+
+def test_no_base_policy_keeps_the_tokens_of_another() -> None:
+    yardstick = MiniLlava()
+    tokens = yardstick.encode(yardstick.draw("test", 1)).tokens
+    kept = {}
+    for case in build_cases(144, [18], ["policies"]):
+        if case.arm == "base":
+            policy = BASE_POLICIES[case.label]
+            picks = policy.select(policy.default_params, tokens, 18).picks.sort(1).values
+            kept[case.label] = tuple(picks.flatten().tolist())
+    copies = [pair for pair in combinations(kept, 2) if kept[pair[0]] == kept[pair[1]]]
+    assert copies == [] and len(kept) > 10
 
 
 def test_a_budget_that_prunes_nothing_is_refused() -> None:

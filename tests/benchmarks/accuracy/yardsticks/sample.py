@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar
@@ -28,6 +28,7 @@ class SampleYardstick:
     eighth: ClassVar[str] = "K = 4"
     usual_tokens: ClassVar[int] = 16
     available: ClassVar[frozenset[Need]] = frozenset(("cls_attention",))
+    equal_policies: ClassVar[Collection[str]] = ()
     categories: ClassVar[Mapping[str, Sequence[str]]] = {"first": ("a",), "second": ("b",)}
     images_per_batch: ClassVar[int] = 1
     model: str = "sample 1"

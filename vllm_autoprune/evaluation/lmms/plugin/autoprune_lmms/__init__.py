@@ -1,4 +1,4 @@
-"""A plugin of lmms-eval: its `openai` model, which also records the images that it sends.
+"""A plugin of lmms-eval: its `openai` model, which records images and sends pruning options.
 
 It runs in lmms-eval's process and environment and imports nothing from this repository. The folder
 above is put on `PYTHONPATH`; lmms-eval finds the `.dist-info` beside this package by the entry

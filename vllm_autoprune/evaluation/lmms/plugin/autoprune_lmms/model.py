@@ -1,7 +1,9 @@
-"""lmms-eval's `openai` model with unchanged requests, which records the image of each question.
+"""lmms-eval's `openai` model, which records the image of each question and sends pruning options.
 
-The samples that lmms-eval 0.7.3 logs do not name the image, without which questions about the same
-image cannot be resampled together.
+lmms-eval itself cannot send them: it takes from ``--gen_kwargs`` only what OpenAI defines, and uses
+``extra_body`` for videos and templates (lmms_eval/models/chat/openai.py). The samples that it
+logs do not name the image, without which questions about the same image cannot be resampled
+together.
 """
 
 from __future__ import annotations
@@ -20,12 +22,22 @@ from PIL import Image
 FILE = "AUTOPRUNE_IMAGES"
 """Environment variable with the output file: ``task``, ``doc_id`` and ``image`` per line."""
 
+PRUNING = "AUTOPRUNE_PRUNING"
+"""Environment variable with the ``autoprune`` entry of every request, as JSON; empty for none."""
+
 Messages = Sequence[Mapping[str, Sequence[Mapping[str, object]]]]
 Key = tuple[str, int]
 
 
 class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
     """The model that the package's manifest names."""
+
+    def __init__(self, *args: object, **settings: object) -> None:
+        super().__init__(*args, **settings)
+        if pruning := json.loads(os.environ[PRUNING]):
+            completions = self.client.chat.completions
+            body = {"mm_processor_kwargs": {"autoprune": pruning}}
+            completions.create = functools.partial(completions.create, extra_body=body)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[GenerationResult]:
         """Generate as the parent class does, and append the images to the file."""
