@@ -28,6 +28,14 @@ is in [What is supported](support.md) (*inside the tower*).
 (`python -m tests.golden`). DART's is a port; PruMerge+ at a given K is EffiVLM-Bench's rule; the
 two Cen policies and FSR have no code, and theirs is what the papers' formulas give in float64.
 
+Greedy selections (DPP, farthest point, coverage, marginal relevance) count values within 2^-21
+(5e-7) of the best one as equal to it, and the lowest index wins: relative to the best for gains of
+a DPP and of coverage, and as they are for distances and relevance. So the rounding of float32
+decides no tie. In all golden cases the two best tokens of a step are further apart (1.1e-6) or
+bit-identical. A DPP's first gain takes the cosine of a token with itself as 1, whatever its
+rounding (up to 9e-3 in bfloat16); later gains are those of the published code in the dtype of the
+features.
+
 Columns: *question*, whether the policy reads it, *optional* where parameters decide; *continues*,
 whether it goes on from tokens that are kept already, as in a state with a
 [core](states.md#core-and-delta), rather than keep its own first picks beside them.

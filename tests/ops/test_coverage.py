@@ -32,6 +32,10 @@ def test_each_pick_adds_most_to_what_is_covered() -> None:
     assert coverage(DEGREES, 3) == [0, 2, 1]
 
 
+def test_rounding_breaks_no_tie() -> None:
+    assert coverage(torch.tensor([[0.1, 0.2], [0.3, 0.6], [0.6000001, 0.3]]), 1) == [1]
+
+
 def test_weights_scale_the_gains() -> None:
     assert coverage(DEGREES, 3, [0.1, 1.0, 1.0]) == [1, 2, 0]
 

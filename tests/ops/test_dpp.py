@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.dpp_torch import condition
+from vllm_autoprune.ops.dpp_torch import capped_greedy_map, condition
+from vllm_autoprune.ops.rowwise import TIE
+from vllm_autoprune.ops.similarity import cosines
 
 
 def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Tensor]:
@@ -21,13 +23,18 @@ def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Te
 def by_determinant(
     similarity: Tensor, quality: Tensor, count: int, start: list[int], allowed: list[int]
 ) -> list[int]:
-    """Greedy MAP from the definition: every determinant is computed, in float64."""
-    matrix = quality[:, None].double() * similarity.double() * quality.double()
+    """Greedy MAP from the definition: every determinant is computed, in float64.
+
+    The diagonal of cosines is 1, and the lowest index within the tolerance is picked.
+    """
+    exact = similarity.double().fill_diagonal_(1)
+    matrix = quality[:, None].double() * exact * quality.double()
     picks = list(start)
     while len(picks) < count:
         rest = [j for j in allowed if j not in picks]
         gains = [float(torch.det(matrix[[*picks, j]][:, [*picks, j]])) for j in rest]
-        picks.append(rest[max(range(len(rest)), key=gains.__getitem__)])
+        bound = min(max(gains), max(gains) * (1 - TIE))
+        picks.append(next(j for j, gain in zip(rest, gains, strict=True) if gain >= bound))
     return picks
 
 
@@ -77,6 +84,25 @@ def test_picks_computed_by_hand() -> None:
 
 def test_ties_go_to_the_lower_index() -> None:
     assert greedy_map(torch.eye(5)[None], torch.ones(1, 5), 4).tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(dtype: torch.dtype) -> None:
+    source = torch.Generator().manual_seed(8)
+    rows = torch.randn(4, 96, 512, generator=source).exp().to(dtype)
+    similarity, quality = cosines(rows, rows.norm(dim=-1, keepdim=True)), torch.ones(4, 96)
+    assert not bool((similarity.diagonal(dim1=1, dim2=2).argmax(dim=1) == 0).all())
+    every = torch.ones(4, 96, dtype=torch.bool)
+    capped = capped_greedy_map(
+        *(similarity, quality, 2),
+        anchors=torch.empty(4, 0, dtype=torch.int64),
+        eligible=every,
+        cells=every.long(),
+        cap=96,
+    )
+    assert capped[:, 0].tolist() == greedy_map(similarity, quality, 2)[:, 0].tolist() == [0] * 4
+    eligible = every.index_fill(1, torch.tensor([0, 1, 2]), False)
+    assert greedy_map(similarity, quality, 2, eligible=eligible)[:, 0].tolist() == [3] * 4
 
 
 def test_an_exhausted_kernel_is_filled_up_by_quality_among_the_eligible() -> None:

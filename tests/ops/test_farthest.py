@@ -53,6 +53,16 @@ def test_ties_go_to_the_lower_index() -> None:
     ]
 
 
+def test_rounding_breaks_no_tie() -> None:
+    near, none = torch.tensor([[0.9, 1.0, 1.0000001, 1.0]]), none_taken(4)
+    distance = torch.ones(1, 4, 4)
+    assert farthest_points(distance, 1, nearest=near, taken=none).tolist() == [[1]]
+    weighted = weighted_farthest_points(
+        distance, torch.ones(1, 4), 1, nearest=near, taken=none, floor=0.0
+    )
+    assert weighted.tolist() == [[1]]
+
+
 def test_count_zero_picks_nothing() -> None:
     picks = farthest_points(
         torch.ones(2, 3, 3), 0, nearest=torch.ones(2, 3), taken=none_taken(3).repeat(2, 1)

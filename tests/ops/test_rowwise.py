@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_autoprune.ops.rowwise import (
+    TIE,
+    argmax_within,
     evenly_spaced,
     find_outliers,
     gather_rows,
@@ -33,6 +35,16 @@ def test_a_constant_score_becomes_ones() -> None:
         [1, 1],
         [1, 1],
     ]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_values_within_the_tolerance_of_the_maximum_are_a_tie(size: float) -> None:
+    rounded, apart = 1 - TIE / 4, 1 - 4 * TIE
+    values = torch.tensor([[0.0, rounded, 1.0, rounded], [apart, 0.5, 0.5, 1.0]])
+    assert argmax_within(values)[0].tolist() == [1, 3]
+    assert argmax_within(values * size, relative=True)[0].tolist() == [1, 3]
+    lower = torch.tensor([[-torch.inf, -2.0, torch.inf, 1.0], [-3.0, -2.0, -torch.inf, -2.0]])
+    assert argmax_within(lower, relative=True)[0].tolist() == [2, 1]
 
 
 def test_nan_does_not_look_constant() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned, condition, greedy_map_torch
+from vllm_autoprune.ops.similarity import cosines
 
 GPUS = (90, 100, 120, 80)
 """Compute capabilities of an H100, a B200, an RTX 5090 and an A100."""
@@ -92,6 +93,11 @@ def cases() -> Iterator[tuple[str, Inputs]]:
     yield "conditioned, some", Inputs(plain.similarity, plain.quality, 9, None, apart, anchors)
     yield "anchors alone", Inputs(plain.similarity, plain.quality, 4, anchors)
 
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.randn(3, 40, 512, generator=source).to(dtype)
+        similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
+        yield f"rounded 1 in {dtype}", Inputs(similarity, torch.ones(3, 40), 12)
+
     yield "ties", Inputs(torch.eye(9)[None], torch.ones(1, 9), 6)
     # Every token the same: the rank is 1, and all but the first pick go by quality.
     scores = torch.tensor([[0.25, 0.5, 1.0, 0.5, 0.25, 2.0]])
@@ -139,7 +145,7 @@ def _compile(gpu: int) -> dict[str, int]:
     types = dict.fromkeys(("similarity", "quality", "residuals", "factors"), "*fp32")
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
     types |= dict.fromkeys(("tokens", "count", "forced", "given"), "i32")
-    types |= dict.fromkeys(("exhausted", "divisor", "huge"), "fp32")
+    types |= dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie"), "fp32")
     actual = {}
     for tokens, masked in ((64, False), (576, True), (2880, False)):
         block, rows, warps = launch_options(tokens)

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import distance_to_kept, farthest_points
-from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.ops.rowwise import argmax_within, mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
     Given,
@@ -67,7 +67,8 @@ def _spread(cosine: Tensor, count: int) -> Tensor:
     # The smallest distance of a token is to itself, so the second smallest is to its nearest
     # neighbour; like the published code, this does not mask the diagonal.
     second = distance.topk(min(2, size), dim=1, largest=False).values[:, -1]
-    first = second.argmax(dim=1, keepdim=True)
+    # Relative: where every token has a duplicate, what is left is rounding, as published.
+    first = argmax_within(second, relative=True)[0][:, None]
     nearest = distance.gather(1, first[:, :, None].expand(-1, -1, size))[:, 0]
     taken = torch.zeros(batch, size, dtype=torch.bool, device=distance.device)
     rest = farthest_points(

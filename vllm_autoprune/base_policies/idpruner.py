@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.farthest import distance_to_kept
+from vllm_autoprune.ops.rowwise import argmax_within
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import (
     BasePolicyParams,
@@ -116,7 +117,7 @@ def marginal_relevance(
         score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         # NaN counts less than any number, but more than a token that is taken.
         score = torch.where(free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf)
-        pick = score.argmax(dim=1)
+        pick, _ = argmax_within(score)
         picks.append(pick)
         free = free.scatter(1, pick[:, None], False)
         row = flat.index_select(0, first + pick)

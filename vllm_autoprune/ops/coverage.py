@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.filling import fill_by_weight
+from vllm_autoprune.ops.rowwise import argmax_within
 
 
 def greedy_coverage(
@@ -27,8 +28,8 @@ def greedy_coverage(
     degrees ``(B, N, R)``: how well each candidate covers each row; covered ``(B, R)``: how well
     earlier picks do; taken ``(B, N)`` bool excludes candidates. With ``scale``, gains are
     multiplied by weight ``(B, N)``. From the first gain of at most ``floor`` on, candidates come by
-    descending weight. Returns ``(B, count)`` int64, unique; ties go to the lower index. ``count``
-    must not exceed the number of candidates not taken.
+    descending weight. Returns ``(B, count)`` int64, unique; ties go to the lower index
+    (:func:`argmax_within`). ``count`` must not exceed the number of candidates not taken.
     """
     batch = degrees.shape[0]
     if count == 0:
@@ -51,12 +52,12 @@ def _greedy(
         total = added.clamp_min_(0).sum(dim=1)
         if scale:
             total = total * weight
-        gain, pick = total.masked_fill(excluded, -torch.inf).max(dim=0)
+        pick, gain = argmax_within(total.masked_fill(excluded, -torch.inf)[None], relative=True)
         picks.append(pick)
         gains.append(gain)
         excluded.index_fill_(0, pick, True)
-        covered = torch.maximum(covered, degrees.index_select(0, pick[None])[0])
-    return torch.stack(picks), torch.stack(gains)
+        covered = torch.maximum(covered, degrees.index_select(0, pick)[0])
+    return torch.cat(picks), torch.cat(gains)[:, 0]
 
 
 def covered_by(degrees: Tensor, kept: Tensor) -> Tensor:

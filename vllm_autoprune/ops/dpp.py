@@ -35,9 +35,11 @@ def greedy_map(
     picks that condition the others; eligible ``(B, N)`` bool limits the others. With
     ``conditioned``, picks continue from the tokens that it was conditioned on, none of which is
     picked again, at the cost of ``count`` steps alone. Returns ``(B, count)`` int64, unique in each
-    row; ties go to the lower index. From the first step at which no gain exceeds
-    ``dpp_torch.EXHAUSTED`` (the rank of L is below ``count``) or a gain is NaN, the remaining picks
-    are by descending quality. ``count`` must not exceed the number of eligible tokens.
+    row; ties go to the lower index (:func:`~vllm_autoprune.ops.rowwise.argmax_within`), and for
+    the first pick a diagonal of S that is 1 but for its rounding is 1. From the first step at which
+    no gain exceeds ``dpp_torch.EXHAUSTED`` (the rank of L is below ``count``) or a gain is NaN, the
+    remaining picks are by descending quality. ``count`` must not exceed the number of eligible
+    tokens.
 
     Picks are identical alone and in a batch. On a CUDA device it is a single Triton kernel, if
     Triton works there.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.filling import fill_by_weight
+from vllm_autoprune.ops.rowwise import argmax_within
 from vllm_autoprune.ops.similarity import ALIGNED
 
 EXHAUSTED = 1e-10
@@ -24,6 +25,10 @@ DIVISOR = 1e-12
 DEPENDENT = 1e-5
 """Residual at or below which a given token is a combination of those before it: what is left of its
 row is rounding."""
+
+UNIT = 2**-6
+"""Difference from 1 within which a diagonal entry counts as a rounded 1: it is up to 9e-3 where
+rows are divided by their norm in bfloat16."""
 
 GIVEN = -0.5
 """Residual at or below which a token is one of those that were conditioned on; others are only
@@ -103,6 +108,11 @@ def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tenso
     return rows
 
 
+def _snap_to_one(residual: Tensor) -> Tensor:
+    """Residual ``(B, N)`` that the first pick reads: 1 where S_jj is a rounded 1."""
+    return torch.where((residual - 1).abs() <= UNIT, 1.0, residual)
+
+
 def greedy_map_torch(
     similarity: Tensor,
     quality: Tensor,
@@ -135,11 +145,12 @@ def greedy_map_torch(
 
     for step in range(count):
         if anchors is not None and step < forced:
-            pick, gain = anchors[:, step], torch.ones_like(quality[:, 0])
+            pick, gain = anchors[:, step], torch.ones_like(quality[:, :1])
         else:
             if step == forced and eligible is not None:
                 residual.masked_fill_(~eligible, -1.0)
-            gain, pick = (weight * residual).max(dim=1)
+            exact = _snap_to_one(residual) if given + step == 0 else residual
+            pick, gain = argmax_within(weight * exact, relative=True)
         picks.append(pick)
         gains.append(gain)
         if step + 1 == count:
@@ -162,9 +173,7 @@ def greedy_map_torch(
         residual.addcmul_(update, update, value=-1)
         flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
     # Gains never increase and NaN persists, so the picks that count come first.
-    return fill_by_weight(
-        torch.stack(picks, 1), torch.stack(gains, 1), quality, eligible, EXHAUSTED
-    )
+    return fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED)
 
 
 def capped_greedy_map(
@@ -210,8 +219,10 @@ def capped_greedy_map(
         else:
             room = open_ & (occupancy.gather(1, cells) < cap)
             room = torch.where(room.any(dim=1, keepdim=True), room, open_)
-            gain, best = (weight * residual).masked_fill(~room, -torch.inf).max(dim=1)
-            sound = sound & (gain > EXHAUSTED) & (gain < torch.inf)
+            exact = _snap_to_one(residual) if known + step == 0 else residual
+            gains = (weight * exact).masked_fill(~room, -torch.inf)
+            best, gain = argmax_within(gains, relative=True)
+            sound = sound & (gain[:, 0] > EXHAUSTED) & (gain[:, 0] < torch.inf)
             pick = torch.where(sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1))
         picks.append(pick)
         open_.scatter_(1, pick[:, None], False)

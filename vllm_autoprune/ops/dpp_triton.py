@@ -20,10 +20,12 @@ from torch import Tensor
 from vllm_autoprune.ops.dpp_torch import (
     DIVISOR,
     EXHAUSTED,
+    UNIT,
     Conditioned,
     greedy_map_torch,
 )
 from vllm_autoprune.ops.filling import HUGE
+from vllm_autoprune.ops.rowwise import TIE
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -48,6 +50,8 @@ def _greedy_map(
     exhausted: tl.tensor,
     divisor: tl.tensor,
     huge: tl.tensor,
+    unit: tl.tensor,
+    tie: tl.tensor,
     has_eligible: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
@@ -70,10 +74,13 @@ def _greedy_map(
     sound = True
 
     for step in range(count):
-        gain = weight * tl.where(free, residual, -1.0)
+        rounded_one = (given + step == 0) & (tl.abs(residual - 1.0) <= unit)
+        gain = weight * tl.where(free, tl.where(rounded_one, 1.0, residual), -1.0)
         # NaN has to win the maximum, as in torch, and be recognisable: only NaN becomes infinite.
         gain = tl.where(gain == gain, tl.minimum(gain, LARGEST), float("inf"))
-        best, pick = tl.max(gain, axis=0, return_indices=True)
+        best = tl.max(gain, axis=0)
+        near = gain >= tl.minimum(best, best * (1.0 - tie))
+        pick = tl.min(tl.where(near, token, block), axis=0)
         if step < forced:
             pick = tl.load(anchors + step).to(tl.int32)
         else:
@@ -138,6 +145,8 @@ def greedy_map_triton(
         EXHAUSTED,
         DIVISOR,
         HUGE,
+        UNIT,
+        TIE,
         has_eligible=eligible is not None,
         block=block,
         rows=rows,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.filling import fill_by_weight
+from vllm_autoprune.ops.rowwise import argmax_within
 
 
 def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor) -> Tensor:
@@ -13,18 +14,19 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
 
     distance ``(B, N, N)``; nearest ``(B, N)`` is each token's distance to the tokens already
     chosen; taken ``(B, N)`` bool excludes tokens. Returns ``(B, count)`` int64. Picked tokens are
-    masked, so an index never repeats, even with duplicates or NaN; ties go to the lower index.
+    masked, so an index never repeats, even with duplicates or NaN; ties go to the lower index
+    (:func:`argmax_within`).
     ``count`` must not exceed the number of tokens not taken.
     """
     batch, tokens = nearest.shape
     first = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
+    nearest = nearest.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(taken, -torch.inf)
     # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
-    nearest = nearest.masked_fill(taken, -torch.inf)
     flat = nearest.view(-1)
     picks = []
     for _ in range(count):
-        pick = nearest.argmax(dim=1)
+        pick, _ = argmax_within(nearest)
         picks.append(pick)
         at = pick if batch == 1 else first + pick
         flat.index_fill_(0, at, -torch.inf)
@@ -62,13 +64,13 @@ def weighted_farthest_points(
         score = weight * nearest
         if step == 0:
             score = torch.where(begins[:, None], distance_to_others(distance), score)
-        gain, pick = score.masked_fill(taken, -torch.inf).max(dim=1)
+        pick, gain = argmax_within(score.masked_fill(taken, -torch.inf))
         if step == 0:
-            gain = gain.masked_fill(begins, torch.inf)
+            gain = gain.masked_fill(begins[:, None], torch.inf)
         if leading is not None:
             forced = leading[:, step] >= 0
             pick = torch.where(forced, leading[:, step], pick)
-            gain = gain.masked_fill(forced, torch.inf)
+            gain = gain.masked_fill(forced[:, None], torch.inf)
         picks.append(pick)
         gains.append(gain)
         taken = taken.scatter(1, pick[:, None], True)
@@ -77,7 +79,7 @@ def weighted_farthest_points(
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     fill = weight if fill is None else fill
-    return fill_by_weight(torch.stack(picks, 1), torch.stack(gains, 1), fill, free, floor)
+    return fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor)
 
 
 def distance_to_others(distance: Tensor) -> Tensor:

@@ -11,6 +11,11 @@ from torch import Tensor
 FLAT = 1e-12
 """Range below which a score counts as constant."""
 
+TIE = 2**-21
+"""Difference within which values count as equal, 5e-7. A cosine in float32 is up to 5e-7 from its
+exact value, mostly 1e-7; the best two tokens of a step are at least 1.1e-6 apart in all golden
+cases, or bit-identical."""
+
 
 def min_max_normalise(score: Tensor, offset: float = 0.0) -> Tensor:
     """Min-max normalise the last axis, ``(..., N) -> (..., N)``; a constant score becomes all ones.
@@ -26,6 +31,18 @@ def min_max_normalise(score: Tensor, offset: float = 0.0) -> Tensor:
 def rank_descending(score: Tensor) -> Tensor:
     """Indices ``(..., N)`` by descending score; ties go to the lower index."""
     return score.argsort(dim=-1, descending=True, stable=True)
+
+
+def argmax_within(values: Tensor, *, relative: bool = False) -> tuple[Tensor, Tensor]:
+    """Lowest index ``(B,)`` within ``TIE`` of the maximum of each row ``(B, N)``, and that bound.
+
+    Values that are equal in exact arithmetic are rounded in another way on another device, or in
+    another batch. ``relative`` to the maximum, where that is positive. The bound ``(B, 1)`` of a
+    row with NaN is NaN, and its index 0.
+    """
+    bound = values.amax(dim=1, keepdim=True)
+    bound = bound.mul_(1 - TIE) if relative else bound.sub_(TIE)
+    return values.clamp_max(bound).argmax(dim=1), bound
 
 
 def mask_from_indices(indices: Tensor, count: int) -> Tensor:

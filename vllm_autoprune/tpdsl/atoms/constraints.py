@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dpp_torch import Conditioned, capped_greedy_map, condition
-from vllm_autoprune.ops.rowwise import mask_from_indices, rank_descending
+from vllm_autoprune.ops.rowwise import argmax_within, mask_from_indices, rank_descending
 from vllm_autoprune.tpdsl.atoms.kernels import Kernel, conditional_kernel, run_kernel
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
@@ -170,8 +170,9 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
         similarity = torch.cat([waiting, entered[:, None]], dim=1).amax(dim=1)
         score, threshold = admits(similarity, revision.g, leaving)
         open_ = pool & ~score.isnan()
-        best, entering = score.masked_fill(~open_, -torch.inf).max(dim=1, keepdim=True)
-        active = active & (best > threshold) & open_.gather(1, entering)
+        pick, _ = argmax_within(score.masked_fill(~open_, -torch.inf), relative=True)
+        entering = pick[:, None]
+        active = active & (score.gather(1, entering) > threshold) & open_.gather(1, entering)
         kept = kept.scatter(1, leaving, kept.gather(1, leaving) & ~active)
         kept = kept.scatter(1, entering, kept.gather(1, entering) | active)
         pool = pool.scatter(1, entering, pool.gather(1, entering) & ~active)
