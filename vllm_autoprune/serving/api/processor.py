@@ -191,7 +191,8 @@ class PrunedProcessor(_Stock):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        _, plain = _split_plan(hf_processor_mm_kwargs)
+        # vLLM asks for embeddings in chat messages before there is a plan.
+        plain = {name: value for name, value in hf_processor_mm_kwargs.items() if name != _PLAN}
         fields = dict(super()._get_mm_fields_config(hf_inputs, plain))
         if FIELD in hf_inputs:
             fields[FIELD] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
