@@ -169,7 +169,7 @@ class PrunedProcessor(_Stock):
         plan: RequestPlan = kwargs[_PLAN]
         cached = mm_is_cached.get("image", [])
         absent = [i for i, hit in enumerate(cached) if not hit]
-        items = tuple(plan.items[i] for i in absent)
+        items = tuple(plan.items[i] for i in absent) if plan.items else ()
         contents = tuple(plan.contents[i] for i in absent) if plan.contents else ()
         return {**kwargs, _PLAN: replace(plan, items=items, contents=contents)}
 
