@@ -52,12 +52,18 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return str(answer.read().decode())
 
-    def post(self, path: str, body: Mapping[str, object]) -> tuple[int, dict[str, object]]:
+    def post(
+        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, object]]:
         """Status and JSON body of a POST request, on a connection of its own."""
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", "Connection": "close"},
+            headers={
+                "Content-Type": "application/json",
+                "Connection": "close",
+                **(headers or {}),
+            },
         )
         try:
             with urllib.request.urlopen(request, timeout=300) as answer:

@@ -91,6 +91,8 @@ def good() -> Report:
         errors={},
         video_stock=stock,
         video_pruned=stock,
+        embeddings_stock=stock,
+        embeddings_pruned=stock,
     )
 
 
@@ -216,6 +218,7 @@ BROKEN: dict[str, list[Callable[[Report], Report]]] = {
     ],
     "merger_input_is_that_of_transformers": [_set(merger_error=1.0), _set(merger_error=math.nan)],
     "videos_are_untouched": [_set(video_pruned=None)],
+    "embeddings_are_untouched": [_set(embeddings_pruned=None), _set(embeddings_stock=None)],
 }
 
 

@@ -186,6 +186,14 @@ def videos_are_untouched(report: Report) -> str:
     return "" if report.video_pruned == report.video_stock else "another answer about a video"
 
 
+def embeddings_are_untouched(report: Report) -> str:
+    """Completions about embeddings of images made elsewhere equal stock vLLM's."""
+    stock, pruned = report.embeddings_stock, report.embeddings_pruned
+    if stock is None or pruned is None:
+        return "" if stock is pruned else "embeddings are not taken as by stock vLLM"
+    return first_change({"embeddings": pruned}, {"embeddings": stock}, choose_tolerance(report))
+
+
 CHECKS: Mapping[str, Callable[[Report], str]] = {
     check.__name__: check
     for check in (
@@ -209,6 +217,7 @@ CHECKS: Mapping[str, Callable[[Report], str]] = {
         parts_stand_on_one_grid,
         merger_input_is_that_of_transformers,
         videos_are_untouched,
+        embeddings_are_untouched,
     )
 }
 """Name -> check."""

@@ -42,6 +42,8 @@ class Report(BaseModel):
     state with a core ranks before the patch merger where there is one; ``merger_error`` is how far
     what it ranks is from what enters the merger in transformers, relative to how much tokens
     differ, None without a merger. ``hybrid`` says whether some layers have linear attention.
+    ``video_*`` and ``embeddings_*`` are about inputs that are served unpruned, None where the model
+    takes none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,3 +72,5 @@ class Report(BaseModel):
     hybrid: bool = False
     video_stock: Completion | None = None
     video_pruned: Completion | None = None
+    embeddings_stock: Completion | None = None
+    embeddings_pruned: Completion | None = None

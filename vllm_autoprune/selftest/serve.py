@@ -32,6 +32,7 @@ def _serve_settings(folder: Path) -> Report:
     results["runner"] = "v2" if engine.llm.llm_engine.vllm_config.use_v2_model_runner else "v1"
     results["stock"] = {name: engine.ask(name) for name in QUESTIONS}
     results["video_stock"] = engine.ask_about_video()
+    results["embeddings_stock"] = engine.ask_about_embeddings()
     engine.stop()
 
     engine = TinyEngine(folder, SETTINGS)
@@ -66,6 +67,7 @@ def _serve_settings(folder: Path) -> Report:
     engine = TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     results["chunked"] = {name: engine.ask(name) for name in QUESTIONS}
     results["video_pruned"] = engine.ask_about_video()
+    results["embeddings_pruned"] = engine.ask_about_embeddings()
     engine.llm.reset_prefix_cache()
     longest = max(len(one.prompt) for one in results["chunked"].values())
     with engine.preempting(max(STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):

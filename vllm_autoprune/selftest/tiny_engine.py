@@ -19,6 +19,7 @@ from vllm_autoprune.selftest.engine_observer import EngineObserver
 from vllm_autoprune.selftest.part_checks import RECALL, SPLIT_QUESTION
 from vllm_autoprune.selftest.questions import PADDING, QUESTIONS, picture
 from vllm_autoprune.selftest.report import Completion
+from vllm_autoprune.selftest.tiny_models import TEXT
 
 STEPS_BETWEEN_PREEMPTIONS = 11
 """A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
@@ -43,6 +44,7 @@ class TinyEngine:
             block_size=BLOCK,
             num_gpu_blocks_override=128,
             limit_mm_per_prompt={"image": 4},
+            enable_mm_embeds=True,
             **more,
             **options,
         )
@@ -181,6 +183,28 @@ class TinyEngine:
             "multi_modal_data": {"video": (frames, metadata)},
         }
         return self._completion(self.llm.generate([prompt], _sampling(), use_tqdm=False)[0])
+
+    def ask_about_embeddings(self) -> Completion | None:
+        """The completion about embeddings of 12 tokens; None if the model takes none."""
+        import torch
+
+        visual = getattr(self.model, "visual", None)
+        width = TEXT["hidden_size"] if visual is None else visual.out_hidden_size
+        noise = torch.Generator().manual_seed(0)
+        rows = torch.randn(12, int(width), generator=noise).to(torch.bfloat16)
+        image: object = rows[None]
+        if "image" in self.processor.info.get_data_parser().embedding_fields:
+            image = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 12]])}
+        placeholder = type(self.model).get_placeholder_str("image", 0)
+        prompt = {
+            "prompt": f"user {placeholder} what is on the left you",
+            "multi_modal_data": {"image": image},
+        }
+        try:
+            (output,) = self.llm.generate([prompt], _sampling(), use_tqdm=False)
+        except (TypeError, ValueError):
+            return None
+        return self._completion(output)
 
     def _chat(
         self, messages: list[dict[str, object]], entry: Mapping[str, object], preempted: bool

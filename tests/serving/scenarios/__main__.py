@@ -25,6 +25,7 @@ from tests.serving.scenarios import (  # noqa: F401  # each registers its scenar
     encoder_graphs,
     exact,
     feature_cache,
+    field_inputs,
     hostile,
     load,
     modes,

@@ -41,7 +41,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
     monkeypatch.setattr(worker, "request_positions_on_cpu", lambda: None)
     monkeypatch.setattr(engine_requests, "watch_requests", lambda: None)
     monkeypatch.setattr(worker, "refuse_sleep", lambda reason: None)
-    monkeypatch.setattr(api, "check_requests", lambda check: None)
+    monkeypatch.setattr(api, "check_requests", lambda *_: None)
     # Hooks have their own test; checking them here would import many vLLM modules.
     monkeypatch.setattr(config, "require_hooks", lambda stock: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)

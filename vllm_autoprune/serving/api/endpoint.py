@@ -28,7 +28,9 @@ class AutopruneEndpoint:
     """``EndpointPlugin`` of vLLM that answers with a fixed description; never calls the engine."""
 
     name = NAME
-    required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
+    required_tasks: tuple[SupportedTask, ...] | None = (
+        *("generate", "embed", "classify", "token_embed", "token_classify"),
+    )
 
     def __init__(self) -> None:
         self._description: dict[str, JsonValue] = {"state": None}

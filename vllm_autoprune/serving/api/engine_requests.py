@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
+from vllm_autoprune.serving.api.misplaced_fields import refuse_misplaced
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.compat import wrap
 from vllm_autoprune.serving.shared.identities import make_feature_key
@@ -112,7 +113,11 @@ def wrap_process_inputs(
     ) -> EngineCoreRequest:
         request = stock(self, request_id, prompt, *args, **named)
         served = served_state(self.model_config)
-        if served is None or not request.mm_features:
+        if served is None:
+            return request
+        params = args[0] if args else named.get("params")
+        refuse_misplaced({"extra_args": getattr(params, "extra_args", None)}, {})
+        if not request.mm_features:
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
         if isinstance(hashes, RenderedHashes):

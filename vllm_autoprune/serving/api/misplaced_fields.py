@@ -2,82 +2,163 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from itertools import islice
+import string
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem, RequestError
-from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, PruningRequest
+from vllm_autoprune.serving.api.metrics import count_refused_request
+from vllm_autoprune.serving.api.request_fields import (
+    REQUEST_FIELD,
+    PruningRequest,
+    format_entry,
+    parse_request,
+)
+from vllm_autoprune.serving.api.request_headers import (
+    PREFIX,
+    current_request,
+    merge_headers,
+    read_headers,
+)
 from vllm_autoprune.serving.shared.request_rules import FLAG, RequestRules
 from vllm_autoprune.serving.shared.served_state import served_state
 from vllm_autoprune.tpdsl.states.json_values import escape_unprintable
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from vllm.config import ModelConfig
 
 KWARGS = "mm_processor_kwargs"
-_PLACE = f'"{KWARGS}": {{"{REQUEST_FIELD}": {{"budget": 64}}}}'
-_CLIENT = f"extra_body={{{_PLACE}}} in the OpenAI client"
+_HEADER_FIX = f"send the header {PREFIX}-budget: 64, or {PREFIX}-state: NAME"
 
-MAX_NAMES = 100
-"""Names compared with the entry's, the first ones: all requests wait while one is checked."""
+_NAMED_BY_CLIENTS = frozenset(
+    {
+        *("arguments", "function", "function_call", "functions", "guided_json", "input_schema"),
+        *("json_schema", "metadata", "parameters", "response_format", "schema"),
+        *("structured_outputs", "tool_calls", "tool_choice", "tools"),
+    }
+)
+"""Fields whose content has names of the client's own: tools, schemas, notes."""
 
 
-def check_request(
-    model_config: ModelConfig,
-    extra: Mapping[str, object],
-    kwargs: Mapping[str, object],
-    trusted: bool,
-) -> None:
+def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
     """Raise :class:`RequestError` where a request's pruning fields would have no effect.
 
-    ``extra`` are the fields of the request that vLLM does not know, and would ignore. ``trusted``
-    is ``--trust-request-mm-kwargs``.
+    What its headers set is written into its ``mm_processor_kwargs``. ``trusted`` is
+    ``--trust-request-mm-kwargs``.
     """
     served = served_state(model_config)
     if served is None:
         return
-    problem = find_misplaced_field(extra, kwargs)
-    if problem is None and REQUEST_FIELD in kwargs and not trusted:
-        problem = _find_forbidden_entry(served.rules)
+    try:
+        _check_fields(request, served.rules, trusted)
+    except RequestError:
+        count_refused_request()
+        raise
+
+
+def _check_fields(request: BaseModel, rules: RequestRules, trusted: bool) -> None:
+    declared: object = getattr(request, KWARGS, None) or {}
+    if not isinstance(declared, Mapping):
+        return  # completions do not declare it: refused by vLLM
+    kwargs: Mapping[str, object] = declared
+    sent = current_request()
+    body = None if sent is None else sent.take_body()
+    if body is None:
+        refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
+    else:  # of an endpoint that reads headers alone
+        refuse_misplaced(body, {}, _HEADER_FIX)
+    if REQUEST_FIELD in kwargs:
+        parse_request(kwargs[REQUEST_FIELD])
+    fields = {} if sent is None else read_headers(sent.headers)
+    if fields:
+        kwargs = {**kwargs, REQUEST_FIELD: merge_headers(kwargs.get(REQUEST_FIELD), fields)}
+        vars(request)[KWARGS] = kwargs  # not every request declares it
+    if REQUEST_FIELD in kwargs and not (trusted or rules.explicit):
+        where = f"header {PREFIX}-{next(iter(fields))}" if fields else f"{KWARGS}/{REQUEST_FIELD}"
+        what = f"this server's requests may set nothing, because no {FLAG} is given"
+        fix = f"leave it out, or serve with {FLAG} budget"
+        raise RequestError("request", [Problem(where, what, fix)])
+
+
+def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str | None = None) -> None:
+    """Raise :class:`RequestError` with the first pruning field that nothing reads.
+
+    ``fields`` are those of a request, or of an offline prompt; ``kwargs`` what is read of its
+    ``mm_processor_kwargs``, where it may have an entry.
+    """
+    problem = find_misplaced_field(fields, kwargs, fix)
     if problem is not None:
         raise RequestError("request", [problem])
 
 
 def find_misplaced_field(
-    extra: Mapping[str, object], kwargs: Mapping[str, object]
+    fields: object, kwargs: Mapping[str, object], fix: str | None = None
 ) -> Problem | None:
-    """The first pruning field at the top of a request, or beside the entry in its kwargs."""
-    for name in islice(extra, MAX_NAMES):
-        if _is_entry(name):
-            what = "is ignored at the top of a request"
-            return Problem(_shorten(name), what, f"send {_PLACE} ({_CLIENT})")
-    for name in islice(kwargs, MAX_NAMES):
-        where = f"{KWARGS}/{_shorten(name)}"
-        if name in PruningRequest.model_fields:
-            return Problem(where, "is not read there", f"put it one level down: {_PLACE}")
-        if name != REQUEST_FIELD and _is_entry(name):
+    """The first pruning field beside the entry, or at any depth outside the kwargs."""
+    for key in kwargs:
+        where = f"{KWARGS}/{_shorten(key)}"
+        if key in PruningRequest.model_fields:
+            return Problem(where, "is not read there", f"put it one level down: {_entry()}")
+        if key != REQUEST_FIELD and _is_entry(key):
             return Problem(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
+    waiting: list[tuple[str, object]] = [("", fields)]
+    while waiting:
+        place, value = waiting.pop()
+        children: Iterable[tuple[object, object]]
+        if isinstance(value, Mapping):
+            children = value.items()
+        elif isinstance(value, list | tuple) and not isinstance(next(iter(value), 0), int | float):
+            children = enumerate(value)  # token ids have no names
+        else:
+            continue
+        for name, child in children:
+            if not place and name == KWARGS and kwargs:
+                continue
+            if child is not None and isinstance(name, str) and _is_misplaced(place, name, child):
+                where = f"{place}/{_shorten(name)}".removeprefix("/")
+                what = "is ignored there" if place else "is ignored at the top of a request"
+                entry = _entry(child)
+                client = f"extra_body={{{entry}}} in the OpenAI client"
+                return Problem(where, what, fix or f"send {entry} ({client})")
+            of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, Mapping))
+            if isinstance(child, Mapping | list | tuple) and not of_tool:
+                waiting.append((f"{place}/{_shorten(str(name))}"[-200:], child))
     return None
 
 
+def _is_misplaced(place: str, name: str, child: object) -> bool:
+    """Whether a field is an entry, or the budget of an image or of ignored kwargs."""
+    if place.endswith(f"/{KWARGS}") and name in PruningRequest.model_fields:
+        return True
+    if name == "budget" and place.endswith("/image_url"):
+        return isinstance(child, int | list | Mapping)
+    return not name.startswith("_") and _is_entry(name)
+
+
 def _is_entry(name: object) -> bool:
-    """Whether a key is the entry's name, or nearly so."""
+    """Whether a key is the entry's name, one with more behind it, or nearly so."""
     if not isinstance(name, str) or len(name) > 100:
         return False
-    word = name.lower().replace("-", "").replace("_", "")
-    return word.startswith(REQUEST_FIELD) or bool(
-        difflib.get_close_matches(word, [REQUEST_FIELD], cutoff=0.8)
-    )
+    word = name.lower().replace("-", "").replace("_", "").removeprefix("x")
+    return word.startswith(REQUEST_FIELD) or word in _NEAR
 
 
-def _find_forbidden_entry(rules: RequestRules) -> Problem | None:
-    """The problem of an entry that vLLM refuses because no flag lets requests have one."""
-    if rules.explicit:
-        return None
-    what = f"this server's requests may set nothing, because no {FLAG} is given"
-    return Problem(f"{KWARGS}/{REQUEST_FIELD}", what, f"leave it out, or serve with {FLAG} budget")
+def _misspellings(word: str) -> frozenset[str]:
+    """The word with one letter missing, changed, added or exchanged with the next one."""
+    splits = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    letters = ("", *string.ascii_lowercase)
+    changed = {a + c + b[1:] for a, b in splits if b for c in letters}
+    added = {a + c + b for a, b in splits for c in letters}
+    swapped = {a + b[1] + b[0] + b[2:] for a, b in splits if len(b) > 1}
+    return frozenset(changed | added | swapped)
+
+
+_NEAR = _misspellings(REQUEST_FIELD)
+
+
+def _entry(value: object = None) -> str:
+    return f'"{KWARGS}": {{"{REQUEST_FIELD}": {format_entry(value)}}}'
 
 
 def _shorten(name: str) -> str:

@@ -18,6 +18,7 @@ from vllm_autoprune.serving.api.instruction import (
     message_parts,
     shows_image,
 )
+from vllm_autoprune.serving.api.misplaced_fields import refuse_misplaced
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt, RecallTurn
@@ -59,7 +60,13 @@ class AutopruneHfRenderer(HfRenderer):
     def render_messages(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams
     ) -> tuple[list[ConversationMessage], DictPrompt]:
-        """As stock, and store the fields in the prompt (``BaseRenderer.render_messages``)."""
+        """As stock, and store the fields in the prompt (``BaseRenderer.render_messages``).
+
+        Raises RequestError for a pruning field in the wrong place; online, requests were checked.
+        """
+        if served_state(self.model_config) is not None:
+            template = params.chat_template_kwargs
+            refuse_misplaced({"messages": messages, "chat_template_kwargs": template}, {})
         marked, turns = self._mark_recall_turns(messages, params)
         conversation, prompt = super().render_messages(marked, params)
         return conversation, self._store_fields(messages, prompt, turns)
@@ -154,7 +161,11 @@ class AutopruneHfRenderer(HfRenderer):
             engine_input["mm_hashes"] = hashes
 
     def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
-        if served_state(self.model_config) is None or not prompt.get("multi_modal_data"):
+        if served_state(self.model_config) is None:
+            return prompt
+        fields = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
+        refuse_misplaced(fields, prompt.get("mm_processor_kwargs") or {})
+        if not prompt.get("multi_modal_data"):
             return prompt
         return _add_salt(_pass_fields(prompt))
 

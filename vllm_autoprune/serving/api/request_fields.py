@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from functools import cache
@@ -134,10 +135,11 @@ def parse_request(entry: object) -> PruningRequest:
     """The parsed entry; raises RequestError with every problem, which vLLM answers by 400."""
     if entry is None:
         return PruningRequest()
-    if isinstance(entry, dict):
-        if not all(isinstance(key, str) for key in entry):
-            raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
-        entry = _rename_state_field(entry)
+    if not isinstance(entry, dict):
+        raise request_error("", "is not an object", f"write {format_entry(entry)}")
+    if not all(isinstance(key, str) for key in entry):
+        raise request_error("", "has keys that are no text", f"use: {', '.join(_FIX)}")
+    entry = _rename_state_field(entry)
     try:
         return PruningRequest.model_validate(entry)
     except ValidationError as error:
@@ -170,6 +172,13 @@ def _rename_state_field(entry: Mapping[str, object]) -> Mapping[str, object]:
 def _warn_old_state_field() -> None:
     """Warn once a process: clients choose how often they send the old field."""
     logger.warning("The request field 'policy' is deprecated; use 'state' with the same value.")
+
+
+def format_entry(value: object) -> str:
+    """JSON of the entry that says what a value in its place, or elsewhere, was probably to say."""
+    if isinstance(value, bool):
+        return json.dumps({"enabled": value})
+    return json.dumps({"budget": value if isinstance(value, int) and 0 < value < 10**6 else 64})
 
 
 def request_error(field: str, what: str, fix: str) -> RequestError:

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from vllm.multimodal.parse import ImageEmbeddingItems
+import numpy
+import torch
+from PIL import Image
+from vllm.multimodal.parse import ImageProcessorItems
 
 from vllm_autoprune.serving.api.image_split import Slot, SplitImage, SplitPrompt, split_images
 from vllm_autoprune.serving.api.instruction import (
@@ -61,6 +64,9 @@ if TYPE_CHECKING:
     HashInputs = Callable[[ProcessorInputs], MultiModalHashes]
 
 logger = logging.getLogger("vllm.autoprune")
+
+_PICTURES = (Image.Image, numpy.ndarray, torch.Tensor)
+"""Types of an image whose size vLLM can tell."""
 
 _LOOKBACK = 4096
 """Token ids before an image in which its question is looked for."""
@@ -324,5 +330,11 @@ class RequestPlanner:
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:
-    """False for embeddings made elsewhere: they come without the signals that states read."""
-    return "image" in mm_items and not isinstance(mm_items["image"], ImageEmbeddingItems)
+    """False for embeddings made elsewhere: they come without the signals that states read.
+
+    Also for what is no picture, which vLLM's own processor refuses.
+    """
+    images = mm_items.get("image")
+    if not isinstance(images, ImageProcessorItems):
+        return False
+    return all(one is None or isinstance(one, _PICTURES) for one in images.get_all())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.compat import MARK, wrap
@@ -34,52 +35,79 @@ def allow_mm_kwarg(key: str) -> None:
     judged as before; who reads this one judges it for itself.
     Remove when: vLLM can trust entries one by one.
     """
+    from vllm.entrypoints.pooling.base import serving as pooling
     from vllm.renderers import online_renderer
 
-    stock = online_renderer.validate_request_mm_kwargs
-    if getattr(stock, MARK, False):
-        return
+    for module in (online_renderer, pooling):
+        stock = module.validate_request_mm_kwargs
+        if not getattr(stock, MARK, False):
+            module.validate_request_mm_kwargs = _without(key, stock)
 
+
+def _without(key: str, stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
-    def validate(*, mm_processor_kwargs: Mapping[str, object] | None, **rest: object) -> None:
-        others = {k: v for k, v in (mm_processor_kwargs or {}).items() if k != key}
-        stock(mm_processor_kwargs=others or None, **rest)
+    def validate(*, mm_processor_kwargs: object, **rest: object) -> None:
+        if isinstance(mm_processor_kwargs, Mapping):
+            mm_processor_kwargs = {k: v for k, v in mm_processor_kwargs.items() if k != key}
+        stock(mm_processor_kwargs=mm_processor_kwargs or None, **rest)
 
     setattr(validate, MARK, True)
-    online_renderer.validate_request_mm_kwargs = validate
+    return validate
 
 
-RequestCheck = Callable[["ModelConfig", Mapping[str, object], Mapping[str, object], bool], None]
-"""Takes a request's fields that vLLM does not know, its kwargs, and whether those are trusted."""
+RequestCheck = Callable[["ModelConfig", "BaseModel", bool], None]
+"""Takes a request, and whether its ``mm_processor_kwargs`` are trusted."""
 
 
-def check_requests(check: RequestCheck) -> None:
-    """Call ``check`` with every chat and completion request before it is rendered.
+_PROBE = "_render_probe_prompt"
+"""Method of vLLM 0.32 alone."""
+
+Handling = Callable[[None], AbstractContextManager[None]]
+"""Makes the context of a request that no client sent."""
+
+
+def check_requests(check: RequestCheck, handling: Handling) -> None:
+    """Call ``check`` with every chat, completion and pooling request before it is rendered.
+
+    A prompt that vLLM renders once to know the template, within the first client's request, is
+    ``handling`` apart from it.
 
     Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
     what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
     Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
     """
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.renderers.online_renderer import OnlineRenderer
 
     for name in ("preprocess_chat", "preprocess_cmpl"):
-        wrap(OnlineRenderer, name, functools.partial(_wrap_preprocess, check))
+        wrap(OnlineRenderer, name, functools.partial(_wrap_preprocess, check, 0))
+    wrap(PoolingBaseServing, "_init_ctx", functools.partial(_wrap_preprocess, check, 1))
+    wrap(AnthropicServingMessages, "_render_probe_prompt", functools.partial(_wrap_probe, handling))
 
 
-def _wrap_preprocess(check: RequestCheck, stock: Callable[..., object]) -> Callable[..., object]:
-    def preprocess(
-        self: OnlineRenderer, request: BaseModel, *args: object, **named: object
-    ) -> object:
+def _wrap_preprocess(
+    check: RequestCheck, at: int, stock: Callable[..., object]
+) -> Callable[..., object]:
+    def preprocess(self: OnlineRenderer, *args: object, **named: object) -> object:
         from vllm.exceptions import VLLMValidationError
 
-        kwargs = getattr(request, "mm_processor_kwargs", None) or {}
+        request: Any = named["request"] if "request" in named else args[at]
         try:
-            check(
-                self.model_config, request.model_extra or {}, kwargs, self.trust_request_mm_kwargs
-            )
+            check(self.model_config, request, self.trust_request_mm_kwargs)
         except RequestError as error:
             # Of all errors of this step every endpoint answers only vLLM's own by 400.
             raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
-        return stock(self, request, *args, **named)
+        return stock(self, *args, **named)
 
     return preprocess
+
+
+def _wrap_probe(
+    handling: Handling, stock: Callable[..., Awaitable[object]]
+) -> Callable[..., Awaitable[object]]:
+    async def probe(*args: object, **named: object) -> object:
+        with handling(None):
+            return await stock(*args, **named)
+
+    return probe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving.api import engine_requests, misplaced_fields
+from vllm_autoprune.serving.api import engine_requests, misplaced_fields, request_headers
 from vllm_autoprune.serving.compat import api, worker
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared import receiver_cache
@@ -33,7 +33,7 @@ def activate(architecture: str) -> None:
     if backbone.mrope:
         worker.request_positions_on_cpu()
     engine_requests.watch_requests()
-    api.check_requests(misplaced_fields.check_request)
+    api.check_requests(misplaced_fields.check_request, request_headers.handling)
     receiver_cache.cache_without_plans()
     api.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     worker.spread_recalls(is_recall)

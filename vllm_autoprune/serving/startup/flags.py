@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SETTINGS_KEY = "autoprune"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
 
+MIDDLEWARE = "vllm_autoprune.serving.api.request_headers.KeepRequest"
+"""Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
+
 _FLAGS: tuple[tuple[str, str, str], ...] = (
     (
         "state",
@@ -95,6 +98,9 @@ def _merge(namespace: argparse.Namespace, extra: Mapping[str, object]) -> None:
             value = {**before, **value}
         merged[key] = value
     namespace.additional_config = merged
+    added = vars(namespace).get("middleware")  # parsers without a server have none
+    if SETTINGS_KEY in merged and added is not None and MIDDLEWARE not in added:
+        namespace.middleware = [*added, MIDDLEWARE]
 
 
 def _merging(action: argparse.Action) -> None:

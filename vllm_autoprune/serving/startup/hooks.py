@@ -86,6 +86,16 @@ HOOKS: tuple[Hook, ...] = (
         "compat: requests may set what --autoprune-requests says",
     ),
     Hook(
+        "vllm.entrypoints.pooling.base.serving",
+        ("validate_request_mm_kwargs", "PoolingBaseServing._init_ctx"),
+        "compat: the same on pooling servers",
+    ),
+    Hook(
+        "vllm.entrypoints.anthropic.serving",
+        ("AnthropicServingMessages",),
+        "compat: headers of clients",
+    ),
+    Hook(
         "vllm.v1.engine.input_processor",
         ("InputProcessor.process_inputs",),
         "engine_requests: forged plans",
@@ -137,7 +147,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.multimodal.parse",
         (
-            "ImageEmbeddingItems",
             "ImageProcessorItems.get_image_size",
             "ImageSize",
             "MultiModalDataItems.select",

@@ -118,6 +118,16 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/test_endpoints.py::test_streamed_answer_is_the_whole_one",),
     ),
     Support(
+        "Budgets in headers; `/v1/messages`", "yes",
+        "`x-autoprune-budget`, `x-autoprune-state` at every endpoint, for one request alone",
+        ("serving/test_field_inputs.py::test_settings_of_one_request_do_not_reach_another",),
+    ),
+    Support(
+        "Pooling servers (`--runner pooling`)", "yes",
+        "`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score`: settings and refusals as for chat",
+        ("serving/test_field_inputs.py::test_pooling_servers_answer_like_chat_servers",),
+    ),
+    Support(
         "Structured output, sampling", "yes", "choices, patterns, seeds",
         ("serving/test_modes.py::test_several_samples_and_structured_output",),
     ),

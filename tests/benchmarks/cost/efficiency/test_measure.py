@@ -59,7 +59,9 @@ class OneWorker(Server):
 
     worker: DeviceMemory
 
-    def post(self, path: str, body: Mapping[str, object]) -> tuple[int, dict[str, object]]:
+    def post(
+        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, object]]:
         peak = getattr(self.worker, str(body["method"]))()
         return 200, {"results": [peak if peak is None else str(peak)]}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_autoprune.serving import plugin
-from vllm_autoprune.serving.startup.flags import SETTINGS_KEY
+from vllm_autoprune.serving.startup.flags import MIDDLEWARE, SETTINGS_KEY
 
 pytestmark = pytest.mark.compat
 
@@ -52,6 +52,19 @@ def asjson(**entries: object) -> str:
 
 def ours(**settings: object) -> Config:
     return {SETTINGS_KEY: {**settings, "from_flags": True}}
+
+
+def test_a_server_with_a_state_keeps_headers_once(parser: Any) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    server = make_arg_parser(FlexibleArgumentParser())
+    flags = ["--autoprune-state", "trim", "--middleware", "a.B", "--autoprune-budget", "8"]
+    assert sorted(server.parse_args(flags).middleware) == ["a.B", MIDDLEWARE]
+    config = ["--additional-config", '{"autoprune": {"state": "trim"}}']
+    assert server.parse_args(config).middleware == [MIDDLEWARE]
+    assert server.parse_args([]).middleware == []
+    assert not hasattr(parser.parse_args(flags[:2]), "middleware")
 
 
 def test_flags_are_stored_unparsed_in_additional_config(

@@ -29,6 +29,8 @@ LOOKED_AT: Mapping[str, str] = {
     "vllm.renderers.hf.HfRenderer.render_messages_async": "as render_messages",
     "vllm.renderers.online_renderer.OnlineRenderer.preprocess_chat": "reasoning effort and the "
     "token ids of the prompt are handed on; we read the request and change nothing",
+    "vllm.entrypoints.anthropic.serving.AnthropicServingMessages": "no prompt of its own is "
+    "rendered within a client's request; the wrapper of that method is left out",
     "vllm.model_executor.models.interfaces.SupportsMultiModal.get_language_model": "a child is "
     "the language model by its methods, `embed_input_ids` among them, no longer by a protocol; "
     "no tower here has that one",

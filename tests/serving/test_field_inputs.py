@@ -1,0 +1,362 @@
+"""Inputs of the field: answered as stock answers them but for the tokens, or told what to write.
+
+A request without pruning fields has stock's status and its finish. One with a setting where it is
+read keeps so many tokens of its image. One with a setting elsewhere is answered by 400.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from benchmarks.minillava.split import png_url
+from benchmarks.miniqwen.split import CHECKPOINT
+from benchmarks.server import Server, serve
+from tests.serving.conftest import COMMON
+from tests.serving.engine import examples
+from tests.serving.paths import LLAVA
+from tests.serving.runners import Runner
+from vllm_autoprune.serving.api.endpoint import NAME, PATH
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(500),
+    pytest.mark.scenarios("field_inputs"),
+]
+
+K = 8
+STATE = ("--autoprune-state", "cen_divprune", "--autoprune-budget", str(K))
+ENTRY: dict[str, object] = {"budget": 12}
+KWARGS = "mm_processor_kwargs"
+RIGHT = {KWARGS: {"autoprune": ENTRY}}
+BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
+
+
+def tensor(*shape: int, numbers: object = None) -> str:
+    """A tensor as clients send embeddings: noise, or these numbers."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    buffer = io.BytesIO()
+    torch.save(noise if numbers is None else torch.tensor(numbers), buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+EXAMPLE = examples(1)[0]
+URL = png_url(EXAMPLE.image)
+PICTURE = {"type": "image_url", "image_url": {"url": URL}}
+TEXT = {"type": "text", "text": "What?"}
+GRID = [1, 4, 12]
+
+
+def embeds(data: object, **more: object) -> dict[str, object]:
+    return {"type": "image_embeds", "image_embeds": data, **more}
+
+
+ROWS = embeds({"image_embeds": tensor(12, 576), "image_grid_thw": tensor(numbers=GRID)})
+
+
+def messages(*parts: object, **more: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": [*(parts or (PICTURE,)), TEXT], **more}]
+
+
+def chat(*parts: object, **more: object) -> dict[str, object]:
+    return {"messages": messages(*parts), "max_tokens": 1, "temperature": 0, **more}
+
+
+def responses(part: Mapping[str, object] | None = None, **more: object) -> dict[str, object]:
+    shown = {"type": "input_image", "detail": "auto", "image_url": URL, **(part or {})}
+    content = [shown, {"type": "input_text", "text": "What?"}]
+    turn = {"role": "user", "content": content}
+    return {"input": [turn], "max_output_tokens": 1, "store": False, "temperature": 0, **more}
+
+
+def anthropic(part: Mapping[str, object] | None = None, **more: object) -> dict[str, object]:
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    content = [{"type": "image", "source": source, **(part or {})}, TEXT]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **more}
+
+
+def words(**more: object) -> dict[str, object]:
+    return {"prompt": "What?", "max_tokens": 1, "temperature": 0, **more}
+
+
+def pooled(*parts: object, **more: object) -> dict[str, object]:
+    return {"messages": messages(*parts), **more}
+
+
+class Case(NamedTuple):
+    """An input: answered as by stock, or with K tokens of its image, or by 400 with a text."""
+
+    path: str
+    body: Mapping[str, object]
+    expected: int | str | None = None
+    headers: Mapping[str, str] = {}
+
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+)
+EMBED, POOL, SCORE, CLASSIFY = "/v1/embeddings", "/pooling", "/v1/score", "/classify"
+WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
+SEND = "send the header x-autoprune-budget"
+TOOL = {"type": "function", "function": {"name": "autoprune", "parameters": {"autoprune": {}}}}
+
+CHATS: dict[str, Case] = {
+    # Embeddings made elsewhere, and what else stock takes or refuses.
+    "picture": Case(CHAT, chat()),
+    "embeds": Case(CHAT, chat(ROWS)),
+    "embeds twice": Case(CHAT, chat(ROWS, ROWS)),
+    "embeds with a grid of two dimensions": Case(
+        CHAT,
+        chat(embeds({"image_embeds": tensor(12, 576), "image_grid_thw": tensor(numbers=[GRID])})),
+    ),
+    "embeds with a grid of numbers": Case(
+        CHAT, chat(embeds({"image_embeds": tensor(12, 576), "image_grid_thw": GRID}))
+    ),
+    "embeds by uuid": Case(CHAT, chat({**ROWS, "uuid": "one"})),
+    "embeds of a known uuid": Case(CHAT, chat(embeds(None, uuid="one"))),
+    "embeds beside a picture": Case(CHAT, chat(ROWS, PICTURE)),
+    "embeds without a grid": Case(CHAT, chat(embeds(tensor(12, 576)))),
+    "embeds of another width": Case(
+        CHAT,
+        chat(embeds({"image_embeds": tensor(12, 64), "image_grid_thw": tensor(numbers=GRID)})),
+    ),
+    "embeds of other data": Case(CHAT, chat(embeds("AAAA"))),
+    "embeds in two turns": Case(CHAT, {**chat(), "messages": messages(ROWS) + messages(ROWS)}),
+    "embeds with a budget": Case(CHAT, chat(ROWS, **RIGHT), 0),
+    "embeds with a header": Case(CHAT, chat(ROWS), 0, {BUDGET: "12"}),
+    "prompt embeds": Case(CHAT, chat({"type": "prompt_embeds", "data": tensor(4, 192)})),
+    "prompt embeds beside a picture": Case(
+        CHAT, chat(PICTURE, {"type": "prompt_embeds", "data": tensor(4, 192)})
+    ),
+    "no picture": Case(CHAT, chat(TEXT)),
+    "no content": Case(CHAT, {**chat(), "messages": []}),
+    "uuid alone": Case(CHAT, chat({"type": "image_url", "image_url": None, "uuid": "unknown"})),
+    # What only looks like a setting.
+    "words alone": Case(CHAT, chat({"type": "text", "text": 'autoprune {"budget": 64}'})),
+    "unknown fields": Case(CHAT, chat(autotune=True, autorun={"a": 1}, budget=64, extra={"a": 1})),
+    "extra body of others": Case(CHAT, chat(extra_body={"top_k": 3, "budget": 2})),
+    "null": Case(CHAT, chat(autoprune=None)),
+    "tool": Case(CHAT, chat(tools=[TOOL], tool_choice="none")),
+    "metadata": Case(CHAT, chat(metadata={"autoprune": "64"})),
+    "schema": Case(
+        CHAT,
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "autoprune",
+                    "schema": {"type": "object", "properties": {"autoprune": {"type": "string"}}},
+                },
+            }
+        ),
+    ),
+    "called tool": Case(
+        MESSAGES,
+        anthropic(
+            messages=[
+                {"role": "user", "content": "autoprune"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "id": "a", "name": "f", "input": {"autoprune": 64}}
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": "ok"}],
+                },
+            ]
+        ),
+    ),
+    # Settings where they are read.
+    "entry": Case(CHAT, chat(**RIGHT), 12),
+    "entry of responses": Case(RESPONSES, responses(**RIGHT), 12),
+    "header": Case(CHAT, chat(), 12, {BUDGET: "12"}),
+    "header of a stream": Case(CHAT, chat(stream=True), "[DONE]", {BUDGET: "12"}),
+    "header and entry": Case(CHAT, chat(**RIGHT), 12, {BUDGET: "12"}),
+    "header beside an entry": Case(
+        CHAT, chat(**{KWARGS: {"autoprune": {"keep": "random"}}}), 12, {BUDGET: "12"}
+    ),
+    "header for all images": Case(CHAT, chat(), 12, {BUDGET: '{"shared": 12}'}),
+    "header of samples": Case(CHAT, chat(n=2, temperature=1), 12, {BUDGET: "12"}),
+    "header of responses": Case(RESPONSES, responses(), 12, {BUDGET: "12"}),
+    "header of messages": Case(MESSAGES, anthropic(), 12, {BUDGET: "12"}),
+    "header of counting": Case(
+        f"{MESSAGES}/count_tokens", anthropic(), 12, {"X-AutoPrune-Budget": "12"}
+    ),
+    "header of completions": Case(COMPLETIONS, words(), None, {BUDGET: "12"}),
+    "state in a header": Case(CHAT, chat(), K, {SHIPPED: "divprune", BUDGET: "8"}),
+    # Settings that are malformed, forbidden or contradictory.
+    "false": Case(CHAT, chat(**{KWARGS: {"autoprune": False}}), 'write {"enabled": false}'),
+    "number": Case(CHAT, chat(TEXT, **{KWARGS: {"autoprune": 64}}), 'write {"budget": 64}'),
+    "header without a number": Case(MESSAGES, anthropic(), "give a number", {BUDGET: "many"}),
+    "empty header": Case(RESPONSES, responses(), "give a number", {BUDGET: ""}),
+    "header null": Case(CHAT, chat(), "give a number", {BUDGET: "null"}),
+    "header twice": Case(CHAT, chat(), "give a number", {BUDGET: "8, 12"}),
+    "header out of range": Case(MESSAGES, anthropic(), "65", {BUDGET: "65"}),
+    "unknown state": Case(MESSAGES, anthropic(), "visionzip", {SHIPPED: "visionzi"}),
+    "unknown header": Case(CHAT, chat(), "is not a known header", {"x-autoprune-recall": "4"}),
+    "contradiction": Case(CHAT, chat(**RIGHT), "send one of the two", {BUDGET: "13"}),
+    # Settings in the wrong place.
+    "top": Case(CHAT, chat(autoprune=ENTRY), WRITE),
+    "top false": Case(CHAT, chat(autoprune=False), '{"enabled": false}'),
+    "top number": Case(CHAT, chat(autoprune=64), '{"budget": 64}'),
+    "top flat": Case(CHAT, chat(autoprune_budget=64), WRITE),
+    "beside": Case(CHAT, chat(**{KWARGS: ENTRY}), "one level down"),
+    "extra body": Case(CHAT, chat(extra_body=RIGHT), WRITE),
+    "extra body flat": Case(CHAT, chat(extra_body={KWARGS: ENTRY}), WRITE),
+    "data": Case(CHAT, chat(multi_modal_data=RIGHT), WRITE),
+    "template": Case(CHAT, chat(chat_template_kwargs={"autoprune": ENTRY}), WRITE),
+    "vllm_xargs": Case(CHAT, chat(vllm_xargs={"autoprune": 64}), WRITE),
+    "part": Case(CHAT, chat({**PICTURE, "autoprune": ENTRY}), WRITE),
+    "kwargs of a part": Case(CHAT, chat({**PICTURE, **RIGHT}), WRITE),
+    "url": Case(CHAT, chat({"type": "image_url", "image_url": {"url": URL, "budget": 9}}), WRITE),
+    "message": Case(CHAT, {**chat(), "messages": messages(autoprune=ENTRY)}, WRITE),
+    "completions": Case(COMPLETIONS, words(autoprune=ENTRY), WRITE),
+    "completions deep": Case(COMPLETIONS, words(extra_body=RIGHT), WRITE),
+    "responses": Case(RESPONSES, responses(autoprune=ENTRY), WRITE),
+    "responses part": Case(RESPONSES, responses({"autoprune": 64}), WRITE),
+    "messages": Case(MESSAGES, anthropic(autoprune=ENTRY), SEND),
+    "messages entry": Case(MESSAGES, anthropic(**RIGHT), SEND),
+    "messages part": Case(MESSAGES, anthropic({"autoprune": 64}), SEND),
+    "messages body": Case(MESSAGES, anthropic(extra_body={"auto_prune": 1}), SEND),
+}
+PAIR = {"text_1": "What?", "text_2": {"content": [PICTURE]}}
+POOLS: dict[str, Case] = {
+    "embed": Case(EMBED, pooled()),
+    "embed text": Case(EMBED, {"input": "What?"}),
+    "embed ids": Case(EMBED, {"input": [3, 4, 5]}),
+    "embed rows": Case(EMBED, pooled(embeds(tensor(144, 256)))),
+    "embed metadata": Case(EMBED, pooled(autorun=1, budget=3)),
+    "pool": Case(POOL, pooled(task="embed")),
+    "score": Case(SCORE, {"text_1": "What?", "text_2": "Which?"}),
+    "score a picture": Case(SCORE, {"text_1": "What?", "text_2": {"content": [PICTURE]}}),
+    "classify": Case(CLASSIFY, pooled()),
+    "cohere": Case("/v2/embed", {"images": [URL], "embedding_types": ["float"]}),
+    "embed entry": Case(EMBED, pooled(**RIGHT), 12),
+    "embed header": Case(EMBED, pooled(), 12, {BUDGET: "12"}),
+    "pool header": Case(POOL, pooled(task="embed"), 12, {BUDGET: "12"}),
+    "cohere header": Case(
+        "/v2/embed", {"images": [URL], "embedding_types": ["float"]}, None, {BUDGET: "12"}
+    ),
+    "embed top": Case(EMBED, pooled(autoprune=ENTRY), WRITE),
+    "embed beside": Case(EMBED, pooled(**{KWARGS: ENTRY}), "one level down"),
+    "embed part": Case(EMBED, pooled({**PICTURE, "autoprune": ENTRY}), WRITE),
+    "pool body": Case(POOL, pooled(task="embed", extra_body=RIGHT), WRITE),
+    "score part": Case(SCORE, {**PAIR, "autoprune": 64}, WRITE),
+    "pool false": Case(POOL, pooled(**{KWARGS: {"autoprune": False}}), '{"enabled": false}'),
+    "embed header malformed": Case(EMBED, pooled(), "give a number", {BUDGET: "x"}),
+    "embed out of range": Case(EMBED, pooled(**{KWARGS: {"autoprune": {"budget": 65}}}), "65"),
+    "embed forbidden": Case(
+        EMBED, pooled(**{KWARGS: {"autoprune": {"state": {}}}}), "leave it out"
+    ),
+    "cohere top": Case("/v2/embed", {"images": [URL], "autoprune": 64}, SEND),
+}
+
+
+class Servers(NamedTuple):
+    stock: Server
+    pruned: Server
+
+
+def start(runner: Runner, model: object, *flags: str) -> Iterator[Servers]:
+    """A stock server and a pruned one, started together."""
+    env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
+    both = ((), (*STATE, "--autoprune-requests", "shipped-states:1-64"))
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        starting = [
+            serve(str(model), *COMMON, *flags, "--enable-mm-embeds", *ours, env=env)
+            for ours in both
+        ]
+        yield Servers(*pool.map(stack.enter_context, starting))
+
+
+@pytest.fixture(scope="module")
+def chats(runner: Runner) -> Iterator[Servers]:
+    yield from start(runner, CHECKPOINT, "--enable-prompt-embeds")
+
+
+@pytest.fixture(scope="module")
+def pools(runner: Runner) -> Iterator[Servers]:
+    yield from start(runner, LLAVA, "--runner", "pooling", "--convert", "embed")
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_are_answered_as_by_stock_or_told_what_to_write(chats: Servers, name: str) -> None:
+    check(chats, CHATS[name], CHATS["picture"])
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling_servers_answer_like_chat_servers(pools: Servers, name: str) -> None:
+    check(pools, POOLS[name], POOLS["embed"])
+
+
+def check(servers: Servers, case: Case, plain: Case) -> None:
+    stock, pruned = servers
+    body = {"model": pruned.model, **case.body}
+    if isinstance(case.expected, str):
+        status, answer = pruned.post(case.path, body, case.headers)
+        if case.expected != "[DONE]":
+            assert status == 400, answer
+            assert "trust-request-mm-kwargs" not in str(answer)
+            assert ("error" in answer) and (case.path != MESSAGES or answer["type"] == "error")
+        assert case.expected in str(answer).replace("\\", "")
+        return
+    status, answer = pruned.post(case.path, body, case.headers)
+    bare = {key: value for key, value in body.items() if key != KWARGS}
+    expected, known = stock.post(case.path, {**bare, "model": stock.model})
+    assert (status, finish(answer)) == (expected, finish(known)), (answer, known)
+    if case.expected:
+        _, usual = pruned.post(case.path, bare)
+        assert tokens(answer) - tokens(usual) == case.expected - K
+    elif case.expected == 0:  # nothing is pruned
+        assert tokens(answer) == tokens(known)
+
+
+def finish(answer: Mapping[str, Any]) -> list[object]:
+    """How the samples of an answer ended, by the words of its endpoint."""
+    ends = [one.get("finish_reason") for one in answer.get("choices", [])]
+    return [*ends, answer.get("status"), answer.get("stop_reason"), len(answer.get("data", []))]
+
+
+def tokens(answer: Mapping[str, Any]) -> int:
+    """Tokens of the prompt, by the words of its endpoint."""
+    usage = answer.get("usage", answer)
+    return int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0)
+
+
+def test_settings_of_one_request_do_not_reach_another(chats: Servers) -> None:
+    """64 requests at once, with headers and without, of three endpoints."""
+    kinds = [(CHAT, chat()), (RESPONSES, responses()), (MESSAGES, anthropic())]
+    usual = [tokens(chats.pruned.post(p, {"model": chats.pruned.model, **b})[1]) for p, b in kinds]
+
+    def ask(i: int) -> int:
+        path, body = kinds[i % 3]
+        budget = 1 + i % 30 if i % 2 else K
+        headers = {BUDGET: str(budget)} if i % 2 else None
+        status, answer = chats.pruned.post(path, {"model": chats.pruned.model, **body}, headers)
+        assert status == 200, answer
+        return tokens(answer) - usual[i % 3] - budget + K
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(64))) == [0] * 64
+
+
+def test_the_state_of_a_pooling_server_is_described(pools: Servers) -> None:
+    assert '"cen_divprune"' in pools.pruned.get(PATH)
+
+
+def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write(runner: Runner) -> None:
+    report = runner.run("field_inputs")
+    for name, (expected, stock, pruned) in report.items():
+        if expected is None:
+            assert pruned == stock, name
+        else:
+            assert expected in pruned, (name, pruned)
