@@ -53,6 +53,7 @@ URL = png_url(EXAMPLE.image)
 PICTURE = {"type": "image_url", "image_url": {"url": URL}}
 TEXT = {"type": "text", "text": "What?"}
 GRID = [1, 4, 12]
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def embeds(data: object, **more: object) -> dict[str, object]:
@@ -67,7 +68,7 @@ def messages(*parts: object, **more: object) -> list[dict[str, object]]:
 
 
 def chat(*parts: object, **more: object) -> dict[str, object]:
-    return {"messages": messages(*parts), "max_tokens": 1, "ignore_eos": True, **more}
+    return {"messages": messages(*parts), "max_tokens": 1, **GREEDY, **more}
 
 
 def responses(part: Mapping[str, object] | None = None, **more: object) -> dict[str, object]:
