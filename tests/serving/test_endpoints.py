@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -25,12 +25,14 @@ from tests.serving.http import (
 pytestmark = pytest.mark.engine
 
 
-def streamed(server: Server, sent: dict[str, object]) -> list[dict[str, Any]]:
+def streamed(
+    server: Server, sent: dict[str, object], headers: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """The events of a streamed answer."""
     request = urllib.request.Request(
         server.url + "/v1/chat/completions",
         data=json.dumps({**sent, "stream": True}).encode(),
-        headers={"Content-Type": "application/json", "Connection": "close"},
+        headers={"Content-Type": "application/json", "Connection": "close", **(headers or {})},
     )
     with urllib.request.urlopen(request, timeout=300) as answer:
         lines = answer.read().decode().splitlines()

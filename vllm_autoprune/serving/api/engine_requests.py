@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.metrics import count_refused_request, count_request
-from vllm_autoprune.serving.api.misplaced_fields import refuse_misplaced
+from vllm_autoprune.serving.api.misplaced_fields import OFFLINE_FIX, refuse_misplaced
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
 from vllm_autoprune.serving.compat import wrap
 from vllm_autoprune.serving.shared.identities import make_feature_key
@@ -116,7 +116,7 @@ def wrap_process_inputs(
         if served is None:
             return request
         params = args[0] if args else named.get("params")
-        refuse_misplaced({"extra_args": getattr(params, "extra_args", None)}, {})
+        refuse_misplaced({"extra_args": getattr(params, "extra_args", None)}, {}, OFFLINE_FIX)
         if not request.mm_features:
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.errors import Problem, RequestError
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 KWARGS = "mm_processor_kwargs"
+_CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
 _HEADER_FIX = f"send the header {PREFIX}-budget: 64, or {PREFIX}-state: NAME"
+OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
+"""What to write, where it is not a request of OpenAI's form."""
+
+MAX_NAME = 100
+"""Length of a key above which it is none of ours: seen keys are remembered."""
 
 _NAMED_BY_CLIENTS = frozenset(
     {
@@ -81,7 +88,7 @@ def _check_fields(request: BaseModel, rules: RequestRules, trusted: bool) -> Non
         raise RequestError("request", [Problem(where, what, fix)])
 
 
-def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str | None = None) -> None:
+def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX) -> None:
     """Raise :class:`RequestError` with the first pruning field that nothing reads.
 
     ``fields`` are those of a request, or of an offline prompt; ``kwargs`` what is read of its
@@ -93,7 +100,7 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str | No
 
 
 def find_misplaced_field(
-    fields: object, kwargs: Mapping[str, object], fix: str | None = None
+    fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX
 ) -> Problem | None:
     """The first pruning field beside the entry, or at any depth outside the kwargs."""
     for key in kwargs:
@@ -102,7 +109,7 @@ def find_misplaced_field(
             return Problem(where, "is not read there", f"put it one level down: {_entry()}")
         if key != REQUEST_FIELD and _is_entry(key):
             return Problem(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
-    waiting: list[tuple[str, object]] = [("", fields)]
+    waiting: list[tuple[tuple[object, ...], object]] = [((), fields)]
     while waiting:
         place, value = waiting.pop()
         children: Iterable[tuple[object, object]]
@@ -112,33 +119,37 @@ def find_misplaced_field(
             children = enumerate(value)  # token ids have no names
         else:
             continue
+        inside = place[-1] if place else ""
         for name, child in children:
-            if not place and name == KWARGS and kwargs:
+            if child is None or (name == KWARGS and kwargs and not place):
                 continue
-            if child is not None and isinstance(name, str) and _is_misplaced(place, name, child):
-                where = f"{place}/{_shorten(name)}".removeprefix("/")
+            if isinstance(name, str) and _is_misplaced(inside, name, child):
+                where = "/".join(_shorten(str(step)) for step in (*place, name))
                 what = "is ignored there" if place else "is ignored at the top of a request"
-                entry = _entry(child)
-                client = f"extra_body={{{entry}}} in the OpenAI client"
-                return Problem(where, what, fix or f"send {entry} ({client})")
-            of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, Mapping))
-            if isinstance(child, Mapping | list | tuple) and not of_tool:
-                waiting.append((f"{place}/{_shorten(str(name))}"[-200:], child))
+                return Problem(where[-200:], what, fix.format(entry=_entry(child)))
+            of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
+            if isinstance(child, dict | list | tuple) and not of_tool:
+                waiting.append(((*place, name), child))
     return None
 
 
-def _is_misplaced(place: str, name: str, child: object) -> bool:
+def _is_misplaced(inside: object, name: str, child: object) -> bool:
     """Whether a field is an entry, or the budget of an image or of ignored kwargs."""
-    if place.endswith(f"/{KWARGS}") and name in PruningRequest.model_fields:
+    if inside == KWARGS and name in PruningRequest.model_fields:
         return True
-    if name == "budget" and place.endswith("/image_url"):
-        return isinstance(child, int | list | Mapping)
-    return not name.startswith("_") and _is_entry(name)
+    if name == "budget" and inside == "image_url":
+        return isinstance(child, int | list | dict)
+    return _is_entry(name)
 
 
 def _is_entry(name: object) -> bool:
     """Whether a key is the entry's name, one with more behind it, or nearly so."""
-    if not isinstance(name, str) or len(name) > 100:
+    return isinstance(name, str) and len(name) <= MAX_NAME and _resembles_entry(name)
+
+
+@lru_cache(maxsize=1024)
+def _resembles_entry(name: str) -> bool:
+    if name.startswith("_"):
         return False
     word = name.lower().replace("-", "").replace("_", "").removeprefix("x")
     return word.startswith(REQUEST_FIELD) or word in _NEAR

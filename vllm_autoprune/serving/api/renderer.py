@@ -18,7 +18,7 @@ from vllm_autoprune.serving.api.instruction import (
     message_parts,
     shows_image,
 )
-from vllm_autoprune.serving.api.misplaced_fields import refuse_misplaced
+from vllm_autoprune.serving.api.misplaced_fields import OFFLINE_FIX, refuse_misplaced
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.recall import mark_recall_turns, requested_recall
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT, CacheSalt, RecallTurn
@@ -66,7 +66,8 @@ class AutopruneHfRenderer(HfRenderer):
         """
         if served_state(self.model_config) is not None:
             template = params.chat_template_kwargs
-            refuse_misplaced({"messages": messages, "chat_template_kwargs": template}, {})
+            fields = {"messages": messages, "chat_template_kwargs": template}
+            refuse_misplaced(fields, {}, OFFLINE_FIX)
         marked, turns = self._mark_recall_turns(messages, params)
         conversation, prompt = super().render_messages(marked, params)
         return conversation, self._store_fields(messages, prompt, turns)
@@ -164,7 +165,7 @@ class AutopruneHfRenderer(HfRenderer):
         if served_state(self.model_config) is None:
             return prompt
         fields = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
-        refuse_misplaced(fields, prompt.get("mm_processor_kwargs") or {})
+        refuse_misplaced(fields, prompt.get("mm_processor_kwargs") or {}, OFFLINE_FIX)
         if not prompt.get("multi_modal_data"):
             return prompt
         return _add_salt(_pass_fields(prompt))
