@@ -41,7 +41,8 @@ class RefinedTokens:
 
     features ``(B, K, D)``, the E extra rows last; indices ``(B, P)``, the token of each other row;
     reference ``(B, P)`` in pick order; exchanged ``(B,)``, the number of reference tokens that were
-    replaced; fallback and quality as in :class:`TokenSelection`.
+    replaced; fallback and quality as in :class:`TokenSelection`. ``raised`` is whether the fallback
+    followed an exception.
     """
 
     features: Tensor
@@ -50,6 +51,7 @@ class RefinedTokens:
     exchanged: Tensor
     fallback: Tensor
     quality: Tensor | None
+    raised: bool = False
 
     @property
     def extra(self) -> int:
