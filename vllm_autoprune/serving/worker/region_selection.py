@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp_torch import Conditioned
 from vllm_autoprune.ops.upload import upload
-from vllm_autoprune.serving.shared.plan import NO_KEY, Ids, ItemPlan, runs_policy
+from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Ids, ItemPlan, runs_policy
 from vllm_autoprune.serving.shared.served_state import ServedState
 from vllm_autoprune.serving.worker.cores import CoreCache
 from vllm_autoprune.serving.worker.fallbacks import FallbackReporter
@@ -239,8 +240,14 @@ def _keys(
 
 
 def _digest(plan: ItemPlan) -> bytes:
-    read = (plan.instruction, plan.language, plan.earlier)
-    return hashlib.sha256(repr((plan.group, plan.budget, read)).encode()).digest()
+    choices = (Choice(plan.budget, *plan.read), *plan.earlier)
+    return hashlib.sha256(repr((plan.group, [*map(_digest_choice, choices)])).encode()).digest()
+
+
+@lru_cache(maxsize=256)
+def _digest_choice(choice: Choice) -> bytes:
+    """Digest of one question: the plan of every later recall of an image repeats it."""
+    return hashlib.sha256(repr(choice).encode()).digest()
 
 
 def _projected_only(regions: Sequence[Region]) -> VisualTokens:
