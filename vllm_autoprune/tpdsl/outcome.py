@@ -41,8 +41,7 @@ class RefinedTokens:
 
     features ``(B, K, D)``, the E extra rows last; indices ``(B, P)``, the token of each other row;
     reference ``(B, P)`` in pick order; exchanged ``(B,)``, the number of reference tokens that were
-    replaced; fallback and quality as in :class:`TokenSelection`. ``raised`` is whether the fallback
-    followed an exception.
+    replaced; fallback and quality as in :class:`TokenSelection`.
     """
 
     features: Tensor
@@ -51,7 +50,6 @@ class RefinedTokens:
     exchanged: Tensor
     fallback: Tensor
     quality: Tensor | None
-    raised: bool = False
 
     @property
     def extra(self) -> int:

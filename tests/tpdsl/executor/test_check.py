@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from vllm_autoprune.tpdsl.executor.probes import synthetic_probes
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
-Break = Callable[[RefinedTokens], dict[str, Any]]
+Break = Callable[[RefinedTokens], dict[str, Tensor]]
 
 
 def failed(record: SafetyRecord) -> list[str]:

@@ -121,11 +121,12 @@ def select_region(
         policy = delta_policy(policy)
     keys = _keys(context, plans, images, at)
     known = [context.cores.indices(key) for key in keys]
+    errors = dict(context.reporter.meter.errors)
     refined = select_with_fallback(policy, tokens, context.reporter, given, known)
     # After an exception a later selection may succeed, so its tokens are remembered only where
     # other items are chosen after them. Values that are not finite lead to the same ones each time.
     precedes = plan.part in ("core", "recall") or context.served.rules.recall > 0
-    if precedes or not refined.raised:
+    if precedes or context.reporter.meter.errors == errors:
         _remember(context, keys, refined.indices)
     return refined
 

@@ -67,7 +67,6 @@ def select_with_fallback(
         except Exception as second:
             reporter.report_error(second)
             refined = keep_evenly(policy.budget, tokens, given)
-        refined = replace(refined, raised=True)
     reporter.report(refined.fallback, reason)
     return refined
 
@@ -96,7 +95,7 @@ def _select_parts(
         given = give_core(policy, tokens, core.indices)
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
-        return replace(keep_evenly(policy.budget, tokens), raised=True)
+        return keep_evenly(policy.budget, tokens)
     delta = select_with_fallback(delta_policy(policy), tokens, reporter, given, rest)
     return join_parts(core, delta)
 

@@ -107,7 +107,6 @@ def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
         exchanged=core.exchanged + delta.exchanged,
         fallback=torch.maximum(core.fallback, delta.fallback),
         quality=delta.quality,
-        raised=core.raised or delta.raised,
     )
 
 
