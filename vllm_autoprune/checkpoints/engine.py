@@ -114,8 +114,9 @@ def record_selections() -> Iterator[list[Selection]]:
         tokens: VisualTokens,
         reporter: FallbackReporter,
         given: Given | None = None,
+        known: Sequence[Tensor | None] = (),
     ) -> RefinedTokens:
-        refined = select_with_fallback(policy, tokens, reporter, given)
+        refined = select_with_fallback(policy, tokens, reporter, given, known)
         selections.append((policy, tokens, refined))
         return refined
 

@@ -1,7 +1,8 @@
-"""Cores of images: the tokens that were kept for every question, for the questions that follow.
+"""Kept tokens of images: what was chosen first for an item, and cores for further questions.
 
-The KV blocks of a core stay in vLLM's prefix cache longer than the image's features stay here. Its
-indices are kept for longer too, so that a question asked then leaves out the same tokens.
+KV blocks stay in vLLM's prefix cache longer than the image's features stay here. The indices of the
+tokens that they were made of are kept for longer too: an image that is encoded again keeps those
+tokens, and what is chosen after them leaves out the same ones.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from vllm_autoprune.ops.dpp_torch import Conditioned
 
 MAX_CORES = 8192
-"""Maximum number of cores whose indices are kept."""
+"""Maximum number of cores, and of other items, whose indices are kept."""
 
 MAX_INDICES = MAX_CORES * 160
-"""Maximum number of indices of all cores, 10 MB: a client may choose a K_c of many thousands."""
+"""Maximum number of indices of all items, 10 MB: a client may choose a K of many thousands."""
 
 
 class Span(NamedTuple):
-    """Place of a core's indices in the buffer, and how much had been written before them."""
+    """Place of an item's indices in the buffer, and how much had been written before them."""
 
     start: int
     stop: int
@@ -31,9 +32,9 @@ class Span(NamedTuple):
 
 
 class IndexRing:
-    """Ring buffer of the indices of cores: the oldest ones are overwritten.
+    """Ring buffer of the indices of items: the oldest ones are overwritten.
 
-    A small tensor of its own for each core would outlive the temporary tensors around it, whose
+    A small tensor of its own for each item would outlive the temporary tensors around it, whose
     memory an allocator could then not join: on a CPU it grew by tens of megabytes.
     """
 
@@ -44,9 +45,9 @@ class IndexRing:
         self._written = 0
 
     def get(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K_c,)`` of a core, or None.
+        """Indices ``(K,)`` of an item, or None.
 
-        They are written again when half of what fits is newer, so that cores in use stay.
+        They are written again when half of what fits is newer, so that items in use stay.
         """
         span = self._spans.get(key)
         if span is None or self._buffer is None:
@@ -58,7 +59,7 @@ class IndexRing:
         return indices
 
     def put(self, key: Hashable, indices: Tensor) -> None:
-        """Write the indices ``(K_c,)`` of a core that is not kept yet."""
+        """Write the indices ``(K,)`` of an item that is not kept yet."""
         if key in self._spans or len(indices) > MAX_INDICES:
             return
         if self._buffer is None:
@@ -72,24 +73,24 @@ class IndexRing:
         self._buffer[span.start : span.stop] = indices
         self._spans[key] = span
         self._end = span.stop
-        # A small core takes the place of an average one: their number is bounded as well.
+        # A small item takes the place of an average one: their number is bounded as well.
         self._written += max(len(indices), MAX_INDICES // MAX_CORES)
         if len(self._spans) > MAX_CORES:
             self._spans.popitem(last=False)
 
     def clear(self) -> None:
-        """Drop all cores."""
+        """Drop all items."""
         self._spans.clear()
         self._end = 0
 
     def _drop_from(self, start: int, stop: int) -> None:
-        """Drop the cores that are next in the buffer and begin within these bounds."""
+        """Drop the items that are next in the buffer and begin within these bounds."""
         while self._spans and start <= next(iter(self._spans.values())).start < stop:
             self._spans.popitem(last=False)
 
 
 class CoreCache:
-    """Indices of cores, and within ``limit`` bytes the similarities conditioned on them."""
+    """Indices of items, and within ``limit`` bytes the similarities conditioned on cores."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -98,11 +99,11 @@ class CoreCache:
         self._conditioned: OrderedDict[Hashable, Conditioned] = OrderedDict()
 
     def indices(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K_c,)`` of a core, or None."""
+        """Indices ``(K,)`` of an item in the order of its rows, or None."""
         return self._indices.get(key)
 
     def put_indices(self, key: Hashable, indices: Tensor) -> None:
-        """Keep the indices ``(K_c,)`` of a core: the first ones, which its KV blocks were made of.
+        """Keep the indices ``(K,)`` of an item: the first ones, which its KV blocks were made of.
 
         Images without a key (None) are not kept, here and below.
         """

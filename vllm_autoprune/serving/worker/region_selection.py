@@ -94,13 +94,17 @@ def select_region(
     at: int,
     share: RegionShare,
 ) -> RefinedTokens:
-    """Select the share of region number ``at`` of every image; images and plans of one group."""
+    """Select the share of region number ``at`` of every image; images and plans of one group.
+
+    An image keeps the tokens that it was given first, as long as they are remembered: features
+    differ in their last bits from batch to batch, and KV of those tokens may be left.
+    """
     plan, regions = plans[0], [image.regions[at] for image in images]
     if plan.keep == "resized":
         return pool_tokens(share.rows, _projected_only(regions))
     if plan.keep == "random":
-        keys = [plan.key for plan in plans]
-        return select_at_random(share.rows, _projected_only(regions), keys, share.before)
+        seeds = [plan.key for plan in plans]
+        return select_at_random(share.rows, _projected_only(regions), seeds, share.before)
     policy = share.policy(context.served.policy_for_plan(plan))
     try:
         tokens = _tokens(context, policy, plans, regions)
@@ -114,9 +118,15 @@ def select_region(
         return refined
     if given is not None and plan.part == "delta":
         policy = delta_policy(policy)
-    refined = select_with_fallback(policy, tokens, context.reporter, given)
-    if plan.part in ("core", "recall") or context.served.rules.recall > 0:
-        _remember(context, _keys(context, plans, at), refined.indices)
+    keys = _keys(context, plans, images, at)
+    known = [context.cores.indices(key) for key in keys]
+    errors = dict(context.reporter.meter.errors)
+    refined = select_with_fallback(policy, tokens, context.reporter, given, known)
+    # After an exception a later selection may succeed, so its tokens are remembered only where
+    # other items are chosen after them. Values that are not finite lead to the same ones each time.
+    precedes = plan.part in ("core", "recall") or context.served.rules.recall > 0
+    if precedes or context.reporter.meter.errors == errors:
+        _remember(context, keys, refined.indices)
     return refined
 
 
@@ -136,7 +146,7 @@ def _given(
     if plans[0].part == "recall":
         return give_kept(tokens, torch.cat(kept, dim=1))
     given = give_core(policy, tokens, kept[0])
-    return _conditioned(context, policy, tokens, given, _keys(context, before[0], at))
+    return _conditioned(context, policy, tokens, given, _keys(context, before[0], images, at))
 
 
 def _kept(
@@ -146,7 +156,7 @@ def _kept(
 
     As they were chosen when the items were computed, or anew where that is not remembered.
     """
-    keys = _keys(context, plans, at)
+    keys = _keys(context, plans, images, at)
     known = [context.cores.indices(key) for key in keys]
     if all(one is not None for one in known):
         return torch.stack(_present(known))
@@ -211,15 +221,21 @@ def _remember(
         context.cores.put_indices(key, own)
 
 
-def _keys(context: SelectionContext, plans: Sequence[ItemPlan], at: int) -> list[Hashable]:
-    """Keys of the tokens that items keep of one region: which image, and what chooses them."""
+def _keys(
+    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures], at: int
+) -> list[Hashable]:
+    """Keys of the tokens that items keep of one region: which image, and what chooses them.
+
+    None for an image without a key, and in profiling: nothing of it is remembered.
+    """
     state = context.served.state_for_plan(plans[0])
     keys: list[Hashable] = []
-    for plan in plans:
-        chooser: Hashable = _digest(plan)
+    for plan, image in zip(plans, images, strict=True):
+        chooser: Hashable = (state.digest, _digest(plan))
         if plan.part == "core" and state.core is not None:
             chooser = (state.core_digest, plan.core)  # states with the same core share it
-        keys.append(None if plan.key == NO_KEY else (plan.key, chooser, at))
+        key = (plan.key, chooser, at, image.regions[at].grid)
+        keys.append(None if plan.key == NO_KEY or plan.profile else key)
     return keys
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from vllm_autoprune.ops.upload import upload
 from vllm_autoprune.serving.shared.plan import Key
@@ -21,6 +22,7 @@ from vllm_autoprune.tpdsl.executor.refine import (
     keep_evenly,
     keep_indices,
     keep_reference,
+    order_rows,
     select_tokens,
 )
 from vllm_autoprune.tpdsl.outcome import RefinedTokens, TokenSelection
@@ -33,23 +35,30 @@ def select_with_fallback(
     tokens: VisualTokens,
     reporter: FallbackReporter,
     given: Given | None = None,
+    known: Sequence[Tensor | None] = (),
 ) -> RefinedTokens:
     """Run :func:`vllm_autoprune.refine`; after an exception fall back instead of raising.
 
     Order: the policy, its base policy's selection, evenly spaced tokens, which read no input. With
-    ``given`` tokens, the selection is the delta beside them. Without derivatives, because vLLM
-    warms up on a CPU outside of its inference mode.
+    ``given`` tokens, the selection is the delta beside them. An image keeps the tokens ``(P,)``
+    that are ``known`` of it, in their order, in place of those selected. Without derivatives,
+    because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.core and policy.budget < tokens.count:
-        return _select_parts(policy, tokens, reporter)
+        return _select_parts(policy, tokens, reporter, known)
+    any_known = any(one is not None for one in known)
     reason: FallbackReason = "scores"
     try:
         if policy.budget >= tokens.count:
             refined = keep_all(tokens)
         else:
-            chosen = _broadcast_selection(select_tokens(policy, tokens, given))
-            refined = assemble_rows(policy, tokens, chosen)
+            chosen = select_tokens(policy, tokens, given)
+            if any_known:
+                chosen = replace(chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values)
+            refined = assemble_rows(policy, tokens, _broadcast_selection(chosen))
+            if any_known:
+                refined = order_rows(refined, _prefer(known, refined.indices), tokens.count)
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
         reason = "error"
@@ -62,11 +71,24 @@ def select_with_fallback(
     return refined
 
 
+def _prefer(known: Sequence[Tensor | None], indices: Tensor) -> Tensor:
+    """Indices ``(B, P)`` with those of images of which as many are known replaced by them."""
+    rows = zip(indices.unbind(), known, strict=True)
+    return torch.stack([a if b is None or len(b) != len(a) else b for a, b in rows])
+
+
 def _select_parts(
-    policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter
+    policy: PruningPolicy,
+    tokens: VisualTokens,
+    reporter: FallbackReporter,
+    known: Sequence[Tensor | None],
 ) -> RefinedTokens:
     """Core and delta of images that are one item of their prompts each."""
-    core = select_with_fallback(core_policy(policy.state, policy.core), tokens, reporter)
+    first = [None if one is None else one[: policy.core] for one in known]
+    rest = [None if one is None else one[policy.core :] for one in known]
+    core = select_with_fallback(
+        core_policy(policy.state, policy.core), tokens, reporter, known=first
+    )
     if policy.core == policy.budget:
         return core
     try:
@@ -74,7 +96,7 @@ def _select_parts(
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
         return keep_evenly(policy.budget, tokens)
-    delta = select_with_fallback(delta_policy(policy), tokens, reporter, given)
+    delta = select_with_fallback(delta_policy(policy), tokens, reporter, given, rest)
     return join_parts(core, delta)
 
 

@@ -23,6 +23,7 @@ from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,
     mask_from_indices,
+    positions_in_order,
     rank_descending,
 )
 from vllm_autoprune.tpdsl.atoms.constraints import (
@@ -107,6 +108,16 @@ def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
         fallback=torch.maximum(core.fallback, delta.fallback),
         quality=delta.quality,
     )
+
+
+def order_rows(refined: RefinedTokens, order: Tensor, count: int) -> RefinedTokens:
+    """The rows of kept tokens in the order of indices ``(B, P)``, which name tokens below count."""
+    kept = mask_from_indices(refined.indices, count)
+    place = positions_in_order(order, kept).gather(1, refined.indices)
+    moved = place.argsort(dim=1, stable=True)
+    rows, extra = refined.features.split([moved.shape[1], refined.extra], dim=1)
+    features = torch.cat([gather_rows(rows, moved), extra], dim=1)
+    return replace(refined, features=features, indices=refined.indices.gather(1, moved))
 
 
 @torch.no_grad()

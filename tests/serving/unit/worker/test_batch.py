@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.serving.unit.batches import N, blind, images, parts, plan, pruned
 from tests.serving.unit.samples import image, rows_of, served
@@ -35,9 +37,10 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         tokens: VisualTokens,
         reporter: FallbackReporter,
         given: Given | None,
+        known: Sequence[Tensor | None],
     ) -> RefinedTokens:
         run.append((policy.budget, tokens.batch))
-        return select_with_fallback(policy, tokens, reporter, given)
+        return select_with_fallback(policy, tokens, reporter, given, known)
 
     monkeypatch.setattr(region_selection, "select_with_fallback", noted)
     return run
@@ -151,7 +154,7 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
     """vLLM silently drops surplus rows, and its engine crashes on missing ones."""
 
     def wrong(
-        policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter, given: None
+        policy: PruningPolicy, tokens: VisualTokens, reporter: FallbackReporter, *more: object
     ) -> Any:
         return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
 

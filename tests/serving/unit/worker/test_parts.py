@@ -173,6 +173,65 @@ def test_the_indices_of_a_core_outlive_a_change_of_the_features() -> None:
     assert not set(rows_of(other, delta)) & set(rows_of(one, core))
 
 
+def rounded_otherwise(image: ImageFeatures, seed: int) -> ImageFeatures:
+    """The image in bfloat16 with other values in the last two bits of its features."""
+    bits = image.regions[0].projected.bfloat16().view(torch.int16)
+    changes = torch.randint(4, bits.shape, generator=torch.Generator().manual_seed(seed))
+    other = (bits ^ changes.to(bits.dtype)).view(torch.bfloat16)
+    return ImageFeatures((replace(image.regions[0], projected=other),))
+
+
+@pytest.mark.parametrize(
+    ("state", "fields"),
+    [
+        (served(), {}),
+        (served(), {"keep": "reference"}),
+        (served({"/reassembly": {"atom": "reassemble/nearest.mean.residual.score"}}), {}),
+        (with_core(), {}),
+        (with_core(), {"part": "delta", "core": CORE}),
+    ],
+    ids=["state", "reference", "by score", "whole with a core", "delta"],
+)
+def test_an_image_that_is_encoded_again_keeps_the_tokens_that_it_was_given_first(
+    state: ServedState, fields: dict[str, Any]
+) -> None:
+    """Near ties fall otherwise beside other images, and KV of the first tokens may be left."""
+    before, again = ([rounded_otherwise(one, seed) for one in images(16)] for seed in (1, 2))
+    plans = [plan(K, key, **fields) for key in range(1, 17)]
+
+    def chosen(image_list: list[ImageFeatures], cores: CoreCache) -> list[list[int]]:
+        rows = kept(plans, image_list, state, cores)
+        return [rows_of(*one) for one in zip(image_list, rows, strict=True)]
+
+    cores, anew = CoreCache(1 << 20), chosen(again, CoreCache(1 << 20))
+    first = chosen(before, cores)
+    assert first != anew
+    assert chosen(again, cores) == first
+    (alone,) = kept(plans[3:4], again[3:4], state, cores)
+    assert rows_of(again[3], alone) == first[3]
+    cores.clear()
+    assert chosen(again, cores) == anew
+
+
+def test_tokens_of_profiling_and_after_an_exception_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (one,) = images(1)
+    cores = CoreCache(0)
+    kept([plan(K, profile=True)], [one], served(), cores)
+    expected = kept([plan(K)], [one], served())
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_autoprune.serving.worker.selection.select_tokens", broken)
+        context = SelectionContext(served(), parts(), FallbackReporter(), cores=cores)
+        (fallen,) = prune_images(context, [plan(K)], [one])
+    assert not torch.equal(fallen, expected[0])
+    assert torch.equal(kept([plan(K)], [one], served(), cores)[0], expected[0])
+
+
 def test_regions_share_core_and_delta_like_their_budget() -> None:
     first, second = region(0, SIX), region(1, Grid(4, 8))
     image = ImageFeatures(
