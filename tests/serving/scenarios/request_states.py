@@ -100,4 +100,4 @@ def every_kind() -> Report:
 @scenario
 def mixed_tiles() -> Report:
     """By backbone: concurrent requests with images of mixed tiles, compared with single ones."""
-    return {name: interleaved_tiles(name, 48) for name in TILED}
+    return {name: interleaved_tiles(name, 24) for name in TILED}
