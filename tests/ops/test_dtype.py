@@ -53,7 +53,7 @@ def test_bfloat16_needs_a_gpu_or_the_instructions(
 
 
 def test_no_server_start_names_bfloat16() -> None:
-    named = re.compile(r"--dtype[\"', =]+bfloat16|(LLM|EngineArgs)\([^)]*bfloat16")
+    named = re.compile(r"--dtype[\"', =]+bfloat16|(LLM|EngineArgs)\([^)]*=\"bfloat16\",")
     wrong = [
         str(path.relative_to(ROOT))
         for top in ("benchmarks", "offline_search", "vllm_autoprune/selftest", "tests", "docs",

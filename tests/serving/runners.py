@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.serving.scenarios import PATIENCE, Report, begin, run
-from vllm_autoprune.ops.dtype import REPRODUCIBLE
 from vllm_autoprune.selftest import report
 from vllm_autoprune.selftest.run import RUNNERS
 
-# Without the first two vLLM binds the threads of every engine to the same cores.
-_COMMON = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **REPRODUCIBLE}
+# Without these vLLM binds the threads of every engine to the same cores.
+_ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _INTERPRETER = str(Path(__file__).with_name("interpreter"))
 _INTERPRETED = {
     "TRITON_INTERPRET": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [_INTERPRETER, os.getenv("PYTHONPATH")])),
 }
 ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
-    "v1": {**_COMMON, **RUNNERS["v1"]},
-    "v2": {**_COMMON, **RUNNERS["v2"], **_INTERPRETED},
+    "v1": {**_ONE_CORE, **RUNNERS["v1"]},
+    "v2": {**_ONE_CORE, **RUNNERS["v2"], **_INTERPRETED},
 }
 
 

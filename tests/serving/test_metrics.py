@@ -13,11 +13,12 @@ from benchmarks.server import Server
 from tests.serving.engine import examples
 from tests.serving.http import ask, body, budget, prompt_tokens
 from tests.serving.paths import TOKENS
+from vllm_autoprune.ops.dtype import choose_dtype
 
 pytestmark = pytest.mark.engine
 
-KV_BYTES = 2 * 6 * 6 * 32 * 2
-"""Keys and values of one token of mini-LLaVA: 2 x 6 layers x 6 heads x 32 x 2 bytes."""
+KV_BYTES = 2 * 6 * 6 * 32 * {"bfloat16": 2, "float32": 4}[choose_dtype()]
+"""Keys and values of one token of mini-LLaVA: 2 x 6 layers x 6 heads x 32 x bytes of the dtype."""
 
 
 def samples(server: Server) -> dict[str, float]:

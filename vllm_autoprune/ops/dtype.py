@@ -12,13 +12,10 @@ SLOW_BFLOAT16 = (
     "this CPU has no instructions for bfloat16: it multiplies float32 several times faster, and "
     "in bfloat16 an image's tokens may depend on the batch"
 )
-SERVE_FLOAT32 = "serve with --dtype float32, which takes twice the memory"
-
-REPRODUCIBLE = {"MKL_CBWR": "AUTO"}
-"""Environment in which a float32 product of few rows does not depend on where its tensors lie.
-
-Else log-probabilities of the same request differ by some 1e-6 between two processes.
-"""
+SERVE_FLOAT32 = (
+    "serve with --dtype float32, which takes twice the memory; vLLM runs Qwen3.5 on a CPU in "
+    "bfloat16 only"
+)
 
 _EMULATED = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Limits in ``ONEDNN_MAX_CPU_ISA`` with which oneDNN claims bfloat16 and emulates it."""

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.ops.dtype import REPRODUCIBLE
 from vllm_autoprune.selftest.report import Report
 
 REPORT_PREFIX = "selftest-report:"
@@ -34,7 +33,6 @@ _ENGINE = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    **REPRODUCIBLE,
 }
 
 

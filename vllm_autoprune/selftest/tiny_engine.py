@@ -36,10 +36,12 @@ class TinyEngine:
         from vllm import LLM
 
         more = {} if settings is None else {"additional_config": {"autoprune": dict(settings)}}
+        # vLLM's linear attention on a CPU takes bfloat16 only (cpu_gdn_attention_core).
+        linear = "linear_attention" in (folder / "config.json").read_text()
         self.llm: Any = LLM(
             model=str(folder),
             enforce_eager=True,
-            dtype=choose_dtype(),
+            dtype="bfloat16" if linear else choose_dtype(),
             max_model_len=1024,
             block_size=BLOCK,
             num_gpu_blocks_override=128,
