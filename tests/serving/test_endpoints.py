@@ -112,8 +112,10 @@ def test_screenshots_of_an_agent_stay_in_the_prefix_cache(
         assert status == 200, answer
         usage: Any = answer["usage"]
         cached = usage.get(f"{prefix}_details", {}).get("cached_tokens") or 0
+        # Anthropic's input tokens are those that were neither read from a cache nor written to one.
         cached += usage.get("cache_read_input_tokens", 0)
         tokens = usage[prefix] + usage.get("cache_read_input_tokens", 0)
+        tokens += usage.get("cache_creation_input_tokens", 0)
         # The last token of a prompt may be another one where the answer follows.
         assert cached >= (before - 1) // BLOCK * BLOCK
         assert tokens > before + 32

@@ -129,9 +129,6 @@ CHATS: dict[str, Case] = {
     "embeds with a budget": Case(CHAT, chat(ROWS, **RIGHT), 0),
     "embeds with a header": Case(CHAT, chat(ROWS), 0, {BUDGET: "12"}),
     "prompt embeds": Case(CHAT, chat({"type": "prompt_embeds", "data": tensor(4, 192)})),
-    "prompt embeds beside a picture": Case(
-        CHAT, chat(PICTURE, {"type": "prompt_embeds", "data": tensor(4, 192)})
-    ),
     "no picture": Case(CHAT, chat(TEXT)),
     "no content": Case(CHAT, {**chat(), "messages": []}),
     "uuid alone": Case(CHAT, chat({"type": "image_url", "image_url": None, "uuid": "unknown"})),
