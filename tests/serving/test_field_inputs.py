@@ -321,7 +321,10 @@ def finish(answer: Mapping[str, Any]) -> list[object]:
 def tokens(answer: Mapping[str, Any]) -> int:
     """Tokens of the prompt, by the words of its endpoint."""
     usage = answer.get("usage", answer)
-    return int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0)
+    # Anthropic's input tokens are those that were neither read from a cache nor written to one.
+    cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
+    total = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    return int(total + sum(usage.get(name) or 0 for name in cached))
 
 
 def test_settings_of_one_request_do_not_reach_another(chats: Servers) -> None:
