@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 import pytest
@@ -37,6 +38,8 @@ def names(quick: Collection[str]) -> list[ParameterSet]:
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 @pytest.mark.parametrize("name", names({*NAMES} - {*LIKE_ANOTHER}))
 def test_selftest_checks_pass(runner: Runner, name: str) -> None:
+    if name.startswith("qwen3_5") and os.getenv("ONEDNN_MAX_CPU_ISA"):
+        pytest.skip("vLLM's linear attention asks the CPU itself, and oneDNN then refuses")
     assert_checks_pass(runner.examine(name), name)
 
 
