@@ -208,8 +208,6 @@ def _alone(llm: LLM, prompt: dict[str, object]) -> tuple[int, ...]:
     from tests.serving.engine import forget
 
     forget(llm)
-    # Processed images stay when vLLM's caches are emptied: those of a batch must not be used here.
-    vars(llm.llm_engine.renderer.get_mm_processor()).pop("_processed", None)
     (ids,) = _tokens(llm, [prompt])
     return tuple(ids)
 
