@@ -25,7 +25,7 @@ from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.checkpoints.llava import LlavaVision
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.report.trace import trace_images
-from vllm_autoprune.serving.shared.identities import make_feature_key
+from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
 from vllm_autoprune.serving.shared.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.selection import select_at_random
 
@@ -61,7 +61,7 @@ class Explainer:
         if configuration.keep == "full" or budget is None:
             kept, rows = torch.arange(tokens.count), tokens.features[0]
         elif configuration.keep == "random":
-            key = make_feature_key(self._hash_pixels(image))
+            key = make_feature_key(hash_picture(image))
             kept = select_at_random(budget, tokens, [key]).indices[0]
             rows = tokens.features[0, kept]
         else:
@@ -72,15 +72,6 @@ class Explainer:
             kept, rows, owners = refined.indices[0], refined.features[0], trace.owners
         answer = self._answer(rows, question)
         return Explanation(configuration, tuple(sorted(kept.tolist())), answer, owners)
-
-    def _hash_pixels(self, image: Image.Image) -> str:
-        """As a server hashes them: after its image processor, in the dtype that it serves."""
-        from vllm.multimodal.hasher import MultiModalHasher
-
-        processor = self._vision.processor.image_processor
-        pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
-        pixels = pixels.to(self._vision.model.dtype)
-        return MultiModalHasher.hash_kwargs("blake3", pixel_values=pixels)
 
     def _answer(self, rows: Tensor, question: str) -> str:
         processor, llava = self._vision.processor, self._vision.model

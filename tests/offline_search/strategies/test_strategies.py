@@ -185,7 +185,8 @@ def test_a_race_measures_more_candidates_and_spends_no_more(data: Dataset, tmp_p
     search_all_seeds("autoprune+", data, tmp_path, rounds=4)
     trials = records_of_kind(tmp_path / "autoprune+-0", TrialRecord)
     size = len(data.examples("search"))
-    assert sum(trial.examples for trial in trials) <= 20 * size + size / 2
+    # The last round is sized by what its candidates should take: less than one evaluation more.
+    assert sum(trial.examples for trial in trials) < 21 * size
     measured = [trial for trial in trials if trial.examples]
     assert len(measured) > 30
     dropped = [trial for trial in trials if trial.status == "dropped"]

@@ -179,7 +179,10 @@ def _check(
         rules.check(plan, feature.mm_position.get_num_embeds())
         tensors = {name: part for name, part in feature.data.get_data().items() if name != FIELD}
         pixels = MultiModalHasher.hash_kwargs(algorithm, **tensors)
-        field.data = replace(plan, key=make_feature_key(pixels, salt)).encode()
+        seed, key = make_feature_key(pixels, salt)
+        # A random keep is drawn from the picture, which is not here.
+        seed = plan.key[0] if plan.keep == "random" else seed
+        field.data = replace(plan, key=(seed, key)).encode()
 
 
 def _has_pixels(item: MultiModalKwargsItem | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vllm_autoprune.serving.api.image_split import Slot
@@ -21,7 +21,8 @@ from vllm_autoprune.serving.shared.plan import NO_KEY, Choice, Ids, ItemPlan
 class ItemPlans:
     """Items of a request in the order of its prompt, with their plans and cache identities.
 
-    ``digests`` are those of the contents of its images, ``salt`` its ``cache_salt``.
+    ``digests`` are those of the contents of its images, ``salt`` its ``cache_salt``; ``seeds`` has
+    what a random keep of an image is drawn from.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ItemPlans:
         salt: str,
         choices: Sequence[ImageChoice],
         ids: Sequence[tuple[Ids, Ids]],
+        seeds: Mapping[int, str],
     ) -> None:
         self.plans: list[ItemPlan] = []
         self.identities: list[str] = []
@@ -40,6 +42,7 @@ class ItemPlans:
         self._salt = salt
         self._choices = choices
         self._ids = ids
+        self._seeds = seeds
         self._last: dict[int, tuple[ItemPlan, str]] = {}
         """Plan and identity of the item of each image that was chosen last."""
 
@@ -48,7 +51,8 @@ class ItemPlans:
         choice, ids = self._choices[slot.image], self._ids[slot.image]
         # Features are kept of images whose tokens are chosen.
         chosen = not choice.keeps_all and choice.resized is None
-        key = make_feature_key(self._digests[slot.image], self._salt) if chosen else NO_KEY
+        parts = self._digests[slot.image], self._salt, self._seeds.get(slot.image, "")
+        key = make_feature_key(*parts) if chosen else NO_KEY
         whole = ItemPlan(choice.kept, key, *ids, choice.keep, state=choice.state)
         # A resized image has no more tokens than those that are kept.
         tokens = choice.tokens if choice.resized is None else choice.kept

@@ -44,7 +44,7 @@ from vllm_autoprune.serving.api.request_fields import (
     request_error,
 )
 from vllm_autoprune.serving.api.resized_images import choose_sizes
-from vllm_autoprune.serving.shared.identities import make_name_identity
+from vllm_autoprune.serving.shared.identities import hash_picture, make_name_identity
 from vllm_autoprune.serving.shared.kv_blocks import kv_block_size
 from vllm_autoprune.serving.shared.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.shared.plan import (
@@ -169,7 +169,7 @@ class RequestPlanner:
         prompt, entries = self._recall(inputs, request, choices, digests)
         split = self._split(inputs, prompt, entries, choices, texts, request.turns)
         slots = tuple(map(Slot, range(len(entries)))) if split is None else split.slots
-        items = ItemPlans(digests, salt, choices, ids)
+        items = ItemPlans(digests, salt, choices, ids, _seeds(inputs, choices))
         for slot in slots:
             entry = entries[slot.image]
             if isinstance(entry, RecallItem):
@@ -327,6 +327,19 @@ class RequestPlanner:
             self._suffix,
         )
         return [text] * len(choices)
+
+
+def _seeds(inputs: ProcessorInputs, choices: Sequence[ImageChoice]) -> dict[int, str]:
+    """What random keeps are drawn from: the pixels of their images, by index."""
+    seeds = {}
+    for i, choice in enumerate(choices):
+        if choice.keep == "random" and not choice.keeps_all:
+            image = inputs.mm_data_items["image"].get(i)
+            if image is None:
+                what = '"random" is drawn from pixels, and this image comes by its name alone'
+                raise request_error("keep", what, "send the picture")
+            seeds[i] = hash_picture(image)
+    return seeds
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:

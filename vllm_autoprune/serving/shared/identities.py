@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy
+from PIL.Image import Image
+
 from vllm_autoprune.serving.shared.plan import Chooser, Ids, Key
 
 
-def make_feature_key(content: str, salt: str = "") -> Key:
+def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
     """Key of an image's features: the digest of its content, then of content and cache salt.
 
-    Images with different salts have different keys. The first half seeds a random keep, so that the
-    same image gets the same draw under every salt.
+    Images with different salts have different keys. The first half seeds a random keep; ``seed``
+    takes its place then, so that a picture gets the same draw under every salt and on any server.
     """
-    return _int64(content), _int64(repr((content, salt)))
+    return _int64(seed or content), _int64(repr((content, salt)))
+
+
+def hash_picture(image: object) -> str:
+    """Digest of the decoded pixels of a picture or array: of nothing else, not even the model."""
+    pixels = numpy.ascontiguousarray(image.convert("RGB") if isinstance(image, Image) else image)
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
 
 
 def _int64(text: str) -> int:

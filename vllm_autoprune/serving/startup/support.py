@@ -174,7 +174,9 @@ SUPPORT: tuple[Support, ...] = (
         ("serving/test_equivalence.py::test_prefill_and_caches_do_not_change_what_is_kept",),
     ),
     Support(
-        "Priority scheduling, preemption", "yes", "preempted requests answer the same",
+        "Priority scheduling, preemption", "yes",
+        "preempted requests answer the same; an image that is encoded again "
+        "[keeps its tokens](architecture.md#decisions-that-are-not-obvious)",
         ("serving/test_modes.py::test_priority_scheduling_with_preemption",),
     ),
     Support(
