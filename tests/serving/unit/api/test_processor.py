@@ -10,10 +10,12 @@ import numpy
 import pytest
 
 from tests.serving.unit.api.tiny_processor import LARGE, OTHER, SMALL, Sender, picture
+from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import BUILDERS, build
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD, SALT
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
+from vllm_autoprune.serving.shared.identities import hash_picture, make_feature_key
 from vllm_autoprune.serving.shared.plan import NO_KEY
 from vllm_autoprune.serving.shared.request_rules import RequestRules
 
@@ -150,6 +152,9 @@ def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
     ]
     first, renamed, salted, other = [plan.key[0] for plan in draws]
     assert first == renamed == salted != other
+    assert first == make_feature_key("", seed=hash_picture(LARGE))[0], "of pixels alone"
+    with pytest.raises(RequestError, match="drawn from pixels"):
+        without_cache.send([None], ["one"], keep="random")
 
 
 OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
