@@ -83,7 +83,8 @@ def check_requests(check: RequestCheck, handling: Handling) -> None:
     for name in ("preprocess_chat", "preprocess_cmpl"):
         wrap(OnlineRenderer, name, functools.partial(_wrap_preprocess, check, 0))
     wrap(PoolingBaseServing, "_init_ctx", functools.partial(_wrap_preprocess, check, 1))
-    wrap(AnthropicServingMessages, "_render_probe_prompt", functools.partial(_wrap_probe, handling))
+    if _PROBE in vars(AnthropicServingMessages):
+        wrap(AnthropicServingMessages, _PROBE, functools.partial(_wrap_probe, handling))
 
 
 def _wrap_preprocess(
