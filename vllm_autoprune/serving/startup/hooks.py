@@ -110,6 +110,8 @@ HOOKS: tuple[Hook, ...] = (
         (
             "BaseMultiModalProcessor.apply",
             "BaseMultiModalProcessor._cached_apply_hf_processor",
+            "BaseMultiModalProcessor._apply_hf_processor_main",
+            "BaseMultiModalProcessor._get_mm_fields_config",
             "BaseMultiModalProcessor._get_mm_hashes",
             "BaseMultiModalProcessor._recompute_cached_prompt_update",
             "ProcessorInputs",
@@ -122,7 +124,7 @@ HOOKS: tuple[Hook, ...] = (
             "MultiModalBatchedField",
             "MultiModalFieldElem",
             "MultiModalKwargsItem.get_data",
-            "MultiModalKwargsItems",
+            "MultiModalKwargsItems.from_hf_inputs",
         ),
         "processor: the plan beside the tensors; engine_requests: forged plans",
     ),
