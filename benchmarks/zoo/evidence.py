@@ -122,9 +122,11 @@ def _describe(family: str, policy: PruningPolicy) -> str:
     if family == "base policy":
         return f"base policy alone{question_free}"
     if family == "instruction-free":
-        return f"`{SOURCE}` for traffic that repeats images: {policy.base.name} and no relevance"
+        return f"`{SOURCE}` upon {policy.base.name}, which reads no instruction"
     if family == "source":
-        return f"the paper's state: {policy.base.name}, at most {policy.quota} exchanges"
+        return (
+            f"the paper's released policy: {policy.base.name}, {policy.quota} tokens exchanged"
+        )
     if family == "search result":
         core = policy.state.core
         shared = "" if core is None else f", {core.share:.0%} of K the same for every question"

@@ -47,9 +47,9 @@ SWEEP_POOLS: list[JsonValue] = [
 The pools of the source have K / 2 candidates, which would limit every larger q_e to that.
 """
 
-STRUCTURE = (
-    "Structure: the state that the paper selected (its table of the materialized composition). "
-    "Weights: ours, for the paper prints none."
+RELEASED = (
+    "The policy that the paper's authors released, number for number: AIM-ResearchLab/AutoPrune, "
+    "openevolve/policies/final/autoprune_llava15_mme_k32_merge.yaml."
 )
 
 JsonObject = dict[str, JsonValue]
@@ -75,13 +75,14 @@ class Entry:
 
 def build_states(source: PruningState, search_results: Sequence[PruningState]) -> list[Entry]:
     """Every shipped state by family, the source first; see :data:`SEARCH_RESULTS`."""
-    provenance = source.provenance.model_copy(update={"found_by": STRUCTURE})
+    provenance = source.provenance.model_copy(update={"found_by": RELEASED})
     source = source.model_copy(update={"provenance": provenance})
     return [
         Entry("source", source),
         *(Entry("search result", state) for state in search_results),
         *(Entry("transfer", state) for state in _transferred(source)),
         *(Entry("base policy", _base_policy(source, name)) for name in BASE_POLICIES),
+        Entry("control", _norm(source)),
         *(Entry("ablation", state) for state in _ablations(source)),
         *(Entry("instruction-free", state) for state in _instruction_free(source)),
         Entry("shared core", _shared_core(source)),
@@ -102,7 +103,8 @@ def _base_policy(source: PruningState, policy: str) -> PruningState:
         policy,
         {
             "base_policy": {"name": policy, "params": {}},
-            "scoring": _unused_scoring(source),
+            "scoring": _UNUSED_SCORING,
+            "reassembly": {"atom": "mean_residual"},
             "constraints": {
                 "pool": [{"atom": "quality_pool_builder"}],
                 "selector": {"atom": "reference_strict_preservation_selector"},
@@ -110,6 +112,25 @@ def _base_policy(source: PruningState, policy: str) -> PruningState:
         },
         f"The base policy {policy} alone. {BASE_POLICIES[policy].doc}",
         "The authors of the method; parameters as they published them where nothing else is said.",
+    )
+
+
+def _norm(source: PruningState) -> PruningState:
+    """The simplest policy: the K tokens of largest norm."""
+    return _edited(
+        source,
+        "norm",
+        {
+            "base_policy": {"name": "divprune", "params": {}},
+            "scoring": {**_UNUSED_SCORING, "signals": [{"atom": "visual_token_norm_saliency"}]},
+            "constraints": {
+                "pool": [{"atom": "quality_pool_builder"}],
+                "selector": {"atom": "quality_topk_selector"},
+            },
+            "reassembly": {"atom": "mean_residual"},
+        },
+        "Control: the K tokens of largest norm. What a policy is worth is what it gains over this.",
+        "This project.",
     )
 
 
@@ -181,10 +202,12 @@ def _shared_core(source: PruningState) -> PruningState:
     )
 
 
-def _unused_scoring(source: PruningState) -> JsonObject:
-    """Scoring for a state that never scores; the schema requires one signal."""
-    scoring = _object(_document(source)["scoring"])
-    return {**scoring, "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}]}
+_UNUSED_SCORING: JsonObject = {
+    "signals": [{"atom": "visual_token_norm_saliency", "weight": 0.0}],
+    "kernel": {"atom": "pairwise_cosine_kernel"},
+    "fusion": {"atom": "weighted_product_fusion"},
+}
+"""Scoring for a state that never scores; the schema requires one signal."""
 
 
 def _edited(
@@ -192,7 +215,7 @@ def _edited(
     name: str,
     changes: Mapping[str, JsonValue],
     notes: str,
-    found_by: str = STRUCTURE,
+    found_by: str = RELEASED,
 ) -> PruningState:
     provenance: JsonObject = {"found_by": found_by, "notes": notes}
     data = {**_document(source), "name": name, "provenance": provenance, **changes}

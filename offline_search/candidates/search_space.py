@@ -22,8 +22,9 @@ from vllm_autoprune.tpdsl.states.catalogue import CORE_POLICIES
 from vllm_autoprune.tpdsl.states.state import Core, PruningState
 from vllm_autoprune.tpdsl.tokens import RankAt
 
-# Not searched: guards against division by zero, and a bound that follows from q_e.
-_FIXED_PARAMETERS = ("eps", "r_min", "iters")
+# Not searched: guards against division by zero, a bound that follows from q_e, and a weight that
+# changes no pick.
+_FIXED_PARAMETERS = ("eps", "r_min", "iters", "keep_weight")
 
 Choice = float | str
 
@@ -142,6 +143,9 @@ def _sample_call(source: ChoiceSource, atom: str, budget: int) -> JsonObject:
         elif schema.get("type") == "boolean":
             call[name] = source.option(choice, ("false", "true")) == "true"
         elif (bounds := _bounds(schema)) is not None:
+            if _is_optional(schema) and source.option(f"{choice} set", ("no", "yes")) == "no":
+                call[name] = None
+                continue
             low, high, integer = bounds
             value = source.number(choice, low, high, integer)
             call[name] = int(value) if integer else value
@@ -198,12 +202,14 @@ def _choices_of_core(core: Core | None) -> dict[str, Choice]:
 
 def _choices_of_call(call: AtomCall, budget: int) -> dict[str, Choice]:
     """Recover the random choices from a call: the inverse of :func:`_sample_call`."""
-    values = call.model_dump(mode="json")
+    values = dict(call)  # with defaults that a dump leaves out
     choices: dict[str, Choice] = {}
     for name, schema in _parameter_schemas(call.atom).items():
-        choice = _choice_of_value(name, schema, values.get(name), budget)
+        choice = _choice_of_value(name, schema, values[name], budget)
         if choice is not None:
             choices[f"{call.atom}.{name}"] = choice
+        if _is_optional(schema):
+            choices[f"{call.atom}.{name} set"] = "no" if values[name] is None else "yes"
     return choices
 
 
@@ -294,7 +300,19 @@ def _parameter_schemas(atom: str) -> dict[str, JsonObject]:
     return {name: schema for name, schema in properties.items() if name != "atom"}
 
 
+def _is_optional(schema: JsonObject) -> bool:
+    return {"type": "null"} in _alternatives(schema)
+
+
+def _alternatives(schema: JsonObject) -> list[JsonObject]:
+    """What a parameter may be: a number or null, for a number that may be left out."""
+    choices = schema.get("anyOf", [schema])
+    assert isinstance(choices, list)
+    return [choice for choice in choices if isinstance(choice, dict)]
+
+
 def _bounds(schema: JsonObject) -> tuple[float, float, bool] | None:
+    schema = _alternatives(schema)[0]
     low, high = schema.get("minimum"), schema.get("maximum")
     if not isinstance(low, int | float) or not isinstance(high, int | float):
         return None

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tpdsl.samples import images, state
-from vllm_autoprune import materialize, refine
+from tests.tpdsl.samples import images
+from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
@@ -39,7 +39,7 @@ def test_indices_are_those_of_the_library(arrays: Path, tmp_path: Path, capsys: 
     call = ["select", "autoprune", str(arrays), "--budget", "10"]
     assert main([*call, "--json", "-o", str(out)]) == 0
     records = json.loads(capsys.readouterr().out)
-    expected = refine(materialize(state(), 10), images(seed=7))
+    expected = refine(materialize(load_state("autoprune"), 10), images(seed=7))
     assert [image["kept"] for image in records] == expected.indices.tolist()
     assert [image["reference"] for image in records] == expected.reference.tolist()
     with np.load(out, allow_pickle=False) as saved:
@@ -54,7 +54,7 @@ def test_table_shows_the_reason_of_each_exchange(arrays: Path, capsys: Captured)
     assert main(["select", "autoprune", str(arrays), "--budget", "10"]) == 0
     output = capsys.readouterr().out
     assert "image 0, grid 6 x 6 x 1, fallback none" in output and "image 1" in output
-    expected = refine(materialize(state(), 10), images(seed=7))
+    expected = refine(materialize(load_state("autoprune"), 10), images(seed=7))
     assert " ".join(map(str, expected.indices[0].tolist())) in output
     assert int(expected.exchanged.sum()) > 0 and "local_contrast_saliency" in output
 

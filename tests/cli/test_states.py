@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tpdsl.samples import state
+from tests.tpdsl.samples import edited, shipped
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.states.state import required_inputs
@@ -27,10 +27,10 @@ def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
         "cdpruner",
         "q_e = 2, r_min = 30",
         "instruction_guided_visual_relevance",
-        "40%",
+        "42%",
         "quality_pool_builder",
-        "mean_residual",
-        "features, cls_attention, instruction",
+        "anchor_weighted_residual",
+        "features, instruction",
         load_state("autoprune").digest[:12],
     ):
         assert part in output
@@ -40,7 +40,8 @@ def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
 
 def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:
     other = tmp_path / "other.json"
-    other.write_text(state({"/scoring/signals/0/weight": 0.5, "/name": "other"}).dumps())
+    data = edited(shipped("autoprune"), {"/scoring/signals/0/weight": 0.5, "/name": "other"})
+    other.write_text(json.dumps({**data, "provenance": shipped("autoprune")["provenance"]}))
     output = run_command(capsys, "diff", "autoprune", str(other))
     assert "digests differ" in output and "/scoring/signals/0/weight" in output
     record = json.loads(run_command(capsys, "diff", "autoprune", str(other), "--json"))
@@ -75,9 +76,9 @@ def test_an_instruction_free_variant_reads_no_instruction(tmp_path: Path, capsys
     arguments = ("--instruction-free", "--budget", "64", "-o", str(target), "--json")
     record = json.loads(run_command(capsys, "materialize", "autoprune", *arguments))
     changed = {change["where"] for change in record["changes"]}
-    assert {"/base_policy/name", "/budget/atom", "/scoring/signals/0"} <= changed
+    assert {"/base_policy/name", "/budget/atom"} <= changed
     new_state = load_state(target)
-    assert required_inputs(new_state, exchange=True) == {"cls_attention"}
+    assert required_inputs(new_state, exchange=True) == frozenset()
     assert record["budget"] == 64 and new_state.digest == record["digest"]
 
 

@@ -18,7 +18,7 @@ from tests.fuzz.judge import Finding, Judge
 from tests.fuzz.mutate import MUTATIONS, Mutation, Place
 from tests.fuzz.schema import plain, quick
 from tests.fuzz.tally import Tally
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.tpdsl.registry import ATOMS
 
@@ -52,7 +52,7 @@ class TestGrammar:
 def test_every_mutation_changes_states(mutation: Mutation) -> None:
     random, changed = Random(0), 0
     for _ in range(20):
-        state = edited(shipped(), {})
+        state = edited(sample(), {})
         before = repr(state)
         mutation(state, random)
         changed += repr(state) != before
@@ -103,7 +103,7 @@ class TestJudge:
         return Judge(tmp_path).look(text, fully=True)
 
     def test_a_valid_state(self, tmp_path: Path) -> None:
-        actual = self.look(tmp_path, json.dumps(shipped()))
+        actual = self.look(tmp_path, json.dumps(sample()))
         assert actual.accepted and actual.valid and not actual.faults and not actual.broken
         assert "mean_residual" in actual.atoms
 
@@ -127,7 +127,7 @@ class TestJudge:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("tests.fuzz.judge.load_state", lambda _: load_state("autoprune"))
-        bad = json.dumps(edited(shipped(), {"/reassembly/strength": 2}))
+        bad = json.dumps(edited(sample(), {"/reassembly/strength": 2}))
         assert self.look(tmp_path, bad).faults[0] == "schema refuses it, the loader says yes"
         assert self.look(tmp_path, "{,").faults[0] == "text is no JSON, but the loader accepts it"
 
@@ -138,7 +138,7 @@ class TestJudge:
             return load_state("{}")
 
         monkeypatch.setattr("tests.fuzz.judge.load_state", strict)
-        actual = self.look(tmp_path, json.dumps(shipped()))
+        actual = self.look(tmp_path, json.dumps(sample()))
         assert actual.faults == ["schema accepts it, the loader says ('version',)"]
 
     def test_empty_message_is_a_fault(
@@ -157,7 +157,7 @@ class TestJudge:
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr("tests.fuzz.judge.safety_check", raises)
-        actual = self.look(tmp_path, json.dumps(shipped()))
+        actual = self.look(tmp_path, json.dumps(sample()))
         assert actual.faults == ["after loading: RuntimeError: out of memory"]
 
 

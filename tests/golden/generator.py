@@ -90,6 +90,16 @@ def _cdpruner(recipe: Recipe) -> dict[str, Doubles]:
     }
 
 
+def _autoprune_released(recipe: Recipe) -> dict[str, Doubles]:
+    seed, batch, width = recipe["seed"], recipe.get("B", 1), recipe["D"]
+    actual = _cdpruner(recipe)
+    gain = 0.5 + uniform(seed, "gain", (batch, recipe["N"], 1))
+    actual["image_features"] = actual["image_features"] * gain
+    if recipe["relevance"] == "cosine":
+        actual["text_features"] = bell(seed, "pooled", (batch, width))
+    return actual
+
+
 def _divprune(recipe: Recipe) -> dict[str, Doubles]:
     features = clustered(
         recipe, "feat", 1, recipe["N"], recipe.get("D", 32), recipe.get("bias", 0.0)
@@ -224,6 +234,7 @@ def _image_repeated(recipe: Recipe, rows: Doubles) -> Doubles:
 
 
 _MAKERS: Mapping[str, Callable[[Recipe], dict[str, Doubles]]] = {
+    "autoprune_released": _autoprune_released,
     "cdpruner": _cdpruner,
     "divprune": _divprune,
     "visionzip": _visionzip,

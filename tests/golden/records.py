@@ -196,6 +196,12 @@ def _plain(
     return VisualTokens(features, grid, cls_attention=cls_attention, tower=tower)
 
 
+def plain_instruction(patches: Tensor, text: Tensor) -> Instruction:
+    """CLIP's embeddings ``(B, N, C)`` with one text segment ``(B, C)`` an image."""
+    used = torch.ones(len(text), 1, dtype=torch.bool)
+    return Instruction(patches, text[:, None], used, sign=-1)
+
+
 def _clip(patches: Tensor, text: Tensor) -> Instruction:
     used = torch.ones(1, text.shape[0], dtype=torch.bool)
     return Instruction(patches, text[None], used, sign=-1)

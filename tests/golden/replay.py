@@ -17,6 +17,7 @@ from tests.golden.compare import (
 )
 from tests.golden.degenerate import Demand, demand, same_until_duplicates, same_until_rank
 from tests.golden.records import RECORDS
+from tests.golden.replay_released import autoprune_released
 from tests.golden.replay_selections import SELECTIONS
 from vllm_autoprune.base_policies.sparsevlm import (
     cluster_count,
@@ -241,6 +242,7 @@ METHODS: Mapping[str, Callable[[Case], Problems]] = {
     "sparsevlm": sparsevlm,
     "next_order": next_order,
     "clip_chunk": clip_chunk,
+    "autoprune_released": autoprune_released,
     **SELECTIONS,
 }
 

@@ -11,6 +11,7 @@ from tests.golden.case import DATA, load, names, read
 from tests.golden.generator import uniform
 
 METHODS = {
+    "autoprune_released": 8,
     "cdpruner": 9,
     "cen_cdpruner": 9,
     "cen_divprune": 9,

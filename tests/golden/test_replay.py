@@ -6,12 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.golden.__main__ import main
 from tests.golden.case import DATA, load, names
 from tests.golden.degenerate import Demand, demand, first_picks, residual_bound
 from tests.golden.replay import METHODS, replay
+from tests.golden.replay_released import released_state, released_tokens
 from tests.golden.test_case import changed
+from vllm_autoprune.tpdsl.executor.materialize import materialize
+from vllm_autoprune.tpdsl.executor.refine import refine
 
 
 @pytest.mark.parametrize("name", [name for method in METHODS for name in names(method)])
@@ -52,6 +56,9 @@ def test_output_equals_the_published_one(name: str) -> None:
         ("idpruner/case_05", "order", "order: 1 of 64 differ"),
         ("next_order/case_00", "sequence", "sequence: 1 of 160 differ"),
         ("clip_chunk/case_02", "pooled_pos", "pooled_pos: 1 of 2 differ"),
+        ("autoprune_released/case_04", "keep", "keep: 1 of 32 differ"),
+        ("autoprune_released/case_07", "features", "rows: "),
+        ("autoprune_released/case_07", "quality", "rows: "),
     ],
 )
 def test_differing_output_is_reported(name: str, array: str, message: str) -> None:
@@ -60,6 +67,34 @@ def test_differing_output_is_reported(name: str, array: str, message: str) -> No
     wrong.flat[3 if wrong.size > 3 else 0] += 1
     actual = replay(replace(case, expected={**case.expected, array: wrong}))
     assert any(problem.startswith(message) for problem in actual), actual
+
+
+class TestReleasedPolicy:
+    """The golden cases of ``autoprune`` beyond the golden comparison."""
+
+    NAMES = names("autoprune_released")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_in_bfloat16_the_same_number_is_exchanged(self, name: str) -> None:
+        case = load(name)
+        policy, tokens = materialize(released_state(case)), released_tokens(case)
+        refined = refine(policy, replace(tokens, features=tokens.features.bfloat16()))
+        assert refined.exchanged.tolist() == [policy.quota] * tokens.batch
+        assert refined.features.dtype == torch.bfloat16 and not refined.fallback.any()
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_nothing_is_read_by_the_host(self, name: str) -> None:
+        case = load(name)
+        on_meta = {key: tensor.to("meta") for key, tensor in case.inputs.items()}
+        with torch.device("meta"):
+            tokens = released_tokens(replace(case, inputs=on_meta))
+        refined = refine(materialize(released_state(case)), tokens)
+        assert refined.indices.is_meta and refined.indices.shape == case.recorded("keep").shape
+
+    def test_keep_weight_changes_no_pick(self) -> None:
+        case = load("autoprune_released/case_04")
+        heavy = replace(case, recipe=case.recipe | {"keep_weight": 0.8})
+        assert replay(heavy) == []
 
 
 class TestDemands:

@@ -17,7 +17,7 @@ from tests.fuzz.spoil import spoil
 from tests.hostile.attacks.texts import SPECIAL
 from tests.hostile.conversations import CORES, draw_conversation
 from tests.serving.http import body
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
 from vllm_autoprune.serving.shared.plan import FIELD
 from vllm_autoprune.tpdsl.states.load import load_state
@@ -122,7 +122,7 @@ def _without_entry(request: Mapping[str, object]) -> dict[str, object]:
 def entries() -> list[Any]:
     """Valid entries to mutate."""
     state = json.loads(load_state("visionzip").dumps())
-    with_cores = [{**shipped(), "core": core} for core in CORES]
+    with_cores = [{**sample(), "core": core} for core in CORES]
     return [
         {"budget": 8},
         {"budget": [8]},
@@ -135,7 +135,7 @@ def entries() -> list[Any]:
         {"enabled": False},
         {"state": "visionzip", "budget": 8},
         *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
-        *({"state": copy.deepcopy(whole)} for whole in (shipped(), state) for _ in range(6)),
+        *({"state": copy.deepcopy(whole)} for whole in (sample(), state) for _ in range(6)),
         *({"state": whole, "budget": budget} for whole in with_cores for budget in (8, 48)),
     ]
 
@@ -144,7 +144,7 @@ def _mutate_kwargs(kind: str, random: Random) -> Any:
     entry = random.choice(entries())
     kwargs: Any = {REQUEST_FIELD: entry}
     if kind == "state":
-        state = shipped()
+        state = sample()
         if random.random() < 0.5:
             state["core"] = copy.deepcopy(random.choice(CORES))
         kwargs[REQUEST_FIELD] = {"state": state, "budget": random.choice((None, 8, 16, 64))}
@@ -167,7 +167,7 @@ def _draw_huge_entry(random: Random) -> Any:
         deep = {"state": deep}
     return random.choice(
         (
-            {"state": {**shipped(), "provenance": {"notes": "n" * 10_000_000}}},
+            {"state": {**sample(), "provenance": {"notes": "n" * 10_000_000}}},
             {"state": "n" * 10_000_000},
             {"budget": [8] * 1_000_000},
             {"n" * 1_000_000: 8},

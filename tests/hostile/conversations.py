@@ -14,7 +14,7 @@ from benchmarks.server import Server
 from tests.fuzz.mutate import ODD_NUMBERS, ODD_TEXTS, mutate
 from tests.hostile.attacks.texts import SPECIAL
 from tests.serving.http import body
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 from vllm_autoprune.serving.api.request_fields import REQUEST_FIELD
 
 CORES: Sequence[Mapping[str, object]] = (
@@ -42,7 +42,7 @@ def draw_conversation(server: Server, examples: Sequence[Example], random: Rando
         messages.append(_draw_turn(server, examples, random))
     entry: dict[str, object] = {"recall": random.choice(_RECALLS)}
     if random.random() < 0.6:
-        state = {**shipped(), "core": copy.deepcopy(random.choice(CORES))}
+        state = {**sample(), "core": copy.deepcopy(random.choice(CORES))}
         entry |= {"state": state, "budget": random.choice(_BUDGETS)}
     request["mm_processor_kwargs"] = {REQUEST_FIELD: entry}
     for change in random.choices(_CHANGES, k=random.choice((0, 1, 1, 2))):

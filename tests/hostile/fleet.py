@@ -14,7 +14,7 @@ from benchmarks.server import Server, serve
 from tests.hostile.attack import Profile
 from tests.serving.paths import CLIP, LLAVA
 from tests.serving.runners import ENVIRONMENTS
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api.endpoint import NAME as AUTOPRUNE_ENDPOINT
 
@@ -71,7 +71,7 @@ class Fleet:
     def __enter__(self) -> Self:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-"))
         self._split_state = Path(folder, "core.json")
-        self._split_state.write_text(json.dumps({**shipped(), "core": CORE}), encoding="utf-8")
+        self._split_state.write_text(json.dumps({**sample(), "core": CORE}), encoding="utf-8")
         self._model = (
             LLAVA if self.backbone == "llava" else build(self.backbone, Path(folder, "model"))
         )

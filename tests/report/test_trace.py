@@ -113,7 +113,7 @@ def test_panels_show_image_selection_and_every_signal() -> None:
     assert (
         explanation.panels[2].left == image.left and explanation.panels[2].entered == image.entered
     )
-    assert explanation.summary.startswith("autoprune (") and "keeps 12 of 36" in explanation.summary
+    assert explanation.summary.startswith("sample (") and "keeps 12 of 36" in explanation.summary
 
 
 def test_a_base_policy_alone_has_two_panels() -> None:

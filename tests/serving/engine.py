@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.minillava import vocabulary
 from benchmarks.minillava.split import Example, draw_examples
 from tests.serving.paths import CLIP, LLAVA
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.ops.dtype import choose_dtype
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower":
 def alone(base: str, budget: int = 16, **params: object) -> dict[str, object]:
     """A state of one base policy without exchange."""
     state = {"/base_policy": {"name": base, "params": params}, "/constraints/selector/q_e": 0}
-    return edited(shipped(), {**state, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
+    return edited(sample(), {**state, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.server import Server
 from tests.serving.engine import examples
 from tests.serving.http import body, budget
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +24,8 @@ def _send_kinds(server: Server, number: int) -> list[int]:
     questions = examples(4)
     example = questions[number % len(questions)]
     weight = f"{(number + 1) / 100:.2f}"
-    own = edited(shipped(), {"/scoring/signals/0/weight": float(weight), "/name": f"own-{number}"})
-    bad = edited(shipped(), {"/name": f"bad-{number}", "/base_policy/name": f"none-{number}"})
+    own = edited(sample(), {"/scoring/signals/0/weight": float(weight), "/name": f"own-{number}"})
+    bad = edited(sample(), {"/name": f"bad-{number}", "/base_policy/name": f"none-{number}"})
     entries: list[Any] = [
         {"budget": 8 + number},
         {"keep": "random", "budget": 8},

@@ -12,7 +12,7 @@ from tests.serving.http import ask, body, prompt_tokens, text_of
 from tests.serving.interleave import TILED
 from tests.serving.paths import TOKENS
 from tests.serving.runners import Runner
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 
 pytestmark = [
     pytest.mark.engine,
@@ -89,7 +89,7 @@ def test_images_of_mixed_tiles_keep_what_they_keep_alone(runner: Runner, backbon
 def test_states_over_http_without_trusting_other_kwargs(pruned: Server) -> None:
     example = examples(1)[0]
     full = prompt_tokens(ask(pruned, example, **entry(enabled=False)))
-    for policy in ("visionzip", "dart", edited(shipped(), {"/constraints/selector/q_e": 3})):
+    for policy in ("visionzip", "dart", edited(sample(), {"/constraints/selector/q_e": 3})):
         answer = ask(pruned, example, **entry(state=policy, budget=20))
         assert prompt_tokens(answer) == full - TOKENS + 20
         assert text_of(answer)
@@ -110,11 +110,11 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
 
 def test_refusal_has_pointer_and_fix(pruned: Server) -> None:
     assert "did you mean 'visionzip'" in refusal(pruned, state="visionzi")
-    broken = edited(shipped(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
+    broken = edited(sample(), {"/scoring/fusion/atom": "weighted_produkt_fusion"})
     message = refusal(pruned, state=broken)
     assert "mm_processor_kwargs/autoprune/state/scoring/fusion/atom" in message
     assert "2 budgets for 1 images" in refusal(pruned, budget=[8, 8])
-    huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
+    huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert "a request may bring" in refusal(pruned, state=huge)
 
 

@@ -23,7 +23,13 @@ DELETE = object()
 """As a new value in :func:`edited`: the field goes away."""
 
 
-def shipped(name: str = "autoprune") -> Json:
+def sample() -> Json:
+    """A state that refines CDPruner by signals that read the question and attention."""
+    data: Json = json.loads(Path(__file__).with_name("sample_state.json").read_text())
+    return data
+
+
+def shipped(name: str) -> Json:
     """A shipped state as the JSON object in its file."""
     data: Json = json.loads(shipped_states()[name].read_text(encoding="utf-8"))
     return data
@@ -46,8 +52,8 @@ def edited(data: Json, changes: dict[str, object]) -> Json:
 
 
 def state(changes: dict[str, object] | None = None) -> PruningState:
-    """The shipped state with some fields changed."""
-    return load_state(json.dumps(edited(shipped(), changes or {})))
+    """The sample state with some fields changed."""
+    return load_state(json.dumps(edited(sample(), changes or {})))
 
 
 def images(
@@ -142,12 +148,12 @@ def refused(source: str | Path) -> list[tuple[str, str]]:
 
 def refused_with(changes: dict[str, object]) -> list[tuple[str, str]]:
     """As :func:`refused`, of the shipped state with some fields changed."""
-    return refused(json.dumps(edited(shipped(), changes)))
+    return refused(json.dumps(edited(sample(), changes)))
 
 
 def fixed(changes: dict[str, object]) -> str:
     """The fix proposed for the only problem of a changed state."""
     with pytest.raises(StateError) as raised:
-        load_state(json.dumps(edited(shipped(), changes)))
+        load_state(json.dumps(edited(sample(), changes)))
     (problem,) = raised.value.problems
     return problem.fix

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from tests.tpdsl.samples import shipped, state
+from tests.tpdsl.samples import sample, state
 from vllm_autoprune import Grid, PruningPolicy, RefinedTokens, VisualTokens, materialize
 from vllm_autoprune.ops.rowwise import evenly_spaced, mask_from_indices
 
@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "residual": {"/reassembly/strength": 0.5},
     "base alone": {"/constraints/selector/q_e": 0},
     "anything goes": {"/constraints/selector/q_e": 640},
-    "r_min": {"/constraints/selector": {**shipped()["constraints"]["selector"], "r_min": 1}},
+    "r_min": {"/constraints/selector": {**sample()["constraints"]["selector"], "r_min": 1}},
 }
 """Changes to the shipped state; between them they run every atom but the safety checks."""
 

@@ -65,7 +65,7 @@ def test_call_accepts_only_its_own_name(name: str) -> None:
 
 
 def test_parameters_are_listed_without_the_name() -> None:
-    selector = ATOMS["reference_residual_exchange_selector"].call
+    selector = ATOMS["anchor_controlled_pool_dpp_selector"].call
     assert selector.parameters() == ("q_e", "r_min")
     assert ATOMS["preserve_budget"].call.parameters() == ()
 
@@ -73,7 +73,7 @@ def test_parameters_are_listed_without_the_name() -> None:
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("instruction_guided_visual_relevance", {"instruction"}),
+        ("instruction_guided_visual_relevance", {"instruction", "words"}),
         ("attention_proxy_saliency", {"cls_attention"}),
         ("spatial_centrality_prior", set()),
         ("redundancy_density_penalty", set()),

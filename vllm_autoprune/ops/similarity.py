@@ -35,6 +35,10 @@ _NONZERO = 1e-30
 """Lower bound of a norm that is divided by."""
 
 
+_ROUNDING = 1e-6
+"""Squared distance of unit vectors below which float32 products cannot tell them apart."""
+
+
 def matmul_each(left: Tensor, right: Tensor) -> Tensor:
     """``(B, n, k) @ (B, k, m)``, one product per image."""
     return torch.stack([a @ b for a, b in zip(left, right, strict=True)])
@@ -136,6 +140,30 @@ def mean_of_largest_others(similarity: Tensor, count: int) -> Tensor:
     values = similarity.topk(count + 1, dim=-1).values
     own = similarity.diagonal(dim1=1, dim2=2)
     return (values.sum(dim=-1) - torch.maximum(own, values[..., -1])) / count
+
+
+def distance_to_neighbours(similarity: Tensor, height: int, width: int) -> Tensor:
+    """Distance of each unit vector from the mean of its four neighbours, ``(B, n, n) -> (B, n)``.
+
+    similarity ``(B, n, n)`` between the ``n = height * width`` tokens of one grid in raster order,
+    whose opposite borders are neighbours. On a grid that is not square the mean is that of the 8
+    most similar tokens, the token itself among them. From products alone: |u - m|^2 = u.u - 2 u.m
+    + m.m.
+    """
+    batch, count, _ = similarity.shape
+    if height == width:
+        token = torch.arange(count, device=similarity.device).view(height, width)
+        rolled = [token.roll(step, axis) for axis in (0, 1) for step in (1, -1)]
+        near = torch.stack(rolled, dim=-1).view(1, count, 4).expand(batch, -1, -1)
+    else:
+        near = similarity.topk(min(8, count), dim=-1).indices
+    size = near.shape[2]
+    to_mean = similarity.gather(2, near).mean(dim=-1)
+    flat = (near[:, :, :, None] * count + near[:, :, None, :]).reshape(batch, -1)
+    within = similarity.reshape(batch, -1).gather(1, flat).view(batch, count, size * size)
+    squared = similarity.diagonal(dim1=1, dim2=2) - 2 * to_mean + within.mean(dim=-1)
+    # Of equal tokens only rounding is left, whose root would be a thousand times larger.
+    return squared.where(squared > _ROUNDING, 0.0).sqrt()
 
 
 def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int) -> Tensor:

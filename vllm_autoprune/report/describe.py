@@ -192,8 +192,8 @@ def _words(policy: PruningPolicy) -> tuple[str, ...]:
         pools = ", then ".join(call.atom for call in state.constraints.pool)
         count = sum(call.weight > 0 for call in state.scoring.signals)
         sentences.append(
-            f"At most {policy.quota} of them are exchanged for candidates of higher quality, so at "
-            f"least {policy.r_min} stay."
+            f"At most {policy.quota} of them are exchanged for candidates, so at least "
+            f"{policy.r_min} stay."
         )
         sentences.append(
             f"Quality is the {state.scoring.fusion.atom} of {count} signals; candidates come "

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
@@ -77,6 +77,14 @@ class AtomCall(BaseModel):
     def parameters(cls) -> tuple[str, ...]:
         """Names of the parameters this call takes."""
         return tuple(name for name in cls.model_fields if name != "atom")
+
+
+def added(default: Any, **field: Any) -> Any:
+    """Field of a parameter that an atom got after states of it were published.
+
+    It is written only where it differs from the default, so the digests of those states stay.
+    """
+    return Field(default, exclude_if=lambda value: value == default, **field)
 
 
 Reads = Callable[..., frozenset[Need]]

@@ -23,7 +23,7 @@ RESIZED: Final = "resized"
 RANDOM: Final = "random"
 ORACLE: Final = "oracle"
 
-STATES = (SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
+STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
 
 BEFORE: Final = "@merger_in"

@@ -16,7 +16,7 @@ from tests.hostile.attacks.texts import SPECIAL, no_worse
 from tests.hostile.attacks.uuids import ONE, OTHER, send_both_under_one_uuid
 from tests.hostile.client import nearest
 from tests.hostile.pictures import Picture
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 from vllm_autoprune.serving.shared.plan import ItemPlan
 from vllm_autoprune.serving.shared.state_codec import encode_state
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
@@ -33,7 +33,7 @@ def _forges(core: ItemPlan, delta: ItemPlan) -> Mapping[str, tuple[Forge, Forge]
     whole = changed(part="whole", core=0)
     no_core = encode_state(load_state("visionzip"))
     wide = {"share": 0.5, "cover": 0.9, "strength": 0.5}
-    other_core = encode_state(PruningState.model_validate({**shipped(), "core": wide}))
+    other_core = encode_state(PruningState.model_validate({**sample(), "core": wide}))
     sizes = (1, core.budget - 1, core.budget + 1, tokens - few - 1, tokens - few, tokens - few + 1)
     return {
         **{

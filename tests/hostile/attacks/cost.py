@@ -11,7 +11,7 @@ from typing import Any
 from tests.hostile.attack import LARGE, Site, attack, server_errors
 from tests.hostile.client import Reply, entry
 from tests.hostile.pictures import Picture
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 
 _PICTURE = Picture(8, *LARGE)
 
@@ -21,7 +21,7 @@ _ROUNDS, _SLOWER = 4, 3
 
 def dear_state(variant: int = 0) -> dict[str, Any]:
     """A valid state of a few kilobytes whose selection takes thousands of times the usual time."""
-    state = copy.deepcopy(shipped())
+    state = copy.deepcopy(sample())
     signal = {"atom": "cluster_centroid_representativeness", "clusters": 64}
     state["scoring"]["signals"] = [
         {**signal, "weight": 0.1 + i / 100 + variant / 10_000} for i in range(32)

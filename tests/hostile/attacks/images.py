@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.hostile.attack import Site, attack, server_errors
 from tests.hostile.client import Reply, entry, nearest
 from tests.hostile.pictures import Picture
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 
 _SIDES = (28, 56, 84, 112, 168, 224, 336, 448)
 
@@ -142,7 +142,7 @@ def flat_first_image(site: Site) -> Iterable[str]:
     before, made = site.client.metric(name), 0
     for i, budget in enumerate((1, 2, 3, 8, 32)):
         for shade in (0, 255):
-            state = shipped()
+            state = sample()
             made += 1
             state["scoring"]["signals"][0]["weight"] = 0.4 + made / 1000  # a new digest
             flat = Picture(shade, 448, 448 - 28 * i, flat=True)

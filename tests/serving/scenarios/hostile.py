@@ -26,7 +26,7 @@ from tests.serving.engine import (
     turn,
 )
 from tests.serving.scenarios import Report, scenario
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.serving.api.request_state import load_request_state
 from vllm_autoprune.tpdsl.executor import refine as executor
 
@@ -120,7 +120,7 @@ def _fails_first_image_check(llm: LLM, raising: Callable[..., object]) -> Report
 
     ``broken`` and ``fixed`` are its answers while it fails and after the fault is removed.
     """
-    state = edited(shipped(), {"/constraints/selector/q_e": 5})
+    state = edited(sample(), {"/constraints/selector/q_e": 5})
     load_request_state(state)  # passes the checks at start-up
     question, other = examples(3)[1], examples(3)[-2]
     report: dict[str, Any] = {}

@@ -49,7 +49,7 @@ def shipped_by_request() -> Report:
 
 
 @scenario
-def shipped() -> Report:
+def sample() -> Report:
     """By state name: K and the answer at its own budget, and at HALF if its own keeps all.
 
     One engine per state; ``full`` is the answer of an engine without a state.

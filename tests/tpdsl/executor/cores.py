@@ -7,11 +7,7 @@ import dataclasses
 import jsonschema  # type: ignore[import-untyped]
 import torch
 
-from tests.tpdsl.samples import (
-    edited,
-    shipped,
-    state,
-)
+from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import (
     PruningPolicy,
     PruningState,
@@ -70,6 +66,4 @@ def assert_split(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
 
 def accepts(core: dict[str, object]) -> bool:
     schema = PruningState.model_json_schema()
-    return bool(
-        jsonschema.Draft202012Validator(schema).is_valid(edited(shipped(), {"/core": core}))
-    )
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(edited(sample(), {"/core": core})))

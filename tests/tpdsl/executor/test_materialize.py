@@ -65,7 +65,7 @@ def test_a_budget_is_a_whole_number_of_tokens(budget: Any) -> None:
 def test_budget_error_has_pointer_and_fix(
     changes: dict[str, object], budget: int, where: str, fix: str
 ) -> None:
-    with pytest.raises(BudgetError, match="'autoprune'") as raised:
+    with pytest.raises(BudgetError, match="'sample'") as raised:
         materialize(state(changes), budget)
     (problem,) = raised.value.problems
     assert (problem.where, problem.fix) == (where, fix)

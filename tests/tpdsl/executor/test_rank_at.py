@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tpdsl.samples import edited, images, refused_with, shipped, state
+from tests.tpdsl.samples import edited, images, refused_with, sample, state
 from vllm_autoprune import Grid, SelectionError, VisualTokens, load_state, materialize, refine
 from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.ops.rowwise import gather_rows
@@ -215,7 +215,7 @@ def test_the_reference_selection_is_ranked_before_the_merger() -> None:
 
 
 def test_the_default_written_out_is_the_same_state() -> None:
-    written = load_state(json.dumps({**shipped(), "rank_at": "merger_out"}))
+    written = load_state(json.dumps({**sample(), "rank_at": "merger_out"}))
     assert written == load_state("autoprune")
     assert written.digest == load_state("autoprune").digest
     assert "rank_at" not in written.model_dump(mode="json")
@@ -233,7 +233,7 @@ def test_a_state_is_the_same_after_writing_and_sending_it() -> None:
 def test_other_places_are_refused_and_the_schema_agrees() -> None:
     checked = jsonschema.Draft202012Validator(PruningState.model_json_schema())
     for value, valid in (("merger_in", True), ("merger_out", True), ("merger", False), (1, False)):
-        assert checked.is_valid(edited(shipped(), {"/rank_at": value})) is valid
+        assert checked.is_valid(edited(sample(), {"/rank_at": value})) is valid
     (problem,) = refused_with({"/rank_at": "merger"})
     assert problem[0] == "/rank_at"
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.tpdsl.samples import edited, shipped, state
+from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import (
     BudgetError,
     PruningState,
@@ -61,7 +61,7 @@ def test_the_searched_structure_stays(budget: int, backbone: BackboneShape) -> N
         key: state_document(old)[key] for key in STRUCTURE
     }
     assert new["constraints"] == state_document(old)["constraints"]
-    assert new["budget"] == {**shipped()["budget"], "atom": f"fixed_budget@{budget}", "limit": None}
+    assert new["budget"] == {**sample()["budget"], "atom": f"fixed_budget@{budget}", "limit": None}
 
 
 def test_transfer_without_targets_changes_nothing() -> None:
@@ -122,7 +122,7 @@ def test_evidence_is_not_transferred() -> None:
     old = load_state(
         json.dumps(
             edited(
-                shipped(),
+                sample(),
                 {
                     "/provenance": {
                         "found_by": "a search",
@@ -136,7 +136,7 @@ def test_evidence_is_not_transferred() -> None:
     )
     new = transfer(old, 64, LLAVA_NEXT_7B).state.provenance
     assert (new.found_by, new.evaluated_on, new.scores) == ("a search", "", {})
-    assert new.notes.startswith("first of many Re-materialized from autoprune")
+    assert new.notes.startswith("first of many Re-materialized from sample")
     assert old.digest[:12] in new.notes
 
 

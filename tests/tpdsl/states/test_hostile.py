@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from tests.tpdsl.samples import edited, refused, refused_with, shipped
+from tests.tpdsl.samples import edited, refused, refused_with, sample
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_VALUES
 from vllm_autoprune.tpdsl.states.load import MAX_PROBLEMS
@@ -15,17 +15,17 @@ from vllm_autoprune.tpdsl.states.load import MAX_PROBLEMS
 HOSTILE = {
     "unknown fields": "{" + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9)) + "}",
     "unknown atoms": json.dumps(
-        edited(shipped(), {"/safety": [f"{i}preserve_bugdet" for i in range(MAX_VALUES - 99)]})
+        edited(sample(), {"/safety": [f"{i}preserve_bugdet" for i in range(MAX_VALUES - 99)]})
     ),
     "unknown signals": json.dumps(
-        edited(shipped(), {"/scoring/signals": [{"atom": f"{i}_proxy"} for i in range(3000)]})
+        edited(sample(), {"/scoring/signals": [{"atom": f"{i}_proxy"} for i in range(3000)]})
     ),
     "keys that occur twice": "{" + '"a":0,' * (MAX_VALUES - 9) + '"b":1}',
-    "a long name": json.dumps(edited(shipped(), {"/reassembly/atom": "mean_residual" * 80_000})),
-    "a long key": json.dumps(edited(shipped(), {"/reassembly/" + "strength" * 100_000: 1})),
-    "a long list": json.dumps(edited(shipped(), {"/reassembly": list(range(9000))})),
-    "a long number": json.dumps(shipped()).replace('"q_e": 2', '"q_e": ' + "7" * 1_000_000),
-    "a long fraction": json.dumps(shipped()).replace('"q_e": 2', '"q_e": 0.' + "7" * 1_000_000),
+    "a long name": json.dumps(edited(sample(), {"/reassembly/atom": "mean_residual" * 80_000})),
+    "a long key": json.dumps(edited(sample(), {"/reassembly/" + "strength" * 100_000: 1})),
+    "a long list": json.dumps(edited(sample(), {"/reassembly": list(range(9000))})),
+    "a long number": json.dumps(sample()).replace('"q_e": 2', '"q_e": ' + "7" * 1_000_000),
+    "a long fraction": json.dumps(sample()).replace('"q_e": 2', '"q_e": 0.' + "7" * 1_000_000),
     "quotes": '{"' * 500_000,
     "backslashes": '{"' + "\\" * 1_000_000,
     "pairs of brackets": '{"a": [' + "[]," * 340_000 + "[]]}",
@@ -72,7 +72,7 @@ def test_omitted_problems_are_counted() -> None:
 def test_control_characters_are_not_repeated() -> None:
     bad = "\x1b[2J\nstate ok: 0 problem(s)\u202e"
     with pytest.raises(StateError) as raised:
-        load_state(json.dumps(edited(shipped(), {"/reassembly/atom": bad, f"/{bad}": bad})))
+        load_state(json.dumps(edited(sample(), {"/reassembly/atom": bad, f"/{bad}": bad})))
     assert len(str(raised.value).splitlines()) == 1 + len(raised.value.problems) == 3
     assert str(raised.value).replace("\n", "").isprintable()
     with pytest.raises(StateError) as raised:

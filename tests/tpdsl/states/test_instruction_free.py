@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tpdsl.samples import images, state
-from vllm_autoprune import PruningState, StateError, VisualTokens, load_state, materialize, refine
+from vllm_autoprune import PruningState, StateError, VisualTokens, materialize, refine
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.instruction_free import NEAREST, instruction_free
 
@@ -50,7 +50,7 @@ def test_the_same_tokens_for_two_questions() -> None:
 
 
 def test_only_instruction_dependent_parts_change_and_are_recorded() -> None:
-    before = load_state("autoprune")
+    before = state()
     result = instruction_free(before)
     assert [c.where for c in result.changes if not c.where.startswith("/provenance")] == [
         "/name",

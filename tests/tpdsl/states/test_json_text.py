@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tpdsl.samples import edited, refused, shipped
+from tests.tpdsl.samples import edited, refused, sample, state
 from vllm_autoprune import load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
@@ -17,7 +17,7 @@ def in_file(tmp_path: Path, content: bytes) -> list[tuple[str, str]]:
 
 
 def test_not_utf8(tmp_path: Path) -> None:
-    content = json.dumps(shipped()).encode().replace(b"autoprune", b"autopr\xfcne", 1)
+    content = json.dumps(sample()).encode().replace(b"sample", b"s\xfcmple", 1)
     ((where, what),) = in_file(tmp_path, content)
     assert where == "" and what.startswith("not UTF-8 text (invalid start byte at byte ")
 
@@ -26,29 +26,29 @@ def test_not_utf8(tmp_path: Path) -> None:
     "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
 )
 def test_wide_encodings_are_recognised(tmp_path: Path, encoding: str) -> None:
-    actual = in_file(tmp_path, json.dumps(shipped()).encode(encoding))
+    actual = in_file(tmp_path, json.dumps(sample()).encode(encoding))
     assert actual == [("", "not UTF-8 text (it looks like UTF-16 or UTF-32)")]
 
 
 def test_a_byte_order_mark(tmp_path: Path) -> None:
-    text = json.dumps(shipped())
+    text = json.dumps(sample())
     expected = [("", "begins with a byte order mark")]
     assert in_file(tmp_path, text.encode("utf-8-sig")) == expected
     assert refused(f"\ufeff{text}") == expected
 
 
 def test_too_large(tmp_path: Path) -> None:
-    content = json.dumps(shipped()).encode()
+    content = json.dumps(sample()).encode()
     just = content + b" " * (MAX_BYTES - len(content))
     (tmp_path / "just.json").write_bytes(just)
-    assert load_state(tmp_path / "just.json").name == "autoprune"
-    assert load_state(just.decode()).name == "autoprune"
+    assert load_state(tmp_path / "just.json").name == "sample"
+    assert load_state(just.decode()).name == "sample"
     assert in_file(tmp_path, just + b" ") == [("", "larger than 1048576 bytes")]
     assert refused(just.decode() + " ") == [("", "larger than 1048576 bytes")]
 
 
 def test_a_text_is_measured_in_bytes() -> None:
-    long = edited(shipped(), {"/provenance": {"notes": "\U0001f999" * (MAX_BYTES // 4)}})
+    long = edited(sample(), {"/provenance": {"notes": "\U0001f999" * (MAX_BYTES // 4)}})
     text = json.dumps(long, ensure_ascii=False)
     assert len(text) < MAX_BYTES
     assert refused(text) == [("", "larger than 1048576 bytes")]
@@ -57,7 +57,7 @@ def test_a_text_is_measured_in_bytes() -> None:
 def test_too_large_in_canonical_form() -> None:
     # Lists deep in lists, each on its own indented line, take more to write than they hold.
     deep = json.loads("[" * 27 + ",".join(["[]"] * 4000) + "]" * 27)
-    long = edited(shipped(), {"/provenance": {"scores": {"x": deep}, "notes": "x" * 900_000}})
+    long = edited(sample(), {"/provenance": {"scores": {"x": deep}, "notes": "x" * 900_000}})
     ((where, what),) = refused(json.dumps(long))
     assert where == "" and what.startswith("larger than 1048576 bytes when written out")
 
@@ -99,7 +99,7 @@ def test_texts_that_are_not_one_json_object(tmp_path: Path, content: str, what: 
 def test_limits_on_depth_and_count_are_inclusive() -> None:
     deep = json.loads("[" * (MAX_DEPTH - 3) + "]" * (MAX_DEPTH - 3))
     many = [0] * (MAX_VALUES - 200)
-    changed = edited(shipped(), {"/provenance": {"scores": {"deep": deep, "many": many}}})
+    changed = edited(sample(), {"/provenance": {"scores": {"deep": deep, "many": many}}})
     assert load_state(json.dumps(changed)).provenance.scores["deep"] == deep
     changed["provenance"]["scores"]["deep"] = [deep]
     assert refused(json.dumps(changed))[0][1].startswith("nested too deeply: 33 levels")
@@ -107,13 +107,13 @@ def test_limits_on_depth_and_count_are_inclusive() -> None:
 
 def test_brackets_and_commas_in_strings_are_not_counted() -> None:
     odd = '[{,\\"' * 20_000
-    changed = edited(shipped(), {"/provenance": {"notes": odd, "scores": {odd: "\\"}}})
+    changed = edited(sample(), {"/provenance": {"notes": odd, "scores": {odd: "\\"}}})
     assert load_state(json.dumps(changed)).provenance.notes == odd
 
 
 def test_numbers_beyond_float_range_are_reported_at_their_pointers() -> None:
     changed = edited(
-        shipped(),
+        sample(),
         {
             "/reassembly/strength": 10**310,
             "/provenance": {"scores": {"a/b": [float("nan"), 123454321]}, "seed": 543212345},
@@ -131,7 +131,7 @@ def test_numbers_beyond_float_range_are_reported_at_their_pointers() -> None:
 
 
 def test_duplicate_keys_are_reported_with_all_other_problems() -> None:
-    text = json.dumps(edited(shipped(), {"/reassembly/strength": 7}))
+    text = json.dumps(edited(sample(), {"/reassembly/strength": 7}))
     text = text.replace('"scoring": {', '"name": "n", "scoring": {"kernel": 1, "kernel": 2, ')
     assert refused(text) == [
         ("/name", 'key "name" occurs twice in one object'),
@@ -143,7 +143,7 @@ def test_duplicate_keys_are_reported_with_all_other_problems() -> None:
 @pytest.mark.parametrize("escaped", [True, False])
 def test_lone_surrogates_are_refused(escaped: bool) -> None:
     changed = edited(
-        shipped(),
+        sample(),
         {"/name": "\ud800", "/provenance": {"scores": {"\udfff": 1, "ok": ["\udc00x"]}}},
     )
     assert refused(json.dumps(changed, ensure_ascii=escaped)) == [
@@ -151,15 +151,15 @@ def test_lone_surrogates_are_refused(escaped: bool) -> None:
         (r"/provenance/scores/\udfff", r'key "\udfff" holds half of a surrogate pair'),
         ("/provenance/scores/ok/0", r'"\udc00x" holds half of a surrogate pair'),
     ]
-    assert load_state(json.dumps(edited(shipped(), {"/name": "\U0001f999"}))).name == "\U0001f999"
+    assert load_state(json.dumps(edited(sample(), {"/name": "\U0001f999"}))).name == "\U0001f999"
 
 
 @pytest.mark.parametrize("whole", ["2.0", "2e0", "0.2e1", "200E-2"])
 def test_a_whole_number_is_one_however_it_is_written(whole: str) -> None:
-    text = json.dumps(shipped()).replace('"q_e": 2', f'"q_e": {whole}')
-    assert whole in text and load_state(text) == load_state("autoprune")
+    text = json.dumps(sample()).replace('"q_e": 2', f'"q_e": {whole}')
+    assert whole in text and load_state(text) == state()
 
 
 def test_minus_zero_is_zero() -> None:
-    text = json.dumps(shipped()).replace('"strength": 0.0', '"strength": -0.0')
-    assert "-0.0" in text and load_state(text).digest == load_state("autoprune").digest
+    text = json.dumps(sample()).replace('"strength": 0.0', '"strength": -0.0')
+    assert "-0.0" in text and load_state(text).digest == state().digest

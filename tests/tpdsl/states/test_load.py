@@ -11,14 +11,14 @@ from typing import NoReturn
 
 import pytest
 
-from tests.tpdsl.samples import DELETE, edited, refused, refused_with, shipped
+from tests.tpdsl.samples import DELETE, edited, refused, refused_with, sample, shipped
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_VALUES
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
 
 def test_a_file_a_text_and_a_name_are_the_same_state(tmp_path: Path) -> None:
-    text = json.dumps(shipped())
+    text = json.dumps(shipped("autoprune"))
     file = tmp_path / "s.json"
     file.write_text(text, encoding="utf-8")
     assert load_state(file) == load_state(str(file)) == load_state("\n  " + text)
@@ -43,7 +43,7 @@ def test_a_mapping_is_the_same_state_as_its_text(name: str) -> None:
     ],
 )
 def test_a_mapping_is_refused_as_its_text_is(changes: dict[str, object]) -> None:
-    data = edited(shipped(), changes)
+    data = edited(sample(), changes)
     with pytest.raises(StateError) as of_text:
         load_state(json.dumps(data))
     with pytest.raises(StateError) as of_mapping:
@@ -53,7 +53,7 @@ def test_a_mapping_is_refused_as_its_text_is(changes: dict[str, object]) -> None
 
 
 def test_numbers_of_a_mapping_are_read_as_in_its_text() -> None:
-    data = edited(shipped(), {"/constraints/selector/q_e": 2.0, "/scoring/signals/0/weight": 1})
+    data = edited(sample(), {"/constraints/selector/q_e": 2.0, "/scoring/signals/0/weight": 1})
     assert load_state(data) == load_state(json.dumps(data))
 
 
@@ -69,7 +69,7 @@ def test_numbers_of_a_mapping_are_read_as_in_its_text() -> None:
     ],
 )
 def test_a_mapping_with_a_value_that_no_text_holds(value: object, what: str) -> None:
-    data = edited(shipped(), {"/provenance": {"scores": {"a": value}}})
+    data = edited(sample(), {"/provenance": {"scores": {"a": value}}})
     with pytest.raises(StateError) as raised:
         load_state(data)
     problems = [(problem.where, problem.what) for problem in raised.value.problems]
@@ -89,7 +89,7 @@ def test_a_mapping_without_bounds(kind: str) -> None:
     else:
         nested["a"] = "x" * MAX_BYTES
     with pytest.raises(StateError) as raised:
-        load_state({**shipped(), "provenance": {"scores": nested}})
+        load_state({**sample(), "provenance": {"scores": nested}})
     (problem,) = raised.value.problems
     assert problem.kind == {"cycle": "depth"}.get(kind, kind)
 
@@ -101,7 +101,7 @@ def test_a_file_goes_before_a_shipped_state_and_a_folder_does_not(
     Path("autoprune").mkdir()
     assert load_state("autoprune").name == "autoprune"
     Path("autoprune").rmdir()
-    Path("autoprune").write_text(json.dumps(edited(shipped(), {"/name": "mine"})))
+    Path("autoprune").write_text(json.dumps(edited(sample(), {"/name": "mine"})))
     assert load_state("autoprune").name == "mine"
 
 
@@ -238,7 +238,7 @@ def test_a_url_is_a_name_and_is_not_opened(url: str, monkeypatch: pytest.MonkeyP
 def test_a_url_inside_a_state_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a connection was opened"))
     url = "https://example.com/policy.json"
-    changed = edited(shipped(), {"/provenance": {"found_by": url}, "/name": url})
+    changed = edited(sample(), {"/provenance": {"found_by": url}, "/name": url})
     assert load_state(json.dumps(changed)).provenance.found_by == url
     assert refused_with({"/base_policy": {"name": url}})[0][0] == "/base_policy/name"
 

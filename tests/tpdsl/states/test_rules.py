@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.tpdsl.states.json_values import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 from vllm_autoprune.tpdsl.states.rules import RULES
@@ -17,11 +17,11 @@ ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_v
 
 
 def scores(value: object) -> str:
-    return json.dumps(edited(shipped(), {"/provenance": {"scores": {"x": value}}}))
+    return json.dumps(edited(sample(), {"/provenance": {"scores": {"x": value}}}))
 
 
 def changed(pointer: str, value: object) -> str:
-    return json.dumps(edited(shipped(), {pointer: value}))
+    return json.dumps(edited(sample(), {pointer: value}))
 
 
 # For each rule a minimal breach, which the schema accepts.
@@ -55,7 +55,7 @@ def test_the_schema_accepts_what_only_the_rule_refuses(kind: str) -> None:
 def test_rules_about_files(tmp_path: Path) -> None:
     pipe, marked = tmp_path / "pipe", tmp_path / "marked.json"
     os.mkfifo(pipe)
-    marked.write_text(json.dumps(shipped()), encoding="utf-8-sig")
+    marked.write_text(json.dumps(sample()), encoding="utf-8-sig")
     assert ACCEPTS(json.loads(marked.read_text(encoding="utf-8-sig")))
     assert broken(pipe) == {"file"} and broken(marked) == {"encoding"}
 

@@ -8,7 +8,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from pydantic import ValidationError
 
-from tests.tpdsl.samples import DELETE, Json, edited, shipped, state
+from tests.tpdsl.samples import DELETE, Json, edited, sample, shipped, state
 from vllm_autoprune import PruningState, StateError, load_state, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.states.load import shipped_states
@@ -17,7 +17,7 @@ SCHEMA = PruningState.model_json_schema()
 
 # The state with every parameter that any of its atoms takes written out, defaults or not.
 EVERYTHING = edited(
-    shipped(),
+    sample(),
     {
         "/scoring/kernel": {
             "atom": "runtime_conditional_similarity_kernel",
@@ -85,7 +85,7 @@ def written_out(data: Json) -> Json:
 
 BEHAVIOUR = [
     (source, pointer)
-    for source, data in (("shipped", shipped()), ("everything", EVERYTHING))
+    for source, data in (("shipped", sample()), ("everything", EVERYTHING))
     for pointer in leaves(written_out(data))
     if pointer not in ("/name", "/schema") and not pointer.endswith(("/atom", "/name"))
 ]
@@ -127,9 +127,13 @@ class TestFrozen:
 
 
 class TestDigest:
-    def test_the_shipped_state_keeps_its_digest(self) -> None:
+    def test_states_keep_their_digests(self) -> None:
         # Caches and measurements are stored under the digest, so a change here invalidates them.
+        # The sample names no parameter that was added since it was written.
         assert load_state("autoprune").digest == (
+            "c657e723d27c75e548fd4b7b8b68ea47e2abcccea922dcc7d742adc59d288724"
+        )
+        assert state().digest == (
             "2233f0520a54703f1c5f07895539f52e9ab2bfdbe4fd2bf8dcc548516794c9a8"
         )
 
@@ -161,7 +165,7 @@ class TestDigest:
 
     @pytest.mark.parametrize(("source", "pointer"), BEHAVIOUR)
     def test_every_parameter_changes_the_digest(self, source: str, pointer: str) -> None:
-        full = written_out(shipped() if source == "shipped" else EVERYTHING)
+        full = written_out(sample() if source == "shipped" else EVERYTHING)
         changed = edited(full, {pointer: OTHERWISE[pointer.rpartition("/")[2]]})
         assert parsed(changed).digest != parsed(full).digest
 
@@ -184,7 +188,7 @@ class TestDigest:
         assert state(changes).digest != state().digest
 
     def test_all_those_digests_differ_from_each_other(self) -> None:
-        full = written_out(shipped())
+        full = written_out(sample())
         pointers = [pointer for source, pointer in BEHAVIOUR if source == "shipped"]
         digests = {
             parsed(edited(full, {p: OTHERWISE[p.rpartition("/")[2]]})).digest for p in pointers
@@ -245,7 +249,7 @@ class TestJsonSchema:
         ],
     )
     def test_it_refuses_what_the_loader_refuses(self, changes: dict[str, object]) -> None:
-        bad = edited(shipped(), changes)
+        bad = edited(sample(), changes)
         with pytest.raises(StateError):
             parsed(bad)
         with pytest.raises(jsonschema.ValidationError):
@@ -266,7 +270,7 @@ class TestJsonSchema:
         ],
     )
     def test_it_accepts_what_the_loader_accepts(self, changes: dict[str, object]) -> None:
-        sound = edited(shipped(), changes)
+        sound = edited(sample(), changes)
         jsonschema.Draft202012Validator(SCHEMA).validate(sound)
         written = parsed(sound).dumps()
         jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(written))

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dpp_torch import Conditioned, capped_greedy_map, condition
-from vllm_autoprune.ops.rowwise import argmax_within, mask_from_indices, rank_descending
+from vllm_autoprune.ops.rowwise import (
+    argmax_within,
+    mask_from_indices,
+    min_max_normalise,
+    rank_descending,
+)
 from vllm_autoprune.tpdsl.atoms.kernels import Kernel, conditional_kernel, run_kernel
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall, run_partition
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
@@ -26,6 +31,7 @@ from vllm_autoprune.tpdsl.atoms.selector_calls import (
     MarginalSelector,
     MarginSelector,
     PreservingSelector,
+    ResidualSelector,
     SelectorCall,
     StrictSelector,
 )
@@ -116,10 +122,38 @@ def _exchange_pairs(
     return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
 
 
-@atom("selection_constraints", BoundedSelector)
-def reference_residual_exchange_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
+@atom("selection_constraints", ResidualSelector)
+def reference_residual_exchange_selector(
+    call: ResidualSelector, revision: SelectorInputs
+) -> Tensor:
     """Exchange the lowest-quality reference tokens for better candidates, best pair first."""
+    if call.lam is not None:
+        return _fill_quota(call.lam, call.power, revision)
     return _exchange_pairs(revision, lambda gain, loss: gain > loss)
+
+
+def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
+    """Replace the q reference tokens of lowest quality, whatever takes their place.
+
+    Candidates enter one by one, by ``quality^power - lam * largest kernel to a kept token``. A
+    reference token stays where the pool is exhausted.
+    """
+    kernel, pool, kept = revision.kernel.similarity, revision.pool, revision.staying
+    quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
+    nearest = kernel.masked_fill(~kept[:, :, None], -torch.inf).amax(dim=1)
+    for step in range(revision.outgoing.shape[1]):
+        # Where no token is kept yet, the largest kernel is minus infinity.
+        score = quality - lam * nearest.clamp_min(-1)
+        entering = argmax_within(score.masked_fill(~pool, -torch.inf))[0][:, None]
+        entering = torch.where(
+            pool.any(dim=1, keepdim=True), entering, revision.outgoing[:, step : step + 1]
+        )
+        kept, pool = kept.scatter(1, entering, True), pool.scatter(1, entering, False)
+        row = kernel.gather(1, entering[:, :, None].expand(-1, -1, kernel.shape[2]))[:, 0]
+        nearest = torch.maximum(nearest, row)
+    if revision.given is None:
+        return kept
+    return kept & ~mask_from_indices(revision.given.indices, kept.shape[1])
 
 
 @atom("selection_constraints", MarginSelector)

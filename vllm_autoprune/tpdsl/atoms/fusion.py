@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import min_max_normalise, pick_confidence
-from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, FUSION, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, FUSION, AtomCall, OneOf, added, atom
 
 
 class ProductFusion(AtomCall):
@@ -25,6 +25,9 @@ class ProductFusion(AtomCall):
         ge=1e-6,
         le=0.05,
         description="floor of a signal, so that a single 0 does not make the product 0",
+    )
+    normalised: bool = added(
+        False, description="divide the weights by their sum, and min-max normalise the product"
     )
 
 
@@ -59,7 +62,7 @@ def weighted_product_fusion(
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal.clamp_min(call.eps).log()
-    return total.exp()
+    return min_max_normalise((total / sum(weights)).exp()) if call.normalised else total.exp()
 
 
 @atom("score_fusion", ConfidenceFusion, components=(ANCHORING, FUSION))

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_autoprune.ops.centring import scale_to_unit_variance, subtract_mean
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.ops.similarity import plain_cosines
-from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -32,6 +32,7 @@ class CosineKernel(AtomCall):
     """Parameters of pairwise_cosine_kernel."""
 
     clamp_negative: bool = Field(False, description="count negative cosines as 0")
+    shifted: bool = added(False, description="(1 + cosine) / 2, within 0 to 1")
 
 
 class ConditionalKernel(AtomCall):
@@ -79,6 +80,8 @@ def conditional_kernel(
 def pairwise_cosine_kernel(call: CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features, independent of token quality."""
     cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
+    if call.shifted:
+        cosine = ((1 + cosine) / 2).clamp(0, 1)
     return Kernel(cosine, torch.ones_like(g))
 
 

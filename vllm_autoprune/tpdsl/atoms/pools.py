@@ -58,7 +58,13 @@ class SourceCall(PoolCall):
 class SizedPool(SourceCall):
     """A pool builder with a pool size relative to K."""
 
-    pool_ratio: float = Field(1.0, ge=0.25, le=16.0, description="pool size as a multiple of K")
+    pool_ratio: float | None = Field(
+        1.0,
+        ge=0.25,
+        le=16.0,
+        description="pool size as a multiple of K; null: every token outside the reference "
+        "selection",
+    )
 
     def most(self, grid: Grid, picked: int) -> int:
         """The pool size, at most the number of tokens outside the reference selection."""
@@ -71,9 +77,10 @@ class CoveragePool(SourceCall):
     cells: int = Field(6, ge=2, le=12, description="cells a side, within each tile")
 
 
-def _size(ratio: float, grid: Grid, picked: int) -> int:
+def _size(ratio: float | None, grid: Grid, picked: int) -> int:
     """Size of a pool: ``ratio`` x K, at most the number of tokens outside the selection."""
-    return min(grid.tokens - picked, max(1, math.ceil(ratio * picked)))
+    others = grid.tokens - picked
+    return others if ratio is None else min(others, max(1, math.ceil(ratio * picked)))
 
 
 @atom("candidate_pool", SizedPool)

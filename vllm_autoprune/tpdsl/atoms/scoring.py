@@ -16,12 +16,17 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.centring import map_weight, mean_dissimilarity, scale_to_unit_variance
-from vllm_autoprune.ops.rowwise import pick_confidence
-from vllm_autoprune.ops.similarity import mean_of_largest_others, mean_of_neighbours
+from vllm_autoprune.ops.rowwise import min_max_normalise, pick_confidence
+from vllm_autoprune.ops.similarity import (
+    cosines_with,
+    distance_to_neighbours,
+    mean_of_largest_others,
+    mean_of_neighbours,
+)
 from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
 from vllm_autoprune.tpdsl.optional_inputs import Instruction
-from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, AtomCall, OneOf, atom
-from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, AtomCall, OneOf, added, atom
+from vllm_autoprune.tpdsl.tokens import Grid, Need, VisualTokens
 
 ROUNDS = 5
 """Iterations of k-means in cluster_centroid_representativeness."""
@@ -41,6 +46,12 @@ class Relevance(SignalCall):
         description="sign of the cosine that means relevance; auto: as the backbone defines it",
     )
     reduce: Literal["mean", "max"] = Field("mean", description="how text segments are combined")
+    measure: Literal["instruction", "words", "negative_mean"] = added(
+        "instruction",
+        description="instruction: cosine with its text segments; words: cosine of the token with "
+        "the mean embedding of its words, where both have one width, else negative_mean; "
+        "negative_mean: minus the mean of the token's channels, which reads no instruction",
+    )
 
 
 class Attention(SignalCall):
@@ -48,6 +59,11 @@ class Attention(SignalCall):
 
     temperature: float = Field(
         1.0, ge=0.25, le=4.0, description="above 1 flattens the attention distribution"
+    )
+    measure: Literal["attention", "norm_and_place"] = added(
+        "attention",
+        description="norm_and_place: 0.7 of the token's norm and 0.3 of exp(-distance from the "
+        "centre), each normalised, in place of attention",
     )
 
 
@@ -57,18 +73,32 @@ class Centrality(SignalCall):
     sigma: float = Field(
         0.5, ge=0.15, le=2.0, description="width of the Gaussian, in half tile widths"
     )
+    bias: float | None = added(
+        None,
+        ge=0.05,
+        le=4.0,
+        description="exp(-bias x distance) in place of the Gaussian; null: the Gaussian",
+    )
 
 
 class Redundancy(SignalCall):
     """Parameters of redundancy_density_penalty."""
 
-    m: int = Field(8, ge=1, le=64, description="number of most similar tokens in the mean")
+    m: int | None = Field(
+        8, ge=1, le=64, description="number of most similar tokens in the mean; null: all others"
+    )
 
 
 class Contrast(SignalCall):
     """Parameters of local_contrast_saliency."""
 
     radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens (Chebyshev distance)")
+    neighbours: Literal["window", "four_wrapped"] = added(
+        "window",
+        description="four_wrapped: distance from the mean direction of the four neighbours, those "
+        "of a border on the opposite one; on a grid that is not square, of the 8 most similar "
+        "tokens",
+    )
 
 
 class Norm(SignalCall):
@@ -141,19 +171,60 @@ def instruction_relevance(
     return total / used.sum(dim=-1).clamp_min(1)
 
 
-@atom("scoring", Relevance, needs=frozenset({"instruction"}))
+_RELEVANCE_NEEDS: dict[str, frozenset[Need]] = {
+    "instruction": frozenset({"instruction"}),
+    "words": frozenset({"words"}),
+    "negative_mean": frozenset(),
+}
+
+
+@atom(
+    "scoring",
+    Relevance,
+    needs=frozenset({"instruction", "words"}),
+    reads=lambda call: _RELEVANCE_NEEDS[call.measure],
+)
 def instruction_guided_visual_relevance(
     call: Relevance, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Relevance to the instruction: signed cosine between the token and the instruction."""
+    if call.measure == "words":
+        words = tokens.require_words()
+        if words.embeddings.shape[2] == tokens.features.shape[2]:
+            used = words.used[:, :, None]
+            pooled = words.embeddings.float().where(used, 0.0).sum(dim=1, keepdim=True)
+            return cosines_with(tokens.features, pooled)[:, :, 0]
+    if call.measure != "instruction":
+        return -tokens.features.float().mean(dim=-1)
     instruction = tokens.require_instruction()
     sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
     return instruction_relevance(instruction, call.reduce, sign)
 
 
-@atom("scoring", Attention, needs=frozenset({"cls_attention"}))
+def centre_distance(grid: Grid, device: torch.device) -> Tensor:
+    """Distance ``(N,)`` of each token from the centre of its tile, whose corners are at (+-1, +-1).
+
+    As released: the first and the last row or column lie on the border.
+    """
+    y, x = (
+        torch.linspace(-1, 1, side, device=device) if side > 1 else torch.zeros(1, device=device)
+        for side in (grid.height, grid.width)
+    )
+    return torch.hypot(y[:, None], x[None, :]).flatten().repeat(grid.tiles)
+
+
+@atom(
+    "scoring",
+    Attention,
+    needs=frozenset({"cls_attention"}),
+    reads=lambda call: frozenset({"cls_attention"} if call.measure == "attention" else ()),
+)
 def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
+    if call.measure == "norm_and_place":
+        central = torch.exp(-centre_distance(tokens.grid, tokens.features.device))
+        norm = min_max_normalise(tokens.norm[:, :, 0].float())
+        return 0.7 * norm + 0.3 * min_max_normalise(central)
     if tokens.cls_attention is not None:
         return tokens.cls_attention.float().clamp_min(0) ** (1.0 / call.temperature)
     features = tokens.features.float()
@@ -165,6 +236,9 @@ def attention_proxy_saliency(call: Attention, tokens: VisualTokens, picks: Tenso
 def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Gaussian of the token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
+    if call.bias is not None:
+        prior = torch.exp(-call.bias * centre_distance(grid, device))
+        return prior.expand(tokens.batch, tokens.count)
     y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
     x = (torch.arange(grid.width, device=device) * 2 + 1) / grid.width - 1
     squared = y[:, None] ** 2 + x[None, :] ** 2
@@ -176,9 +250,12 @@ def spatial_centrality_prior(call: Centrality, tokens: VisualTokens, picks: Tens
 def redundancy_density_penalty(call: Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Negative mean cosine to the m most similar other tokens of the tile or image."""
     cosine = tokens.scoped_cosine
-    m = min(call.m, cosine.shape[-1] - 1)
+    others = cosine.shape[-1] - 1
+    m = others if call.m is None else min(call.m, others)
     if m == 0:
         return torch.zeros(tokens.batch, tokens.count, device=cosine.device)
+    if call.m is None:
+        return tokens.by_image(-(cosine.sum(dim=-1) - cosine.diagonal(dim1=1, dim2=2)) / others)
     return tokens.by_image(-mean_of_largest_others(cosine, m))
 
 
@@ -187,6 +264,8 @@ def local_contrast_saliency(call: Contrast, tokens: VisualTokens, picks: Tensor)
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
+    if call.neighbours == "four_wrapped":
+        return tokens.by_image(distance_to_neighbours(tokens.tile_cosine, grid.height, grid.width))
     mean = mean_of_neighbours(tokens.tile_cosine, grid.height, grid.width, call.radius)
     return tokens.by_image(1 - mean)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vllm_autoprune.tpdsl.registry import AtomCall
+from vllm_autoprune.tpdsl.registry import AtomCall, added
 
 
 class SelectorCall(AtomCall):
@@ -47,6 +47,28 @@ class BoundedSelector(SelectorCall):
     def insists_on(self) -> int | None:
         """r_min of the state."""
         return self.r_min
+
+
+class ResidualSelector(BoundedSelector):
+    """Parameters of reference_residual_exchange_selector."""
+
+    lam: float | None = added(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="q_e tokens are exchanged, whatever is gained; they enter by quality^power "
+        "less lam x the largest kernel to a kept token; null: pairs, while quality rises",
+    )
+    keep_weight: float = added(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="with lam: added to the quality of every reference token alike, so it changes "
+        "no pick; kept because the released search varies it",
+    )
+    power: float = added(
+        1.0, ge=0.25, le=4.0, description="with lam: power of the normalised quality"
+    )
 
 
 class MarginSelector(BoundedSelector):

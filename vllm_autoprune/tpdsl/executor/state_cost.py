@@ -21,9 +21,9 @@ from vllm_autoprune.tpdsl.atoms.kernels import CentredKernel
 from vllm_autoprune.tpdsl.atoms.partitions import ClusterPartition, PartitionCall
 from vllm_autoprune.tpdsl.atoms.pools import CoveragePool, JoinedPool, PoolCall, SizedPool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
-from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall
+from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall, NearestCall
 from vllm_autoprune.tpdsl.atoms.scoring import ROUNDS, ClusterCentroid, Contrast, Detail
-from vllm_autoprune.tpdsl.atoms.selector_calls import resolve_constraints
+from vllm_autoprune.tpdsl.atoms.selector_calls import ResidualSelector, resolve_constraints
 from vllm_autoprune.tpdsl.atoms.source import ExternalPolicy, PriorCall, is_idle
 from vllm_autoprune.tpdsl.executor.base_policy_cost import base_policy_work
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
@@ -66,7 +66,11 @@ def _clusters(clusters: int, rounds: int, shape: Shape) -> Work:
 
 
 _SIGNALS: Mapping[str, Callable[..., Work]] = {
-    "instruction_guided_visual_relevance": lambda call, s: Work(14, 4 * s.tokens * s.tower),
+    "instruction_guided_visual_relevance": lambda call, s: (
+        Work(14, 4 * s.tokens * s.tower)
+        if call.measure == "instruction"
+        else Work(8, 4 * s.tokens * s.width)
+    ),
     "attention_proxy_saliency": lambda call, s: Work(6, 2 * s.tokens),
     "spatial_centrality_prior": lambda call, s: Work(18, 8 * s.tokens),
     "redundancy_density_penalty": lambda call, s: Work(10, 9 * s.tokens**2),
@@ -84,6 +88,8 @@ _SIGNALS: Mapping[str, Callable[..., Work]] = {
 
 
 def _contrast(call: Contrast, shape: Shape) -> Work:
+    if call.neighbours == "four_wrapped":
+        return Work(24, 8 * shape.tokens**2)  # where a grid is not square: the 8 most similar
     return Work(30, 8 * shape.tokens * (2 * call.radius + 1) ** 2)
 
 
@@ -113,7 +119,7 @@ def _pool(call: PoolCall, shape: Shape, candidates: int) -> tuple[Work, int]:
     if isinstance(call, CoveragePool):
         return Work(40, 40 * n + 4 * n * call.cells**2), candidates
     assert isinstance(call, SizedPool)
-    size = min(candidates, n - k, int(call.pool_ratio * k) + 1)
+    size = min(candidates, n - k, n if call.pool_ratio is None else int(call.pool_ratio * k) + 1)
     if call.atom == "quality_pool_builder":
         return Work(14, 40 * n), size
     gathered = candidates * (n + candidates + k)
@@ -130,6 +136,8 @@ def _selector(state: PruningState, shape: Shape) -> Work:
     call, n, k = state.constraints.selector, shape.tokens, shape.budget
     quota = _quota(state, shape)
     sort = Work(24, 60 * n)
+    if isinstance(call, ResidualSelector) and call.lam is not None:
+        return sort + Work(20 + 24 * quota, 4 * n * n + quota * 12 * n)
     match call.atom:
         case "reference_strict_preservation_selector" | "quality_topk_selector":
             return Work(4, 30 * n)
@@ -159,6 +167,8 @@ def _reassembly(call: AtomCall, shape: Shape) -> Work:
     if isinstance(call, BlendCall | ExchangeCall) and call.idle:
         return kept
     recipe = RECIPES[call.atom]
+    if isinstance(call, NearestCall) and call.nearest:
+        kept += Work(20, 4 * n * n)
     total = kept + Work(40, 14 * n * k + n * d, n * k * d)
     if recipe.assign.name == "local":
         total += Work(14, 6 * n * n)

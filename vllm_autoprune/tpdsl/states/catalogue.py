@@ -21,6 +21,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly import (
     OUTPUTS,
     PRINTED,
 )
+from vllm_autoprune.tpdsl.atoms.reassembly.output import NearestCall
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Atom, AtomCall, Group
@@ -284,3 +285,6 @@ def _reassembly_axes() -> Iterator[str]:
                 yield f"    {level.name} takes {_list(iter(list_parameters(level.call)))}"
     for cell, name in PRINTED.items():
         yield f"- {name} is {cell}"
+        if issubclass(ATOMS[name].call, NearestCall):
+            added = (p for p in list_parameters(NearestCall) if p.name == "nearest")
+            yield f"    {name} also takes {_list(added)}"

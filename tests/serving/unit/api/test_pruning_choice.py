@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.serving.unit.samples import served
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import BudgetError, RequestError, load_state
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice, resolve_choices
 from vllm_autoprune.serving.api.request_fields import parse_request
@@ -140,7 +140,7 @@ def test_a_range_bounds_every_way_to_ask() -> None:
         {"budget": {"shared": 14}},
         {"budget": {"shared": 140}},
         {"enabled": False},
-        {"state": edited(shipped(), {"/budget": {"atom": "fixed_budget@128"}})},
+        {"state": edited(sample(), {"/budget": {"atom": "fixed_budget@128"}})},
     ):
         assert "8 to 64" in refused(asked, N, N, on=bounded)
     assert kept({"budget": [8, 64]}, N, N, on=bounded) == [8, 64]
@@ -155,7 +155,7 @@ def test_a_range_bounds_every_way_to_ask() -> None:
         ({"keep": "random"}, "budget"),
         ({"enabled": False}, "budget"),
         ({"state": "visionzip"}, "shipped-states"),
-        ({"state": shipped()}, "states"),
+        ({"state": sample()}, "states"),
     ],
     ids=str,
 )
@@ -170,7 +170,7 @@ def test_each_field_belongs_to_a_level(asked: object, least: Any) -> None:
 
 
 def test_a_budget_that_follows_the_tiles() -> None:
-    tiled = edited(shipped(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
+    tiled = edited(sample(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
     images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
     request = parse_request({"state": tiled})
     assert [c.kept for c in resolve_choices(server(), request, images)] == [30, 10]

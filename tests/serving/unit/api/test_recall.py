@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.unit.api.tiny_processor import LARGE, OTHER, Sender
 from tests.serving.unit.samples import served
-from tests.tpdsl.samples import shipped
+from tests.tpdsl.samples import sample
 from vllm_autoprune import RequestError
 from vllm_autoprune.serving.api.instruction_tokens import InstructionTokenizer
 from vllm_autoprune.serving.api.pruning_choice import ImageChoice
@@ -191,7 +191,7 @@ def test_a_recall_reads_the_question_though_k_does_not(folder: Any) -> None:
 
 
 def test_recalls_of_a_request_cost_no_more_than_two_images() -> None:
-    cheap, dear = shipped(), shipped()
+    cheap, dear = sample(), sample()
     signal = {"atom": "cluster_centroid_representativeness", "clusters": 64}
     dear["scoring"]["signals"] = [{**signal, "weight": 0.1 + i / 100} for i in range(3)]
     limits = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpdsl.samples import edited, shipped, state
+from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving.api.request_state import MAX_STATE_CHARACTERS, load_request_state
 from vllm_autoprune.serving.shared import state_safety
@@ -27,19 +27,19 @@ def refused(policy: Any) -> str:
 
 def test_a_shipped_name_and_a_whole_state() -> None:
     assert load_request_state("visionzip").digest == load_state("visionzip").digest
-    assert load_request_state(shipped()).digest == state().digest
+    assert load_request_state(sample()).digest == state().digest
 
 
 def test_a_name_is_never_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps(shipped()))
+    file.write_text(json.dumps(sample()))
     monkeypatch.chdir(tmp_path)
     for name in (str(file), "mine.json", "mine", "../policies/autoprune.json", "/etc/passwd", "~"):
         assert "ships with this server" in refused(name)
 
 
 def test_a_name_is_never_the_text_of_a_state() -> None:
-    assert "ships with this server" in refused(json.dumps(shipped()))
+    assert "ships with this server" in refused(json.dumps(sample()))
 
 
 @pytest.mark.parametrize("name", ["", "visionzi", "VISIONZIP", "x" * 1_000_000, "\0", "\ud800"])
@@ -49,7 +49,7 @@ def test_an_unknown_name(name: str) -> None:
 
 def test_a_state_with_mistakes_is_pointed_at() -> None:
     said = refused(
-        edited(shipped(), {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1})
+        edited(sample(), {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1})
     )
     assert "state/scoring/fusion/atom" in said
     assert "state/constraints/selector/q_e" in said
@@ -60,7 +60,7 @@ def test_a_state_of_many_megabytes_is_not_even_parsed(monkeypatch: pytest.Monkey
         raise AssertionError("parsed")
 
     monkeypatch.setattr("vllm_autoprune.serving.api.request_state.load_state", never)
-    huge = edited(shipped(), {"/provenance": {"notes": "n" * 10_000_000}})
+    huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert str(MAX_STATE_CHARACTERS) in refused(huge)
 
 
@@ -79,7 +79,7 @@ def test_a_state_that_violates_the_guarantees(monkeypatch: pytest.MonkeyPatch) -
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
     monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
-    falling = edited(shipped(), {"/constraints/selector/q_e": 7})
+    falling = edited(sample(), {"/constraints/selector/q_e": 7})
     loaded = load_request_state(falling)
     assert loaded.digest == state({"/constraints/selector/q_e": 7}).without_exchange().digest
     strict = edited(falling, {"/safety": ["preserve_budget"]})
@@ -95,7 +95,7 @@ def test_clients_cannot_fill_the_log_with_unsafe_states(
     monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
     monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
     for quota in range(20, 20 + 2 * state_safety.MAX_WARNINGS):
-        load_request_state(edited(shipped(), {"/constraints/selector/q_e": quota}))
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
     lines = [record.getMessage() for record in logged.records]
     assert len(lines) == state_safety.MAX_WARNINGS
     assert ["not logged" in line for line in lines] == [False] * (len(lines) - 1) + [True]
@@ -110,7 +110,7 @@ def test_a_state_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(policy)
 
     monkeypatch.setattr(f"{state_safety.__name__}.safety_check", noted)
-    one = edited(shipped(), {"/constraints/selector/q_e": 6})
+    one = edited(sample(), {"/constraints/selector/q_e": 6})
     for name in ("a", "b", "c"):
         load_request_state(edited(one, {"/name": name}))
     assert asked == [state({"/constraints/selector/q_e": 6}).digest]
@@ -123,7 +123,7 @@ def dear() -> Any:
     source = {"atom": "diversity_pool_builder", "pool_ratio": 8.0}
     pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": [source] * 8}
     return edited(
-        shipped(),
+        sample(),
         {
             "/scoring/signals": [signal] * 32,
             "/source/priors": [prior] * 8,
@@ -144,9 +144,9 @@ def test_a_costly_state_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_bound_can_be_raised_and_lowered() -> None:
-    load_request_state(edited(shipped(), {"/constraints/selector/q_e": 5}), cost=100.0)
+    load_request_state(edited(sample(), {"/constraints/selector/q_e": 5}), cost=100.0)
     with pytest.raises(RequestError, match="may take 20"):
-        load_request_state(edited(shipped(), {"/constraints/selector/q_e": 5}), cost=20.0)
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0)
 
 
 def test_a_state_that_fails_its_check_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_state_that_fails_its_check_is_not_run_again(monkeypatch: pytest.Monke
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
     monkeypatch.setattr(f"{state_safety.__name__}.safety_check", broken)
-    strict = edited(shipped(), {"/constraints/selector/q_e": 9, "/safety": ["preserve_budget"]})
+    strict = edited(sample(), {"/constraints/selector/q_e": 9, "/safety": ["preserve_budget"]})
     for _ in range(3):
         assert "made to fail" in refused(strict)
     assert len(asked) == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tpdsl.samples import edited, shipped, state
+from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import StateError, load_state
 from vllm_autoprune.serving.shared.state_codec import MAX_ENCODED_BYTES, decode_state, encode_state
 from vllm_autoprune.tpdsl.states.load import shipped_states
@@ -16,7 +16,7 @@ def test_decoded_state_has_the_same_digest(name: str) -> None:
 
 
 def test_name_and_provenance_are_not_encoded() -> None:
-    other = edited(shipped(), {"/name": "other", "/provenance": {"notes": "n" * 50_000}})
+    other = edited(sample(), {"/name": "other", "/provenance": {"notes": "n" * 50_000}})
     assert encode_state(PruningState.model_validate(other)) == encode_state(state())
     assert encode_state(state({"/constraints/selector/q_e": 3})) != encode_state(state())
 

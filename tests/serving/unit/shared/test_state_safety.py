@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.serving.unit.samples import refusal, vllm_config
-from tests.tpdsl.samples import edited, shipped, state
+from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import PruningPolicy, SafetyRecord, VisualTokens
 from vllm_autoprune.serving.shared import state_safety
 from vllm_autoprune.serving.startup.config import resolve_settings
@@ -34,7 +34,7 @@ def test_unsafe_state_is_replaced_by_its_base_policy(
     logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
-    data = edited(shipped(), DIVPRUNE)
+    data = edited(sample(), DIVPRUNE)
     served_state = resolve_settings({"state": data}, vllm_config())
     assert not served_state.policy().refines
     assert served_state.state.digest == state(DIVPRUNE).without_exchange().digest
@@ -45,7 +45,7 @@ def test_unsafe_state_is_replaced_by_its_base_policy(
 
 @pytest.mark.usefixtures("broken")
 def test_unsafe_state_without_fallback_is_refused() -> None:
-    data = edited(shipped(), {**DIVPRUNE, "/safety": CHECKS})
+    data = edited(sample(), {**DIVPRUNE, "/safety": CHECKS})
     (problem,) = refusal({"state": data})
     assert problem.where == "state#/safety"
     assert "valid_indices" in problem.what
@@ -55,7 +55,7 @@ def test_unsafe_state_without_fallback_is_refused() -> None:
 def test_safe_state_is_served(logged: pytest.LogCaptureFixture) -> None:
     for changes in ({}, {"/safety": CHECKS}):
         served_state = resolve_settings(
-            {"state": edited(shipped(), {**DIVPRUNE, **changes})}, vllm_config()
+            {"state": edited(sample(), {**DIVPRUNE, **changes})}, vllm_config()
         )
         assert served_state.policy().refines
     assert logged.records == []
@@ -74,6 +74,6 @@ def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
     for budget in (16, 320, 4096):
         resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
-    data = edited(shipped(), large)
+    data = edited(sample(), large)
     resolve_settings({"state": data, "budget": 4096}, vllm_config())
     assert checked == [16, 320, 640, 640]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.serving.unit.samples import places, refusal, vllm_config
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.unserved import UNSERVED
 from vllm_autoprune.serving.startup.config import resolve_settings
@@ -66,7 +66,7 @@ def test_lora_on_the_vision_tower() -> None:
 
 def _settings_with_base(base: str) -> dict[str, object]:
     """Settings of a state with this base policy."""
-    return {"state": edited(shipped(), {"/base_policy": {"name": base}})}
+    return {"state": edited(sample(), {"/base_policy": {"name": base}})}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_ranking_before_the_merger_is_refused_where_there_is_none(architecture: 
         vision = SimpleNamespace(model_type="siglip_vision_model")
         tower = {"vision_config": vision, "vision_feature_select_strategy": "full"}
     config = vllm_config(architecture=architecture, **tower)
-    settings = {"state": edited(shipped(), {"/rank_at": "merger_in"})}
+    settings = {"state": edited(sample(), {"/rank_at": "merger_in"})}
     if architecture in _WITHOUT_MERGER:
         (problem,) = [one for one in refusal(settings, config) if "rank_at" in one.what]
         assert "no patch merger" in problem.what
@@ -137,9 +137,7 @@ def test_policies_that_read_the_encoder_are_served_where_it_can_be_read(base: st
     settings = _settings_with_base(base)
     if base == "prunesid":  # by default it may read [CLS] itself, which no other tower has
         settings = {
-            "state": edited(
-                shipped(), {"/base_policy": {"name": base, "params": {"mode": "patch"}}}
-            )
+            "state": edited(sample(), {"/base_policy": {"name": base, "params": {"mode": "patch"}}})
         }
     for architecture in ("Qwen2_5_VLForConditionalGeneration", "InternVLForConditionalGeneration"):
         resolve_settings(settings, vllm_config(architecture=architecture))

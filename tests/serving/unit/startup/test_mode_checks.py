@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.serving.unit.samples import places, vllm_config
-from tests.tpdsl.samples import edited, shipped
+from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.serving.shared.identities import make_cache_identity
 from vllm_autoprune.serving.startup.config import resolve_settings
 from vllm_autoprune.tpdsl.tokens import Need
@@ -18,7 +18,7 @@ QWEN = "Qwen2_5_VLForConditionalGeneration"
 def base(name: str, **params: object) -> dict[str, object]:
     """Settings of a base policy without exchange, so that nothing else is read."""
     changes = {"/base_policy": {"name": name, "params": params}, "/constraints/selector/q_e": 0}
-    return {"state": edited(shipped(), changes), "requests": "states"}
+    return {"state": edited(sample(), changes), "requests": "states"}
 
 
 def data_parallel_tower() -> Any:

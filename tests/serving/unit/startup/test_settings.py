@@ -9,14 +9,15 @@ import pytest
 
 from tests.serving.unit.conftest import TinyClip
 from tests.serving.unit.samples import LLAVA, describe, places, refusal, vllm_config
-from tests.tpdsl.samples import edited, shipped, state
+from tests.tpdsl.samples import edited, sample, shipped
+from vllm_autoprune import load_state
 from vllm_autoprune.serving.shared.detail_budgets import DetailBudgets
 from vllm_autoprune.serving.shared.text_tower import SIGN_KEY
 from vllm_autoprune.serving.startup.config import resolve_settings
 from vllm_autoprune.tpdsl.executor.state_cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.states.load import shipped_states
 
-SELECTOR = shipped()["constraints"]["selector"]
+SELECTOR = sample()["constraints"]["selector"]
 MISSING = "atom-that-is-not"
 TOWER = "--autoprune-text-tower"
 
@@ -29,11 +30,11 @@ def test_a_state_may_be_given_in_every_form(form: str) -> None:
         "path": file,
         "path as text": str(file),
         "json": file.read_text(),
-        "dict": shipped(),
-        "state": state(),
+        "dict": shipped("autoprune"),
+        "state": load_state("autoprune"),
     }
     served_state = resolve_settings({"state": forms[form]}, vllm_config())
-    assert served_state.state.digest == state().digest
+    assert served_state.state.digest == load_state("autoprune").digest
     assert (served_state.architecture, served_state.budget, served_state.tower) == (LLAVA, 32, None)
     assert served_state.cache_bytes == 1 << 28
 
@@ -127,7 +128,7 @@ def test_dictionary_that_is_not_json_is_reported(value: object) -> None:
 def test_a_state_with_a_mistake_is_pointed_at(
     tmp_path: Path, changes: dict[str, object], pointer: str, message: str
 ) -> None:
-    data = edited(shipped(), {"/reassembly": {"atom": "mean_residual"}, **changes})
+    data = edited(sample(), {"/reassembly": {"atom": "mean_residual"}, **changes})
     file = tmp_path / "state.json"
     file.write_text(json.dumps(data))
     (in_file,) = refusal({"state": str(file)})
@@ -152,7 +153,7 @@ def test_budget_that_is_not_an_integer(budget: object) -> None:
 
 
 def test_a_budget_above_the_state_s_limit() -> None:
-    data = edited(shipped(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
+    data = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
     assert resolve_settings({"state": data, "budget": 48}, vllm_config()).budget == 48
     (problem,) = refusal({"state": data, "budget": 64})
     assert problem.where == "--autoprune-budget#/budget/limit"
@@ -160,7 +161,7 @@ def test_a_budget_above_the_state_s_limit() -> None:
 
 
 def test_a_budget_below_the_reference_tokens_to_be_kept() -> None:
-    data = edited(shipped(), {"/constraints/selector/r_min": 24})
+    data = edited(sample(), {"/constraints/selector/r_min": 24})
     (problem,) = refusal({"state": data, "budget": 16})
     assert problem.where == "--autoprune-budget#/constraints/selector/r_min"
     assert "24" in problem.what and "16" in problem.what
@@ -209,7 +210,7 @@ def test_all_problems_are_reported_together(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     settings = {
-        "state": edited(shipped(), {"/schema": 1}),
+        "state": edited(sample(), {"/schema": 1}),
         "budget": "x",
         "text_tower": str(tmp_path),
         "feature_cache_gb": "x",
@@ -254,7 +255,7 @@ def test_budgets_of_details_respect_the_end_of_the_range() -> None:
 
 
 def test_budgets_of_details_are_possible_with_the_state() -> None:
-    fixed = edited(shipped(), {"/constraints/selector": {**SELECTOR, "q_e": 2, "r_min": 32}})
+    fixed = edited(sample(), {"/constraints/selector": {**SELECTOR, "q_e": 2, "r_min": 32}})
     resolve_settings({"state": fixed, "detail": "low=32"}, vllm_config())
     (problem,) = refusal({"state": fixed, "detail": "low=16,high=64"})
     assert problem.where.startswith("--autoprune-detail low#")

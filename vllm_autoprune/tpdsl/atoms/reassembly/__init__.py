@@ -21,7 +21,14 @@ from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.atoms.reassembly import aggregation, assignment, ordering, output
 from vllm_autoprune.tpdsl.atoms.reassembly.aggregation import GatedCall
 from vllm_autoprune.tpdsl.atoms.reassembly.assignment import LocalCall, SoftCall
-from vllm_autoprune.tpdsl.atoms.reassembly.output import BlendCall, ExchangeCall, Groups
+from vllm_autoprune.tpdsl.atoms.reassembly.output import (
+    BlendCall,
+    ExchangeCall,
+    Groups,
+    NearestCall,
+    nearest_weights,
+    residual,
+)
 from vllm_autoprune.tpdsl.outcome import TokenSelection
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, declare
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
@@ -107,7 +114,10 @@ class Recipe:
     @property
     def calls(self) -> tuple[type[AtomCall], ...]:
         """Parameter models of the levels."""
-        return tuple(level.call for level in self.levels if level.call) or (AtomCall,)
+        calls = tuple(level.call for level in self.levels if level.call) or (AtomCall,)
+        if PRINTED.get(self.cell) == "anchor_weighted_residual":
+            return tuple(NearestCall if call is BlendCall else call for call in calls)
+        return calls
 
     def reads(self, call: AtomCall) -> frozenset[Need]:
         """The instruction, if rows are weighted by relevance to it."""
@@ -137,6 +147,10 @@ def _rows(recipe: Recipe, call: AtomCall, tokens: VisualTokens, chosen: TokenSel
     anchors = gather_rows(chosen.reference.rows(tokens), indices)
     if _idle(call):
         return anchors
+    if isinstance(call, NearestCall) and call.nearest:
+        weights = nearest_weights(tokens, indices, chosen.mergeable)
+        kept = torch.ones_like(weights[:, 0])
+        return residual(call, Groups(tokens, indices, anchors, weights, kept, weights > 0))
     weights, own, largest = _weigh(recipe, call, tokens, indices, chosen.mergeable)
     groups = Groups(tokens, indices, anchors, weights, own, largest & (weights > 0))
     rows = recipe.form.function(call, groups)

@@ -11,9 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.ops.similarity import matmul_each
 from vllm_autoprune.tpdsl.atoms.partitions import SETTLED
-from vllm_autoprune.tpdsl.registry import AtomCall
+from vllm_autoprune.tpdsl.atoms.scoring import centre_distance
+from vllm_autoprune.tpdsl.registry import AtomCall, added
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 ROUNDING = 1e-5
@@ -34,6 +36,16 @@ class BlendCall(AtomCall):
     def idle(self) -> bool:
         """Whether no row changes."""
         return self.strength == 0.0
+
+
+class NearestCall(BlendCall):
+    """Parameters of anchor_weighted_residual."""
+
+    nearest: bool = added(
+        False,
+        description="each token is merged into its most similar kept one alone, kept ones into "
+        "themselves, with softmax weights that favour the centre and what resembles no other token",
+    )
 
 
 class ExchangeCall(AtomCall):
@@ -84,6 +96,25 @@ def residual(call: BlendCall, groups: Groups) -> Tensor:
     mean = rows / total.clamp_min(SETTLED)
     step = torch.where(total > SETTLED, mean - anchors, torch.zeros_like(mean))
     return (anchors + call.strength * step).to(groups.anchors.dtype)
+
+
+def nearest_weights(tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None) -> Tensor:
+    """Weights ``(B, N, P)`` of tokens in the groups of their nearest anchors, as released.
+
+    Not normalised: exp(0.05 (1 - distance from the centre) - 0.03 likeness to another token), of
+    which the distance is divided by the largest and the likeness is min-max normalised.
+    """
+    count, kept = tokens.count, torch.arange(indices.shape[1], device=indices.device)
+    similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, count, -1))
+    owner = similarity.argmax(dim=2).scatter(1, indices, kept.expand_as(indices))
+    distance = centre_distance(tokens.grid, indices.device)
+    diagonal = torch.eye(count, dtype=torch.bool, device=indices.device)
+    likeness = min_max_normalise(tokens.cosine.masked_fill(diagonal, -torch.inf).amax(dim=2))
+    far = distance / distance.max().clamp_min(SETTLED)
+    weight = torch.exp(0.05 * (1 - far) - 0.03 * likeness)
+    if mergeable is not None:
+        weight = weight.masked_fill(~(mergeable.scatter(1, indices, True)), 0.0)
+    return torch.zeros_like(similarity).scatter(2, owner[:, :, None], weight[:, :, None])
 
 
 def average(call: BlendCall, groups: Groups) -> Tensor:
