@@ -16,7 +16,6 @@ from offline_search.candidates.search_space import (
 )
 from offline_search.dataset import Dataset
 from offline_search.ledger.records import ProposalRecord
-from offline_search.proposers.prompt import describe_language
 from offline_search.settings import Settings, Space
 from offline_search.strategies.start_states import paper_state, warm_start_states
 from tests.offline_search.candidates.test_search_space import FixedSource
@@ -113,12 +112,6 @@ async def test_every_strategy_stays_in_the_space(
     states = [one.state for one in records_of_kind(tmp_path / "l", ProposalRecord) if one.state]
     assert len(states) >= 15
     assert all(is_inside(load_state(json.dumps(body)), "released") for body in states)
-
-
-def test_a_language_model_is_offered_the_atoms_of_the_space() -> None:
-    text = describe_language(Settings(space="numbers"))
-    assert "lam 0.04 to 0.22" in text and "reference_residual_exchange_selector" in text
-    assert "visual_token_norm_saliency" not in text
 
 
 @pytest.mark.parametrize(
