@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_autoprune.tpdsl.atoms.budget import FIXED_BUDGETS, BudgetCall, RatioBudget
 from vllm_autoprune.tpdsl.executor.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.registry import Component, default_call
+from vllm_autoprune.tpdsl.registry import default_call
 
 Across = Literal["mean", "worst"]
 """How the objectives of several budgets are aggregated: their mean or their minimum."""
@@ -21,8 +21,14 @@ Library = Literal["searched", "paper"]
 """Atoms that a language model is offered: those of the searched components, extensions among them;
 or all 131 of the paper, with source, budget, safety checks and r_min, and no extension."""
 
+Space = Literal[
+    "all", "numbers", "released", "without-diversity", "without-fusion", "without-anchoring"
+]
+"""What candidates may be: any state, or the released policy with some of its parts searched
+(:mod:`offline_search.candidates.released_spaces`)."""
+
 MAX_QUOTA = 640
-"""Largest q_e that the language allows; a selector cuts it to K."""
+"""Largest q_e and r_min that the language allows; a selector cuts them to K."""
 
 STRATEGIES_WITHOUT_MENU = (
     "evoprompting-code",
@@ -76,11 +82,10 @@ class Settings(FrozenModel):
     objectives: Annotated[tuple[Objective, ...], Field(min_length=1)] = Field(
         default=("quality",), description="with several, candidates are ranked by Pareto fronts"
     )
-    without: tuple[Component, ...] = Field(
-        default=(), description="ablation: components removed from every candidate"
-    )
-    quota: int | None = Field(
-        default=None, ge=0, le=MAX_QUOTA, description="ablation: q_e of every candidate"
+    space: Space = Field(
+        default="all",
+        exclude_if=lambda space: space == "all",
+        description="what candidates may be",
     )
     core: bool = Field(
         default=False,
@@ -128,6 +133,15 @@ class Settings(FrozenModel):
     )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_former_ablations(cls, data: object) -> object:
+        """Older ledgers hold two more fields; without an ablation the search is the same."""
+        if not isinstance(data, dict):
+            return data
+        former = {name for name in ("without", "quota") if data.get(name) in ([], None)}
+        return {name: value for name, value in data.items() if name not in former}
+
     @model_validator(mode="after")
     def _require_different_budgets(self) -> Settings:
         if len(set(self.budgets)) < len(self.budgets):
@@ -164,17 +178,20 @@ class Settings(FrozenModel):
 
     @model_validator(mode="after")
     def _require_states_of_bases(self) -> Settings:
-        ablated = self.without or self.quota is not None
-        if self.strategy.endswith("-code") and (self.other_bases or ablated):
-            what = "parts to remove" if ablated else "a base policy"
+        if self.strategy.endswith("-code") and (self.other_bases or self.space != "all"):
+            what = "a base policy" if self.other_bases else "a space"
             raise ValueError(f"only a state has {what}, and no program: leave others out")
         return self
 
     @model_validator(mode="after")
-    def _require_replaceable_tokens(self) -> Settings:
-        if "anchoring" in self.without and max(self.budgets) > MAX_QUOTA:
-            what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
-            raise ValueError(f"{what}: give a smaller K")
+    def _require_space_with_r_min(self) -> Settings:
+        if self.space == "all":
+            return self
+        if len(self.budgets) > 1 or self.source_budget > MAX_QUOTA:
+            what = f"r_min of the space {self.space} is for one K of at most {MAX_QUOTA}"
+            raise ValueError(f"{what}: leave others out")
+        if self.menu or self.library == "paper":
+            raise ValueError(f"the space {self.space} has atoms of its own: leave others out")
         return self
 
     @property
@@ -182,11 +199,6 @@ class Settings(FrozenModel):
         """Base policies to choose from, the search's own first; empty if there is no choice."""
         names = dict.fromkeys((self.base_policy, *self.other_bases))
         return tuple(names) if self.other_bases else ()
-
-    @property
-    def fixed_quota(self) -> int | None:
-        """q_e of every candidate of an ablation; None where candidates choose it."""
-        return MAX_QUOTA if "anchoring" in self.without else self.quota
 
     @property
     def is_multi_objective(self) -> bool:

@@ -18,7 +18,15 @@ from benchmarks.search.candidate_table import as_markdown as candidates_as_markd
 from benchmarks.search.comparison import needs_proposer
 from benchmarks.search.results import read_results
 from benchmarks.search.scenes import write_data
-from benchmarks.search.study import PER_ROUND, Study, format_tables, rank_winners
+from benchmarks.search.study import (
+    ABLATIONS,
+    PER_ROUND,
+    RELEASED,
+    Study,
+    format_tables,
+    rank_winners,
+)
+from benchmarks.zoo.states import QUOTAS
 from offline_search.dataset import Split
 from offline_search.proposers.embedded_model import EMBEDDED_MODEL, prepare_model
 from offline_search.proposers.embedded_server import CONCURRENT_REQUESTS, serve_model
@@ -53,6 +61,8 @@ def _run_command(options: argparse.Namespace) -> None:
         print(candidates_as_markdown(options.ledgers), end="")
     elif options.command == "study":
         _run_study(options)
+    elif options.command == "ablations":
+        _run_ablations(options)
     elif options.command == "rank":
         chosen = (options.yardstick, options.strategies, options.state)
         print(rank_winners(options.out, *chosen, options.budgets, options.best), end="")
@@ -108,6 +118,7 @@ def _run_study(options: argparse.Namespace) -> None:
         menu=_menu_width(options),
         proposals_per_reply=_list_length(options),
         concurrency=options.concurrency,
+        base_policy=options.base_policy,
     )
     with contextlib.ExitStack() as stack:
         connect: Callable[[], EndpointProposer] | None = None
@@ -120,6 +131,21 @@ def _run_study(options: argparse.Namespace) -> None:
         for yardstick in options.yardsticks:
             for budget in options.budgets:
                 print(study.run(yardstick, budget, connect), flush=True)
+
+
+def _run_ablations(options: argparse.Namespace) -> None:
+    base_policy, budget = RELEASED[options.yardstick]
+    study = Study(
+        options.out,
+        ABLATIONS,
+        _seeds(options),
+        options.rounds,
+        proposer="",
+        menu=0,
+        base_policy=base_policy,
+        quotas=QUOTAS,
+    )
+    print(study.run(options.yardstick, budget, None))
 
 
 def _open_endpoint(

@@ -34,8 +34,20 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     study = commands.add_parser(
         "study", help="run, or resume, the published comparison on both yardsticks, and print it"
     )
-    study.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
-    _add_seeds(study, 8)
+    ablations = commands.add_parser(
+        "ablations",
+        help="run, or resume, the released policy's ablations and quotas, and print both tables",
+    )
+    ablations.add_argument(
+        "--yardstick", choices=YARDSTICKS, required=True, help="model to measure on"
+    )
+    for command in (study, ablations):
+        command.add_argument("--out", type=Path, required=True, help="folder of the ledgers")
+        command.add_argument("--rounds", type=int, default=10, help="rounds of five evaluations")
+        _add_seeds(command, 8)
+    study.add_argument(
+        "--base-policy", default="", help="base policy; default: the yardstick's in this study"
+    )
     study.add_argument(
         "--yardsticks",
         nargs="+",
@@ -47,7 +59,6 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     study.add_argument(
         "--strategies", nargs="+", default=list(ARMS), help="strategies, as in `compare`"
     )
-    study.add_argument("--rounds", type=int, default=10, help="rounds of five evaluations")
     study.add_argument("--proposer-url", help="endpoint; default: the embedded model is started")
     study.add_argument("--proposer-model", help="its name there")
     rank = commands.add_parser(
@@ -74,7 +85,7 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
             nargs="+",
             default=list(_DEFAULT_STRATEGIES),
             help="strategies to compare; with @none without a language model, with @random with "
-            "replies drawn at random",
+            "replies drawn at random; then with @numbers or another space in that",
         )
         _add_seeds(command, 5)
     for command in (compare, study):

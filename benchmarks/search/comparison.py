@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.search.results import add_result, has_ended, ledger_path
 from benchmarks.search.stand_ins import RandomProposer
+from offline_search.candidates.released_spaces import SPACES
 from offline_search.dataset import Dataset
 from offline_search.evaluation.answers import Answers
 from offline_search.evaluation.evaluator import EvaluationJob, Evaluator
@@ -20,7 +21,12 @@ from offline_search.proposers.proposal_client import Proposer
 from offline_search.replay import UnavailableBackend
 from offline_search.report.progress import ProgressLog
 from offline_search.search import Search
-from offline_search.settings import STRATEGIES_WITH_LISTS, STRATEGIES_WITHOUT_MENU, Settings
+from offline_search.settings import (
+    STRATEGIES_WITH_LISTS,
+    STRATEGIES_WITHOUT_MENU,
+    Settings,
+    Space,
+)
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -28,7 +34,10 @@ WITHOUT_MODEL = "@none"
 """Behind the name of a strategy: the arm that uses no language model where the strategy may."""
 
 RANDOM_REPLIES = "@random"
-"""Behind the name of a strategy: the control whose replies are drawn by :class:`RandomProposer`."""
+"""Behind the name of a strategy: the control whose replies are drawn by :class:`RandomProposer`.
+
+The name of a smaller space, such as ``@numbers``, may follow.
+"""
 
 
 class CachingEvaluator:
@@ -81,7 +90,7 @@ async def run_comparison(
 ) -> None:
     """Run all searches that have not finished, seed by seed.
 
-    A strategy may end in :data:`WITHOUT_MODEL` or :data:`RANDOM_REPLIES`.
+    A strategy may end in :data:`WITHOUT_MODEL` or :data:`RANDOM_REPLIES`, and in a space.
 
     ``concurrency`` searches run together, because a small model answers 25 prompts in little more
     time than 5. Searches are independent, so this changes no record except its clock.
@@ -97,8 +106,13 @@ async def run_comparison(
 
 def needs_proposer(arms: Sequence[str], settings: Settings) -> bool:
     """Whether any arm of a comparison asks a language model."""
-    used = [arm for arm in arms if not arm.endswith((WITHOUT_MODEL, RANDOM_REPLIES))]
-    return any(STRATEGIES[arm](settings).uses_proposer for arm in used)
+    used = [arm for arm in arms if WITHOUT_MODEL not in arm and RANDOM_REPLIES not in arm]
+    return any(STRATEGIES[arm.partition("@")[0]](settings).uses_proposer for arm in used)
+
+
+def space_of(arm: str) -> Space:
+    """The space of an arm: the whole language unless its name ends in another."""
+    return next((space for space in SPACES if arm.endswith(f"@{space}")), "all")
 
 
 async def _run_search(
@@ -115,7 +129,7 @@ async def _run_search(
     progress = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
     with Ledger(ledger_path(folder, arm, seed)) as ledger:
         unavailable = UnavailableBackend(own_settings.evaluator, evaluator.dataset)
-        if arm.endswith(RANDOM_REPLIES):
+        if RANDOM_REPLIES in arm:
             proposer = RandomProposer()
         own_proposer = proposer if own_settings.proposer and proposer else unavailable
         search = Search(own_settings, ledger, evaluator, own_proposer, observer=progress)
@@ -129,15 +143,16 @@ async def _run_search(
 
 def _settings_of(arm: str, seed: int, settings: Settings, evaluator: str) -> Settings:
     """Settings of one search, without those of the language model that its strategy ignores."""
-    drawn = arm.endswith(RANDOM_REPLIES)
-    strategy = arm.removesuffix(RANDOM_REPLIES).removesuffix(WITHOUT_MODEL)
-    asks = not arm.endswith(WITHOUT_MODEL) and STRATEGIES[strategy](settings).uses_proposer
+    drawn = RANDOM_REPLIES in arm
+    strategy = arm.partition("@")[0]
+    asks = WITHOUT_MODEL not in arm and STRATEGIES[strategy](settings).uses_proposer
     reads_menu = asks and strategy not in STRATEGIES_WITHOUT_MENU
     writes_lists = asks and strategy in STRATEGIES_WITH_LISTS and not drawn
     proposer = RandomProposer.name if drawn else settings.proposer
     return settings.model_copy(
         update={
             "strategy": strategy,
+            "space": space_of(arm),
             "seed": seed,
             "evaluator": evaluator,
             "equal_evaluations": True,

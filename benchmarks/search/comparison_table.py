@@ -95,11 +95,11 @@ def format_mean(values: Sequence[float], digits: int = 4) -> str:
     mean = statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.{digits}f}"
-    width = _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    width = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return f"{mean:.{digits}f} ± {width:.{digits}f}"
 
 
-def _t_quantile(freedom: int) -> float:
+def t_quantile(freedom: int) -> float:
     """Two-sided 95 % quantile of Student's t distribution.
 
     Above the table by the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),

@@ -19,6 +19,7 @@ from benchmarks.search.comparison import (
     CachingEvaluator,
     needs_proposer,
     run_comparison,
+    space_of,
 )
 from benchmarks.search.comparison_table import as_markdown
 from benchmarks.search.results import read_results, require_model, results_of
@@ -28,6 +29,7 @@ from offline_search.dataset import Split
 from offline_search.evaluation.evaluator import Evaluator
 from offline_search.proposers.proposal_client import Proposer
 from offline_search.settings import Settings
+from offline_search.strategies.start_states import base_state, paper_state
 from vllm_autoprune.tpdsl.states.load import load_state
 
 ARMS = (
@@ -45,10 +47,20 @@ ARMS = (
 REFERENCES = ("tpe", f"autoprune+{WITHOUT_MODEL}")
 """The strategies that the others are compared with, where they are among them."""
 
+ABLATIONS = tuple(
+    f"autoprune+{WITHOUT_MODEL}@{space}"
+    for space in ("released", "without-diversity", "without-fusion", "without-anchoring")
+)
+"""The searches of the component table: the full policy, and each smaller space."""
+
 PER_ROUND = 5
 
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
 """Base policy of each yardstick: one that does not read the question, which leaves much to find."""
+
+RELEASED = {"minillava": ("cdpruner", 16), "miniqwen": ("divprune", 8)}
+"""Base policy and K of searches around the released policy, which refines CDPruner; mini-Qwen3-VL
+has no CLIP for that."""
 
 _IMAGES: dict[Split, int] = {"search": 128, "validation": 128, "test": 128}
 _CONFIRMING_IMAGES: dict[Split, int] = {"search": 1, "validation": 1, "test": 600}
@@ -61,7 +73,8 @@ The first of them are those of :data:`_IMAGES`."""
 class Study:
     """One study: its folder, arms and seeds, and the evaluations of a search in rounds of five.
 
-    ``concurrency`` searches run together.
+    ``concurrency`` searches run together. ``base_policy`` takes the place of the yardstick's own.
+    With ``quotas``, the released policy is measured with each of these q_e.
     """
 
     folder: Path
@@ -72,6 +85,8 @@ class Study:
     menu: int
     proposals_per_reply: int = 1
     concurrency: int = 1
+    base_policy: str = ""
+    quotas: Sequence[int] = ()
 
     def needs_proposer(self, names: Sequence[str], budgets: Sequence[int]) -> bool:
         """Whether a search that asks a language model has not ended on these yardsticks and K."""
@@ -90,13 +105,17 @@ class Study:
         """
         folder = self._cell(name, budget)
         folder.mkdir(parents=True, exist_ok=True)
-        yardstick, base = open_yardstick(name), BASE_POLICIES[name]
+        yardstick, base = open_yardstick(name), self.base_policy or BASE_POLICIES[name]
         own = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
         settings = self._settings(budget, base)
         asyncio.run(self._compare(folder, settings, CachingEvaluator(own), connect))
         confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
-        confirmation.confirm(folder, CachingEvaluator(confirming))
+        swept = {f"q_e = {q}": paper_state(settings, q) for q in self.quotas if q <= budget}
+        states = {confirmation.BASE: base_state(settings), **swept}
+        confirmation.confirm(folder, CachingEvaluator(confirming), states)
         tables = format_tables(folder, self.arms, self.seeds)
+        if swept:
+            tables += f"\n{confirmation.states_as_markdown(folder, swept)}"
         return f"## {yardstick.name}, K = {budget}\n\n{tables}"
 
     async def _compare(
@@ -138,12 +157,18 @@ class Study:
 def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
     """The searches of a folder in Markdown; their winners beside each of :data:`REFERENCES`.
 
-    Winners that were not confirmed are left out.
+    Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
+    largest.
     """
     tables = [as_markdown(folder, arms, seeds)]
+    groups = {arm: list(arms) for arm in REFERENCES if arm in arms} or {arms[0]: list(arms)}
+    if any(space_of(arm) != "all" for arm in arms):
+        strategies: dict[str, list[str]] = {}
+        for arm in arms:
+            strategies.setdefault(arm.removesuffix(f"@{space_of(arm)}"), []).append(arm)
+        groups = {group[0]: group for group in strategies.values()}
     if confirmation.read_confirmation(folder):
-        references = [arm for arm in REFERENCES if arm in arms] or arms[:1]
-        tables += [confirmation.as_markdown(folder, arms, seeds, arm) for arm in references]
+        tables += [confirmation.as_markdown(folder, g, seeds, arm) for arm, g in groups.items()]
     return "\n".join(tables)
 
 

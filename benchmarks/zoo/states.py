@@ -38,15 +38,6 @@ BUDGETS: Mapping[str, Sequence[int]] = {
 QUOTAS = (0, 1, 2, 4, 8, 16, 32)
 """The paper's values of q_e at K = 32."""
 
-SWEEP_POOLS: list[JsonValue] = [
-    {"atom": "quality_pool_builder", "pool_ratio": 2.0},
-    {"atom": "diversity_pool_builder", "pool_ratio": 1.0},
-]
-"""Pools of the quota sweep: K candidates, so that q_e can reach K.
-
-The pools of the source have K / 2 candidates, which would limit every larger q_e to that.
-"""
-
 RELEASED = (
     "The policy that the paper's authors released, number for number: AIM-ResearchLab/AutoPrune, "
     "openevolve/policies/final/autoprune_llava15_mme_k32_merge.yaml."
@@ -135,46 +126,16 @@ def _norm(source: PruningState) -> PruningState:
 
 
 def _ablations(source: PruningState) -> Iterator[PruningState]:
-    """The paper's ablations of components, and its values of the exchange quota."""
-    document = _document(source)
-    constraints = _object(document["constraints"])
-    selector, scoring = _object(constraints["selector"]), _object(document["scoring"])
-    yield _edited(
-        source,
-        "ablation-without-anchoring",
-        {
-            # The kernel is one that reads quality, which the selector of the source does as well.
-            "scoring": {**scoring, "kernel": {"atom": "runtime_conditional_similarity_kernel"}},
-            "constraints": {
-                **constraints,
-                "selector": {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 640},
-            },
-        },
-        "Ablation: any of the base policy's tokens may go; a DPP chooses among them and the same "
-        "pool.",
-    )
-    signals = scoring["signals"]
-    assert isinstance(signals, list)
-    alone: list[JsonValue] = [{**_object(signals[0]), "weight": 1.0}]
-    yield _edited(
-        source,
-        "ablation-without-fusion",
-        {"scoring": {**scoring, "signals": alone}},
-        "Ablation: relevance is the only signal, so there is nothing to fuse.",
-    )
-    yield _edited(
-        source,
-        "ablation-without-diversity",
-        {"constraints": {**constraints, "pool": [{"atom": "quality_pool_builder"}]}},
-        "Ablation: candidates by quality alone, however alike they are.",
-    )
+    """The selected policy with each of the paper's values of the exchange quota."""
+    constraints = _object(_document(source)["constraints"])
+    selector = _object(constraints["selector"])
     for quota in QUOTAS:
-        swept: JsonObject = {**constraints, "selector": {**selector, "q_e": quota}}
+        swept: JsonObject = {**selector, "q_e": quota, "r_min": None}
         yield _edited(
             source,
             f"ablation-quota-{quota}",
-            {"constraints": {**swept, "pool": SWEEP_POOLS}},
-            f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e, among K candidates.",
+            {"constraints": {**constraints, "selector": swept}},
+            f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e.",
         )
 
 

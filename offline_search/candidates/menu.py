@@ -14,7 +14,6 @@ from random import Random
 
 from pydantic import JsonValue
 
-from offline_search.candidates.ablation import excluded_atoms
 from offline_search.candidates.components import BASE, JsonObject, atom_calls, exchange_quota
 from offline_search.candidates.schema import (
     MAX_SIGNALS,
@@ -26,7 +25,7 @@ from offline_search.candidates.schema import (
 )
 from offline_search.candidates.search_space import quota_scale
 from offline_search.settings import Settings
-from vllm_autoprune.tpdsl.registry import ATOMS, Component, Group
+from vllm_autoprune.tpdsl.registry import ATOMS, Group
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 PARTS: Mapping[str, Group] = {
@@ -96,9 +95,7 @@ def draw_menu_if_enabled(
     """A menu around the examples, or None (without using ``rng``) in a search without menus."""
     if not settings.menu:
         return None
-    ablation = (settings.without, settings.fixed_quota)
-    width, budget = settings.menu, settings.source_budget
-    return draw_menu(rng, examples, width, budget, settings.bases, *ablation)
+    return draw_menu(rng, examples, settings.menu, settings.source_budget, settings.bases)
 
 
 def draw_menu(
@@ -107,12 +104,8 @@ def draw_menu(
     width: int,
     budget: int,
     bases: Sequence[str] = (),
-    without: Sequence[Component] = (),
-    quota: int | None = None,
 ) -> Menu:
     """A random menu around the example states of a prompt, in a search of ``bases`` if any.
-
-    An ablation offers no atom that brings what it is ``without``, and no other ``quota``.
 
     Each part changes with probability one half, and at least one part changes. A changed part
     offers up to ``width`` atoms that no example has there, and a changed quota one value that
@@ -121,45 +114,43 @@ def draw_menu(
     """
     quotas = sorted({q for state in examples if (q := exchange_quota(state)) is not None})
     used = {call.atom for state in examples for call in atom_calls(state)}
-    parts = [*PARTS, *([QUOTA] if quotas and quota is None else []), *([BASE] if bases else [])]
+    parts = [*PARTS, *([QUOTA] if quotas else []), *([BASE] if bases else [])]
     changed = [part for part in parts if rng.random() < 0.5] or [rng.choice(parts)]
-    left_out, most = excluded_atoms(without), 1 if "fusion" in without else MAX_SIGNALS
-    atoms = {}
-    for part, group in PARTS.items():
-        names = [name for name in ATOMS.names(group) if name not in left_out]
-        atoms[part] = _draw_atoms(rng, part, names, used, width * (part in changed), most)
-    present = quotas if quota is None else [quota]
-    offered = _draw_quotas(rng, present, budget, QUOTA in changed)
+    atoms = {
+        part: _draw_atoms(rng, part, ATOMS.names(group), used, width * (part in changed))
+        for part, group in PARTS.items()
+    }
+    offered = _draw_quotas(rng, quotas, budget, QUOTA in changed)
     shown = {state.base_policy.name for state in examples}
     policies = _draw_bases(rng, bases, shown, width * (BASE in changed))
     return Menu(atoms, offered, tuple(changed), policies)
 
 
 def _draw_atoms(
-    rng: Random, part: str, names: Sequence[str], used: Set[str], width: int, most: int
+    rng: Random, part: str, names: Sequence[str], used: Set[str], width: int
 ) -> tuple[str, ...]:
     """Atoms of one part; a part of width 0 keeps those that are used."""
     present = [name for name in names if name in used]
     others = [name for name in names if name not in used]
     if part == "signals":
-        offered = _draw_signals(rng, present, others, width, most)
+        offered = _draw_signals(rng, present, others, width)
     else:
         offered = rng.sample(others, min(width, len(others))) if width else []
     return tuple(name for name in names if name in (offered or present))
 
 
 def _draw_signals(
-    rng: Random, present: Sequence[str], others: Sequence[str], width: int, most: int
+    rng: Random, present: Sequence[str], others: Sequence[str], width: int
 ) -> list[str]:
-    """Signals of a menu: those of the parents, ``most`` of all.
+    """Signals of a menu: those of the parents, at most :data:`MAX_SIGNALS`.
 
     With a width, up to as many new ones and about half of the parents'.
     """
     if not width or not others:
-        return rng.sample(present, min(len(present), most))
-    new = rng.sample(others, rng.randint(1, min(width, len(others), most)))
+        return rng.sample(present, min(len(present), MAX_SIGNALS))
+    new = rng.sample(others, rng.randint(1, min(width, len(others), MAX_SIGNALS)))
     kept = [name for name in present if rng.random() < 0.5]
-    return [*new, *rng.sample(kept, min(len(kept), most - len(new)))]
+    return [*new, *rng.sample(kept, min(len(kept), MAX_SIGNALS - len(new)))]
 
 
 def _draw_quotas(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from offline_search.candidates.ablation import ablate
 from offline_search.candidates.components import (
     BASE,
     COMPONENTS,
@@ -16,6 +15,7 @@ from offline_search.candidates.components import (
     searched_components,
 )
 from offline_search.candidates.hypothesis import Hypothesis
+from offline_search.candidates.released_spaces import project
 from offline_search.candidates.selection_program import Candidate, SelectionProgram
 from offline_search.settings import Settings, budget_call
 from vllm_autoprune.errors import Problem, StateError
@@ -66,8 +66,6 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         parts[BASE] = _chosen_base(parts[BASE], settings)
     if settings.library == "paper":
         _refuse_extensions(parts)
-    if settings.without or settings.quota is not None:
-        parts = ablate(parts, settings)
     budget = budget_call(settings.source_budget).model_dump(mode="json")
     chosen = parts.get("budget")
     if isinstance(chosen, dict) and chosen.get("atom") in ATOMS.names("budget_control"):
@@ -82,7 +80,10 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         **parts,
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
-    return load_state(json.dumps(document))
+    state = load_state(json.dumps(document))
+    if settings.space == "all":
+        return state
+    return load_state(document | project(state, settings.space, settings.source_budget))
 
 
 def _chosen_base(choice: JsonValue, settings: Settings) -> JsonObject:

@@ -8,15 +8,14 @@ from functools import cache
 
 from pydantic import JsonValue
 
-from offline_search.candidates.ablation import excluded_atoms, fixed_numbers
 from offline_search.candidates.components import (
     BASE,
     COMPONENTS,
     JsonObject,
     searched_components,
 )
-from offline_search.settings import MAX_QUOTA, Library
-from vllm_autoprune.tpdsl.registry import Component
+from offline_search.candidates.search_space import excluded_atoms
+from offline_search.settings import MAX_QUOTA, Library, Space
 from vllm_autoprune.tpdsl.states.state import PruningState
 
 MAX_SIGNALS = 6
@@ -35,21 +34,20 @@ def proposal_schema(
     rank_at: bool = False,
     library: Library = "searched",
     bases: tuple[str, ...] = (),
-    without: tuple[Component, ...] = (),
-    quota: int | None = None,
+    space: Space = "all",
 ) -> JsonObject:
     """JSON Schema of a proposal at K = ``budget``: accepts a subset of what a state accepts.
 
     With ``core``, a proposal may have one; with ``rank_at``, it may say where tokens are ranked;
     with the library of the paper, it may have all 131 atoms, r_min, and no extension; with
-    ``bases``, it names one of them; ``without`` and ``quota`` are ablations.
+    ``bases``, it names one of them; a smaller space has the atoms of the released policy.
     """
     full: JsonObject = PruningState.model_json_schema()
     properties, known = _object_at(full, "properties"), definitions(full)
     parts: JsonObject = {
         name: properties[name] for name in searched_components(core, rank_at, library)
     }
-    bounds = Bounds(budget, library, "fusion" in without, fixed_numbers(without, quota))
+    bounds = Bounds(budget, library)
     schema: JsonObject = {
         "type": "object",
         "properties": {name: _restrict(part, bounds) for name, part in parts.items()},
@@ -63,7 +61,7 @@ def proposal_schema(
     schema["$defs"] = {
         name: _restrict(definition, bounds) for name, definition in known.items() if name in needed
     }
-    left_out = excluded_atoms(without, library)
+    left_out = excluded_atoms(library, space)
     return _remove_atoms(schema, left_out) if left_out else schema
 
 
@@ -83,9 +81,6 @@ class Bounds:
 
     budget: int
     library: Library
-    one_signal: bool
-    fixed: JsonObject
-    """Numbers of selectors."""
 
 
 def _remove_atoms(schema: JsonObject, left_out: frozenset[str]) -> JsonObject:
@@ -152,16 +147,13 @@ def _restrict_properties(properties: JsonObject, bounds: Bounds) -> JsonObject:
     restricted: JsonObject = {
         name: _restrict(item, bounds, name)
         for name, item in properties.items()
-        if (offers_r_min or name != "r_min") and not (bounds.one_signal and name == "priors")
+        if offers_r_min or name != "r_min"
     }
     for name, item in restricted.items():
         if isinstance(item, dict) and name in _MAX_ITEMS:
-            single = name == "signals" and bounds.one_signal
-            item["maxItems"] = 1 if single else _MAX_ITEMS[name]
+            item["maxItems"] = _MAX_ITEMS[name]
         if isinstance(item, dict) and name == "q_e":
             item["maximum"] = min(bounds.budget, MAX_QUOTA)
-    if "q_e" in restricted:  # a selector
-        restricted |= {n: {"enum": [v]} for n, v in bounds.fixed.items() if n in restricted}
     return restricted
 
 

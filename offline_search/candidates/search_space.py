@@ -13,8 +13,20 @@ from typing import Protocol, get_args
 
 from pydantic import JsonValue
 
-from offline_search.candidates.components import BASE, CORE, RANK_AT, Components, JsonObject
-from offline_search.settings import MAX_QUOTA, Library
+from offline_search.candidates.components import (
+    BASE,
+    CORE,
+    RANK_AT,
+    Components,
+    JsonObject,
+    atom_calls,
+)
+from offline_search.candidates.released_spaces import (
+    choices_in_spaces,
+    draw_components,
+    released_policy,
+)
+from offline_search.settings import MAX_QUOTA, Library, Space
 from vllm_autoprune.tpdsl.atoms.partitions import PartitionCall
 from vllm_autoprune.tpdsl.atoms.pools import JoinedPool
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, Group
@@ -83,13 +95,29 @@ def sample_proposal(
     rank_at: bool = False,
     bases: Sequence[str] = (),
     library: Library = "searched",
+    space: Space = "all",
 ) -> JsonObject:
-    """A complete proposal: every atom and parameter chosen, q_e among powers of two.
+    """A complete proposal: every atom and parameter of the space chosen.
 
     With ``core``, it may have one, with ``rank_at`` it says where tokens are ranked, and with
     ``bases`` which of them it refines; all other
     choices are made before, as without. With the library of the paper it has no extension.
     """
+    if space == "all":
+        proposal = _sample_components(source, budget, library)
+    else:
+        proposal = draw_components(source, space, budget)
+    if core and source.option("with core", ("no", "yes")) == "yes":
+        proposal[CORE] = _sample_core(source)
+    if rank_at:
+        proposal[RANK_AT] = source.option(RANK_AT, get_args(RankAt))
+    if bases:
+        proposal[BASE] = {"name": source.option(BASE, bases)}
+    return proposal
+
+
+def _sample_components(source: ChoiceSource, budget: int, library: Library) -> JsonObject:
+    """Components from the whole language, q_e among powers of two."""
     scorers = atom_names("scoring", library)
     signals = [
         _sample_call(source, name, budget)
@@ -98,7 +126,7 @@ def sample_proposal(
     ]
     pools = _flat_pools(library)
     chosen = [name for name in pools if source.option(f"with {name}", ("no", "yes")) == "yes"]
-    proposal: JsonObject = {
+    return {
         "scoring": {
             "signals": [*signals] or [_sample_call(source, scorers[0], budget)],
             "kernel": _sample_group(source, "similarity_kernel", budget, library),
@@ -110,13 +138,6 @@ def sample_proposal(
         },
         "reassembly": _sample_group(source, "reassembly", budget, library),
     }
-    if core and source.option("with core", ("no", "yes")) == "yes":
-        proposal[CORE] = _sample_core(source)
-    if rank_at:
-        proposal[RANK_AT] = source.option(RANK_AT, get_args(RankAt))
-    if bases:
-        proposal[BASE] = {"name": source.option(BASE, bases)}
-    return proposal
 
 
 def _sample_core(source: ChoiceSource) -> JsonObject:
@@ -159,8 +180,22 @@ def choices_of_state(
     rank_at: bool = False,
     bases: Sequence[str] = (),
     library: Library = "searched",
+    space: Space = "all",
 ) -> dict[str, Choice]:
-    """The choices for which :func:`sample_proposal` gives the proposal nearest to a state.
+    """The choices for which :func:`sample_proposal` gives the proposal nearest to a state."""
+    if space == "all":
+        choices = _choices_of_components(state, budget, library)
+    else:
+        choices = choices_in_spaces(state, budget)
+    if core:
+        choices |= _choices_of_core(state.core)
+    if bases:
+        choices[BASE] = state.base_policy.name
+    return choices | {RANK_AT: state.rank_at} if rank_at else choices
+
+
+def _choices_of_components(state: PruningState, budget: int, library: Library) -> dict[str, Choice]:
+    """Recover the random choices from components: the inverse of :func:`_sample_components`.
 
     A union of pools stands for its first source; partitions and repeated signals have no choice.
     """
@@ -184,11 +219,7 @@ def choices_of_state(
     for group, call in groups.items():
         choices[group] = call.atom
         choices |= _choices_of_call(call, budget)
-    if core:
-        choices |= _choices_of_core(state.core)
-    if bases:
-        choices[BASE] = state.base_policy.name
-    return choices | {RANK_AT: state.rank_at} if rank_at else choices
+    return choices
 
 
 def _choices_of_core(core: Core | None) -> dict[str, Choice]:
@@ -270,6 +301,14 @@ def atom_names(group: Group, library: Library) -> list[str]:
     """Atoms of a group that a search of a library varies, in registry order."""
     names = ATOMS.names(group)
     return [name for name in names if library != "paper" or ATOMS[name].origin != "extension"]
+
+
+def excluded_atoms(library: Library, space: Space) -> frozenset[str]:
+    """Atoms that a language model is not offered."""
+    if space != "all":
+        return frozenset(ATOMS.names()) - {call.atom for call in atom_calls(released_policy())}
+    own = (name for name in ATOMS.names() if ATOMS[name].origin == "extension")
+    return frozenset(own if library == "paper" else ())
 
 
 def _flat_pools(library: Library) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from offline_search.candidates.ablation import excluded_atoms
 from offline_search.candidates.components import BASE, compact_text, searched_components
 from offline_search.candidates.hypothesis import (
     BASE_PARENT,
@@ -21,6 +20,8 @@ from offline_search.candidates.hypothesis import (
 )
 from offline_search.candidates.menu import Menu
 from offline_search.candidates.proposal_list import PROPOSALS
+from offline_search.candidates.released_spaces import describe_space
+from offline_search.candidates.search_space import excluded_atoms
 from offline_search.evaluation.history import Trial
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -64,7 +65,7 @@ def describe_language(settings: Settings) -> str:
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. {_describe_bases(settings)} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
-q_e of the {budget} picks for candidates. {_describe_ablation(settings)}A score is \
+q_e of the {budget} picks for candidates. {describe_space(settings.space)}A score is \
 {describe_score(settings)}. These atoms can be used:
 
 {_render_atoms(settings).strip()}
@@ -90,20 +91,7 @@ def _describe_bases(settings: Settings) -> str:
 
 def _render_atoms(settings: Settings) -> str:
     components = searched_components(settings.core, settings.rank_at, settings.library)
-    left_out = excluded_atoms(settings.without, settings.library)
-    return render_proposer_text(components, left_out)
-
-
-def _describe_ablation(settings: Settings) -> str:
-    sentences = {
-        "anchoring": f"All {settings.source_budget} picks may be exchanged, whatever q_e is.",
-        "fusion": "There is one signal.",
-        "diversity": "Tokens are not compared with each other.",
-    }
-    listed = [sentences[name] for name in settings.without]
-    if settings.quota is not None:
-        listed.append(f"q_e is {settings.quota}.")
-    return " ".join(listed) + " " if listed else ""
+    return render_proposer_text(components, excluded_atoms(settings.library, settings.space))
 
 
 def _system_prompt(settings: Settings) -> str:

@@ -209,8 +209,7 @@ class ProposalClient:
             settings.rank_at,
             settings.library,
             settings.bases,
-            settings.without,
-            settings.fixed_quota,
+            settings.space,
         )
         return shorten_schema(schema if menu is None else menu.restrict(schema))
 

@@ -36,7 +36,7 @@ from offline_search.evaluation.history import History, Trial
 from offline_search.ledger.records import Attempt
 from offline_search.proposers.prompt import ranking_prompt
 from offline_search.proposers.proposal_client import ProposalRequest
-from offline_search.settings import Library, Settings
+from offline_search.settings import Library, Settings, Space
 from offline_search.strategies.ranking_skill import SHORTLIST_SIZE, RankingSkill
 from offline_search.strategies.sampling import TpeStudy, sample_draft
 from offline_search.strategies.start_states import minimal_state, warm_start_states
@@ -173,10 +173,10 @@ class AutoPrunePlus:
         return Draft(origin, assemble_state(proposal, self._settings), (), names)
 
     @property
-    def _space(self) -> tuple[int, bool, bool, tuple[str, ...], Library]:
+    def _space(self) -> tuple[int, bool, bool, tuple[str, ...], Library, Space]:
         """K, whether candidates may have a core and rank before the merger, bases, library."""
         one = self._settings
-        return one.source_budget, one.core, one.rank_at, one.bases, one.library
+        return one.source_budget, one.core, one.rank_at, one.bases, one.library, one.space
 
     def _build_study(self, history: History, rng: Random) -> TpeStudy:
         """TPE over all candidates that were measured, whatever their origin."""
@@ -229,11 +229,11 @@ def _spread_origins(count: int) -> list[str]:
 
 
 def _best_of_each_structure(ranked: Sequence[Trial]) -> list[Trial]:
-    """The best trial of each structure, in order of rank."""
+    """The best trial of each structure, in order of rank; all trials if they have one structure."""
     best: dict[tuple[str, ...], Trial] = {}
     for trial in ranked:
         best.setdefault(structure(trial.require_state()), trial)
-    return list(best.values())
+    return list(best.values() if len(best) > 1 else ranked)
 
 
 def _draw_parent(best: Sequence[Trial], rng: Random) -> Trial:

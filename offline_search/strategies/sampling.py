@@ -72,6 +72,7 @@ def sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draft
         settings.rank_at,
         settings.bases,
         settings.library,
+        settings.space,
     )
     return Draft(origin, assemble_state(proposal, settings))
 

@@ -54,13 +54,13 @@ def warm_start_states(settings: Settings) -> list[PruningState]:
     among several it takes many. q_e is K because with a weak base policy a full exchange may be
     best. A search of cores starts with two of them as well, after the paper's own state, and a
     search of where tokens are ranked with that state ranking before the merger. A search of base
-    policies has each alone, unless an ablation wants every candidate to exchange tokens.
+    policies has each alone, where any state may be a candidate.
     """
     source = Components.from_state(paper_state(settings))
     largest_quota = min(settings.source_budget, MAX_QUOTA)
     bases = [
         assemble_state({**source.to_json(), BASE: {"name": name}}, settings).without_exchange()
-        for name in (settings.other_bases if settings.fixed_quota is None else ())
+        for name in (settings.other_bases if settings.space == "all" else ())
     ]
     variants = []
     if settings.core:
@@ -78,5 +78,5 @@ def warm_start_states(settings: Settings) -> list[PruningState]:
             for name in atom_names("scoring", settings.library)
         ),
     ]
-    # With a small K, a fixed quota or an ablation, some of them are equal.
+    # With a small K or in a small space, some of them are equal.
     return list({state.digest: state for state in states}.values())

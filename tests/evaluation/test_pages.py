@@ -20,7 +20,6 @@ OURS = case("cdpruner+autoprune@8", "autoprune", base="cdpruner@8").model_copy(
 )
 OTHER = case("dart@8")
 ON_OTHER = case("dart+autoprune@8", "autoprune", base="dart@8")
-WITHOUT = case("ablation@8", "component", base="cdpruner@8")
 QUOTA = case("quota-4@8", "quota", base="cdpruner@8").model_copy(update={"quota": 4})
 
 ALL_CASES = (
@@ -29,7 +28,6 @@ ALL_CASES = (
     (OURS, RIGHT),
     (OTHER, HALF),
     (ON_OTHER, HALF),
-    (WITHOUT, HALF),
     (QUOTA, HALF),
 )
 
@@ -50,7 +48,6 @@ def test_a_complete_evaluation_has_all_tables_of_the_paper() -> None:
         "K = 8",
         "AutoPrune less strategy only, Acc.",
         "AutoPrune less strategy only, ln p",
-        "Ablation of components",
         "Sweep of the exchange quota",
     ]
     main = tables["K = 8"]
@@ -62,9 +59,6 @@ def test_a_complete_evaluation_has_all_tables_of_the_paper() -> None:
     gains = tables["AutoPrune less strategy only, Acc."][2:]
     assert [row[0] for row in gains] == ["cdpruner", "dart"]
     assert gains[0][1] == main[4][7] and gains[1][1] == "0.0 (0.0 to 0.0)"
-    components = tables["Ablation of components"][2:]
-    assert [row[1] for row in components] == ["cdpruner", "ablation", "cdpruner + AutoPrune"]
-    assert [row[4] for row in components] == ["-75.0", "-75.0", "-"]
     quotas = tables["Sweep of the exchange quota"][2:]
     assert [row[:3] for row in quotas] == [["8", "2", "6"], ["8", "4", "4"]]
 
@@ -138,7 +132,7 @@ def test_the_page_of_an_invalid_report_says_so_first() -> None:
 
 def test_latex_is_escaped_and_has_one_line_a_row() -> None:
     latex = as_latex(build_report(contents(*ALL_CASES)))
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 5
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 4
     assert r"q\_e" in latex and r"K - q\_e" in latex
     row = next(line for line in latex.splitlines() if line.startswith("cdpruner &"))
     assert row.endswith(r"\\") and row.count("&") == 9

@@ -113,6 +113,10 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
     assert "Propose candidates 1 to 2 of 2" in estimate["messages"][1]["content"]
     assert estimate["answers"]["search"] == 24 * (1 + 1 + 4)
     assert "quality_topk_selector" in estimate["messages"][0]["content"]
+    few = ("--dry-run", "--space", "numbers", "--json")
+    assert run_command(served, data, tmp_path / "l", *few) == 0
+    language = json.loads(capsys.readouterr().out)["messages"][0]["content"]
+    assert "lam 0.04 to 0.22" in language and "quality_topk_selector" not in language
     assert not served.requests and not (tmp_path / "l").exists()
     assert run_command(served, data, tmp_path / "l", "--dry-run") == 0
     assert "--- system" in (text := capsys.readouterr().out)
@@ -158,6 +162,12 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(data: Datas
         ),
         (["--objective", "mme", "tasks"], "--objective: MME's total"),
         (["--menu", "1", "--library", "paper"], "--library, --menu: a menu offers a part"),
+        (
+            ["--space", "none"],
+            "--space: 'none' is refused -> give a value that is 'all', 'numbers'",
+        ),
+        (["--space", "numbers", "--menu", "1"], "--space, --menu: the space numbers has atoms of"),
+        (["--space", "numbers", "--budget", "8", "16"], "--budget, --space: r_min of the space"),
         (["--menu", "1", "--strategy", "tpe"], "--menu: only a language model"),
         (["--menu", "1", "--objective", "latency"], "--objective: latency"),
         (["--data", "/nowhere"], "search.jsonl"),

@@ -36,7 +36,7 @@ def _amount(text: str) -> float:
 
 
 def add_search_arguments(group: argparse._ArgumentGroup) -> None:
-    """Options on the search itself: strategy, budgets, objectives, ablations."""
+    """Options on the search itself: strategy, space, budgets, objectives."""
     group.add_argument(
         "--strategy",
         default="autoprune+",
@@ -72,11 +72,11 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     group.add_argument(
-        "--without",
-        nargs="+",
-        default=[],
-        choices=("anchoring", "fusion", "diversity"),
-        help="ablation: components removed from every candidate, which stays as it is otherwise",
+        "--space",
+        default="all",
+        help="any state (all, the default), or the state autoprune with its six numbers searched "
+        "(numbers), its signals and weights too (released), or one of its ablations "
+        "(without-diversity, without-fusion, without-anchoring)",
     )
     group.add_argument(
         "--race",
@@ -84,7 +84,6 @@ def add_search_arguments(group: argparse._ArgumentGroup) -> None:
         help="propose three times as many candidates and drop most after an eighth of the "
         "questions; autoprune+ always does",
     )
-    group.add_argument("--quota", type=int, metavar="Q", help="ablation: q_e of every candidate")
     group.add_argument(
         "--core",
         action="store_true",

@@ -18,7 +18,7 @@ MME = "MME"
 RESIZED = "resize control"
 """Name in tables of the case that resizes images."""
 
-Arm = Literal["full", "random", "resized", "base", "autoprune", "found", "component", "quota"]
+Arm = Literal["full", "random", "resized", "base", "autoprune", "found", "quota"]
 """How tokens are selected: all, at random, those of a resized image, by a base policy alone, with
 the shipped residual, or with the residual of a search on this model; and two kinds of ablation of
 the shipped residual."""

@@ -1,4 +1,4 @@
-"""The tables of an evaluation: results by budget, gains, ablations, quotas, published rows."""
+"""The tables of an evaluation: results by budget, gains, quotas, published rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def build_tables(report: Report) -> Iterator[Table]:
     yield from _result_tables(report, metrics)
     yield from _resizing_tables(report)
     yield from _gain_tables(report, metrics)
-    yield from _component_table(report)
     yield from _quota_table(report)
     if report.refused:
         rows = [[case.label, str(case.budget), case.refused] for case in report.refused]
@@ -142,28 +141,6 @@ def _gain_tables(report: Report, metrics: Sequence[Metric]) -> Iterator[Table]:
             for label in dict.fromkeys(label for label, _ in gains)
         ]
         yield build_table(f"AutoPrune less strategy only, {metric.name}", head, cells)
-
-
-def _component_table(report: Report) -> Iterator[Table]:
-    """The paper's ablation of components, between the base policy and AutoPrune."""
-    rows = []
-    for own in _by_budget(report, "component"):
-        base, whole = report.row(own[0].case.base), _complete_residual(report, own[0])
-        for row in (base, *own, whole):
-            if row is not None:
-                rows.append([str(own[0].case.budget), row.case.label, *_ablation(row, whole)])
-    if rows:
-        head = ["K", "method", "MME", "less base", "less AutoPrune", "Acc. less base",
-                "ln p less base"]  # fmt: skip
-        yield build_table("Ablation of components", head, rows, left=2)
-
-
-def _ablation(row: Row, whole: Row | None) -> list[str]:
-    mme = row.benchmarks.get(MME)
-    reference = None if whole is None or whole is row else whole.benchmarks.get(MME)
-    less = NO_VALUE if mme is None or reference is None else f"{mme - reference:+.1f}"
-    gain = row.to_base
-    return [_figure(mme), POINTS.cell(gain), less, ACC.cell(gain), LN_P.cell(gain)]
 
 
 def _quota_table(report: Report) -> Iterator[Table]:

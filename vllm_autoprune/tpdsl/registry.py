@@ -8,7 +8,7 @@ reference page and the text for an LLM proposer are all generated from this regi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -40,18 +40,6 @@ Origin = Literal["printed", "listed", "extension"]
 naming it, so its name and definition are this project's. ``extension``: added by this project, not
 one of the 131.
 """
-
-Component = Literal["anchoring", "fusion", "diversity"]
-"""Components of the paper's ablation table that an atom may bring into a state.
-
-``anchoring``: tokens of the base policy are kept because it picked them; with a selector, q_e and
-its margin decide that. ``fusion``: a further
-score enters token quality. ``diversity``: tokens are chosen for being unlike or far from others.
-"""
-
-ANCHORING: Component = "anchoring"
-FUSION: Component = "fusion"
-DIVERSITY: Component = "diversity"
 
 ROLES: dict[Group, Role] = {
     "token_source_base_policy": "context",
@@ -103,7 +91,6 @@ class Atom:
     doc: str
     function: Callable[..., object]
     reads: Reads | None = None
-    components: frozenset[Component] = frozenset()
 
     @property
     def paper(self) -> bool:
@@ -175,7 +162,6 @@ def declare(
     origin: Origin = "printed",
     doc: str | None = None,
     reads: Reads | None = None,
-    components: Collection[Component] = (),
 ) -> type[AtomCall]:
     """Register one atom and return its call model, whose ``atom`` field is this name.
 
@@ -188,7 +174,7 @@ def declare(
         __doc__=text,
         atom=(literal_type(name), ...),
     )
-    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads, frozenset(components)))
+    ATOMS.add(Atom(name, group, bound, needs, origin, text, function, reads))
     return bound
 
 
@@ -199,7 +185,6 @@ def atom(
     needs: frozenset[Need] = frozenset(),
     origin: Origin = "printed",
     reads: Reads | None = None,
-    components: Collection[Component] = (),
 ) -> Callable[[F], F]:
     """Decorator: register a function as the atom of the same name.
 
@@ -209,7 +194,7 @@ def atom(
     def register(function: F) -> F:
         declare(
             function.__name__, group, call, function,
-            needs=needs, origin=origin, reads=reads, components=components,
+            needs=needs, origin=origin, reads=reads,
         )  # fmt: skip
         return function
 

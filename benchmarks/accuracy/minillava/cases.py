@@ -1,7 +1,7 @@
-"""The cases of the paper's tables: controls, base policies with and without residual, ablations.
+"""The cases of the paper's tables: controls, base policies with and without residual, quotas.
 
 The residual of the shipped state ``autoprune`` is applied to each base policy without tuning. The
-ablations, the values of q_e and the search result are shipped states too (``benchmarks.zoo``).
+values of q_e and the search result are shipped states too (``benchmarks.zoo``).
 """
 
 from __future__ import annotations
@@ -24,16 +24,11 @@ from vllm_autoprune.evaluation.served import (
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.states.load import load_state
 
-Family = Literal["random", "resized", "policies", "found", "components", "quota"]
+Family = Literal["random", "resized", "policies", "found", "quota"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """Families of cases that can be measured beside the full model; by default all of them."""
 
 BUDGETS = (64, 32, 16, 8, 4)
-_COMPONENTS = {
-    "ablation-without-anchoring": "w/o reference anchoring",
-    "ablation-without-fusion": "w/o multi-score fusion",
-    "ablation-without-diversity": "w/o diversity selection",
-}
 
 
 def build_cases(tokens: int, budgets: Sequence[int], families: Sequence[Family]) -> list[Case]:
@@ -51,7 +46,7 @@ def _cases_at(budget: int, families: Sequence[Family]) -> Iterator[Case]:
     for family, build in _BUILDERS.items():
         if family in families:
             yield from build(budget)
-        elif family == "policies" and {"found", "components", "quota"} & set(families):
+        elif family == "policies" and {"found", "quota"} & set(families):
             # The other families are compared with the shipped state and its base policy.
             yield from _policy_cases(load_state(SOURCE).base_policy.name, budget)
 
@@ -80,13 +75,6 @@ def _search_cases(budget: int) -> Iterator[Case]:
         yield prune_case(f"{name}@{budget}", "found", label, state, budget, f"{policy}@{budget}")
 
 
-def _component_cases(budget: int) -> Iterator[Case]:
-    for shipped, label in _COMPONENTS.items():
-        state = load_state(shipped)
-        base = f"{state.base_policy.name}@{budget}"
-        yield prune_case(f"{shipped}@{budget}", "component", label, state, budget, base)
-
-
 def _quota_cases(budget: int) -> Iterator[Case]:
     for quota in (quota for quota in QUOTAS if quota <= budget):
         state = load_state(f"ablation-quota-{quota}")
@@ -99,7 +87,6 @@ _BUILDERS: Mapping[Family, Callable[[int], Iterable[Case]]] = {
     "resized": lambda budget: [resized_case(budget)],
     "policies": _base_policy_cases,
     "found": _search_cases,
-    "components": _component_cases,
     "quota": _quota_cases,
 }
 """The cases of one K of each family."""

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search.confirmation import FILE, as_markdown, confirm, read_confirmation
+from benchmarks.search.confirmation import (
+    FILE,
+    Confirmed,
+    as_markdown,
+    confirm,
+    format_difference,
+    read_confirmation,
+)
 from benchmarks.search.results import add_result
 from offline_search.dataset import Dataset
 from offline_search.settings import Settings
@@ -38,3 +45,16 @@ def test_every_winner_is_measured_once(data: Dataset, tmp_path: Path) -> None:
     gap = sum(confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1))
     assert f"{gap / 2:.2f} ±" in text and "24 questions" in text
     assert (tmp_path / FILE).exists()
+
+
+def test_intervals_are_over_seeds_and_questions() -> None:
+    def measured(*blocks: float) -> Confirmed:
+        mean = sum(blocks) / len(blocks)
+        return Confirmed(
+            questions=2, evaluator="e", digest="d", objective=mean, accuracy=0.0, blocks=blocks
+        )
+
+    base = measured(0.0, 0.0)
+    assert format_difference([(measured(1.0, 3.0), base)]) == "2.00 ± 12.71"
+    both = [(measured(1.0, 3.0), base), (measured(2.0, 2.0), base)]
+    assert format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"

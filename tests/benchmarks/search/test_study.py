@@ -10,8 +10,8 @@ from benchmarks.accuracy.yardsticks.yardstick import Yardstick
 from benchmarks.search import study as study_module
 from benchmarks.search.__main__ import main
 from benchmarks.search.comparison import needs_proposer
-from benchmarks.search.results import ledger_path
-from benchmarks.search.study import ARMS, Study, format_tables
+from benchmarks.search.results import ledger_path, read_results
+from benchmarks.search.study import ABLATIONS, ARMS, Study, format_tables
 from offline_search.dataset import Dataset, Split
 from offline_search.ledger import read_ledger
 from offline_search.ledger.records import ReplyRecord, SettingsRecord
@@ -105,6 +105,22 @@ def test_searches_of_a_study_share_the_batches_of_the_model(tmp_path: Path) -> N
     proposer = WaitingProposer(valid_replies(20), 10)
     text = study.run("minillava", 8, lambda: proposer)
     assert "| autoprune | 2 |" in text and "less random, paired by seed" in text
+
+
+def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(study_module.RELEASED, "minillava", ("divprune", 8))
+    command = ["ablations", "--yardstick", "minillava", "--out", str(tmp_path), "--seeds", "2"]
+    assert main([*command, "--rounds", "1"]) == 0
+    text = capsys.readouterr().out
+    folder = tmp_path / "minillava-k8"
+    for arm in ABLATIONS:
+        settings = read_results(folder)[f"{arm}-1"].settings
+        assert arm == f"autoprune+@none@{settings.space}" and settings.base_policy == "divprune"
+        assert f"| {arm} | 2 |" in text
+    assert "less autoprune+@none@released" in text and "less base policy" in text
+    assert [f"| q_e = {quota} |" in text for quota in (0, 1, 2, 4, 8, 16)] == [True] * 5 + [False]
 
 
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:

@@ -116,8 +116,7 @@ def test_compact_json_keeps_all_searched_components(name: str) -> None:
     assert again.constraints == state.constraints
 
 
-def test_without_ablation_nothing_changes(settings: Settings) -> None:
-    assert settings.without == () and settings.quota is None
+def test_start_states_differ(settings: Settings) -> None:
     digests = {state.digest for state in (minimal_state(settings), *warm_start_states(settings))}
     assert len(digests) == 1 + len(warm_start_states(settings))
 

@@ -141,7 +141,7 @@ def test_fixed_parameters_are_not_searched(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"budgets": (2,)}, {"quota": 2}, {"without": ("anchoring",)}], ids=str
+    "more", [{}, {"budgets": (2,)}, {"space": "numbers"}, {"space": "without-fusion"}], ids=str
 )
 def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) -> None:
     settings = Settings(**{"base_policy": "divprune", "budgets": (BUDGET,), **more})

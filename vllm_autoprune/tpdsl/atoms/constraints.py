@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.atoms.selector_calls import (
     StrictSelector,
 )
 from vllm_autoprune.tpdsl.base_policy import Given
-from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, DIVERSITY, AtomCall, OneOf, atom
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -164,7 +164,7 @@ def reference_margin_gated_exchange_selector(
     return _exchange_pairs(revision, lambda gain, loss: gain - loss >= call.margin)
 
 
-@atom("selection_constraints", PreservingSelector, origin="listed", components=(ANCHORING,))
+@atom("selection_constraints", PreservingSelector, origin="listed")
 def reference_strict_preservation_selector(
     call: PreservingSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -215,7 +215,7 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: Admits) -> Tensor:
     return kept
 
 
-@atom("selection_constraints", StrictSelector, components=(DIVERSITY,))
+@atom("selection_constraints", StrictSelector)
 def reference_strict_margin_exchange_selector(
     call: StrictSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -233,7 +233,6 @@ def reference_strict_margin_exchange_selector(
     "selection_constraints",
     MarginalSelector,
     origin="listed",
-    components=(DIVERSITY,),
 )
 def maximal_marginal_relevance_pool_selector(
     call: MarginalSelector, revision: SelectorInputs
@@ -263,7 +262,7 @@ def _anchored_dpp(revision: SelectorInputs, kernel: Kernel) -> Tensor:
     )
 
 
-@atom("selection_constraints", BoundedSelector, components=(DIVERSITY,))
+@atom("selection_constraints", BoundedSelector)
 def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
     return _anchored_dpp(revision, revision.kernel)
@@ -273,7 +272,6 @@ def anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: Selecto
     "selection_constraints",
     BoundedSelector,
     needs=frozenset({"instruction"}),
-    components=(DIVERSITY,),
 )
 def runtime_reference_anchor_pool_dpp_selector(
     call: BoundedSelector, revision: SelectorInputs
@@ -284,7 +282,7 @@ def runtime_reference_anchor_pool_dpp_selector(
     return _anchored_dpp(revision, conditional_kernel(revision.tokens, r))
 
 
-@atom("selection_constraints", CappedSelector, components=(DIVERSITY,))
+@atom("selection_constraints", CappedSelector)
 def constrained_pool_dpp_selector(call: CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import min_max_normalise, pick_confidence
-from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, FUSION, AtomCall, OneOf, added, atom
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
 
 
 class ProductFusion(AtomCall):
@@ -65,7 +65,7 @@ def weighted_product_fusion(
     return min_max_normalise((total / sum(weights)).exp()) if call.normalised else total.exp()
 
 
-@atom("score_fusion", ConfidenceFusion, components=(ANCHORING, FUSION))
+@atom("score_fusion", ConfidenceFusion)
 def reference_confidence_weighted_product_fusion(
     call: ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:

@@ -31,7 +31,7 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.ops.similarity import cosines, cosines_between
 from vllm_autoprune.tpdsl.atoms.partitions import grid_cells
-from vllm_autoprune.tpdsl.registry import ATOMS, DIVERSITY, AtomCall, OneOf, atom, default_call
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, atom, default_call
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
@@ -92,7 +92,7 @@ def quality_pool_builder(
     return positions_in_order(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
 
 
-@atom("candidate_pool", CoveragePool, components=(DIVERSITY,))
+@atom("candidate_pool", CoveragePool)
 def spatial_coverage_pool_builder(
     call: CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
@@ -109,7 +109,7 @@ def spatial_coverage_pool_builder(
     return positions_in_order(rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen)
 
 
-@atom("candidate_pool", SizedPool, origin="listed", components=(DIVERSITY,))
+@atom("candidate_pool", SizedPool, origin="listed")
 def diversity_pool_builder(
     call: SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:
@@ -174,7 +174,7 @@ class JoinedPool(PoolCall):
         return _size(self.pool_ratio, grid, picked)
 
 
-@atom("candidate_pool", JoinedPool, components=(DIVERSITY,))
+@atom("candidate_pool", JoinedPool)
 def multi_source_pool_builder(
     call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: Candidates
 ) -> Tensor:

@@ -25,7 +25,7 @@ from vllm_autoprune.ops.similarity import (
 )
 from vllm_autoprune.tpdsl.atoms.partitions import SETTLED, spherical_kmeans
 from vllm_autoprune.tpdsl.optional_inputs import Instruction
-from vllm_autoprune.tpdsl.registry import ANCHORING, ATOMS, AtomCall, OneOf, added, atom
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, OneOf, added, atom
 from vllm_autoprune.tpdsl.tokens import Grid, Need, VisualTokens
 
 ROUNDS = 5
@@ -306,7 +306,7 @@ def channel_entropy_informativeness(
     return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
 
 
-@atom("scoring", Confidence, origin="listed", components=(ANCHORING,))
+@atom("scoring", Confidence, origin="listed")
 def reference_selection_confidence(call: Confidence, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
     return call.floor + (1 - call.floor) * pick_confidence(picks, tokens.count)

@@ -18,9 +18,7 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
 from vllm_autoprune.tpdsl.registry import (
-    ANCHORING,
     ATOMS,
-    FUSION,
     AtomCall,
     OneOf,
     atom,
@@ -155,7 +153,6 @@ def _external_reads(call: ExternalPolicy) -> frozenset[Need]:
     ExternalPolicy,
     needs=frozenset().union(*(policy.needs for policy in BASE_POLICIES.values())),
     reads=_external_reads,
-    components=(FUSION,),
 )
 def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
@@ -164,7 +161,7 @@ def external_policy(call: ExternalPolicy, known: PriorInputs) -> Tensor:
     return _prior(mask_from_indices(picks, known.tokens.count), 1 - call.weight)
 
 
-@atom("token_source_base_policy", WeightedPrior, components=(ANCHORING, FUSION))
+@atom("token_source_base_policy", WeightedPrior)
 def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor:
     """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
     teacher = BASE_POLICIES[known.policy.name]
@@ -172,7 +169,7 @@ def native_teacher_mask_prior(call: WeightedPrior, known: PriorInputs) -> Tensor
     return _prior(_mask_of_each(native.indices, known.tokens.count), 1 - call.weight)
 
 
-@atom("token_source_base_policy", ReferencePrior, components=(ANCHORING, FUSION))
+@atom("token_source_base_policy", ReferencePrior)
 def reference_mask_prior(call: ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)

@@ -18,7 +18,7 @@ def test_the_paper_s_tables_by_default() -> None:
     cases = build_cases(144, BUDGETS, FAMILIES)
     assert Counter(case.arm for case in cases) == {
         "full": 1, "random": 5, "resized": 5, "base": 80, "autoprune": 80, "found": 10,
-        "component": 15, "quota": 29,
+        "quota": 29,
     }  # fmt: skip
     names = [case.name for case in cases]
     assert len(set(names)) == len(names) and names[0] == "full"
