@@ -54,8 +54,6 @@ _LESS: tuple[tuple[str, str], ...] = (
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
     (r"\.cost efficiency", "--requests 1 --scenes 2 --policies cdpruner"),
-    (r"\.cost questions (ttft|blocks)", "--rounds 1 --questions 2 --many 2"),
-    (r"\.cost state-cost", "--seconds 0.01 --only prune"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),

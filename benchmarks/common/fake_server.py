@@ -89,7 +89,6 @@ class _Settings:
     pages: Pages
     serves: int | None
     slots: contextlib.AbstractContextManager[object]
-    gather: int
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -102,7 +101,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.settings = settings
         self.record = FakeServer(f"http://127.0.0.1:{self.server_address[1]}")
-        self.stop, self.gathered, self.lock = threading.Event(), threading.Event(), threading.Lock()
+        self.stop, self.lock = threading.Event(), threading.Lock()
         self._open: set[socket.socket] = set()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
         self._thread.start()
@@ -117,7 +116,6 @@ class _Server(socketserver.ThreadingTCPServer):
         self.refuse()
         self._thread.join()
         self.stop.set()
-        self.gathered.set()
         with self.lock:
             for connection in self._open:
                 with contextlib.suppress(OSError):  # the client closed it
@@ -162,9 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.record.seen.append(body)
             seen = len(server.record.seen)
-        if seen >= settings.gather:
-            server.gathered.set()
-        server.gathered.wait()
         if settings.serves is not None and seen > settings.serves:
             server.refuse()
         elif settings.model is not None and body.get("model") != settings.model:
@@ -258,7 +253,6 @@ def fake_server(
     pages: Pages | None = None,
     serves: int | None = None,
     slots: int | None = None,
-    gather: int = 0,
     port: int = 0,
 ) -> Iterator[FakeServer]:
     """Serve from threads until the block ends.
@@ -266,7 +260,6 @@ def fake_server(
     ``model``: the only one that is served; None: any. ``pages``: added to ``/v1/models``,
     ``/version`` and ``/metrics``. ``serves``: after so many requests connections are cut and new
     ones refused. ``slots``: requests worked on at once; the others wait, so that rates saturate.
-    ``gather``: no request is answered before so many have arrived.
     """
     reply = respond or Reply()
     models = json.dumps({"object": "list", "data": [{"id": model or MODEL, "object": "model"}]})
@@ -284,7 +277,6 @@ def fake_server(
             pages={**standard, **(pages or {})},
             serves=serves,
             slots=threading.Semaphore(slots) if slots else contextlib.nullcontext(),
-            gather=gather,
         ),
     )
     try:

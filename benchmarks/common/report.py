@@ -128,12 +128,6 @@ def format_excess(ratio: Estimate) -> str:
     return f"{value} % (95 %: {low} to {high})"
 
 
-def format_milliseconds(difference: Estimate) -> str:
-    """A difference in seconds, as milliseconds."""
-    value, low, high = (f"{1000 * x:+.0f}" for x in dataclasses.astuple(difference))
-    return f"{value} ms (95 %: {low} to {high})"
-
-
 def format_spread(sample: Spread, unit: float = 1000.0) -> str:
     """Median and quartiles; of seconds, in milliseconds, without decimals from 1,000 on."""
     digits = 0 if unit * sample.median >= 1000 else 1
