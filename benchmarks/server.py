@@ -75,10 +75,6 @@ class Server:
                 raise ServerDied(f"{count} API servers were not ready after {patience:.0f} s")
             time.sleep(0.2)
 
-    def resident_bytes(self) -> int:
-        """Resident memory of all its processes; pages that they share count in each."""
-        return sum(resident_by_process(self.process.pid).values())
-
     def logged(self) -> str:
         """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")

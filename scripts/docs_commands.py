@@ -57,7 +57,6 @@ _LESS: tuple[tuple[str, str], ...] = (
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"\.accuracy\.minillava", "--scenes 2 --budgets 8 --cases random policies"),
-    (r"\.minillava\.conversations(?!\.)", "--conversations 4 --budgets 8 --recalls 4"),
     (r"\.load prepare", "--model benchmarks/minillava/checkpoint/llava --requests 6 --warm-up 1"),
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
