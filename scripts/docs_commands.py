@@ -49,7 +49,7 @@ _NOT_TYPED: tuple[tuple[str, str], ...] = (
 """Pattern -> why a command is not typed."""
 
 _LESS: tuple[tuple[str, str], ...] = (
-    ("^make (demo|bench-check)$", "VENV=none PYTHON=python"),
+    ("^make demo$", "VENV=none PYTHON=python"),
     ("^vllm-autoprune selftest$", "llava_next --runner v1"),
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
@@ -73,13 +73,10 @@ Of an option that is given twice the second value counts.
 _SERVE = re.compile(r"^(VLLM_CPU_KVCACHE_SPACE=1 )?vllm serve (benchmarks|out)/")
 _NEEDS_SERVER = re.compile(r"(localhost|127\.0\.0\.1):8000")
 _LONG = re.compile(
-    r"^(python -m (benchmarks|tests)\.|locust |for |make (demo|bench-check)$"
+    r"^(python -m (benchmarks|tests)\.|locust |for |make demo$"
     r"|vllm-autoprune (search|selftest))"
 )
-_BUSY = re.compile(
-    r"not valid: (the client was the bottleneck|client \S+ used|other programs)"
-    r"|inconclusive: rounds vary more"
-)
+_BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used)")
 """What measurements answer, with status 1, where the machine is not idle."""
 
 

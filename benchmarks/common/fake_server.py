@@ -1,7 +1,6 @@
 """A fake OpenAI chat server without a model: replies and their timing are known beforehand.
 
-Tests of clients run against it, and ``benchmarks.load check --mock`` proves the stop-watch on it:
-what a client records must be what was emitted.
+Tests of clients run against it: what a client records must be what was emitted.
 
     python -m benchmarks.common.fake_server --port 8000 --first 0.2 --gaps 0.02,0.05,0.1
 """
@@ -42,8 +41,6 @@ class Reply:
     """Seconds from the request to the first text."""
     gaps: tuple[float, ...] = (0.02,)
     """Seconds between deltas, repeated as long as needed."""
-    role_first: bool = True
-    """Send the chunk that only names the role at once; else with the first text, as vLLM does."""
     usage: Mapping[str, object] | None = field(default_factory=dict)
     """Fields that differ from the default usage; None: no usage at all."""
     status: int = 200
@@ -192,13 +189,10 @@ class _Handler(BaseHTTPRequestHandler):
         texts, emitted = reply.texts(body), list[float]()
         options = body.get("stream_options") or {}
         usage = _usage(reply, body) if options.get("continuous_usage_stats") else {}
-        if reply.role_first:
-            self._write_delta(usage, 0, role="assistant", content="")
+        self._write_delta(usage, 0, role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
-            if number == 0 and not reply.role_first:
-                self._write_delta(usage, 0, role="assistant", content="")
             emitted.append(time.perf_counter())
             self._write_delta(usage, number + 1, content=text)
             if reply.cut and number >= len(texts) // 2:
